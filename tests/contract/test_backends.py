@@ -1,4 +1,4 @@
-"""What every backend promises (`backends/base.py`), asked of each in the same words.
+"""What every backend promises (`backends/base.py`): the same tests for each of them.
 
 A new backend joins by one more entry in `SUBJECTS`; nothing below names a backend.
 """
@@ -86,7 +86,7 @@ def _whole(spec: ModelSpec) -> ModelSpec:
     )
 
 
-# An index that isn't in the table of `models.gather`, beside one that is.
+# An index outside the table of `models.gather`, beside a valid one.
 _OUTSIDE: Sequence[Tensors] = [(np.zeros((1, 3), np.int64),), (np.full((1, 3), 99),)]
 
 
@@ -111,7 +111,7 @@ def _onnx_identity(
 
 
 def _staged(accelerator: Accelerator | None = None) -> OnnxBackend:
-    """Batches go through buffers, streams and bindings as on a GPU; what computes is the CPU."""
+    """Batches go through buffers, streams and bindings as on a GPU, but the CPU computes."""
     return OnnxBackend(accelerators=lambda device: accelerator or HostAccelerator())
 
 
@@ -220,7 +220,7 @@ def _alone(instance: ModelInstance, requests: Sequence[Tensors]) -> list[list[ob
     return _lists([instance.execute([request]).results[0] for request in requests])
 
 
-def test_open_model_tells_a_whole_unbatched_spec_and_a_platform(model: OpenModel, subject: Subject) -> None:
+def test_open_model_has_a_whole_unbatched_spec_and_a_platform(model: OpenModel, subject: Subject) -> None:
     assert not model.spec.batched
     assert [(t.name, t.datatype, t.dims[0]) for t in model.spec.inputs] == [
         (t.name, t.datatype, -1) for t in subject.spec.inputs
@@ -259,7 +259,7 @@ def test_execute_results_have_the_rows_and_datatypes_of_the_spec(instance: Model
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_execute_read_only_arrays_are_taken_and_left_as_they_were(
+def test_execute_accepts_read_only_arrays_and_leaves_them_unchanged(
     count: int, instance: ModelInstance, subject: Subject
 ) -> None:
     requests = [subject.request(2, seed) for seed in range(count)]
@@ -273,7 +273,7 @@ def test_execute_read_only_arrays_are_taken_and_left_as_they_were(
     assert _lists(requests) == before
 
 
-def test_execute_strided_arrays_are_taken_by_value(instance: ModelInstance, subject: Subject) -> None:
+def test_execute_takes_strided_arrays_by_value(instance: ModelInstance, subject: Subject) -> None:
     plain = subject.request(3, 5)
     strided = tuple(np.asfortranarray(np.repeat(array, 2, axis=0))[::2] for array in plain)
 
@@ -291,7 +291,7 @@ def test_execute_earlier_results_survive_later_executions(instance: ModelInstanc
     assert _lists(results) == before
 
 
-def test_execute_failure_is_an_execution_error_and_the_instance_goes_on(
+def test_execute_failure_is_an_execution_error_and_the_instance_still_works(
     instance: ModelInstance, subject: Subject
 ) -> None:
     good = [subject.request(1, 1), subject.request(2, 2)]
@@ -305,7 +305,7 @@ def test_execute_failure_is_an_execution_error_and_the_instance_goes_on(
     assert _lists(instance.execute(good).results) == expected
 
 
-def test_execute_times_fit_into_the_callers(instance: ModelInstance, subject: Subject) -> None:
+def test_execute_times_add_up_to_no_more_than_the_callers(instance: ModelInstance, subject: Subject) -> None:
     began_ns = monotonic_ns()
     execution = instance.execute([subject.request(1, 1), subject.request(1, 2)])
     took_ns = monotonic_ns() - began_ns
@@ -327,7 +327,9 @@ def test_execute_unbatched_spec_takes_one_request_whole(model: OpenModel, subjec
     instance.close()
 
 
-def test_execute_instances_at_the_same_time_keep_their_answers_apart(model: OpenModel, subject: Subject) -> None:
+def test_execute_on_several_instances_at_the_same_time_keeps_answers_separate(
+    model: OpenModel, subject: Subject
+) -> None:
     instances = [model.instance(subject.spec, subject.device) for _ in range(3)]
     batches = [[subject.request(1 + i % 3, 10 * n + i) for i in range(20)] for n in range(3)]
     expected = [_alone(instances[0], batch) for batch in batches]
@@ -353,7 +355,7 @@ def test_close_of_one_instance_leaves_the_others_running(model: OpenModel, subje
     second.close()
 
 
-def test_close_of_the_model_after_its_instances_lets_it_open_again(subject: Subject) -> None:
+def test_model_closed_after_its_instances_can_be_opened_again(subject: Subject) -> None:
     request = subject.request(1, 1)
     answers = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What every backend owes a spec whose tensors aren't just rows: a batch answers as each request alone would be."""
+"""What every backend promises for tensors that aren't just rows: a batch is answered as each request alone would be."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_execute_ragged_batch_equals_each_request_alone(rank: int, model: OpenMo
     )
 
 
-def test_execute_reshaped_batch_is_in_the_models_shape(model: OpenModel) -> None:
+def test_execute_reshaped_batch_equals_each_request_alone(model: OpenModel) -> None:
     scalar = TensorSpec("INPUT0", "FP32", (1,), reshape=())
     spec = ModelSpec((scalar,), (replace(scalar, name="OUTPUT0"),), batched=True)
 

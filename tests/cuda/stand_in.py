@@ -1,8 +1,8 @@
-"""A GPU without a GPU: the libraries that ONNX Runtime's CUDA provider loads, made from the C files beside this one.
+"""A stand-in for a GPU: the libraries that ONNX Runtime's CUDA provider loads, made from the C files beside this one.
 
-`build` makes the driver alone, for calls of it within this process; `libraries` all of them, for a process that finds
-them on its `LD_LIBRARY_PATH`: there the real provider opens sessions, copies, computes and captures graphs. What such a
-GPU can't show is what a real one does by itself: its speed, and what NVIDIA's libraries do inside.
+`build` makes the driver alone, to be called within this process; `libraries` makes all of them, for a process that
+finds them on its `LD_LIBRARY_PATH`: there the real provider opens sessions, copies, computes and captures graphs. Such
+a GPU can't show a real one's speed, or what NVIDIA's libraries do inside.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def compiler() -> str:
 
 
 def _make(folder: Path, name: str, sources: Sequence[str]) -> None:
-    """`folder`/`name`, whose symbols have the version that the provider links to: the library's name."""
+    """Make `folder`/`name`. Its symbols have the version that the provider links to: the library's name."""
     files = [str(SOURCES / source) for source in sources] or ["-x", "c", "/dev/null"]
     linked = [f"-Wl,-soname,{name}", "-Wl,--default-symver", "-Wl,-rpath,$ORIGIN", "-L", str(folder)]
     command = [
@@ -65,14 +65,14 @@ def _make(folder: Path, name: str, sources: Sequence[str]) -> None:
 @functools.cache
 def _driver() -> bytes:
     with TemporaryDirectory() as folder:
-        # Not by the driver's name: who asks for that later on would be given this one.
+        # Not by the driver's name: a later load of that name would get this one.
         _make(Path(folder), "libcuda-stand-in.so", _LIBRARIES[_DRIVER])
         return (Path(folder) / "libcuda-stand-in.so").read_bytes()
 
 
 @functools.cache
 def _libraries() -> Mapping[str, bytes]:
-    """By name. To compile them takes seconds, and several files of tests want them."""
+    """All libraries by name. Compiling them takes seconds, and several test modules need them."""
     with TemporaryDirectory() as folder:
         for name, sources in _LIBRARIES.items():
             _make(Path(folder), name, sources)
@@ -80,15 +80,15 @@ def _libraries() -> Mapping[str, bytes]:
 
 
 def libraries(folder: Path) -> Path:
-    """`folder` with all of the libraries. Skips the test where no compiler is."""
+    """`folder` with all of the libraries. Skips the test if there is no compiler."""
     for name, library in _libraries().items():
         (folder / name).write_bytes(library)
     return folder
 
 
 def build(folder: Path) -> Any:
-    """The driver, as a library in `folder` with a state of its own. The host sees its memory as well, as what computes
-    is ONNX Runtime's CPU provider. Skips the test where no compiler is."""
+    """The driver, as a library in `folder` with its own state. The host sees its memory as well, since ONNX Runtime's
+    CPU provider computes. Skips the test if there is no compiler."""
     library = folder / "libcuda-stand-in.so"
     library.write_bytes(_driver())
     driver = ctypes.CDLL(str(library))
@@ -97,7 +97,7 @@ def build(folder: Path) -> Any:
 
 
 def accelerator(folder: Path, driver: Any = None) -> CudaAccelerator:
-    """GPU 0 of `driver`, a new one by default, with which ONNX Runtime's CPU provider computes: memory is memory."""
+    """GPU 0 of `driver`, a new one by default, in whose memory ONNX Runtime's CPU provider computes."""
     made = driver or build(folder)
     accelerator = CudaAccelerator(load_driver(lambda name: made), 0)
     accelerator.ort_device, accelerator.memory_name = ("cpu", 0), "Cpu"
@@ -105,7 +105,7 @@ def accelerator(folder: Path, driver: Any = None) -> CudaAccelerator:
 
 
 class ClientMemory:
-    """Memory of a client on GPU 0 of `driver`, zeros at first, until `free`."""
+    """Memory of a client on GPU 0 of `driver`, until `free`. Zeros at first."""
 
     def __init__(self, driver: Any, size: int) -> None:
         self._driver, self._accelerator = driver, CudaAccelerator(driver, 0)
@@ -131,7 +131,7 @@ class ClientMemory:
         assert self._driver.cuStreamSynchronize(None) == 0
 
     def get(self, size: int, offset: int = 0) -> bytes:
-        """What is there now. A client is another process, and waits for nothing that the server does."""
+        """The bytes there now. A client is another process, and waits for nothing that the server does."""
         return ctypes.string_at(self.address + offset, size)
 
     def free(self) -> None:

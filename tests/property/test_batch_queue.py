@@ -1,4 +1,4 @@
-"""The queue against a model that recomputes everything from a plain list, step by step, with a hand-cranked clock."""
+"""The queue against a naive model that recomputes everything from a plain list, step by step, with a manual clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Waiting:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Priority level, then the undelayed, then arrival; the delayed in the order in which they were."""
+        """Priority level; in each, the undelayed by arrival, then the delayed in the order of their delays."""
         return (self.level, self.delayed, self.number)
 
     @property
@@ -48,7 +48,7 @@ class NaiveQueue:
     shortages: list[tuple[int, int]] = field(default_factory=list)
 
     def allowed(self, now_ns: int) -> int:
-        """What a batch may have, going through all times that memory was short, (moment, rows of the execution)."""
+        """The rows that a batch may have, from all shortages of memory: (moment, rows of the execution)."""
         most = self.policy.max_batch_rows
         sizes = self.policy.batch_sizes or range(1, most + 1)
         rows, pause_ns, quiet_since_ns, is_attempt = most, PAUSE_NS, NEVER, False
@@ -88,7 +88,7 @@ class NaiveQueue:
         return sum(one.rows for one in lane) >= self.allowed(now_ns) or 0 < most <= len(lane)
 
     def expire(self, now_ns: int) -> list[Waiting]:
-        """Refuse those whose time is up; one after the other by deadline, let those that may wait on behind."""
+        """Refuse requests whose time is up, in order of deadline; delay those that may wait on behind the others."""
         gone = []
         due = sorted((one for one in self.waiting if one.deadline_ns <= now_ns), key=lambda one: one.deadline_ns)
         for one in due:
@@ -202,7 +202,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
 
     @rule(requests=st.lists(requests(), min_size=1, max_size=6))
     def push(self, requests: list[tuple[int, str, int, int, int, int]]) -> None:
-        """Several between two polls, or orders that only many can have would hardly ever be there."""
+        """Several between two polls: otherwise orders that only many requests can have would hardly ever occur."""
         for request in requests:
             self.push_one(*request)
 
@@ -307,7 +307,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     @precondition(lambda self: self.out)
     @rule(data=st.data(), executes=st.booleans())
     def end(self, data: st.DataObject, executes: bool) -> None:
-        """A batch has ended, or won't execute, and those who weren't cancelled meanwhile wait on."""
+        """A batch has ended; or it won't execute, and its requests that weren't cancelled meanwhile wait on."""
         batch, members = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
         if executes:
             self.queue.done(batch, self.now_ns, None)
@@ -357,7 +357,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
             assert self.queue.waiting.requests_of_level(level) == sum(one.level == level for one in waiting)
 
     def teardown(self) -> None:
-        """Every request leaves: what is still there goes in batches once instances abound."""
+        """Every request leaves: those that still wait go in batches once there are plenty of instances."""
         if not hasattr(self, "queue"):
             return
         self.flush()
@@ -375,6 +375,6 @@ QueueAgainstNaive.TestCase.settings = settings(
 )
 
 
-@pytest.mark.timeout(600)  # where it fails, a short sequence of calls that shows it is looked for, for minutes
+@pytest.mark.timeout(600)  # after a failure, a short sequence of calls that shows it is searched for, for minutes
 class TestQueueAgainstNaive(QueueAgainstNaive.TestCase):  # type: ignore[name-defined]
     pass

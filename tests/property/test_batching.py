@@ -72,7 +72,7 @@ def test_stack_any_requests_equals_numpys_concatenation(batch: Batch) -> None:
 
 
 @given(batches(), st.integers(0, 3), st.booleans())
-def test_stack_in_rooms_is_what_it_is_without(batch: Batch, padding: int, is_large: bool) -> None:
+def test_stack_into_given_buffers_gives_the_same_arrays(batch: Batch, padding: int, is_large: bool) -> None:
     requests = [[_wide(array) if is_large else array for array in request] for request in batch.requests]
     buffers: list[Array] = []
 
@@ -93,7 +93,7 @@ def test_stack_in_rooms_is_what_it_is_without(batch: Batch, padding: int, is_lar
 
 
 def _wide(array: Array) -> Array:
-    """Rows that are more than is joined by numpy alone."""
+    """The array with rows too large to be joined by numpy alone."""
     return np.repeat(array[..., None], 600, axis=-1)
 
 
@@ -125,7 +125,7 @@ def test_split_any_partition_returns_views_that_cover_the_outputs(batch: Batch) 
 
 
 @given(batches())
-def test_run_batch_identity_returns_what_came_in(batch: Batch) -> None:
+def test_run_batch_identity_returns_its_inputs(batch: Batch) -> None:
     execution = run_batch(batch.spec, batch.requests, lambda inputs: inputs)
 
     assert rows_of(batch.requests) == batch.rows
@@ -134,7 +134,7 @@ def test_run_batch_identity_returns_what_came_in(batch: Batch) -> None:
 
 
 @given(batches())
-def test_stack_any_requests_leaves_them_as_they_were(batch: Batch) -> None:
+def test_stack_any_requests_leaves_them_unchanged(batch: Batch) -> None:
     before = [[array.copy() for array in request] for request in batch.requests]
     for request in batch.requests:
         for array in request:
@@ -203,7 +203,7 @@ def layout_of(specs: Sequence[TensorSpec], rows: int) -> PackedLayout:
 
 
 def packed_of(arrays: Sequence[Array], layout: PackedLayout, order: Sequence[int]) -> Packed:
-    """In a message of some bytes before, between and behind the tensors, which come in `order`."""
+    """The tensors in `order`, packed in a message with some bytes before, between and behind them."""
     message, starts = b"?", [0] * len(arrays)
     for index in order:
         starts[index] = len(message)

@@ -1,4 +1,4 @@
-"""Statistics against a recount of the whole history, made anew from what was reported."""
+"""Statistics against a recount of the whole history of reported events."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def executed(history: Sequence[Event]) -> list[BatchReport]:
 
 
 @given(events)
-def test_message_is_what_a_recount_of_the_history_gives(history: list[Event]) -> None:
+def test_statistics_message_equals_a_recount_of_the_history(history: list[Event]) -> None:
     message = statistics_message("m", "1", played(history))
     done = executed(history)
     waits = [wait for batch in done for wait in batch.waits_ns]

@@ -1,4 +1,4 @@
-"""Ragged batches against plain numpy: what the model sees, and that each request gets back what is its own."""
+"""Ragged batches against plain numpy: what the model sees, and that each request gets its own results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Batch:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """One ragged input whose dims all differ, one that is stacked, every batch input, and an output of each sort."""
+    """One ragged input whose dims all differ, one that is stacked, every batch input, and an output of each kind."""
     rank = draw(st.integers(0, 3))
     random = np.random.default_rng(draw(st.integers(0, 2**16)))
     shapes = st.tuples(st.integers(1, 4), *[st.integers(0, 4)] * rank)
@@ -37,7 +37,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 @given(batches())
-def test_ragged_batch_any_requests_get_back_what_is_their_own(batch: Batch) -> None:
+def test_each_request_of_a_ragged_batch_gets_its_own_results(batch: Batch) -> None:
     results = batch_runner(batch.spec)(batch.requests, lambda inputs: [inputs[0] * 2, inputs[1] + 1], 0).results
 
     for (scattered, stacked), (ragged, rows) in zip(results, batch.requests, strict=True):
@@ -46,7 +46,7 @@ def test_ragged_batch_any_requests_get_back_what_is_their_own(batch: Batch) -> N
 
 
 @given(batches())
-def test_ragged_batch_any_requests_show_the_model_what_numpy_makes_of_them(batch: Batch) -> None:
+def test_model_sees_a_ragged_batch_as_numpy_would_make_it(batch: Batch) -> None:
     seen: list[Array] = []
 
     def run(inputs: list[Array]) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Any requests that may share a batch, joined into a message and cut out of the answer again, are what they were."""
+"""Any requests that may share a batch, joined into a message and cut out of its echo again, are unchanged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def echoed(data: bytes) -> bytes:
 
 
 @given(batches())
-def test_batch_through_an_echo_gives_each_request_its_own(made: tuple[ModelSpec, list[RemoteRequest]]) -> None:
+def test_echoed_batch_gives_each_request_its_own_tensors(made: tuple[ModelSpec, list[RemoteRequest]]) -> None:
     spec, requests = made
     wanted = range(len(spec.outputs))
     answer = echoed(encode_request("m", "", spec, requests, wanted))

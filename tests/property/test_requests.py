@@ -1,5 +1,5 @@
-"""Properties of the way from a request's message to an answer: good ones are answered with what they brought, and those
-that are wrong in any way are refused."""
+"""Properties of the path from a request's message to an answer: valid requests are answered with their own tensors, and
+those that are wrong in any way are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def given_to(draw: st.DrawFn, message: Any) -> None:
 
 @st.composite
 def hostile_requests(draw: st.DrawFn) -> pb.ModelInferRequest:
-    """Any names, shapes, sizes and parameters; often of about the right size, so that some of them get far."""
+    """Any names, shapes, sizes and parameters; sizes are often about right, so that some requests get far."""
     request = pb.ModelInferRequest(model_name=draw(st.sampled_from(list(SPECS))))
     for _ in range(draw(st.integers(0, 4))):
         shape, datatype = draw(st.lists(DIMS, max_size=4)), draw(st.sampled_from([*DATATYPES, "", "FP8"]))
@@ -77,10 +77,10 @@ def test_requests_of_any_kind_are_answered_or_refused(request: pb.ModelInferRequ
     st.permutations(["x", "y"]),
     st.permutations(["a", "b"]),
 )
-def test_requests_that_fit_are_answered_with_what_they_brought(
+def test_valid_requests_are_answered_with_their_own_tensors(
     rows: int, columns: int, texts: int, data: st.DataObject, wanted: list[str], order: list[str]
 ) -> None:
-    """Of a model of two tensors that returns them, in whatever order they come and are asked for."""
+    """From a model that returns its two tensors, in whatever order they come and are asked for."""
     floats = np.arange(rows * 2 * columns, dtype=np.float32).reshape(rows, 2, columns)
     strings = np.empty((rows, texts), object)
     for place in np.ndindex(strings.shape):

@@ -1,4 +1,4 @@
-"""Tensors in shared memory against plain slices of bytes: any bounds, any way of cutting a tensor up."""
+"""Tensors in shared memory against plain slices of bytes: any bounds, and any slices of a tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def memory() -> Iterator[SharedObject]:
 
 
 @given(registered=st.tuples(ANY_INTEGER, ANY_INTEGER), asked=st.tuples(ANY_INTEGER, ANY_INTEGER))
-def test_span_is_what_slicing_says_or_refused(
+def test_span_equals_a_slice_or_is_refused(
     memory: SharedObject, registered: tuple[int, int], asked: tuple[int, int]
 ) -> None:
     begin, length = registered

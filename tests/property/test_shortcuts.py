@@ -1,4 +1,4 @@
-"""Requests that are alike take a shorter way, and nobody can tell: same arrays, same answers, same errors."""
+"""Alike requests take the short way without any visible difference: same arrays, same answers, same errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ messages = st.builds(
 
 
 @given(messages)
-def test_scan_of_a_message_tells_its_head_from_id_and_tensors(message: pb.ModelInferRequest) -> None:
+def test_scan_separates_a_messages_head_from_its_id_and_tensors(message: pb.ModelInferRequest) -> None:
     data = message.SerializeToString()
     fields = scan_request(data)
     assert fields is not None
@@ -80,7 +80,7 @@ def test_scan_of_a_message_tells_its_head_from_id_and_tensors(message: pb.ModelI
 
 
 @given(st.one_of(st.binary(max_size=60), st.lists(messages, max_size=3)), st.integers(0, 80))
-def test_scan_of_anything_else_agrees_with_protobuf_or_leaves_it_alone(source: Any, cut: int) -> None:
+def test_scan_of_any_other_bytes_agrees_with_protobuf_or_gives_up(source: Any, cut: int) -> None:
     data = source if isinstance(source, bytes) else b"".join(one.SerializeToString() for one in source)[: cut or None]
     fields = scan_request(data)
     if fields is None:
@@ -125,7 +125,7 @@ def test_scan_of_anything_else_agrees_with_protobuf_or_leaves_it_alone(source: A
         "unknown field",
     ],
 )
-def test_scan_leaves_what_is_odd_to_protobuf(data: bytes) -> None:
+def test_scan_leaves_odd_messages_to_protobuf(data: bytes) -> None:
     assert scan_request(data) is None
 
 
@@ -196,14 +196,14 @@ def assert_same(one: DecodedRequest | str, other: DecodedRequest | str) -> None:
 
 
 @given(st.data())
-def test_requests_that_are_alike_are_decoded_and_answered_as_if_each_were_the_first(data: st.DataObject) -> None:
+def test_alike_requests_are_decoded_and_answered_as_if_each_were_the_first(data: st.DataObject) -> None:
     draw = data.draw
     spec = draw(models())
     rows = draw(st.integers(1, 3)) if spec.batched else 1
     shapes = [shape_of(draw, tensor, rows, spec) for tensor in spec.inputs]
     given_inputs = [n for n, tensor in enumerate(spec.inputs) if not tensor.optional or draw(st.booleans())]
     wanted = draw(st.lists(st.sampled_from([t.name for t in spec.outputs]), unique=True, max_size=2))
-    told = draw(parameters.filter(lambda some: len(some) < 2))  # of two that are wrong either may be named
+    told = draw(parameters.filter(lambda some: len(some) < 2))  # if two are wrong, either may be named
     reader, codec = RequestReader(), codec_for("m", "3", spec, 4 if spec.batched else 0)
     for number in range(4):
         message = pb.ModelInferRequest(model_name="m", id=draw(texts), parameters=told)
@@ -249,7 +249,7 @@ def with_more(response: Any) -> pb.ModelInferResponse:
 
 
 def among_others(draw: Any, results: Sequence[Array], rows: int) -> Share:
-    """The same results as those of one request of a larger batch."""
+    """The same results as a request's share of a larger batch."""
     before, behind = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     outputs = Outputs([np.concatenate([one[:1]] * before + [one] + [one[:1]] * behind) for one in results])
     return Share(outputs, before, before + rows)
@@ -287,7 +287,7 @@ def test_third_request_of_a_head_needs_no_message_and_no_copy() -> None:
     assert not array.flags.writeable
 
 
-def test_heads_of_endless_kinds_stay_bounded() -> None:
+def test_number_of_remembered_heads_is_bounded() -> None:
     reader, codec = (
         RequestReader(),
         ModelCodec("m", "1", ModelSpec((TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),), True), 8),
@@ -303,7 +303,7 @@ def test_heads_of_endless_kinds_stay_bounded() -> None:
     assert len(codec._short._answer_plans) <= 1_000
 
 
-def test_ids_of_endless_lengths_stay_bounded() -> None:
+def test_number_of_remembered_id_lengths_is_bounded() -> None:
     reader, codec = RequestReader(), float_codec()
     for length in range(200):
         for _ in range(3):
@@ -315,7 +315,7 @@ def test_ids_of_endless_lengths_stay_bounded() -> None:
     assert len(plan.starts) == 64
 
 
-def test_id_that_is_no_text_is_refused_on_the_short_way_too() -> None:
+def test_id_that_is_not_utf8_is_refused_on_the_short_way_too() -> None:
     reader = RequestReader()
     reader(floats(1, 2, request_id="ab"))
     good = floats(1, 2, request_id="ab")
@@ -323,7 +323,7 @@ def test_id_that_is_no_text_is_refused_on_the_short_way_too() -> None:
     assert isinstance(reader(good.replace(b"ab", b"\xff\xfe")), DecodeError)
 
 
-def test_contents_beside_raw_contents_are_refused_whatever_was_learned_of_their_head() -> None:
+def test_contents_beside_raw_contents_are_refused_whatever_is_known_of_their_head() -> None:
     reader, codec = RequestReader(), float_codec()
     both = pb.ModelInferRequest.FromString(floats(1, 2))
     both.inputs[0].contents.fp32_contents.extend((3, 4))
@@ -339,7 +339,7 @@ def test_contents_beside_raw_contents_are_refused_whatever_was_learned_of_their_
         assert content_of(codec.decode(request).inputs[0])[-1] == [[3, 4]]
 
 
-def test_results_that_are_not_laid_out_as_on_the_wire_are_answered_all_the_same() -> None:
+def test_results_with_another_memory_layout_than_on_the_wire_are_answered_correctly() -> None:
     reader, codec = RequestReader(), float_codec()
     reader(floats(1, 2))
     request = reader(floats(1, 2))
@@ -354,7 +354,7 @@ REGION_BYTES, CUT_BYTES = 256, 64
 
 
 def register(regions: Regions, memory: SharedObject, change: str) -> None:
-    """Make the region `r` what it is after `change`; cut short is its memory while it stays registered."""
+    """Bring the region `r` into the state `change`. "cut short" shrinks its memory while it stays registered."""
     memory.resize(CUT_BYTES if change == "cut short" else REGION_BYTES)
     if change == "cut short":
         return
@@ -379,7 +379,7 @@ def content_of(one: Array | RegionTensor) -> tuple[Any, ...]:
 
 
 def way_of(codec: ModelCodec, request: AnyRequest, result: Array, memory: SharedObject) -> list[Any]:
-    """What becomes of a request that isn't stacked: its inputs, all else that is read, the answer, the memory then."""
+    """What happens to a request that isn't stacked: its inputs, all else that is read, the answer, the memory then."""
     decoded = settled(lambda: codec.decode(request))
     if isinstance(decoded, str):
         return [decoded]
@@ -404,7 +404,7 @@ CONTENTS = {
     output_bytes=st.sampled_from([7, 8, 16, 300]),
     changes=st.lists(st.sampled_from(["as it was", "gone", "smaller", "cut short"]), min_size=3, max_size=6),
 )
-def test_requests_in_shared_memory_that_are_alike_are_treated_as_if_each_were_the_first(
+def test_alike_requests_in_shared_memory_are_treated_as_if_each_were_the_first(
     kind: str, input_at: int | None, output_at: int | None, output_bytes: int, changes: list[str]
 ) -> None:
     inputs = (TensorSpec("x", kind, (2,)), TensorSpec("z", "INT8", (1,)))
@@ -430,7 +430,7 @@ def test_requests_in_shared_memory_that_are_alike_are_treated_as_if_each_were_th
             ways = []
             for one, asked in ((codec, read), (ModelCodec("m", "1", spec, 8, regions=regions), message)):
                 there = CUT_BYTES if change == "cut short" else REGION_BYTES
-                memory.put(bytes(there))  # each way finds what the other found, and may have written over
+                memory.put(bytes(there))  # both ways find the same, though the first may have overwritten it
                 memory.put(content[: max(0, there - (input_at or 0))], input_at or 0)
                 ways.append(way_of(one, asked, np.array([[number, 5]], "<f4"), memory))
             assert ways[0] == ways[1]
@@ -456,10 +456,10 @@ def test_third_request_of_a_head_in_shared_memory_needs_no_message() -> None:
         assert memory.get(8, 8) == struct.pack("<2f", 2, 5)
         regions.clear()
         del request, decoded
-        assert held_by() == (1, 0)  # the test's own: no plan keeps a region open
+        assert held_by() == (1, 0)  # that of the test: no plan keeps a region open
 
 
-def test_heads_with_tensors_in_them_are_not_remembered() -> None:
+def test_heads_that_contain_tensors_are_not_remembered() -> None:
     message = pb.ModelInferRequest(model_name="m")
     message.inputs.add(name="x", datatype="FP32", shape=(1, 2)).contents.fp32_contents.extend([1, 2])
     reader = RequestReader()

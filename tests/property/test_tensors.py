@@ -1,4 +1,4 @@
-"""Properties of the tensor codec: what is encoded comes back, and no input gets anything but an array or an error."""
+"""Properties of the tensor codec: what is encoded comes back, and any input gives an array or an error."""
 
 from __future__ import annotations
 

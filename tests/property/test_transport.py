@@ -1,5 +1,5 @@
-"""The transport between processes against naive models: places never overlap, and streams and tensors come out as they
-went in."""
+"""The transport between processes against naive models: places never overlap, and streams and tensors arrive
+unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNITS = 24
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Beside the arena a list of who has each unit."""
+    """An arena, and beside it a list of the owner of each unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +86,7 @@ messages = st.lists(st.tuples(st.integers(0, 20), values), max_size=5)
 
 
 @given(st.lists(messages, max_size=6), st.data())
-def test_frames_cut_anywhere_come_out_as_they_went_in(
-    batches: list[list[tuple[Any, ...]]], data: st.DataObject
-) -> None:
+def test_frames_cut_anywhere_arrive_unchanged(batches: list[list[tuple[Any, ...]]], data: st.DataObject) -> None:
     stream = b"".join(frame(batch) for batch in batches)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     reader = FrameReader()
@@ -121,7 +119,7 @@ tensors = st.one_of(plain, texts, large, long_texts, st.just(MISSING), large.map
 
 
 @given(st.lists(tensors, max_size=5))
-def test_tensors_arrive_as_they_were_and_leave_nothing_taken(arrays: list[Array]) -> None:
+def test_tensors_arrive_unchanged_and_leave_no_memory_taken(arrays: list[Array]) -> None:
     memory, window, gone = region(2**20)
     parcel = pack(arrays, memory)
     assert parcel is not None
@@ -143,7 +141,7 @@ def test_tensors_arrive_as_they_were_and_leave_nothing_taken(arrays: list[Array]
 
 
 @given(st.lists(st.tuples(st.integers(1, 60_000), st.integers(0, 7)), min_size=1, max_size=60))
-def test_memory_over_many_cycles_never_exceeds_its_bound_and_is_free_again(sizes: list[tuple[int, int]]) -> None:
+def test_memory_never_exceeds_its_bound_over_many_cycles_and_is_free_again(sizes: list[tuple[int, int]]) -> None:
     bound = 256 * 1024
     memory, window, gone = region(bound)
     held: list[tuple[Array, Array, int]] = []
@@ -156,7 +154,7 @@ def test_memory_over_many_cycles_never_exceeds_its_bound_and_is_free_again(sizes
             held.append((array, view, keep))
         for sent, got, _ in held:
             np.testing.assert_array_equal(got, sent)
-        # Whoever wasn't to be kept goes.
+        # Drop those that weren't to be kept.
         held = [entry for entry in held if entry[2]]
         held = held[-4:]
         sent = got = view = None  # type: ignore[assignment]

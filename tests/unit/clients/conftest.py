@@ -1,4 +1,4 @@
-"""One scripted peer per test, and both clients behind one awaitable face."""
+"""A scripted peer for each test, and both clients behind one awaitable interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server to talk to: real gRPC on a port of its own, each answer scripted by the test."""
+"""A server to call: real gRPC on its own port, each answer scripted by the test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Answer = Callable[[pb.ModelInferRequest, grpc.ServicerContext], pb.ModelInferRes
 
 
 class Peer(inference_pb2_grpc.GRPCInferenceServiceServicer, health_pb2_grpc.HealthServicer):
-    """Echoes inference requests until `answer` is set. `readiness` is used up from the front, the last one stays."""
+    """Echoes inference requests until `answer` is set. `readiness` is used up from the front; the last one stays."""
 
     def __init__(self) -> None:
         self.target = ""
@@ -103,7 +103,7 @@ def refuse(
 
 
 class Stall:
-    """An answer that never comes; `started` and `ended` say what the server has seen of the call."""
+    """An answer that never comes; `started` and `ended` are set when the server sees the call begin and end."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -135,8 +135,7 @@ def serving(peer: Peer, address: str = "127.0.0.1:0") -> Iterator[Peer]:
 
 @contextmanager
 def serving_bytes(answer: bytes) -> Iterator[str]:
-    """The address of a server that answers with these bytes, whatever is asked: each call once, and each message of a
-    stream."""
+    """The address of a server that answers every call, and every message of a stream, with these bytes."""
 
     class Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
         def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:

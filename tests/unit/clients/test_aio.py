@@ -1,4 +1,4 @@
-"""What only the asyncio client has: cancellation, and an event loop that it belongs to."""
+"""Features of the asyncio client alone: cancellation, and an event loop that it belongs to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def client(peer: Peer) -> AsyncIterator[AsyncInferenceClient]:
         yield opened
 
 
-async def test_cancel_task_the_server_sees_the_call_end(client: AsyncInferenceClient, peer: Peer) -> None:
+async def test_cancelled_task_ends_the_call_at_the_server(client: AsyncInferenceClient, peer: Peer) -> None:
     peer.answer = stall = Stall()
     call = asyncio.create_task(client.infer("m", X, timeout_s=None))
     assert await asyncio.to_thread(stall.started.wait, 10)
@@ -36,7 +36,7 @@ async def test_cancel_task_the_server_sees_the_call_end(client: AsyncInferenceCl
     assert (await client.infer("m", X))["x"].shape == (1, 2)
 
 
-async def test_timeout_block_passes_raises_timeout_error(client: AsyncInferenceClient, peer: Peer) -> None:
+async def test_timeout_block_raises_timeout_error_and_ends_the_call(client: AsyncInferenceClient, peer: Peer) -> None:
     peer.answer = stall = Stall()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
@@ -65,7 +65,7 @@ ANOTHER = r"belongs to the event loop in which it was first used, and this is an
 
 
 async def use(client: AsyncInferenceClient) -> None:
-    """The peer has no streams, and says so."""
+    """Make a call. That the peer doesn't implement streams makes no difference here."""
     with contextlib.suppress(Unimplemented):
         await client.infer("m", X)
 
@@ -75,14 +75,16 @@ def uses(client: AsyncInferenceClient) -> list[Coroutine[Any, Any, Any]]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_use_in_a_loop_after_the_first_has_ended_is_refused_in_words(peer: Peer, way: dict[str, Any]) -> None:
+def test_use_in_another_loop_after_the_first_has_ended_is_refused_with_a_reason(
+    peer: Peer, way: dict[str, Any]
+) -> None:
     client = AsyncInferenceClient(peer.target, **way)
     asyncio.run(use(client))
     seen = len(peer.requests)
     for again in uses(client):
         with pytest.raises(RuntimeError, match=ANOTHER):
             asyncio.run(again)
-    gc.collect()  # what was never awaited would be said now, and be an error
+    gc.collect()  # coroutines that were never awaited would be reported now, as errors
     assert len(peer.requests) == seen
     asyncio.run(client.close())
     with pytest.raises(ClientClosed):
@@ -90,7 +92,7 @@ def test_use_in_a_loop_after_the_first_has_ended_is_refused_in_words(peer: Peer,
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-async def test_use_in_a_loop_beside_the_first_is_refused_in_words_and_the_first_goes_on(
+async def test_use_in_a_loop_beside_the_first_is_refused_with_a_reason_and_the_first_still_works(
     peer: Peer, way: dict[str, Any]
 ) -> None:
     async with AsyncInferenceClient(peer.target, **way) as client:
@@ -105,7 +107,7 @@ async def test_use_in_a_loop_beside_the_first_is_refused_in_words_and_the_first_
 @pytest.mark.parametrize(
     ("coalesce", "error"), [(2.5, TypeError), (32.0, TypeError), ("3", TypeError), (1, ValueError), (True, ValueError)]
 )
-def test_coalesce_of_what_is_no_number_of_rows_is_refused(coalesce: Any, error: type[Exception]) -> None:
+def test_coalesce_that_is_no_number_of_rows_is_refused(coalesce: Any, error: type[Exception]) -> None:
     with pytest.raises(error) as refusal:
         AsyncInferenceClient("h:1", coalesce=coalesce)
     expected = "coalesce: expected 2 rows or more in a request, a whole number, or None"

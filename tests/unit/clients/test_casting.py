@@ -1,4 +1,4 @@
-"""Values into datatypes: kept exactly, rounded where a float is a float, or refused."""
+"""Values cast to datatypes: kept exactly, rounded only from float to float, or refused."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_cast_to_bf16_rounds_as_ml_dtypes_does() -> None:
 
 
 @pytest.mark.parametrize("value", [[], [[]], np.zeros((2, 0), np.float32)])
-def test_cast_of_nothing_to_bytes_has_no_elements(value: Any) -> None:
+def test_cast_of_an_empty_array_to_bytes_has_no_elements(value: Any) -> None:
     array = cast(to_array(value), by_name("BYTES"))
     assert (array.dtype, array.shape) == (object, np.shape(value))
 

@@ -105,7 +105,7 @@ def test_infer_answers_id_and_parameters_are_printed(run: Run, peer: Peer) -> No
     assert run("--input", "x=[[1, 2]]").stdout.splitlines()[:3] == ["m version 3", "id r7", "rows = 4"]
 
 
-def test_infer_model_that_takes_no_inputs_needs_none(run: Run, peer: Peer) -> None:
+def test_infer_model_without_inputs_needs_none(run: Run, peer: Peer) -> None:
     peer.takes()
     result = run()
     assert (result.exit_code, result.stderr) == (0, "")
@@ -136,7 +136,7 @@ def test_infer_save_writes_an_archive_for_numpy(run: Run, peer: Peer, tmp_path: 
 
 
 @pytest.mark.parametrize("target", ["missing/out.npz", "out.npz"])
-def test_infer_save_impossible_is_one_line(run: Run, peer: Peer, tmp_path: Path, target: str) -> None:
+def test_infer_failed_save_is_one_line_and_exit_2(run: Run, peer: Peer, tmp_path: Path, target: str) -> None:
     peer.takes(t=("BYTES", [-1]))
     result = run("--input", 't=["a\\u0000"]', "--save", str(tmp_path / target))
     assert result.exit_code == 2
@@ -183,7 +183,7 @@ def test_infer_error_of_the_server_is_one_line_and_exit_1(run: Run, peer: Peer) 
     assert result.stderr == "Error: NOT_FOUND: no model 'm'\n"
 
 
-def test_infer_what_a_server_says_moves_no_cursor(run: Run, peer: Peer) -> None:
+def test_infer_control_characters_from_the_server_are_replaced(run: Run, peer: Peer) -> None:
     evil = "a\x1b[2J\r\x9b1m\u2028"
 
     def answer(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
@@ -201,7 +201,7 @@ def test_infer_what_a_server_says_moves_no_cursor(run: Run, peer: Peer) -> None:
     assert result.stderr == "Error: NOT_FOUND: a?[2J ?1m\n"
 
 
-def test_infer_whose_reader_has_gone_ends_without_a_word(peer: Peer) -> None:
+def test_infer_with_a_closed_output_pipe_ends_without_a_message(peer: Peer) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     command = [sys.executable, "-m", "server", "infer", "m", "--server", peer.target]
@@ -210,7 +210,7 @@ def test_infer_whose_reader_has_gone_ends_without_a_word(peer: Peer) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_infer_nobody_there_is_unavailable(run: Run) -> None:
+def test_infer_without_a_server_is_unavailable(run: Run) -> None:
     result = run("--random", "--server", "unix:/nonexistent/socket")
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: UNAVAILABLE: ")
@@ -218,11 +218,11 @@ def test_infer_nobody_there_is_unavailable(run: Run) -> None:
 
 
 @pytest.mark.parametrize("timeout", ["inf", "1e10", "1e300"])
-def test_infer_timeout_without_end_is_no_bound(run: Run, timeout: str) -> None:
+def test_infer_huge_timeout_is_no_bound(run: Run, timeout: str) -> None:
     assert run("--random", "--timeout", timeout).exit_code == 0
 
 
-def test_infer_timeout_passes_is_deadline_exceeded(run: Run, peer: Peer) -> None:
+def test_infer_beyond_its_timeout_is_deadline_exceeded(run: Run, peer: Peer) -> None:
     over = threading.Event()
 
     def stalled(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
@@ -248,8 +248,8 @@ def test_infer_repeat_prints_a_summary(run: Run, peer: Peer) -> None:
     assert sum(isinstance(request, pb.ModelInferRequest) for request in peer.requests) == 20
 
 
-def test_infer_repeat_concurrency_has_so_many_under_way(run: Run, peer: Peer) -> None:
-    # Each answer needs three requests to be there at once.
+def test_infer_repeat_concurrency_has_so_many_requests_in_flight(run: Run, peer: Peer) -> None:
+    # Each answer needs three requests in flight at once.
     together = threading.Barrier(3, timeout=30)
 
     def answer(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
@@ -276,7 +276,7 @@ def test_infer_repeat_counts_errors_by_status_and_exits_1(run: Run, peer: Peer) 
     assert 0 < summary["p50_ms"] <= summary["p90_ms"] <= summary["p99_ms"]
 
 
-def test_infer_repeat_nothing_but_errors_has_no_percentiles(run: Run, peer: Peer) -> None:
+def test_infer_repeat_with_only_errors_has_no_percentiles(run: Run, peer: Peer) -> None:
     peer.answer = refuse(grpc.StatusCode.UNAVAILABLE)
     result = run("--random", "--repeat", "2")
     assert result.exit_code == 1

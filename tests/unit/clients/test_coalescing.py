@@ -21,7 +21,7 @@ from tests.unit.clients.peer import echo
 TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
-async def test_requests_together_are_no_larger_than_a_message_may_be() -> None:
+async def test_coalesced_requests_are_no_larger_than_a_message_may_be() -> None:
     sizes_bytes = []
 
     async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
@@ -39,7 +39,7 @@ async def test_requests_together_are_no_larger_than_a_message_may_be() -> None:
 
 
 async def lines_run(callers: int) -> int:
-    """Of the module, for so many callers at a time, in requests of two."""
+    """How many lines of the module run for so many callers at a time, in requests of two."""
     lines = 0
 
     async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
@@ -60,7 +60,7 @@ async def lines_run(callers: int) -> int:
     return lines
 
 
-async def test_callers_cost_as_much_each_however_many_there_are() -> None:
+async def test_each_caller_costs_the_same_however_many_there_are() -> None:
     assert await lines_run(1000) < 1.1 * 10 * await lines_run(100)
 
 
@@ -72,7 +72,7 @@ def one_row(number: int) -> pb.ModelInferRequest:
     return infer_request("m", {"x": np.full((1, 10), number, np.float32)})
 
 
-async def test_rows_that_are_too_late_together_go_in_smaller_requests() -> None:
+async def test_rows_that_are_too_late_together_are_sent_in_smaller_requests() -> None:
     sent: list[int] = []
 
     async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
@@ -90,7 +90,7 @@ async def test_rows_that_are_too_late_together_go_in_smaller_requests() -> None:
     assert sum(rows for rows in sent if rows <= 2) == 8, "nobody was asked for twice"
 
 
-async def test_rows_that_have_expired_in_the_servers_queue_do_not_wait_there_again() -> None:
+async def test_rows_that_expired_in_the_servers_queue_are_not_sent_again() -> None:
     sent: list[int] = []
 
     async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
@@ -106,7 +106,7 @@ async def test_rows_that_have_expired_in_the_servers_queue_do_not_wait_there_aga
     assert sent == [8]
 
 
-async def test_row_that_is_too_late_alone_fails_by_itself() -> None:
+async def test_row_that_is_too_late_by_itself_fails_alone() -> None:
     async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
         if 3 in np.frombuffer(request.raw_input_contents[0], np.float32):
             raise DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline can't be met")
@@ -119,7 +119,7 @@ async def test_row_that_is_too_late_alone_fails_by_itself() -> None:
     assert [isinstance(outcome, DeadlineExceeded) for outcome in outcomes] == [number == 3 for number in range(8)]
 
 
-async def test_rows_that_nobody_waited_for_long_enough_are_fewer_the_next_time() -> None:
+async def test_next_requests_are_smaller_after_all_callers_of_one_timed_out() -> None:
     sent: list[int] = []
 
     async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:

@@ -1,4 +1,4 @@
-"""Metadata: what gRPC can't send is refused before it is tried, by all ways to call."""
+"""Metadata that gRPC can't send is refused before anything is sent, however a call is made."""
 
 from __future__ import annotations
 

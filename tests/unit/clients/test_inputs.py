@@ -1,4 +1,4 @@
-"""Inputs of the command line: what is read, what is made up, what is refused."""
+"""Inputs of the command line: what is read, what is generated, what is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_read_inputs_json_text_is_nested_lists() -> None:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_read_inputs_file_that_is_damaged_is_named(tmp_path: Path, compressed: bool) -> None:
+def test_read_inputs_damaged_file_is_named(tmp_path: Path, compressed: bool) -> None:
     chance = random.Random(7)
     path = tmp_path / "x.npz"
     (np.savez_compressed if compressed else np.savez)(path, x=np.arange(64), y=np.ones(3, np.int8))
@@ -71,7 +71,7 @@ def test_read_inputs_file_that_is_damaged_is_named(tmp_path: Path, compressed: b
 
 
 @pytest.mark.parametrize("elements", [100, 10_000])
-def test_read_inputs_json_text_may_be_longer_than_a_file_is_named(elements: int) -> None:
+def test_read_inputs_json_text_may_be_longer_than_any_file_name(elements: int) -> None:
     assert read_inputs([f"x={list(range(elements))}"])["x"].array.tolist() == list(range(elements))
 
 
@@ -204,7 +204,7 @@ def test_prepare_casts_to_what_the_model_takes() -> None:
     assert ready.arrays["f"].dtype == np.float32
 
 
-def test_prepare_users_datatype_stands_above_the_models() -> None:
+def test_prepare_users_datatype_overrides_the_models() -> None:
     ready = prepare(model(x=("FP32", (-1,))), {"x": GivenTensor(np.array([1]), "INT8")}, None)
     assert ready.datatypes == {"x": "INT8"}
     assert ready.arrays["x"].dtype == np.int8

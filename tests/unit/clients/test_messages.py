@@ -38,7 +38,7 @@ def test_infer_request_any_memory_layout_is_sent_in_order(array: np.ndarray[Any,
     assert list(request.inputs[0].shape) == list(array.shape)
 
 
-def test_infer_request_of_more_than_a_message_holds_is_refused_before_memory_is_taken() -> None:
+def test_infer_request_of_more_than_a_message_holds_is_refused_before_memory_is_allocated() -> None:
     large = np.broadcast_to(np.zeros((1, 1)), (2, 2**28))
     with pytest.raises(ValueError, match=r"input 'x': expected at most 2146435064 bytes, .* got 4294967296"):
         infer_request("m", {"one": np.zeros(1), "x": large})
@@ -206,7 +206,7 @@ def test_infer_result_unknown_output_raises_key_error_with_the_names() -> None:
         infer_result(answer("FP32", [1], fp32_contents=[1.0]))["z"]
 
 
-def test_infer_result_is_gone_over_by_names_as_a_dict_of_them_would_be() -> None:
+def test_infer_result_is_iterated_by_names_like_a_dict() -> None:
     result = infer_result(answer("FP32", [1], fp32_contents=[1.0]))
     assert [*result] == ["y"]
     assert "y" in result

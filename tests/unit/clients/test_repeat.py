@@ -10,7 +10,7 @@ import pytest
 from clients.repeat import run_repeated
 
 
-def test_repeated_takes_no_memory_for_calls_that_are_still_to_come() -> None:
+def test_repeated_takes_no_memory_for_calls_still_to_come() -> None:
     calls = 0
 
     def call() -> None:
@@ -29,7 +29,7 @@ def test_repeated_takes_no_memory_for_calls_that_are_still_to_come() -> None:
     assert calls == 3
 
 
-def test_repeated_of_which_one_raises_ends_all() -> None:
+def test_repeated_ends_all_calls_when_one_raises() -> None:
     numbers = count()
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""What `paceline top` makes of two looks at a server: rates, quantiles, counters that begin anew."""
+"""What `paceline top` shows of two looks at a server: rates, quantiles, counters that start again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INF = math.inf
 
 
 def model(requests: float, **more: float) -> Model:
-    """So many requests, each of two rows, in batches of two requests, that waited up to 1 ms and took up to 10 ms."""
+    """Counters after so many requests of two rows, in batches of two, that waited up to 1 ms and took up to 10 ms."""
     return Model(
         succeeded=requests,
         rows=2 * requests,
@@ -34,7 +34,7 @@ def lines(before: Snapshot | None, now: Snapshot) -> list[list[str]]:
     return [line.split() for line in table(before, now).splitlines()]
 
 
-def test_table_of_a_server_that_says_anything_moves_no_cursor() -> None:
+def test_table_replaces_control_characters_in_names_and_versions() -> None:
     text = table(None, Snapshot(1.0, {("m\x1b[2J", "1\r\x9b1m"): model(1)}, True))
     assert all(line.isprintable() for line in text.split("\n"))
     assert "m?[2J" in text
@@ -89,7 +89,7 @@ def test_table_after_a_reload_counts_that_model_from_zero() -> None:
     assert [row[2] for row in lines(before, now)[3:]] == ["50.0", "10.0"]
 
 
-def test_table_lets_no_name_move_the_cursor() -> None:
+def test_table_has_no_escape_sequence_of_a_model_name() -> None:
     assert "\x1b" not in table(None, look(10, **{"\x1b[2Jm": model(1)}))
 
 
@@ -101,7 +101,7 @@ def test_table_lets_no_name_move_the_cursor() -> None:
         (0.5, {10.0: 4, INF: 4}, 5.0),
         (1.0, {10.0: 4, INF: 4}, 10.0),
         (0.5, {10.0: 1, 20.0: 4, INF: 4}, 10 + 10 * 1 / 3),
-        (0.99, {10.0: 1, 20.0: 1, INF: 100}, 20.0),  # somewhere above: the highest bound that is known
+        (0.99, {10.0: 1, 20.0: 1, INF: 100}, 20.0),  # above all known bounds: the highest of these
         (0.5, {10.0: 0, 20.0: 0, 40.0: 2, INF: 2}, 30.0),
     ],
 )
@@ -109,12 +109,12 @@ def test_quantile_is_that_of_prometheus(share: float, histogram: dict[float, flo
     assert quantile(share, histogram) == (None if expected is None else pytest.approx(expected))
 
 
-def test_parse_bucket_without_a_bound_is_passed_over() -> None:
+def test_parse_bucket_without_a_bound_is_ignored() -> None:
     bucket = 'paceline_request_duration_us_bucket{model="m",version="1"} 4'
     assert parse(f"paceline_ready 1\n{bucket}\n", 1.0).models["m", "1"] == Model()
 
 
 @pytest.mark.parametrize("text", ["", "<html>", "up 1\n", "nv_inference_count{"])
-def test_parse_anything_else_is_a_value_error(text: str) -> None:
+def test_parse_other_text_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the library's text or ours
         parse(text, 1.0)

@@ -132,7 +132,7 @@ async def test_infer_typed_answer_is_read(twin: Twin, peer: Peer) -> None:
     assert result.parameters == {"rows": 4}
 
 
-async def test_infer_tensor_above_grpcs_own_limit_goes_and_comes_back(twin: Twin) -> None:
+async def test_infer_tensor_above_grpcs_default_limit_is_sent_and_returned(twin: Twin) -> None:
     large = np.zeros(5 * 2**20, np.uint8)
     assert (await twin.infer("m", {"x": large}))["x"].size == large.size
 
@@ -148,7 +148,7 @@ async def test_infer_contradictory_answer_raises_response_error(twin: Twin, peer
         await twin.infer("m", X)
 
 
-async def test_infer_answer_that_is_no_message_raises_internal(make_twin: MakeTwin) -> None:
+async def test_infer_answer_that_cannot_be_parsed_raises_internal(make_twin: MakeTwin) -> None:
     with serving_bytes(b"\xff\xff") as target:
         with pytest.raises(Internal, match="Exception deserializing response!"):
             await make_twin(target).infer("m", X)
@@ -182,7 +182,7 @@ async def test_infer_handler_failure_then_next_call_succeeds(twin: Twin, peer: P
     assert (await twin.infer("m", X))["x"].shape == (1, 2)
 
 
-async def test_infer_own_timeout_passes_raises_deadline_exceeded(twin: Twin, peer: Peer) -> None:
+async def test_infer_beyond_its_own_timeout_raises_deadline_exceeded(twin: Twin, peer: Peer) -> None:
     peer.answer = stall = Stall()
     while not stall.started.is_set():  # the time may have passed before there is a connection
         with pytest.raises(DeadlineExceeded):
@@ -190,7 +190,7 @@ async def test_infer_own_timeout_passes_raises_deadline_exceeded(twin: Twin, pee
     assert await asyncio.to_thread(stall.ended.wait, 10)
 
 
-async def test_infer_clients_timeout_passes_raises_deadline_exceeded(make_twin: MakeTwin, peer: Peer) -> None:
+async def test_infer_beyond_the_clients_timeout_raises_deadline_exceeded(make_twin: MakeTwin, peer: Peer) -> None:
     peer.answer = Stall()
     with pytest.raises(DeadlineExceeded):
         await make_twin(peer.target, timeout_s=0.05).infer("m", X)
@@ -209,7 +209,7 @@ async def test_timeout_left_out_or_given_or_none_reaches_the_server(make_twin: M
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 7.5e9, 1e10, 1e300, 10**400])
-async def test_timeout_beyond_grpcs_times_is_no_bound(make_twin: MakeTwin, peer: Peer, timeout_s: float) -> None:
+async def test_timeout_beyond_grpcs_range_is_no_bound(make_twin: MakeTwin, peer: Peer, timeout_s: float) -> None:
     twin = make_twin(peer.target, timeout_s=timeout_s)
     await twin.server_live()
     await twin.server_live(timeout_s=timeout_s)
@@ -263,7 +263,7 @@ async def test_timeout_that_has_passed_is_deadline_exceeded(twin: Twin, timeout_
         ("wait_ready", {"timeout_s": [1]}, r"timeout_s: expected a number of seconds, or None, got \[1\]"),
     ],
 )
-async def test_argument_of_another_type_is_refused_by_name_before_sending(
+async def test_argument_of_a_wrong_type_is_refused_by_name_before_sending(
     twin: Twin, peer: Peer, method: str, arguments: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(TypeError, match=f"^{text}$"):
@@ -291,7 +291,7 @@ async def test_text_that_utf8_cannot_encode_is_refused_by_name_before_sending(
 
 
 @pytest.mark.parametrize("timeout_s", [30, 30.0, np.float32(30), np.int64(30), Fraction(30)])
-async def test_timeout_of_any_type_of_numbers_is_taken(make_twin: MakeTwin, peer: Peer, timeout_s: float) -> None:
+async def test_timeout_of_any_numeric_type_is_accepted(make_twin: MakeTwin, peer: Peer, timeout_s: float) -> None:
     twin = make_twin(peer.target, timeout_s=timeout_s)
     await twin.wait_ready(timeout_s)
     assert await twin.server_live()
@@ -327,7 +327,7 @@ SCHEME = "leave out the scheme; tls=True selects TLS"
         ("h:1", {"metadata": 5}, TypeError, "metadata: expected pairs of key and value, got int"),
     ],
 )
-def test_settings_of_another_type_are_refused_by_name(
+def test_invalid_settings_are_refused_by_name(
     client: Any, target: Any, settings: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error) as refusal:
@@ -344,13 +344,13 @@ def test_settings_of_another_type_are_refused_by_name(
         ({"server_name": 5}, "TLS: server_name: expected a str, got 5"),
     ],
 )
-def test_tls_of_what_is_no_path_or_name_is_refused_by_name(arguments: dict[str, Any], text: str) -> None:
+def test_tls_argument_of_a_wrong_type_is_refused_by_name(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError) as refusal:
         Tls(**arguments)
     assert str(refusal.value) == text
 
 
-async def test_timeout_that_is_no_number_is_refused_before_sending(make_twin: MakeTwin, peer: Peer) -> None:
+async def test_timeout_of_nan_is_refused_before_sending(make_twin: MakeTwin, peer: Peer) -> None:
     twin = make_twin(peer.target)
     for method, arguments in ((twin.server_live, ()), (twin.infer, ("m", X)), (twin.wait_ready, ())):
         with pytest.raises(ValueError, match="timeout_s: expected a number of seconds, got nan"):
@@ -367,14 +367,14 @@ async def test_metadata_of_client_and_call_both_reach_the_server(make_twin: Make
     assert peer.metadata[0]["x-call"] == "1"
 
 
-async def test_options_given_override_ours(make_twin: MakeTwin, peer: Peer) -> None:
+async def test_given_options_override_the_clients_own(make_twin: MakeTwin, peer: Peer) -> None:
     twin = make_twin(peer.target, options=[("grpc.max_receive_message_length", 10)])
     with pytest.raises(InferenceError) as caught:
         await twin.infer("m", X)
     assert caught.value.status is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_server_live_and_ready_answer_the_servers_word(twin: Twin, peer: Peer) -> None:
+async def test_server_live_and_ready_return_the_servers_answer(twin: Twin, peer: Peer) -> None:
     peer.readiness = [False, True]
     assert await twin.server_live() is True
     assert await twin.server_ready() is False
@@ -425,7 +425,7 @@ async def test_wait_ready_asks_until_the_server_is_ready(twin: Twin, peer: Peer)
     assert len(peer.requests) == 3
 
 
-async def test_wait_ready_server_comes_later_returns(make_twin: MakeTwin) -> None:
+async def test_wait_ready_returns_when_the_server_comes_later(make_twin: MakeTwin) -> None:
     address = _free_address()
     waiting = asyncio.ensure_future(make_twin(address).wait_ready(30.0))
     with serving(Peer(), address) as peer:
@@ -439,7 +439,7 @@ async def test_wait_ready_never_ready_raises_deadline_exceeded(twin: Twin, peer:
         await twin.wait_ready(0.1)
 
 
-async def test_wait_ready_nobody_there_raises_deadline_exceeded(make_twin: MakeTwin) -> None:
+async def test_wait_ready_without_a_server_raises_deadline_exceeded(make_twin: MakeTwin) -> None:
     with pytest.raises(DeadlineExceeded, match="was not ready"):
         await make_twin(_free_address()).wait_ready(0.1)
 
@@ -451,12 +451,12 @@ async def test_wait_ready_other_error_is_raised(twin: Twin, peer: Peer) -> None:
     assert caught.value.status is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_call_nobody_there_raises_unavailable_at_once(make_twin: MakeTwin) -> None:
+async def test_call_without_a_server_raises_unavailable_at_once(make_twin: MakeTwin) -> None:
     with pytest.raises(Unavailable):
         await make_twin(_free_address()).server_live(timeout_s=30.0)
 
 
-async def test_call_nobody_there_waits_where_the_service_config_says_so(make_twin: MakeTwin) -> None:
+async def test_call_without_a_server_waits_where_the_service_config_says_so(make_twin: MakeTwin) -> None:
     service = {"methodConfig": [{"name": [{}], "waitForReady": True}]}
     twin = make_twin(_free_address(), options=[("grpc.service_config", json.dumps(service))])
     with pytest.raises(DeadlineExceeded):
@@ -481,7 +481,7 @@ async def test_closed_client_refuses_calls(twin: Twin, peer: Peer) -> None:
 
 
 async def test_credentials_make_the_connection_secure(make_twin: MakeTwin, peer: Peer) -> None:
-    # The peer speaks plain text: that the handshake fails shows that there is one.
+    # The peer speaks plain text: a failed handshake shows that there is one.
     twin = make_twin(peer.target, credentials=grpc.ssl_channel_credentials())
     with pytest.raises(Unavailable):
         await twin.server_live(timeout_s=30.0)
@@ -498,7 +498,7 @@ async def test_context_manager_closes_at_the_end(peer: Peer) -> None:
         blocking.server_live()
 
 
-def test_surfaces_have_the_same_methods_and_arguments() -> None:
+def test_both_clients_have_the_same_methods_and_arguments() -> None:
     def surface(client: type) -> dict[str, inspect.Signature]:
         members = inspect.getmembers(client, inspect.isfunction)
         return {name: inspect.signature(member) for name, member in members if not name.startswith("_")}
@@ -536,7 +536,7 @@ def test_close_by_another_thread_as_a_call_begins_raises_client_closed(peer: Pee
             yield "x-late", "1"
 
         class Closing(list[tuple[str, str]]):
-            """Metadata that are looked at when the call has its channel."""
+            """Metadata that closes the client when it is read, which is after the call got its channel."""
 
             def __iter__(self) -> Iterator[tuple[str, str]]:
                 return closing()

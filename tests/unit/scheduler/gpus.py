@@ -1,4 +1,4 @@
-"""A batcher over instances of which some have no memory."""
+"""A batcher over instances some of which have no memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLAMES = {MemoryError: Blame.SIZE, OSError: Blame.INSTANCE, EOFError: Blame.FATA
 
 
 class Gpus(Bench):
-    """Instances of so many slots; those in `full` have no memory for anything."""
+    """Instances of `slots` slots each; those in `full` have no memory for anything."""
 
     def __init__(self, instances: int = 2, slots: int = 1, **more: Any) -> None:
         self.full: set[int] = set()
@@ -40,7 +40,7 @@ class Gpus(Bench):
         pass
 
     def busy(self, *instances: int) -> list[Any]:
-        """Runners that execute, of these or all instances."""
+        """The runners that execute, of these instances or of all."""
         return [
             one
             for place, one in enumerate(self.runners)
@@ -48,7 +48,7 @@ class Gpus(Bench):
         ]
 
     async def end(self, *instances: int) -> None:
-        """Have these, or all, end what they execute."""
+        """Have these instances, or all, end their executions."""
         for runner in self.busy(*instances):
             if self.runners.index(runner) // self._slots in self.full:
                 runner.fail(MemoryError())
@@ -57,7 +57,7 @@ class Gpus(Bench):
         await one_turn()
 
     def executing(self, *names: str) -> list[Any]:
-        """The runners that execute these."""
+        """The runners that execute these payloads, each alone."""
         return [next(one for one in self.busy() if one.batches[-1] == [name]) for name in names]
 
     async def warm(self) -> None:

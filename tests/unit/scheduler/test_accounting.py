@@ -1,4 +1,4 @@
-"""Every request is counted once: answered, failed or dropped, whatever becomes of its batch."""
+"""Every request is counted once, as answered, failed or dropped, whatever happens to its batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_counters_with_a_request_cancelled_in_a_failing_batch_still_add_up
 
 
 @pytest.mark.parametrize("gone", [set(), {0}, {1, 3}, {0, 1, 2, 3}], ids=str)
-async def test_counters_with_requests_cancelled_while_they_execute_tell_them_from_the_answered(gone: set[int]) -> None:
+async def test_counters_distinguish_requests_cancelled_while_executing_from_answered_ones(gone: set[int]) -> None:
     bench = CountingBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b", "c", "d")
     bench.clock.advance(7)
@@ -49,7 +49,7 @@ async def test_counters_with_requests_cancelled_while_they_execute_tell_them_fro
     bench.batcher.close()
 
 
-async def test_counters_with_a_request_cancelled_in_a_batch_that_fails_for_good_tell_it_from_the_failed() -> None:
+async def test_counters_distinguish_a_cancelled_request_from_failed_ones_when_its_batch_fails() -> None:
     bench = CountingBench(BatchPolicy(max_batch_rows=4, isolate_failures=False))
     futures = await bench.submit("a", "b", "c")
     futures[1].cancel()
@@ -60,7 +60,7 @@ async def test_counters_with_a_request_cancelled_in_a_batch_that_fails_for_good_
     bench.batcher.close()
 
 
-async def test_counters_of_a_batcher_that_closes_have_everybody_once() -> None:
+async def test_counters_have_every_request_once_when_the_batcher_closes() -> None:
     bench = CountingBench(BatchPolicy(max_batch_rows=2))
     runs, left = await bench.submit("a", "b")
     waits = await bench.submit("c", "d", "e")
@@ -76,18 +76,18 @@ async def test_counters_of_a_batcher_that_closes_have_everybody_once() -> None:
     assert bench.counted == 6
 
 
-async def test_counters_of_a_batcher_that_closes_in_a_search_for_culprits_have_everybody_once() -> None:
+async def test_counters_have_every_request_once_when_the_batcher_closes_during_isolation() -> None:
     bench = CountingBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b", "c", "d")
     bench.runner.fail(ValueError("x"))
     futures[0].cancel()  # executes again
-    futures[3].cancel()  # waits to
+    futures[3].cancel()  # waits to execute again
     bench.batcher.close()
     assert [bench.seen.count(drop) for drop in (Drop.CLOSED, Drop.CANCELLED)] == [2, 2]
     assert bench.counted == 4
 
 
-async def test_counters_of_a_batch_that_instances_end_of_until_it_is_given_up_have_everybody_once() -> None:
+async def test_counters_have_every_request_once_when_a_deadly_batch_is_given_up() -> None:
     bench = LossBench(BatchPolicy(max_batch_rows=8))
     futures = await bench.submit(*"abcdef")
     while not all(future.done() for future in futures):
@@ -99,7 +99,7 @@ async def test_counters_of_a_batch_that_instances_end_of_until_it_is_given_up_ha
     bench.batcher.close()
 
 
-async def test_counters_of_one_given_up_among_suspects_whose_instance_had_not_begun_have_everybody_once() -> None:
+async def test_counters_have_every_request_once_when_one_of_several_suspects_not_begun_is_given_up() -> None:
     bench = LossBench(BatchPolicy(max_batch_rows=4))
     unlucky = await bench.submit("a")
     for _ in range(2):
@@ -129,7 +129,7 @@ async def test_counters_of_one_given_up_among_suspects_whose_instance_had_not_be
     ],
     ids=lambda value: value.value if isinstance(value, Drop) else "",
 )
-async def test_counters_of_refusals_tell_the_bound(policy: BatchPolicy, drop: Drop) -> None:
+async def test_refusals_are_counted_by_the_bound_that_was_reached(policy: BatchPolicy, drop: Drop) -> None:
     bench = CountingBench(policy)
     await bench.submit("runs")
     bench.batcher.submit("waits", 1, "k", size_bytes=10)

@@ -1,4 +1,4 @@
-"""When an instance counts as about to be done, and with what it goes on."""
+"""When an instance counts as about to end its execution, and which batch it has next."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from scheduler.batch_queue import Batch
 MS = 1_000_000
 LONG_NS = 20 * MS
 DUE_NS = 18 * MS
-"""For the last 2 ms of 20."""
+"""An execution of 20 ms counts as about to end in its last 2 ms."""
 
 
 @pytest.mark.parametrize(
     ("expected_ns", "due_ns"), [(0, 0), (MS - 1, 0), (MS, MS * 3 // 4), (8 * MS, 6 * MS), (LONG_NS, DUE_NS)]
 )
-def test_instance_is_about_to_end_for_the_last_2_ms_but_no_longer_than_a_quarter(expected_ns: int, due_ns: int) -> None:
+def test_execution_is_about_to_end_in_its_last_2_ms_but_at_most_its_last_quarter(expected_ns: int, due_ns: int) -> None:
     ahead: Ahead[str, str] = Ahead()
     ahead.begin("one", 0, expected_ns)
     assert ahead.wake_ns(0, requests=1) == (due_ns or None)
     assert ahead.wake_ns(0, requests=0) is None
     assert bool(ahead) == bool(due_ns)
-    over_ns = 2 * expected_ns - due_ns  # by then it isn't known any more when it will end
+    over_ns = 2 * expected_ns - due_ns  # from then on, its end can't be predicted any more
     for now_ns, expected in ((due_ns - 1, []), (due_ns, ["one"]), (over_ns - 1, ["one"]), (over_ns, [])):
         assert ahead.about_to_end(now_ns) == (expected if due_ns else [])
 
 
-def test_instances_are_asked_in_the_order_of_their_ends_and_once() -> None:
+def test_instances_about_to_end_are_listed_in_order_of_their_ends_until_given_a_batch() -> None:
     ahead: Ahead[str, str] = Ahead()
     for number, runner in enumerate(("one", "two", "three")):
         ahead.begin(runner, -number * MS, LONG_NS)
@@ -37,7 +37,7 @@ def test_instances_are_asked_in_the_order_of_their_ends_and_once() -> None:
     assert ahead.end("three") is None
     assert ahead.about_to_end(DUE_NS) == ["one"]
     assert ahead.wake_ns(DUE_NS - 1, requests=1) == DUE_NS
-    # "two" was to end at 19 ms, and may be wrong by 2.
+    # "two" was expected to end at 19 ms, and may be 2 ms late.
     assert ahead.wake_ns(DUE_NS - 1, requests=0) == 21 * MS
     assert (ahead.overdue(21 * MS - 1), ahead.overdue(21 * MS)) == ([], ["two"])
     assert ahead.end("one") is None
@@ -46,7 +46,7 @@ def test_instances_are_asked_in_the_order_of_their_ends_and_once() -> None:
     assert not ahead
 
 
-def test_instance_that_gets_nothing_more_goes_on_with_what_it_has() -> None:
+def test_instance_that_gets_no_more_batches_keeps_the_one_it_was_handed() -> None:
     ahead: Ahead[str, str] = Ahead()
     for runner in ("one", "two"):
         ahead.begin(runner, 0, LONG_NS)

@@ -1,4 +1,4 @@
-"""Requests that are alike, submitted together: like one after the other, or not at all."""
+"""Alike requests submitted together: they are taken as if one came after the other, or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _together(
     return bench.batcher.submit_alike(list(payloads), alike, arrivals_ns, deadlines_ns or [NEVER] * len(payloads))
 
 
-async def test_each_gets_its_own_result_of_one_batch() -> None:
+async def test_alike_requests_share_a_batch_and_each_gets_its_own_result() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8))
     pendings = _together(bench, "abc")
     await one_turn()
@@ -33,7 +33,7 @@ async def test_each_gets_its_own_result_of_one_batch() -> None:
     assert [pending.result() for pending in pendings] == ["A", "B", "C"]
 
 
-async def test_they_queue_behind_those_that_came_before_and_before_those_that_come_after() -> None:
+async def test_alike_requests_queue_behind_earlier_and_before_later_requests() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=3))
     bench.put("a")
     _together(bench, "bc")
@@ -46,7 +46,7 @@ async def test_they_queue_behind_those_that_came_before_and_before_those_that_co
     assert bench.runner.batches[-1] == ["d", "e", "f"]
 
 
-async def test_they_queue_behind_those_that_were_announced_before() -> None:
+async def test_alike_requests_queue_behind_those_announced_before() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=3))
     bench.batcher.announce(lambda payloads: bench.put(*payloads) and None, "a")
     _together(bench, "bc")
@@ -54,7 +54,7 @@ async def test_they_queue_behind_those_that_were_announced_before() -> None:
     assert bench.runner.batches[-1] == ["a", "b", "c"]
 
 
-async def test_they_are_told_of_together_in_their_order() -> None:
+async def test_results_of_alike_requests_are_delivered_together_in_order() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8, preserve_ordering=True))
     pendings, told = _together(bench, "abc"), list[list[object]]()
     for pending, name in zip(pendings, "abc", strict=True):
@@ -64,7 +64,7 @@ async def test_they_are_told_of_together_in_their_order() -> None:
     assert told == [["a", "b", "c"]]
 
 
-async def test_one_that_is_cancelled_leaves_the_others() -> None:
+async def test_cancelled_request_leaves_the_others_in_the_queue() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8))
     pendings = _together(bench, "abc")
     pendings[1].cancel()
@@ -73,7 +73,7 @@ async def test_one_that_is_cancelled_leaves_the_others() -> None:
     assert bench.runner.batches[-1] == ["a", "c"]
 
 
-async def test_timeouts_count_from_each_ones_arrival() -> None:
+async def test_timeouts_count_from_each_requests_arrival() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8, queue=QueuePolicy(allow_timeout_override=True)), instances=1)
     await bench.submit("busy")
     pendings = _together(bench, "ab", Alike(1, "k", timeout_ns=50))
@@ -102,7 +102,7 @@ async def test_timeouts_count_from_each_ones_arrival() -> None:
     ids=["plain", "delay", "default timeout", "levels"],
 )
 @pytest.mark.parametrize("timeout_ns", [0, 10])
-def test_they_wait_as_they_would_one_after_the_other(policy: BatchPolicy, timeout_ns: int) -> None:
+def test_alike_requests_wait_as_they_would_one_after_the_other(policy: BatchPolicy, timeout_ns: int) -> None:
     arrivals_ns, deadlines_ns = [3, 5, 5, 8], [NEVER, 30, NEVER, 70]
     waiting = []
     for together in (False, True):
@@ -151,7 +151,7 @@ async def test_none_is_taken_where_other_models_leave_no_room_for_all(limits: Sh
     assert len(_together(bench, "b", TEN_BYTES)) == 1
 
 
-async def test_none_is_taken_if_one_may_not_be_answered_in_time() -> None:
+async def test_none_is_taken_if_one_might_not_be_answered_in_time() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8))
     await bench.measure(1_000)
     soon = bench.clock.now_ns() + 500
@@ -162,7 +162,7 @@ async def test_none_is_taken_if_one_may_not_be_answered_in_time() -> None:
     assert len(_together(bench, "ab", deadlines_ns=[NEVER, late])) == 2
 
 
-def test_none_is_taken_if_the_last_one_has_come_too_late_to_be_answered_in_time() -> None:
+def test_none_is_taken_if_a_deadline_is_too_close_when_the_last_one_arrives() -> None:
     queue: BatchQueue[int] = BatchQueue(BatchPolicy(max_batch_rows=8))
     queue.latency.observe("k", 1, 1_000, 0)
     assert queue.takes_alike(ONE_ROW, [0, 0, 0], [NEVER, 10_000, NEVER])
@@ -180,7 +180,7 @@ async def test_none_is_taken_where_there_is_no_room_for_the_rows_of_all() -> Non
     assert len(_together(bench, "ab", Alike(2, "k"))) == 2
 
 
-async def test_none_is_taken_where_lanes_are_held_for_those_who_were_just_answered() -> None:
+async def test_none_is_taken_where_lanes_are_held_for_returning_callers() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8, await_returns=True))
     assert not bench.batcher.takes_any_alike
     assert _together(bench, "ab") == ()
@@ -189,7 +189,7 @@ async def test_none_is_taken_where_lanes_are_held_for_those_who_were_just_answer
     assert len(_together(bench, "ab")) == 2
 
 
-async def test_a_closed_batcher_takes_none() -> None:
+async def test_none_is_taken_by_a_closed_batcher() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8))
     bench.batcher.close()
     assert _together(bench, "ab") == ()

@@ -1,4 +1,4 @@
-"""How many rows are allowed while memory is short: pure numbers over a clock that tests turn."""
+"""How many rows are allowed while memory is short: pure arithmetic on times that the tests pass in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS, Allowance
 from scheduler.policy import NEVER
 
 
-def test_shortage_halves_what_failed_and_time_doubles_it_again() -> None:
+def test_shortage_allows_half_of_what_failed_and_time_doubles_it_again() -> None:
     allowance = Allowance(32)
     allowance.exhausted(32, 0)
     assert allowance.rows == 16
@@ -23,13 +23,13 @@ def test_shortage_halves_what_failed_and_time_doubles_it_again() -> None:
     assert allowance.due_ns == NEVER
 
 
-def test_shortage_of_a_small_batch_allows_less_than_the_half_of_what_is_allowed() -> None:
+def test_shortage_of_a_small_batch_allows_half_of_that_batch() -> None:
     allowance = Allowance(32)
     allowance.exhausted(6, 0)
     assert allowance.rows == 3
 
 
-def test_shortages_of_executions_side_by_side_halve_once() -> None:
+def test_shortages_of_concurrent_executions_halve_once() -> None:
     allowance = Allowance(32)
     for at_ns in (0, 1, 2):
         allowance.exhausted(32, at_ns)
@@ -42,7 +42,7 @@ def test_shortage_of_one_row_leaves_one_row() -> None:
     assert allowance.rows == 1
 
 
-def test_attempts_that_fail_come_at_ever_longer_intervals_up_to_a_longest() -> None:
+def test_failed_attempts_come_at_ever_longer_intervals_up_to_a_longest() -> None:
     allowance, now_ns, pauses_ns = Allowance(32), 0, []
     for _ in range(10):
         allowance.exhausted(32, now_ns)
@@ -54,14 +54,14 @@ def test_attempts_that_fail_come_at_ever_longer_intervals_up_to_a_longest() -> N
     assert pauses_ns[-1] == LONGEST_PAUSE_NS
 
 
-def test_shortage_after_a_pause_is_that_of_the_attempt_though_nobody_asked_meanwhile() -> None:
+def test_shortage_after_a_pause_is_a_failed_attempt_though_nobody_asked_meanwhile() -> None:
     allowance = Allowance(32)
     allowance.exhausted(32, 0)
     assert allowance.exhausted(32, PAUSE_NS).rows == 32
     assert (allowance.rows, allowance.due_ns) == (16, 3 * PAUSE_NS)
 
 
-def test_more_than_all_that_may_be_is_never_tried() -> None:
+def test_more_than_the_maximum_is_never_tried() -> None:
     allowance, seen = Allowance(5), []
     allowance.exhausted(5, 0)
     for pauses in range(4):
@@ -71,7 +71,7 @@ def test_more_than_all_that_may_be_is_never_tried() -> None:
     assert allowance.due_ns == NEVER
 
 
-def test_going_down_step_by_step_is_one_failed_attempt() -> None:
+def test_several_reductions_in_a_row_are_one_failed_attempt() -> None:
     allowance = Allowance(32)
     allowance.exhausted(32, 0)
     allowance.grow(PAUSE_NS)
@@ -81,7 +81,7 @@ def test_going_down_step_by_step_is_one_failed_attempt() -> None:
     assert allowance.due_ns == PAUSE_NS + 2 * PAUSE_NS
 
 
-def test_shortage_after_a_pause_with_all_that_may_be_is_a_new_one() -> None:
+def test_shortage_after_a_pause_at_the_maximum_is_a_new_one() -> None:
     allowance = Allowance(2)
     allowance.exhausted(2, 0)
     allowance.grow(PAUSE_NS)
@@ -95,7 +95,7 @@ def test_shortage_after_a_pause_with_all_that_may_be_is_a_new_one() -> None:
 @pytest.mark.parametrize(
     ("failed", "expected"), [(64, 16), (32, 16), (31, 4), (16, 4), (4, 4)], ids=lambda rows: str(rows)
 )
-def test_allowed_sizes_are_the_only_ones_and_the_smallest_stays(failed: int, expected: int) -> None:
+def test_only_configured_sizes_are_allowed_and_the_smallest_always_is(failed: int, expected: int) -> None:
     allowance = Allowance(64, (4, 16, 64))
     allowance.exhausted(failed, 0)
     assert allowance.rows == expected
@@ -103,7 +103,7 @@ def test_allowed_sizes_are_the_only_ones_and_the_smallest_stays(failed: int, exp
     assert allowance.rows == {16: 64, 4: 16}[expected]
 
 
-def test_shortage_that_is_forgiven_leaves_what_was_allowed_and_due_before() -> None:
+def test_forgiven_shortage_restores_what_was_allowed_and_due_before() -> None:
     allowance = Allowance(32)
     allowance.exhausted(32, 0)
     due_ns = allowance.due_ns
@@ -115,7 +115,7 @@ def test_shortage_that_is_forgiven_leaves_what_was_allowed_and_due_before() -> N
     assert allowance.rows == 32
 
 
-def test_shortages_of_two_at_a_time_that_are_both_forgiven_leave_all_that_was_allowed() -> None:
+def test_two_concurrent_shortages_both_forgiven_restore_what_was_allowed() -> None:
     allowance = Allowance(32)
     one = allowance.exhausted(32, 0)
     other = allowance.exhausted(16, 1)
@@ -124,7 +124,7 @@ def test_shortages_of_two_at_a_time_that_are_both_forgiven_leave_all_that_was_al
     assert allowance.rows == 32
 
 
-def test_shortage_that_allowed_no_less_and_is_forgiven_puts_nothing_off() -> None:
+def test_forgiven_shortage_that_allowed_no_less_postpones_nothing() -> None:
     allowance = Allowance(32)
     allowance.exhausted(32, 0)
     before = allowance.exhausted(32, PAUSE_NS // 2)

@@ -1,4 +1,4 @@
-"""Requests that are announced, and submitted together when something is about to be decided."""
+"""Announced requests, which are submitted together at the beginning of a turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MS = 1_000_000
 
 
 class Announced:
-    """What comes of announced requests, in the order in which they were submitted."""
+    """Announces requests; has their futures or errors, and the order in which they were submitted."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -59,7 +59,7 @@ async def test_announced_requests_are_submitted_once_and_share_a_batch(bench: Be
     assert bench.runner.batches == [["a", "b", "c"]]
 
 
-async def test_announced_request_comes_before_one_that_is_submitted_later(bench: Bench, announced: Announced) -> None:
+async def test_announced_request_comes_before_one_submitted_later(bench: Bench, announced: Announced) -> None:
     announced.announce("a")
     bench.put("b")
     announced.announce("c")
@@ -68,7 +68,9 @@ async def test_announced_request_comes_before_one_that_is_submitted_later(bench:
     assert bench.runner.batches == [["a", "b", "c", "d"]]
 
 
-async def test_announced_while_all_instances_are_busy_wait_like_others(bench: Bench, announced: Announced) -> None:
+async def test_requests_announced_while_all_instances_are_busy_wait_like_others(
+    bench: Bench, announced: Announced
+) -> None:
     await bench.submit("x")
     announced.announce("a", "b")
     await one_turn()
@@ -78,7 +80,7 @@ async def test_announced_while_all_instances_are_busy_wait_like_others(bench: Be
     assert bench.runner.batches == [["x"], ["a", "b"]]
 
 
-async def test_announced_waits_since_it_arrived() -> None:
+async def test_announced_request_has_waited_since_its_arrival() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4))
     announced = Announced(bench)
     await bench.submit("x")
@@ -94,7 +96,9 @@ async def test_announced_waits_since_it_arrived() -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "suspend"])
-async def test_announced_when_the_batcher_ends_are_refused(bench: Bench, announced: Announced, end: str) -> None:
+async def test_announced_requests_are_refused_when_the_batcher_closes_or_is_suspended(
+    bench: Bench, announced: Announced, end: str
+) -> None:
     announced.announce("a", "b")
     getattr(bench.batcher, end)()
     assert announced.order == ["a", "b"]
@@ -107,20 +111,20 @@ async def test_announced_when_the_batcher_ends_are_refused(bench: Bench, announc
         assert isinstance(error, expected)
 
 
-async def test_announced_to_a_batcher_that_has_ended_is_refused(bench: Bench, announced: Announced) -> None:
+async def test_request_announced_to_a_closed_batcher_is_refused(bench: Bench, announced: Announced) -> None:
     bench.batcher.close()
     announced.announce("a")
     await one_turn()
     assert isinstance(announced.refused["a"], BatcherClosed)
 
 
-async def test_announced_while_others_are_being_submitted_has_its_turn(bench: Bench, announced: Announced) -> None:
+async def test_request_announced_while_others_are_submitted_gets_its_turn(bench: Bench, announced: Announced) -> None:
     bench.batcher.announce(lambda requests: announced.announce(*requests), "a")
     await one_turn()
     assert bench.runner.batches == [["a"]]
 
 
-async def test_drain_executes_what_was_announced_before_and_refuses_what_is_later(
+async def test_drain_executes_requests_announced_before_and_refuses_later_ones(
     bench: Bench, announced: Announced
 ) -> None:
     announced.announce("a")
@@ -134,7 +138,7 @@ async def test_drain_executes_what_was_announced_before_and_refuses_what_is_late
     assert isinstance(announced.refused["b"], BatcherClosed)
 
 
-async def test_one_that_can_not_be_submitted_does_no_harm_to_others(
+async def test_raising_submitter_does_not_affect_other_requests(
     bench: Bench, announced: Announced, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(requests: list[str]) -> None:
@@ -149,7 +153,7 @@ async def test_one_that_can_not_be_submitted_does_no_harm_to_others(
     assert "submitting requests that arrived together failed" in caplog.text
 
 
-async def test_announced_request_that_is_late_already_expires() -> None:
+async def test_announced_request_already_past_its_deadline_expires() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4))
     (late,) = await bench.submit("x")
     futures: list[asyncio.Future[str]] = []

@@ -1,4 +1,4 @@
-"""Answers in the order of arrival: what is held back, what is let go, and that nothing is kept of who has gone."""
+"""Answers in the order of arrival: what is held back, when it leaves, and that cancelled requests leave nothing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.unit.scheduler.workbench import Bench, one_turn
 
 
 class Answer(Exception):
-    """A result or an error that can be seen to be kept."""
+    """A result or an error; a weak reference to it shows whether it is kept."""
 
 
 class Asked:
-    """Whom requests tell that they were cancelled."""
+    """In place of the batcher: requests notify it when they are cancelled."""
 
     def __init__(self, answers: OrderedAnswers) -> None:
         self.answers = answers
@@ -38,7 +38,7 @@ async def expected(answers: OrderedAnswers, count: int) -> list[Pending[Any, Any
     return requests
 
 
-async def test_ordered_answer_waits_for_all_that_arrived_before() -> None:
+async def test_ordered_answer_waits_for_all_earlier_requests() -> None:
     answers = OrderedAnswers()
     first, second, third = await expected(answers, 3)
     answers.succeed(third, "c")
@@ -51,7 +51,7 @@ async def test_ordered_answer_waits_for_all_that_arrived_before() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["succeed", "fail"])
-async def test_ordered_answer_of_the_first_leaves_at_once_with_those_that_waited_for_it(outcome: str) -> None:
+async def test_first_ordered_answer_leaves_at_once_with_those_that_waited_for_it(outcome: str) -> None:
     answers = OrderedAnswers()
     first, second, third = await expected(answers, 3)
     answers.succeed(second, "b")
@@ -61,7 +61,7 @@ async def test_ordered_answer_of_the_first_leaves_at_once_with_those_that_waited
 
 
 @pytest.mark.parametrize("outcome", ["succeed", "fail"])
-async def test_ordered_answer_that_comes_after_its_request_was_cancelled_is_not_kept(outcome: str) -> None:
+async def test_ordered_answer_after_its_request_was_cancelled_is_not_kept(outcome: str) -> None:
     answers = OrderedAnswers()
     gone, _ = await expected(answers, 2)
     gone.cancel()
@@ -74,7 +74,7 @@ async def test_ordered_answer_that_comes_after_its_request_was_cancelled_is_not_
 
 
 @pytest.mark.parametrize("outcome", ["succeed", "fail"])
-async def test_ordered_answer_whose_request_is_cancelled_while_it_waits_its_turn_is_not_kept(outcome: str) -> None:
+async def test_ordered_answer_of_a_request_cancelled_while_it_is_held_back_is_not_kept(outcome: str) -> None:
     answers = OrderedAnswers()
     first, gone = await expected(answers, 2)
     answer = Answer()
@@ -123,7 +123,7 @@ async def test_preserve_ordering_is_not_held_up_by_a_cancelled_or_failed_predece
     bench.batcher.close()
 
 
-async def test_preserve_ordering_keeps_nothing_of_who_has_gone_while_the_first_executes() -> None:
+async def test_preserve_ordering_keeps_nothing_of_a_cancelled_request_while_the_first_executes() -> None:
     class Payload(str):
         pass
 

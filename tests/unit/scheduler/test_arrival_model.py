@@ -10,7 +10,7 @@ MS = 1_000_000
 
 
 def after_batches_of(requests: int, *, count: int = 100, cost_us: float = 100) -> ArrivalModel:
-    """So many came at a time, each of whom cost the event loop so much."""
+    """Arrivals after `count` batches of `requests` requests, each of which cost the event loop `cost_us`."""
     arrivals = ArrivalModel()
     for number in range(1, count + 1):
         arrivals.on_start(requests, 0, 0, busy_ns=round(number * requests * cost_us * 1_000))
@@ -18,24 +18,24 @@ def after_batches_of(requests: int, *, count: int = 100, cost_us: float = 100) -
     return arrivals
 
 
-def test_company_of_nobody_is_not_waited_for() -> None:
+def test_no_wait_where_requests_have_come_alone() -> None:
     assert ArrivalModel().patience_ns(0, 0) == 0
     assert after_batches_of(1).patience_ns(0, 0) == 0
 
 
-def test_company_is_waited_for_the_longer_the_larger_batches_have_been() -> None:
+def test_wait_is_longer_the_larger_batches_have_been() -> None:
     waited = [after_batches_of(requests).patience_ns(1, 0) for requests in (1, 2, 3, 8, 64)]
     assert waited == sorted(waited)
     assert 0 == waited[0] < waited[1] < waited[2] < waited[3] <= MS
 
 
-def test_company_that_is_all_there_is_not_waited_for() -> None:
+def test_no_wait_once_all_expected_requests_have_come() -> None:
     arrivals = after_batches_of(8)
     assert arrivals.patience_ns(7, 0)
     assert not arrivals.patience_ns(8, 0)
 
 
-def test_company_executing_and_waiting_counts_as_there() -> None:
+def test_executing_and_waiting_requests_are_counted_together() -> None:
     arrivals = after_batches_of(4)
     arrivals.on_start(4, waiting=4, now_ns=0, busy_ns=0)
     arrivals.on_end(4, 0)
@@ -43,7 +43,7 @@ def test_company_executing_and_waiting_counts_as_there() -> None:
     assert not arrivals.patience_ns(8, 0)
 
 
-def test_company_that_has_gone_is_forgotten() -> None:
+def test_callers_who_stopped_coming_are_forgotten() -> None:
     arrivals = after_batches_of(64)
     for _ in range(300):
         arrivals.on_start(1, 0, 0, busy_ns=0)
@@ -51,13 +51,13 @@ def test_company_that_has_gone_is_forgotten() -> None:
     assert arrivals.patience_ns(0, 0) == 0
 
 
-def test_company_that_keeps_coming_is_not_waited_for_without_end() -> None:
+def test_wait_is_bounded_while_requests_keep_coming() -> None:
     arrivals = after_batches_of(64)
     waited_us = next(us for us in range(1_000_000) if not arrivals.patience_ns(1, us * 1_000))
     assert 1_000 < waited_us <= 10_000
 
 
-def test_company_is_waited_for_the_longer_the_more_a_request_costs() -> None:
+def test_wait_is_longer_the_more_a_request_costs() -> None:
     waited = [after_batches_of(16, cost_us=cost_us).patience_ns(8, 0) for cost_us in (50, 100, 200)]
     assert [round(ns / waited[0], 1) for ns in waited] == [1, 2, 4]
     assert 4 * 50_000 < waited[0] < 16 * 50_000
@@ -67,23 +67,23 @@ def test_company_is_waited_for_the_longer_the_more_a_request_costs() -> None:
     ("cost_us", "least_us", "most_us"),
     [pytest.param(0.1, 50, 150, id="nothing"), pytest.param(50_000, 1_000, 5_000, id="all there is")],
 )
-def test_company_is_waited_for_within_bounds_when_requests_cost(cost_us: float, least_us: int, most_us: int) -> None:
+def test_wait_is_within_bounds_when_requests_cost(cost_us: float, least_us: int, most_us: int) -> None:
     assert least_us * 1_000 <= after_batches_of(16, cost_us=cost_us).patience_ns(8, 0) <= most_us * 1_000
 
 
 @pytest.mark.parametrize("requests", [2, 4, 16])
-def test_company_is_waited_for_in_all_as_long_as_it_takes_a_batch_to_come_and_not_much_longer(requests: int) -> None:
+def test_total_wait_is_as_long_as_a_batch_takes_to_come_and_not_much_longer(requests: int) -> None:
     arrivals = after_batches_of(requests, cost_us=100)
     assert arrivals.patience_ns(1, requests * 100_000)
     assert not arrivals.patience_ns(1, 2 * requests * 100_000)
 
 
 @pytest.mark.parametrize(("every_us", "most"), [(300, 4), (600, 2)])
-def test_callers_who_come_by_chance_hardly_wait_for_each_other_while_the_loop_has_time_to_spare(
+def test_callers_who_come_by_chance_hardly_wait_for_each_other_while_the_loop_has_spare_time(
     every_us: int, most: int
 ) -> None:
-    """Each costs 150 us. They come evenly, so that whoever is waited for does come, and all who came in the longest
-    time that is waited are in a batch."""
+    """Each costs 150 us. They come evenly, so that the next one does come whenever it is waited for, and a batch has
+    all that came within the longest wait."""
     arrivals, busy_ns = after_batches_of(16, cost_us=150), 16 * 100 * 150_000
     for _ in range(300):
         waited_us = 0
@@ -97,7 +97,7 @@ def test_callers_who_come_by_chance_hardly_wait_for_each_other_while_the_loop_ha
     assert requests <= most
 
 
-def test_now_and_then_there_may_be_more_than_all_who_are_known_of() -> None:
+def test_one_more_than_all_known_callers_is_waited_for_now_and_then() -> None:
     arrivals = after_batches_of(8, count=96)
     assert 0 < arrivals.patience_ns(8, 0) < arrivals.patience_ns(7, 0)
     assert arrivals.missing(8) == 1
@@ -106,7 +106,7 @@ def test_now_and_then_there_may_be_more_than_all_who_are_known_of() -> None:
 
 
 def after_pauses_of(pause_ms: float, base_ms: float, half_ms: float, *, count: int = 50) -> ArrivalModel:
-    """Eight callers who come again in a batch of them all, after nothing has executed for so long."""
+    """Arrivals of eight callers who come again all in one batch, after nothing has executed for `pause_ms`."""
     arrivals, now_ns = ArrivalModel(), 1
     for _ in range(count):
         now_ns += round(pause_ms * MS)
@@ -117,7 +117,7 @@ def after_pauses_of(pause_ms: float, base_ms: float, half_ms: float, *, count: i
     return arrivals
 
 
-def test_half_of_those_who_come_again_is_enough_where_the_pause_is_longer_than_what_a_batch_costs() -> None:
+def test_half_of_the_returning_callers_is_enough_where_the_pause_exceeds_a_batchs_base_cost() -> None:
     arrivals = after_pauses_of(6, base_ms=5, half_ms=7)
     assert arrivals.patience_ns(3, 0)
     assert not arrivals.patience_ns(4, 0)
@@ -133,22 +133,22 @@ def test_half_of_those_who_come_again_is_enough_where_the_pause_is_longer_than_w
         pytest.param(1000, 5, 7, id="nobody came for long"),
     ],
 )
-def test_half_of_those_who_come_again_is_not_enough_where(pause_ms: float, base_ms: float, half_ms: float) -> None:
+def test_half_of_the_returning_callers_is_not_enough_where(pause_ms: float, base_ms: float, half_ms: float) -> None:
     assert after_pauses_of(pause_ms, base_ms, half_ms).patience_ns(7, 0)
 
 
-def test_half_of_those_who_come_again_is_not_enough_after_one_long_pause() -> None:
+def test_half_of_the_returning_callers_is_not_enough_after_few_pauses() -> None:
     assert after_pauses_of(6, base_ms=5, half_ms=7, count=3).patience_ns(7, 0)
 
 
-def test_half_of_those_who_come_again_is_not_enough_while_others_execute() -> None:
+def test_half_of_the_returning_callers_is_not_enough_while_others_execute() -> None:
     arrivals = after_pauses_of(6, base_ms=5, half_ms=7)
     arrivals.on_start(2, 0, 10**12, busy_ns=0)
     assert arrivals.patience_ns(5, 0)
 
 
-def test_pause_after_a_part_of_those_who_come_again_counts_as_that_after_all_of_them() -> None:
-    """Four of eight are back after 2 ms: all would be after 4, longer than half of them execute for."""
+def test_pause_after_a_part_of_the_returning_callers_is_scaled_to_all_of_them() -> None:
+    """Four of eight are back after 2 ms, so all would be after 4 ms: longer than half of them execute for."""
     arrivals = ArrivalModel()
     now_ns = 0
     for _ in range(50):
@@ -162,24 +162,24 @@ def test_pause_after_a_part_of_those_who_come_again_counts_as_that_after_all_of_
     assert not arrivals.patience_ns(4, 0)
 
 
-def test_half_of_all_is_of_those_who_come_again_whatever_a_batch_had_of_them() -> None:
+def test_half_of_all_is_half_of_the_returning_callers_however_many_a_batch_had() -> None:
     arrivals = after_pauses_of(6, base_ms=5, half_ms=7)
     assert (arrivals.half_of_all(8, 8), arrivals.half_of_all(4, 4), arrivals.half_of_all(4, 8)) == (4, 4, 8)
 
 
-def test_half_of_those_who_come_again_is_not_enough_once_executions_are_short() -> None:
+def test_half_of_the_returning_callers_is_not_enough_once_executions_are_short() -> None:
     arrivals = after_pauses_of(6, base_ms=5, half_ms=7)
     arrivals.took(0, 0)
     assert arrivals.patience_ns(7, 0)
 
 
-def test_company_of_two_is_waited_for_a_quarter_as_long_as_that_of_many() -> None:
+def test_wait_after_batches_of_two_is_a_quarter_of_that_after_batches_of_many() -> None:
     two, many = (after_batches_of(requests).patience_ns(1, 0) for requests in (2, 16))
     assert round(many / two, 1) == 4
     assert round(two / MS, 2) == 0.2
 
 
-def test_company_that_came_once_is_not_waited_for_soon_after() -> None:
+def test_second_caller_who_came_once_is_soon_no_longer_waited_for() -> None:
     arrivals = after_batches_of(1)
     arrivals.on_start(2, 0, 0, busy_ns=0)
     arrivals.on_end(2, 0)
@@ -191,7 +191,7 @@ def test_company_that_came_once_is_not_waited_for_soon_after() -> None:
     assert arrivals.patience_ns(1, 0) == 0
 
 
-def test_one_batch_in_sixteen_may_wait_for_more_than_all_who_are_known_of() -> None:
+def test_one_batch_in_sixteen_may_wait_for_more_than_all_known_callers() -> None:
     arrivals = after_batches_of(8)
     missing = []
     for _ in range(64):
@@ -204,11 +204,11 @@ def test_one_batch_in_sixteen_may_wait_for_more_than_all_who_are_known_of() -> N
 
 
 @pytest.mark.parametrize("count", [96, 97])
-def test_batch_that_may_wait_for_more_than_all_waits_for_all_of_them(count: int) -> None:
+def test_batch_that_may_wait_for_more_than_all_known_callers_waits_for_all_of_them(count: int) -> None:
     assert after_batches_of(8, count=count).missing(2) == 6
 
 
-def test_time_between_batches_is_no_pause_while_others_execute() -> None:
+def test_time_between_batches_is_no_pause_while_another_executes() -> None:
     arrivals, now_ns = ArrivalModel(), 1
     arrivals.on_start(4, 0, now_ns, busy_ns=0)
     for _ in range(50):
@@ -231,11 +231,11 @@ def test_time_before_the_first_batch_is_no_pause() -> None:
     assert not arrivals.patience_ns(4, 0)
 
 
-def test_half_of_who_is_alone_is_one_row() -> None:
+def test_half_of_a_single_caller_is_one_row() -> None:
     assert ArrivalModel().half_of_all(1, 1) == 1
 
 
-def test_what_the_loop_did_before_the_first_batch_is_no_cost_of_it() -> None:
+def test_loop_time_before_the_first_batch_does_not_count_as_its_cost() -> None:
     waited = []
     for before_ns in (0, 10**15):
         arrivals = ArrivalModel()

@@ -1,4 +1,4 @@
-"""Batch formation as Triton's own test suite states it, row by row, and the ways to leave without executing."""
+"""Batch formation as Triton's own test suite specifies it, row by row, and ways to leave without being executed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def filled(policy: BatchPolicy, *rows: int, key: str = "k") -> BatchQueue[str]:
         pytest.param([5, 2, 1], [5, 2], [1], id="nobody-overtakes-who-is-too-large"),
     ],
 )
-def test_poll_with_preferred_sizes_and_delay_batches_as_triton(
+def test_poll_with_preferred_sizes_and_delay_batches_as_triton_does(
     rows: list[int], at_once: list[int], after_delay: list[int]
 ) -> None:
     queue = filled(TRITON_QA, *rows)
@@ -69,7 +69,7 @@ def test_poll_with_preferred_sizes_and_no_delay_never_waits(rows: list[int], bat
     assert poll_all(filled(PREFERRED_ONLY, *rows), 0) == batches
 
 
-def test_poll_while_memory_is_short_prefers_what_is_allowed_until_that_is_forgiven() -> None:
+def test_poll_prefers_the_allowed_size_while_memory_is_short_until_that_is_forgiven() -> None:
     queue = filled(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=SECOND), 1, 1)
     assert poll_all(queue, 0) == []
     before = queue.exhausted(4, 0)
@@ -80,7 +80,7 @@ def test_poll_while_memory_is_short_prefers_what_is_allowed_until_that_is_forgiv
     assert poll_all(queue, 0) == []
 
 
-def test_poll_prefers_what_is_allowed_again_after_a_pause() -> None:
+def test_poll_no_longer_prefers_the_reduced_size_after_a_pause() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=SECOND))
     queue.exhausted(4, 0)
     for now_ns, at_once in ((PAUSE_NS - 1, [2]), (PAUSE_NS, [])):
@@ -133,7 +133,7 @@ def test_poll_with_merging_off_gives_each_request_its_own_batch() -> None:
         pytest.param(BatchPolicy(max_batch_rows=8, max_batch_requests=3), [1] * 2, [], id="room for a request"),
     ],
 )
-def test_poll_hands_out_ahead_what_can_not_become_any_larger(
+def test_poll_hands_out_ahead_only_batches_that_cannot_become_any_larger(
     policy: BatchPolicy, rows: list[int], ahead: list[int]
 ) -> None:
     assert rows_of(filled(policy, *rows).poll(0, idle=0, spare=1)) == ahead
@@ -167,7 +167,7 @@ def test_poll_at_the_deadline_expires_instead_of_starting() -> None:
     assert [entry.payload for entry in step.batches[0].entries] == ["kept"]
 
 
-def test_cancel_of_a_request_that_completed_a_preferred_size_takes_the_readiness_back() -> None:
+def test_cancel_of_a_request_that_completed_a_preferred_size_makes_the_lane_wait_again() -> None:
     queue = filled(TRITON_QA, 1)
     second = queue.push("second", 1, "k", 0)
     assert queue.cancel(second)
@@ -220,14 +220,14 @@ def test_push_of_a_size_no_batch_can_have_is_refused(rows: int) -> None:
     assert queue.waiting.requests == queue.lanes == 0
 
 
-def test_memory_of_cancelled_requests_with_far_deadlines_is_given_back() -> None:
+def test_memory_of_cancelled_requests_with_far_deadlines_is_freed() -> None:
     queue: BatchQueue[int] = BatchQueue(TRITON_QA)
     for number in range(10_000):
         queue.cancel(queue.push(number, 1, number, 0, rpc_deadline_ns=SECOND))
     assert len(queue._deadlines.items) < 200
 
 
-def test_flush_releases_what_waits_for_company() -> None:
+def test_flush_releases_requests_that_wait_for_more() -> None:
     queue = filled(TRITON_QA, 1)
     queue.flush()
     assert poll_all(queue, 0) == [1]

@@ -1,4 +1,4 @@
-"""The shell around the queue, with instances that finish when told and time that moves when told."""
+"""The asyncio shell around the queue, with instances that finish and time that moves only when a test says so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def bench() -> AsyncIterator[Bench]:
     bench.batcher.close()
 
 
-async def test_submit_of_several_in_one_turn_makes_one_batch_and_answers_each(bench: Bench) -> None:
+async def test_requests_submitted_in_one_turn_share_a_batch_and_each_is_answered(bench: Bench) -> None:
     futures = bench.put("a", "b", "c")
     await one_turn()
     bench.runner.finish(str.upper)
@@ -42,7 +42,7 @@ async def test_submit_of_several_in_one_turn_makes_one_batch_and_answers_each(be
     assert bench.seen.rows == [3]
 
 
-async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(bench: Bench) -> None:
+async def test_requests_submitted_while_busy_wait_and_share_a_batch_when_the_instance_is_free(bench: Bench) -> None:
     first = bench.put("a")
     await one_turn()
     later = bench.put("b", "c")
@@ -55,7 +55,7 @@ async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(be
     assert bench.runner.batches == [["a"], ["b", "c"]]
 
 
-async def test_instance_that_is_done_early_gets_what_arrives_while_its_answers_leave() -> None:
+async def test_instance_done_early_gets_requests_that_arrive_while_its_answers_leave() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4), arrivals=ArrivalModel())
     first = bench.put("a", "b", "c")
     await one_turn()
@@ -69,7 +69,7 @@ async def test_instance_that_is_done_early_gets_what_arrives_while_its_answers_l
     assert bench.runner.batches == [["a", "b", "c"], ["d", "e"]]
 
 
-async def test_instance_that_is_done_late_starts_on_what_waits_before_its_answers_leave(bench: Bench) -> None:
+async def test_instance_done_late_starts_on_waiting_requests_before_its_answers_leave(bench: Bench) -> None:
     bench.put("a")
     await one_turn()
     bench.put("b")
@@ -80,7 +80,9 @@ async def test_instance_that_is_done_late_starts_on_what_waits_before_its_answer
 
 
 @pytest.mark.parametrize(("took_us", "early"), [(449, True), (450, False)])
-async def test_instance_is_done_early_if_the_loop_takes_longer_for_as_many_requests(took_us: int, early: bool) -> None:
+async def test_instance_counts_as_done_early_if_the_loop_takes_longer_for_as_many_requests(
+    took_us: int, early: bool
+) -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4))
     await bench.submit("a", "b", "c")
     await bench.submit("d")
@@ -92,7 +94,7 @@ async def test_instance_is_done_early_if_the_loop_takes_longer_for_as_many_reque
     bench.batcher.close()
 
 
-async def test_instance_that_is_done_early_starts_on_a_full_batch_at_once(bench: Bench) -> None:
+async def test_instance_done_early_starts_on_a_full_batch_at_once(bench: Bench) -> None:
     bench.put("a")
     await one_turn()
     bench.put("b", "c", "d", "e")
@@ -101,7 +103,7 @@ async def test_instance_that_is_done_early_starts_on_a_full_batch_at_once(bench:
     assert bench.runner.batches == [["a"], ["b", "c", "d", "e"]]
 
 
-async def test_submit_with_two_instances_keeps_both_busy() -> None:
+async def test_two_instances_are_both_kept_busy() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1), instances=2)
     futures = bench.put("a", "b", "c")
     await one_turn()
@@ -113,7 +115,7 @@ async def test_submit_with_two_instances_keeps_both_busy() -> None:
     bench.batcher.close()
 
 
-async def test_delay_with_idle_instance_is_waited_for_and_ends_with_the_alarm() -> None:
+async def test_idle_instance_waits_for_the_configured_delay_and_starts_with_the_alarm() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=5 * MS))
     futures = bench.put("a")
     await one_turn()
@@ -127,7 +129,9 @@ async def test_delay_with_idle_instance_is_waited_for_and_ends_with_the_alarm() 
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
-async def test_cancel_in_the_queue_leaves_at_once_and_the_neighbours_are_answered(bench: Bench, victim: int) -> None:
+async def test_request_cancelled_in_the_queue_leaves_at_once_and_its_neighbours_are_answered(
+    bench: Bench, victim: int
+) -> None:
     blocker = bench.put("blocker")
     await one_turn()
     futures = bench.put("a", "b", "c", "d")
@@ -142,7 +146,9 @@ async def test_cancel_in_the_queue_leaves_at_once_and_the_neighbours_are_answere
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
-async def test_cancel_in_flight_discards_one_answer_and_the_neighbours_get_theirs(bench: Bench, victim: int) -> None:
+async def test_request_cancelled_while_executing_gets_no_answer_and_its_neighbours_get_theirs(
+    bench: Bench, victim: int
+) -> None:
     futures = bench.put("a", "b", "c", "d")
     await one_turn()
     futures[victim].cancel()
@@ -153,7 +159,7 @@ async def test_cancel_in_flight_discards_one_answer_and_the_neighbours_get_their
     assert not bench.seen.drops
 
 
-async def test_execution_is_called_off_when_the_last_who_waits_for_it_is_gone_and_no_other_is() -> None:
+async def test_execution_is_called_off_once_all_its_requests_are_cancelled_and_no_other_is() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=2), instances=2)
     left, right = bench.runners
     first, second, third, fourth = bench.put("a", "b", "c", "d")
@@ -175,7 +181,7 @@ async def test_execution_is_called_off_when_the_last_who_waits_for_it_is_gone_an
     bench.batcher.close()
 
 
-async def test_cancel_of_the_awaiting_task_takes_the_request_out(bench: Bench) -> None:
+async def test_cancel_of_the_awaiting_task_takes_the_request_out_of_the_queue(bench: Bench) -> None:
     bench.put("blocker")
     await one_turn()
 
@@ -192,7 +198,7 @@ async def test_cancel_of_the_awaiting_task_takes_the_request_out(bench: Bench) -
         await task
 
 
-async def test_timeout_in_the_queue_answers_at_its_moment_though_no_instance_is_free() -> None:
+async def test_queue_timeout_fails_a_request_on_time_though_no_instance_is_free() -> None:
     policy = BatchPolicy(max_batch_rows=4, queue=QueuePolicy(default_timeout_ns=50 * MS, allow_timeout_override=True))
     bench = Bench(policy)
     bench.clock.advance(7 * MS)
@@ -233,7 +239,7 @@ async def test_submit_beyond_the_queue_bound_is_refused_and_counted() -> None:
     bench.batcher.close()
 
 
-async def test_what_waits_is_told_by_level_and_shape() -> None:
+async def test_waiting_requests_are_counted_by_level_and_shape() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1, priority_levels=2, default_priority_level=2))
     await bench.submit("executes")
     bench.put("a", priority=1)
@@ -261,7 +267,7 @@ async def test_submit_of_too_many_rows_is_refused(bench: Bench) -> None:
         bench.batcher.submit("a", 5, "k")
 
 
-async def test_drain_executes_what_is_queued_without_further_delay_and_refuses_the_rest() -> None:
+async def test_drain_executes_queued_requests_without_further_delay_and_refuses_new_ones() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=10**12))
     futures = bench.put("a", "b")
     await one_turn()
@@ -281,7 +287,7 @@ async def test_drain_with_nothing_to_do_returns_at_once(bench: Bench) -> None:
     await bench.batcher.drain()
 
 
-async def test_start_that_fails_leaves_nothing_running() -> None:
+async def test_failed_start_leaves_nothing_running() -> None:
     class Unable(StepRunner[str, str]):
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
@@ -299,9 +305,9 @@ async def test_start_that_fails_leaves_nothing_running() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
-async def test_start_for_which_there_are_too_few_descriptors_leaves_no_alarm(most: int) -> None:
+async def test_start_with_too_few_descriptors_leaves_no_alarm(most: int) -> None:
     class Short(ManualClock):
-        """Has so many alarms at most."""
+        """Has `most` alarms at most."""
 
         def alarm(self, ring: Callable[[], None]) -> Any:
             if self.alarms == most:
@@ -320,7 +326,7 @@ async def test_start_for_which_there_are_too_few_descriptors_leaves_no_alarm(mos
     await batcher.drain()
 
 
-async def test_close_answers_everybody_that_still_waits_and_ignores_late_results(bench: Bench) -> None:
+async def test_close_fails_every_unanswered_request_and_ignores_late_results(bench: Bench) -> None:
     running, queued = bench.put("a"), []
     await one_turn()
     queued = bench.put("b", key="1") + bench.put("c", key="2")
@@ -349,14 +355,14 @@ async def test_answered_requests_leave_no_reference_cycle_behind(bench: Bench) -
         bench.runner.finish(lambda _: "A")
         assert await future == "A"
         bench.runner.batches.clear()
-        bench.seen.reports.clear()  # the last to know the requests of a batch
+        bench.seen.reports.clear()  # the last to refer to the requests of a batch
         del payload, future
         assert gone() is None
     finally:
         gc.enable()
 
 
-async def test_deadline_that_cannot_be_met_is_refused_and_counted() -> None:
+async def test_request_with_an_unreachable_deadline_is_refused_and_counted() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4))
     await bench.measure(10 * MS)
     with pytest.raises(DeadlineUnreachable):
@@ -365,7 +371,7 @@ async def test_deadline_that_cannot_be_met_is_refused_and_counted() -> None:
     bench.batcher.close()
 
 
-async def test_deadline_that_cannot_be_met_any_more_is_given_up_instead_of_executed() -> None:
+async def test_request_is_given_up_instead_of_executed_once_its_deadline_is_unreachable() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4))
     await bench.measure(10 * MS)
     await bench.submit("a")

@@ -15,7 +15,7 @@ def loop_alarm(ring: Callable[[], None]) -> Alarm:
 
 @pytest.mark.parametrize("make", [MonotonicClock().alarm, loop_alarm], ids=["native", "loop"])
 class TestAlarms:
-    async def test_alarm_rings_not_before_its_moment(self, make: Callable[[Callable[[], None]], Alarm]) -> None:
+    async def test_alarm_does_not_ring_before_its_moment(self, make: Callable[[Callable[[], None]], Alarm]) -> None:
         clock = MonotonicClock()
         rung: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         alarm = make(lambda: rung.set_result(clock.now_ns()))
@@ -31,7 +31,7 @@ class TestAlarms:
         await asyncio.wait_for(rung.wait(), 10)
         alarm.close()
 
-    async def test_alarm_set_anew_rings_once(self, make: Callable[[Callable[[], None]], Alarm]) -> None:
+    async def test_alarm_set_again_rings_once(self, make: Callable[[Callable[[], None]], Alarm]) -> None:
         clock = MonotonicClock()
         rings: list[int] = []
         second = asyncio.Event()
@@ -60,7 +60,7 @@ class TestAlarms:
         follower.close()
 
 
-def test_manual_clock_rings_in_order_at_each_alarms_own_moment() -> None:
+def test_manual_clock_rings_alarms_in_order_each_at_its_moment() -> None:
     clock = ManualClock()
     rung: list[tuple[str, int]] = []
     first = clock.alarm(lambda: rung.append(("first", clock.now_ns())))
@@ -74,7 +74,7 @@ def test_manual_clock_rings_in_order_at_each_alarms_own_moment() -> None:
     assert clock.now_ns() == 30
 
 
-def test_manual_clock_that_freezes_rings_at_the_end_in_order() -> None:
+def test_frozen_manual_clock_rings_alarms_in_order_at_the_end() -> None:
     clock = ManualClock()
     rung: list[tuple[str, int]] = []
     for name, at_ns in (("second", 20), ("first", 10), ("later", 31)):

@@ -1,5 +1,5 @@
-"""Measured execution times against callers' deadlines: nobody is given up who could be answered in time, and what was
-measured is doubted once it keeps everybody from being executed."""
+"""Measured execution times against callers' deadlines: no request is given up that could be answered in time, and
+measurements no longer count once they keep every request from being executed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MS = 1_000_000
 
 
 def measured(policy: BatchPolicy, millis: dict[int, int]) -> BatchQueue[str]:
-    """A queue that has seen batches of these rows take so long."""
+    """A queue that has measured these times for batches of these rows."""
     queue: BatchQueue[str] = BatchQueue(policy)
     for rows, duration_ms in millis.items():
         for _ in range(3):
@@ -36,7 +36,7 @@ def test_batch_too_large_for_every_deadline_in_it_is_cut_down_until_they_are_met
     assert queue.waiting.requests == 16
 
 
-def test_batch_cut_down_for_a_deadline_leaves_the_patient_waiting_for_the_next() -> None:
+def test_batch_cut_down_for_a_deadline_leaves_patient_requests_for_the_next_one() -> None:
     queue = measured(BatchPolicy(max_batch_rows=4), {1: 2, 2: 3, 4: 10})
     for name in "abcd":
         queue.push(name, 1, "k", 0, **({"rpc_deadline_ns": 5 * MS} if name == "b" else {}))
@@ -62,7 +62,7 @@ def test_hopeless_request_is_given_up_and_the_rest_is_not_cut_down_for_it() -> N
     assert [(late.entry.payload, late.needed_ns) for late in step.unreachable] == [("hopeless", 12 * MS)]
 
 
-def test_answer_that_comes_at_the_deadline_is_in_time() -> None:
+def test_answer_exactly_at_the_deadline_is_in_time() -> None:
     queue = measured(BatchPolicy(max_batch_rows=3), {1: 10, 2: 10, 3: 10})
     queue.push("hopeless", 1, "k", 0, rpc_deadline_ns=10 * MS)
     queue.push("just in time", 1, "k", 0, rpc_deadline_ns=14 * MS)
@@ -72,9 +72,9 @@ def test_answer_that_comes_at_the_deadline_is_in_time() -> None:
     assert [late.entry.payload for late in step.unreachable] == ["hopeless"]
 
 
-def test_batch_too_late_for_all_gives_up_nobody_who_could_be_answered_alone_at_the_deadline() -> None:
+def test_batch_too_late_for_all_gives_up_no_request_that_alone_would_be_just_in_time() -> None:
     queue = measured(BatchPolicy(max_batch_rows=4, batch_sizes=(2, 4)), {2: 10})
-    queue.latency.observe("k", 2, 11 * MS, 0)  # so that it may well take longer than what is proven
+    queue.latency.observe("k", 2, 11 * MS, 0)  # so that it may well take longer than the proven time
     proven_ns = queue.latency.proven_ns("k", 2, 0)
     assert 0 < queue.latency.margin_ns("k", 2) < proven_ns
     queue.push("just in time", 1, "k", 0, rpc_deadline_ns=proven_ns)
@@ -84,7 +84,7 @@ def test_batch_too_late_for_all_gives_up_nobody_who_could_be_answered_alone_at_t
 
 
 @pytest.mark.parametrize(("short_ns", "leaving"), [(0, ["hasty", "patient"]), (1, ["hasty"])])
-def test_batch_is_cut_down_for_who_would_be_late_if_it_takes_as_much_longer_as_others_did(
+def test_batch_is_cut_down_for_a_request_that_would_be_late_within_the_measured_variation(
     short_ns: int, leaving: list[str]
 ) -> None:
     queue = measured(BatchPolicy(max_batch_rows=2), {1: 8, 2: 10})
@@ -99,7 +99,7 @@ def test_batch_is_cut_down_for_who_would_be_late_if_it_takes_as_much_longer_as_o
     assert not step.unreachable
 
 
-def test_batch_that_skips_the_late_has_no_more_requests_than_it_may_have() -> None:
+def test_batch_that_skips_late_requests_has_no_more_requests_than_it_may_have() -> None:
     queue = measured(BatchPolicy(max_batch_rows=8, max_batch_requests=2), {1: 10, 2: 10, 3: 10, 5: 10})
     queue.push("late", 4, "k", 0, rpc_deadline_ns=12 * MS)
     for name in "abc":
@@ -109,9 +109,9 @@ def test_batch_that_skips_the_late_has_no_more_requests_than_it_may_have() -> No
     assert names(step) == [["a", "b"]]
 
 
-def test_refusals_for_a_measurement_that_nobody_can_renew_come_to_an_end() -> None:
-    """First executions may be slow as none after them. If no caller has that much time, only executing one anyhow can
-    tell."""
+def test_refusals_because_of_a_measurement_that_nobody_can_renew_come_to_an_end() -> None:
+    """A first execution may be slower than any after it. If no caller has that much time, only executing a request
+    anyway can show this."""
     queue = measured(BatchPolicy(max_batch_rows=4), {1: 2_000})
     stale_ns = 20_000 * MS
     for now_ns in (0, stale_ns):
@@ -127,7 +127,7 @@ def test_refusals_for_a_measurement_that_nobody_can_renew_come_to_an_end() -> No
     assert names(queue.poll(now_ns, idle=1)) == [["next"]]
 
 
-def test_batch_too_late_for_all_gives_up_only_those_that_could_not_be_met_alone() -> None:
+def test_batch_too_late_for_all_gives_up_only_requests_that_would_be_late_alone() -> None:
     queue = measured(BatchPolicy(max_batch_rows=4), {1: 10, 2: 12, 4: 20})
     queue.push("hopeless", 1, "k", 0, rpc_deadline_ns=12 * MS)
     for name in "abc":
@@ -137,7 +137,7 @@ def test_batch_too_late_for_all_gives_up_only_those_that_could_not_be_met_alone(
     assert names(step) == [["a"], ["b", "c"]]
 
 
-def test_batch_gives_up_one_rather_than_being_cut_down_for_its_sake() -> None:
+def test_batch_gives_up_one_request_rather_than_being_cut_down_for_it() -> None:
     queue = measured(BatchPolicy(max_batch_rows=8), {1: 10, 2: 11, 4: 12, 8: 14})
     queue.push("hasty", 1, "k", 0, rpc_deadline_ns=13 * MS)
     for name in "abcdefg":
@@ -147,14 +147,14 @@ def test_batch_gives_up_one_rather_than_being_cut_down_for_its_sake() -> None:
     assert names(step) == [list("abcdefg")]
 
 
-def test_push_is_not_refused_for_rows_of_other_shapes_that_may_take_turns() -> None:
+def test_push_is_not_refused_because_of_other_shapes_that_may_take_turns_with_it() -> None:
     queue = measured(BatchPolicy(max_batch_rows=1), {1: 100})
     for number in range(30):
         queue.push("other", 1, f"other {number}", 0)
     queue.push("in time", 1, "k", 0, rpc_deadline_ns=150 * MS)
 
 
-def test_push_is_not_refused_for_rows_of_other_shapes_or_lower_levels_that_wait_behind_it() -> None:
+def test_push_is_not_refused_because_of_other_shapes_or_lower_levels_behind_it() -> None:
     queue = measured(BatchPolicy(max_batch_rows=1, priority_levels=2, default_priority_level=2), {1: 100})
     queue.push("same shape", 1, "k", 0)
     queue.push("in time, of a higher level", 1, "k", 0, priority=1, rpc_deadline_ns=150 * MS)
@@ -163,7 +163,7 @@ def test_push_is_not_refused_for_rows_of_other_shapes_or_lower_levels_that_wait_
     queue.push("as late as one behind one", 1, "k", 0, priority=1, rpc_deadline_ns=350 * MS)
 
 
-def test_push_is_not_refused_for_rows_of_one_other_shape_where_there_are_levels() -> None:
+def test_push_is_not_refused_because_of_one_other_shape_where_levels_exist() -> None:
     queue = measured(BatchPolicy(max_batch_rows=1, priority_levels=2, default_priority_level=2), {1: 100})
     for _ in range(30):
         queue.push("other", 1, "other", 0, priority=1)
@@ -173,7 +173,7 @@ def test_push_is_not_refused_for_rows_of_one_other_shape_where_there_are_levels(
 
 
 @pytest.mark.parametrize("levels", [0, 2])
-def test_push_is_not_refused_for_rows_of_its_level_that_it_overtakes_as_their_queue_timeout_has_passed(
+def test_push_is_not_refused_because_of_delayed_rows_of_its_level_that_it_overtakes(
     levels: int,
 ) -> None:
     delay = QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10 * MS)
@@ -188,7 +188,7 @@ def test_push_is_not_refused_for_rows_of_its_level_that_it_overtakes_as_their_qu
     assert names(queue.poll(20 * MS, idle=1)) == [["in time"]]
 
 
-def test_push_is_refused_for_delayed_rows_of_a_level_that_is_served_before_its_own() -> None:
+def test_push_is_refused_because_of_delayed_rows_of_a_level_served_before_its_own() -> None:
     delay = QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10 * MS)
     policy = BatchPolicy(max_batch_rows=1, queue=delay, priority_levels=2, default_priority_level=1)
     queue = measured(policy, {1: 100})
@@ -200,7 +200,7 @@ def test_push_is_refused_for_delayed_rows_of_a_level_that_is_served_before_its_o
     queue.push("in time", 1, "k", 10 * MS, priority=2, rpc_deadline_ns=620 * MS)
 
 
-def test_push_is_refused_for_rows_of_its_lane_that_are_served_before_it() -> None:
+def test_push_is_refused_because_of_rows_of_its_lane_served_before_it() -> None:
     for levels, before, after in ((0, 0, 0), (2, 1, 2), (2, 2, 2)):
         queue = measured(BatchPolicy(max_batch_rows=1, priority_levels=levels, default_priority_level=levels), {1: 100})
         for number in range(5):
@@ -210,7 +210,7 @@ def test_push_is_refused_for_rows_of_its_lane_that_are_served_before_it() -> Non
         queue.push("in time", 1, "k", 0, priority=after, rpc_deadline_ns=610 * MS)
 
 
-def test_push_is_not_refused_for_a_batch_that_was_put_back() -> None:
+def test_push_is_not_refused_because_of_a_batch_that_was_put_back() -> None:
     queue = measured(BatchPolicy(max_batch_rows=1), {1: 10})
     queue.push("waits again", 1, "k", 0)
     (batch,) = queue.poll(0, idle=1).batches
@@ -218,7 +218,7 @@ def test_push_is_not_refused_for_a_batch_that_was_put_back() -> None:
     queue.push("in time", 1, "k", 0, rpc_deadline_ns=20 * MS)
 
 
-def test_push_is_not_refused_for_an_execution_that_only_one_measurement_calls_long() -> None:
+def test_push_is_not_refused_because_of_an_execution_that_only_one_measurement_calls_long() -> None:
     queue = measured(BatchPolicy(max_batch_rows=1), {1: 5})
     queue.latency.observe("slow once", 1, 5_000 * MS, 0)
     queue.push("runs", 1, "slow once", 0)
@@ -226,7 +226,7 @@ def test_push_is_not_refused_for_an_execution_that_only_one_measurement_calls_lo
     queue.push("in time", 1, "k", 0, rpc_deadline_ns=50 * MS)
 
 
-def test_overload_serves_the_requests_that_can_still_be_met_and_skips_the_late_ones() -> None:
+def test_requests_still_in_time_are_served_and_late_ones_skipped_under_overload() -> None:
     queue = measured(BatchPolicy(max_batch_rows=4), {1: 10, 2: 11, 3: 12, 4: 13})
     for number in range(4):
         queue.push(f"late {number}", 1, "k", 0, rpc_deadline_ns=20 * MS + number)
@@ -237,7 +237,7 @@ def test_overload_serves_the_requests_that_can_still_be_met_and_skips_the_late_o
     assert names(step) == [["p0", "p1", "p2", "p3"]]
 
 
-def test_batch_handed_out_ahead_of_its_turn_starts_when_the_first_execution_ends() -> None:
+def test_batch_handed_out_ahead_is_expected_to_start_when_the_first_execution_ends() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=4))
     for name in "abcd":
         queue.push(name, 1, "k", 0)
@@ -250,7 +250,7 @@ def test_batch_handed_out_ahead_of_its_turn_starts_when_the_first_execution_ends
     assert [late.entry.payload for late in step.unreachable] == list("efgh")
 
 
-def test_batch_handed_out_ahead_of_its_turn_starts_no_sooner_than_now() -> None:
+def test_batch_handed_out_ahead_is_expected_to_start_no_sooner_than_now() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=4))
     for name in "abcd":
         queue.push(name, 1, "k", 0)

@@ -1,4 +1,4 @@
-"""Requests that instances end of: who is executed again, how often, and what becomes of those who wait for that."""
+"""Deadly requests, which end their instance: what is executed again, how often, what happens to waiting requests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ async def bench() -> AsyncIterator[LossBench]:
 
 
 class DeadlyBench(LossBench):
-    """Instances end of what has a `!`, and are replaced."""
+    """A payload with a `!` ends its instance, which is replaced."""
 
     async def run_all(self) -> list[Sequence[str]]:
-        """Let batches run until none is left. What instances have ended of."""
+        """Run all batches. Returns those that ended an instance."""
         ended_of = []
         while busy := [runner for runner in self.runners if runner.busy]:
             runner = busy[0]
@@ -51,7 +51,7 @@ def outcomes(futures: Sequence[asyncio.Future[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("deadly", [(0,), (7,), (3, 5)])
-async def test_nobody_fails_for_a_request_in_the_same_batch_that_the_instance_ends_of(deadly: tuple[int, ...]) -> None:
+async def test_only_the_deadly_requests_of_a_batch_fail(deadly: tuple[int, ...]) -> None:
     bench = DeadlyBench(BatchPolicy(max_batch_rows=8))
     payloads = deadly_among(8, *deadly)
     futures = await bench.submit(*payloads)
@@ -62,7 +62,7 @@ async def test_nobody_fails_for_a_request_in_the_same_batch_that_the_instance_en
     bench.batcher.close()
 
 
-async def test_no_more_than_four_instances_end_of_one_batch() -> None:
+async def test_one_batch_ends_four_instances_at_most() -> None:
     bench = DeadlyBench(BatchPolicy(max_batch_rows=16))
     futures = await bench.submit(*deadly_among(16, 2, 5, 9, 11, 12))
     waiting = await bench.submit("later")
@@ -73,7 +73,7 @@ async def test_no_more_than_four_instances_end_of_one_batch() -> None:
     bench.batcher.close()
 
 
-async def test_batch_that_the_instance_ends_of_fails_as_a_whole_where_failures_are_not_isolated() -> None:
+async def test_deadly_batch_fails_as_a_whole_where_failures_are_not_isolated() -> None:
     bench = DeadlyBench(BatchPolicy(max_batch_rows=8, isolate_failures=False))
     futures = await bench.submit(*deadly_among(8, 3))
     assert len(await bench.run_all()) == 1
@@ -81,7 +81,7 @@ async def test_batch_that_the_instance_ends_of_fails_as_a_whole_where_failures_a
     bench.batcher.close()
 
 
-async def test_who_has_gone_meanwhile_is_not_executed_again_after_an_instance_has_ended() -> None:
+async def test_cancelled_request_is_not_executed_again_after_its_instance_ended() -> None:
     bench = DeadlyBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b!", "gone")
     bench.runner.fail(ChildProcessError())
@@ -93,7 +93,7 @@ async def test_who_has_gone_meanwhile_is_not_executed_again_after_an_instance_ha
     bench.batcher.close()
 
 
-async def test_requests_that_wait_for_another_instance_leave_with_their_callers(bench: LossBench) -> None:
+async def test_cancelled_requests_stop_waiting_for_another_instance(bench: LossBench) -> None:
     futures = await bench.submit("a", "b")
     bench.runner.fail(ChildProcessError())
     await one_turn()
@@ -104,7 +104,7 @@ async def test_requests_that_wait_for_another_instance_leave_with_their_callers(
     assert bench.seen.count(Drop.CANCELLED) == 2
 
 
-async def test_requests_that_wait_for_another_instance_end_with_their_deadlines(bench: LossBench) -> None:
+async def test_expired_requests_stop_waiting_for_another_instance(bench: LossBench) -> None:
     (hurried,) = bench.put("a", rpc_deadline_ns=bench.clock.now_ns() + 50)
     (patient,) = await bench.submit("b")
     bench.runner.fail(ChildProcessError())
@@ -118,7 +118,7 @@ async def test_requests_that_wait_for_another_instance_end_with_their_deadlines(
     assert patient.result() == "B"
 
 
-async def test_suspect_whose_instance_ended_before_it_began_stays_alone() -> None:
+async def test_suspect_stays_alone_when_its_instance_ended_before_beginning_it() -> None:
     bench = LossBench(BatchPolicy(max_batch_rows=8))
     await bench.submit("a", "b")
     bench.runner.fail(ChildProcessError())
@@ -141,7 +141,7 @@ async def test_suspect_whose_instance_ended_before_it_began_stays_alone() -> Non
 
 
 @pytest.mark.parametrize("seed", range(50))
-async def test_every_request_is_answered_once_however_many_instances_end_of_them(seed: int) -> None:
+async def test_every_request_is_answered_once_however_many_of_them_are_deadly(seed: int) -> None:
     chance = random.Random(seed)
     bench = DeadlyBench(BatchPolicy(max_batch_rows=8), instances=chance.randint(1, 3))
     payloads = [f"p{number}" + "!" * (chance.random() < 0.2) for number in range(40)]
@@ -157,7 +157,7 @@ async def test_every_request_is_answered_once_however_many_instances_end_of_them
 
 
 @pytest.mark.parametrize("seed", range(100))
-async def test_every_request_is_answered_once_and_told_once_whatever_happens(seed: int) -> None:
+async def test_every_request_is_answered_and_reported_once_whatever_happens(seed: int) -> None:
     bench = Chaos(seed)
     for _ in range(80):
         await bench.step()
@@ -165,7 +165,7 @@ async def test_every_request_is_answered_once_and_told_once_whatever_happens(see
 
 
 class Chaos(LossBench):
-    """Instances fail in every way, and are replaced after a while, or not; callers go, and run out of time."""
+    """Instances fail in every way, and are replaced after a while, or not; callers cancel, and run out of time."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What callers get, and what is told of batches: results, errors of their own, and facts."""
+"""What callers and observers get of a batch: results, an error for each request, facts, reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def bench() -> AsyncIterator[Bench]:
     bench.batcher.close()
 
 
-async def test_facts_tell_batch_rows_padding_and_times() -> None:
+async def test_facts_have_batch_number_rows_padding_and_times() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4, batch_sizes=(2, 4)))
     futures = await bench.submit("a", "b", "c")
     bench.clock.advance(5)
@@ -36,7 +36,7 @@ async def test_facts_tell_batch_rows_padding_and_times() -> None:
     bench.batcher.close()
 
 
-async def test_facts_are_there_with_the_result_and_tell_how_long_each_has_waited(bench: Bench) -> None:
+async def test_facts_come_with_the_result_and_have_the_wait_of_each_request(bench: Bench) -> None:
     (first,) = await bench.submit("a")
     (second,) = await bench.submit("b")
     bench.clock.advance(7)
@@ -49,7 +49,7 @@ async def test_facts_are_there_with_the_result_and_tell_how_long_each_has_waited
     assert [one.facts.queue_ns for one in (first, second, third) if one.facts] == [0, 9, 2]
 
 
-async def test_who_is_dropped_leaves_no_cycle_for_the_garbage_collector() -> None:
+async def test_dropped_request_leaves_no_cycle_for_the_garbage_collector() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=MS)))
     await bench.submit("runs")
     (late,) = await bench.submit("late")
@@ -60,7 +60,7 @@ async def test_who_is_dropped_leaves_no_cycle_for_the_garbage_collector() -> Non
     bench.batcher.close()
 
 
-async def test_result_that_is_an_exception_fails_its_request_and_no_other(bench: Bench) -> None:
+async def test_exception_in_place_of_a_result_fails_only_its_request(bench: Bench) -> None:
     futures = bench.put("a", "b", "c")
     await one_turn()
     refused = ValueError("not this one")
@@ -73,7 +73,7 @@ async def test_result_that_is_an_exception_fails_its_request_and_no_other(bench:
     assert (len(report.waits_ns), report.failed, report.cancelled) == (2, 1, 0)
 
 
-async def test_failure_of_the_instance_reaches_each_request_as_an_exception_of_its_own(bench: Bench) -> None:
+async def test_each_request_of_a_failed_batch_gets_its_own_exception(bench: Bench) -> None:
     futures = bench.put("a", "b")
     await one_turn()
     for _ in range(3):
@@ -100,7 +100,7 @@ async def test_report_has_the_requests_of_its_batch_and_their_tags(bench: Bench)
 
 
 class Broken:
-    """An observer that can't observe."""
+    """An observer whose methods raise."""
 
     def on_drop(self, drop: Drop) -> None:
         raise ValueError("no counter")
@@ -110,13 +110,13 @@ class Broken:
 
 
 class Unspeakable(Exception):
-    """An error that can't be told."""
+    """An error whose text can't be made."""
 
     def __str__(self) -> str:
         raise ValueError("no words")
 
 
-async def test_observer_that_raises_loses_nobody() -> None:
+async def test_raising_observer_loses_no_request() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=MS)), observer=Broken())
     (runs,) = await bench.submit("runs")
     late = await bench.submit("late", "late")
@@ -127,7 +127,7 @@ async def test_observer_that_raises_loses_nobody() -> None:
     bench.batcher.close()
 
 
-async def test_error_that_cannot_be_told_in_words_still_answers() -> None:
+async def test_error_whose_text_cannot_be_made_still_fails_its_request() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1))
     (future,) = bench.put("a")
     await one_turn()

@@ -1,4 +1,4 @@
-"""When an instance is likely to be free, by what executes and what was measured."""
+"""When an instance is likely to be free, judged by executions in progress and measured times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MS = 1_000_000
 
 @pytest.fixture
 def latency() -> LatencyModel:
-    """Batches of 4 rows take 10 ms, those of 1 row 4."""
+    """Batches of 4 rows take 10 ms, those of 1 row 4 ms."""
     latency = LatencyModel(4)
     for rows, duration_ms in ((4, 10), (1, 4)) * 3:
         latency.observe("k", rows, duration_ms * MS, 0)
@@ -24,7 +24,7 @@ def test_batches_are_numbered_from_1(latency: LatencyModel) -> None:
     assert [executing.begin("k", (), 1, 1, 0).number for _ in range(3)] == [1, 2, 3]
 
 
-def test_first_end_is_that_of_the_batch_that_takes_least(latency: LatencyModel) -> None:
+def test_first_end_is_that_of_the_batch_expected_to_end_first(latency: LatencyModel) -> None:
     executing: Executing[str] = Executing(latency, 2, 4)
     assert executing.first_end_ns(7) == 7
     executing.begin("k", (), 4, 4, 0)
@@ -36,7 +36,7 @@ def test_first_end_is_that_of_the_batch_that_takes_least(latency: LatencyModel) 
     assert executing.first_end_ns(5 * MS) == 10 * MS
 
 
-def test_execution_of_unknown_length_may_end_any_time(latency: LatencyModel) -> None:
+def test_execution_of_unknown_length_may_end_at_any_time(latency: LatencyModel) -> None:
     executing: Executing[str] = Executing(latency, 1, 4)
     executing.begin("never seen", (), 4, 4, 3)
     assert executing.first_end_ns(5) == 3
@@ -46,7 +46,7 @@ def test_execution_of_unknown_length_may_end_any_time(latency: LatencyModel) -> 
 @pytest.mark.parametrize(
     ("instances", "rows_ahead", "wait_ms"), [(1, 0, 10), (1, 3, 10), (1, 4, 20), (1, 9, 30), (2, 0, 0), (2, 9, 10)]
 )
-def test_least_wait_is_for_an_instance_and_the_full_batches_ahead(
+def test_least_wait_is_that_for_a_free_instance_and_the_full_batches_ahead(
     latency: LatencyModel, instances: int, rows_ahead: int, wait_ms: int
 ) -> None:
     executing: Executing[str] = Executing(latency, instances, 4)

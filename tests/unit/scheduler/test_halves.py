@@ -1,4 +1,4 @@
-"""Callers who come again as soon as they are answered, and a model that takes long: whether they stay together."""
+"""Callers who come again as soon as they are answered, and a slow model: whether they stay together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLERS = tuple("abcdefgh")
 
 
 def takes_ns(requests: int) -> int:
-    """What a batch costs: 5 ms, and 0.4 ms for each row."""
+    """How long a batch takes: 5 ms, and 0.4 ms for each row."""
     return 5 * MS + requests * MS * 2 // 5
 
 
@@ -27,7 +27,7 @@ async def executed(bench: Bench, *callers: str, in_ns: int = 0) -> None:
 
 
 async def all_together(bench: Bench, pause_ms: int) -> None:
-    """Until it has learned what alone costs, and that all eight come again, after such a pause."""
+    """Let the batcher learn what a single request costs, and that all eight callers come again after such a pause."""
     for _ in range(3):
         await executed(bench, "x")
     for _ in range(50):
@@ -37,7 +37,7 @@ async def all_together(bench: Bench, pause_ms: int) -> None:
 
 
 async def few_turns() -> None:
-    """Fewer than an instance is kept waiting for a crowd."""
+    """Fewer loop iterations than an instance waits for a crowd."""
     for _ in range(3):
         await asyncio.sleep(0)
 

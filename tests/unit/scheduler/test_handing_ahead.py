@@ -1,4 +1,4 @@
-"""Instances that get their next batch shortly before they are done with the last one."""
+"""Batches that instances get shortly before their current execution ends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.unit.scheduler.workbench import Alone, Bench, one_turn
 MS = 1_000_000
 LONG_NS = 20 * MS
 DUE_NS = 18 * MS
-"""When an instance is about to be done, for the last 2 ms of 20."""
+"""An execution of 20 ms counts as about to end in its last 2 ms."""
 
 
 class Highest(SharedQueueLimits):
-    """Knows how many requests it has had at most, if only for a moment: other threads read it at any."""
+    """Knows the most requests that it ever had, if only for a moment: other threads may read it at any time."""
 
     highest = 0
 
@@ -37,7 +37,7 @@ class Highest(SharedQueueLimits):
 
 
 class StagingBench(Bench):
-    """Batches of one or two rows take 20 ms, once it has learned."""
+    """Batches of one or two rows are known to take 20 ms, once it has learned."""
 
     def __init__(
         self, instances: int = 1, blame: Blame = Blame.REQUESTS, limit_ns: int = 0, levels: int = 0, **more: Any
@@ -81,7 +81,7 @@ class StagingBench(Bench):
 
 
 class Counted(Alone):
-    """Counts who executes, and how often it is asked for how long to wait for more."""
+    """Counts the requests that execute, and how often it is asked how long to wait for more."""
 
     executing = asked = 0
 
@@ -121,12 +121,12 @@ async def test_next_batch_is_handed_over_shortly_before_the_end_and_not_sooner(b
     bench.clock.advance(LONG_NS)
     bench.runner.finish(str.upper)
     assert await asyncio.gather(*second, *later) == ["C", "D"]
-    # From when it executed, not from when it was handed over.
+    # Counted from when it executed, not from when it was handed over.
     assert bench.seen.reports[-1].finished_ns - bench.seen.reports[-1].started_ns == LONG_NS
     assert bench.seen.reports[-1].waits_ns == [LONG_NS, 2 * MS + 1]
 
 
-async def test_request_whose_time_is_up_before_the_end_is_near_is_answered_at_its_moment(bench: StagingBench) -> None:
+async def test_request_that_times_out_before_the_end_is_near_fails_on_time(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     (late,) = await bench.submit("c", timeout_ns=5 * MS)
     bench.clock.advance(5 * MS - 1)
@@ -140,12 +140,12 @@ async def test_request_that_comes_when_the_end_is_near_is_handed_over_at_once(be
     bench.clock.advance(DUE_NS)
     await bench.submit("c")
     assert bench.runner.next == ["c"]
-    await bench.submit("d")  # what is handed over stays as it is
+    await bench.submit("d")  # a batch handed over stays unchanged
     assert bench.runner.next == ["c"]
     assert bench.batcher.waiting_requests == 2
 
 
-async def test_what_is_handed_over_takes_room_until_it_executes(bench: StagingBench) -> None:
+async def test_batch_handed_over_takes_room_until_it_executes(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     waiting = await bench.submit("c", "d", size_bytes=10)
     bench.clock.advance(DUE_NS)
@@ -160,7 +160,7 @@ async def test_what_is_handed_over_takes_room_until_it_executes(bench: StagingBe
     assert not any(one.done() for one in waiting)
 
 
-async def test_what_is_handed_over_takes_the_room_of_its_model_and_level() -> None:
+async def test_batch_handed_over_takes_room_of_its_model_and_level() -> None:
     queue: BatchQueue[str] = BatchQueue(
         BatchPolicy(
             max_batch_rows=2,
@@ -187,7 +187,7 @@ async def test_what_is_handed_over_takes_the_room_of_its_model_and_level() -> No
     assert queue.waiting.reserved == 0
 
 
-async def test_what_waits_on_as_an_execution_takes_longer_is_at_no_moment_counted_twice() -> None:
+async def test_requests_taken_back_from_a_slow_instance_are_never_counted_twice() -> None:
     bench = StagingBench()
     await bench.learn()
     bench.shared_limits.highest = 0
@@ -203,7 +203,7 @@ async def test_what_waits_on_as_an_execution_takes_longer_is_at_no_moment_counte
     bench.batcher.close()
 
 
-async def test_what_is_handed_over_waits_on_in_its_level() -> None:
+async def test_batch_handed_over_still_counts_as_waiting_in_its_level() -> None:
     bench = StagingBench(levels=2)
     await bench.learn()
     await bench.submit("a", "b")
@@ -223,7 +223,7 @@ async def test_what_is_handed_over_waits_on_in_its_level() -> None:
     bench.batcher.close()
 
 
-async def test_idle_instance_comes_first() -> None:
+async def test_idle_instance_is_preferred_to_handing_over() -> None:
     bench = StagingBench(instances=2)
     await bench.learn()
     await bench.submit("a", "b")
@@ -234,7 +234,7 @@ async def test_idle_instance_comes_first() -> None:
     bench.batcher.close()
 
 
-async def test_execution_of_unknown_length_is_awaited() -> None:
+async def test_nothing_is_handed_over_during_an_execution_of_unknown_length() -> None:
     bench = StagingBench()
     await bench.submit("a", "b")
     bench.clock.advance(10 * LONG_NS)
@@ -245,7 +245,7 @@ async def test_execution_of_unknown_length_is_awaited() -> None:
     bench.batcher.close()
 
 
-def test_request_is_in_time_or_not_by_when_its_batch_will_start() -> None:
+def test_request_is_in_time_or_late_by_when_its_batch_will_start() -> None:
     for starts_ns, in_time in ((0, True), (MS, True), (2 * MS, False)):
         queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=2))
         for _ in range(3):
@@ -257,7 +257,7 @@ def test_request_is_in_time_or_not_by_when_its_batch_will_start() -> None:
         assert (len(step.batches), len(step.unreachable)) == ((1, 0) if in_time else (0, 1))
 
 
-async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench: StagingBench) -> None:
+async def test_batch_handed_over_is_taken_back_if_the_execution_takes_longer(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     (gone, kept) = await bench.submit("x", "c")
     bench.clock.advance(DUE_NS)
@@ -270,7 +270,7 @@ async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench
     (cancelled,) = await bench.submit("y")
     bench.clock.advance(LONG_NS)
     await one_turn()
-    assert bench.runner.next is None  # when it will end nobody can tell
+    assert bench.runner.next is None  # nobody can tell when it will end
     cancelled.cancel()
     with pytest.raises(QueueTimeout):
         await later
@@ -283,7 +283,7 @@ async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench
     assert bench.seen.count(Drop.CANCELLED) == 2
 
 
-async def test_instance_that_executes_is_not_kept_waiting_for_more_until_it_is_about_to_be_done() -> None:
+async def test_executing_instance_is_not_kept_waiting_for_more_until_its_end_is_near() -> None:
     arrivals = Counted()
     bench = StagingBench(arrivals=arrivals)
     await bench.learn()
@@ -305,7 +305,7 @@ async def test_instance_that_executes_is_not_kept_waiting_for_more_until_it_is_a
 
 
 @pytest.mark.parametrize("limit_ns", [0, 21 * MS])
-async def test_company_executes_once_however_often_it_was_handed_over(limit_ns: int) -> None:
+async def test_requests_handed_over_count_as_executing_until_taken_back(limit_ns: int) -> None:
     arrivals = Counted()
     bench = StagingBench(limit_ns=limit_ns, arrivals=arrivals)
     await bench.learn()
@@ -313,13 +313,15 @@ async def test_company_executes_once_however_often_it_was_handed_over(limit_ns: 
     waiting = await bench.submit("c")
     bench.clock.advance(DUE_NS)
     assert (bench.runner.next, arrivals.executing) == (["c"], 3)
-    bench.clock.advance(4 * MS)  # longer than expected, or than it may take at all
+    bench.clock.advance(4 * MS)  # longer than expected, or than its limit
     assert (bench.runner.next, arrivals.executing) == (None, 0 if limit_ns else 2)
     assert not waiting[0].done()
     bench.batcher.close()
 
 
-async def test_failed_batch_comes_before_what_waits_and_nothing_is_handed_over_meanwhile(bench: StagingBench) -> None:
+async def test_failed_batch_comes_before_waiting_requests_and_nothing_is_handed_over_meanwhile(
+    bench: StagingBench,
+) -> None:
     first = await bench.submit("a", "b")
     await bench.submit("c")
     bench.clock.advance(DUE_NS)
@@ -337,7 +339,7 @@ async def test_failed_batch_comes_before_what_waits_and_nothing_is_handed_over_m
     assert await asyncio.gather(*first) == ["A", "B"]
 
 
-async def test_what_was_handed_to_an_instance_that_hangs_executes_elsewhere() -> None:
+async def test_batch_handed_to_a_hanging_instance_executes_elsewhere() -> None:
     bench = StagingBench(instances=2, limit_ns=2 * LONG_NS)
     hanging, other = bench.runners
     await bench.learn()
@@ -362,13 +364,13 @@ async def test_what_was_handed_to_an_instance_that_hangs_executes_elsewhere() ->
     bench.batcher.close()
 
 
-async def test_execution_that_ended_as_its_limit_passed_does_not_hang() -> None:
+async def test_execution_that_ended_as_its_limit_passed_is_not_taken_for_hanging() -> None:
     bench = StagingBench(limit_ns=2 * LONG_NS)
     await bench.learn()
     first = await bench.submit("a", "b")
     second = await bench.submit("c")
     bench.clock.advance(DUE_NS)
-    bench.runner.gives_back = False  # it has begun "c"; that "a" and "b" are done is still to be told
+    bench.runner.gives_back = False  # it has begun "c"; the end of "a" and "b" is still to be reported
     bench.clock.advance(2 * LONG_NS)
     assert bench.events == []
     for _ in range(2):
@@ -378,7 +380,7 @@ async def test_execution_that_ended_as_its_limit_passed_does_not_hang() -> None:
     bench.batcher.close()
 
 
-async def test_what_was_handed_to_an_instance_that_is_lost_executes_elsewhere() -> None:
+async def test_batch_handed_to_a_lost_instance_executes_elsewhere() -> None:
     bench = StagingBench(blame=Blame.INSTANCE)
     await bench.learn()
     first = await bench.submit("a", "b")
@@ -399,7 +401,7 @@ async def test_what_was_handed_to_an_instance_that_is_lost_executes_elsewhere() 
     bench.batcher.close()
 
 
-async def test_instance_that_is_lost_executes_what_it_has_begun_and_nothing_more() -> None:
+async def test_lost_instance_executes_the_batch_it_has_begun_and_nothing_more() -> None:
     bench = StagingBench(blame=Blame.INSTANCE)
     await bench.learn()
     first = await bench.submit("a", "b")
@@ -421,7 +423,7 @@ async def test_instance_that_is_lost_executes_what_it_has_begun_and_nothing_more
     bench.batcher.close()
 
 
-async def test_close_gives_up_what_was_handed_over(bench: StagingBench) -> None:
+async def test_close_fails_the_batch_handed_over(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     waiting = await bench.submit("c")
     bench.clock.advance(DUE_NS)
@@ -433,7 +435,7 @@ async def test_close_gives_up_what_was_handed_over(bench: StagingBench) -> None:
     assert bench.shared_limits.requests == bench.shared_limits.size_bytes == 0
 
 
-async def test_drain_waits_for_what_was_handed_over(bench: StagingBench) -> None:
+async def test_drain_waits_for_the_batch_handed_over(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     waiting = await bench.submit("c")
     bench.clock.advance(DUE_NS)
@@ -446,7 +448,7 @@ async def test_drain_waits_for_what_was_handed_over(bench: StagingBench) -> None
     assert await waiting[0] == "C"
 
 
-async def test_timeout_in_the_queue_ends_with_the_handing_over(bench: StagingBench) -> None:
+async def test_queue_timeout_no_longer_counts_after_the_hand_over(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     (in_time,) = await bench.submit("c", timeout_ns=DUE_NS + MS)
     (too_late,) = await bench.submit("x", timeout_ns=MS)
@@ -459,7 +461,7 @@ async def test_timeout_in_the_queue_ends_with_the_handing_over(bench: StagingBen
         await too_late
 
 
-async def test_thread_goes_on_by_itself_and_gives_back_only_what_it_has_not_begun() -> None:
+async def test_thread_begins_the_next_batch_by_itself_and_gives_back_only_one_not_begun() -> None:
     begun: list[Sequence[str]] = []
     gates = {name: threading.Event() for name in "ab"}
     entered = {name: threading.Event() for name in "ab"}
@@ -480,7 +482,7 @@ async def test_thread_goes_on_by_itself_and_gives_back_only_what_it_has_not_begu
     assert runner.take_back()
     runner.run(["b"], 1, last.set_result)
     gates["a"].set()
-    # Without the loop: it blocks until the thread has begun the next one.
+    # The loop isn't needed: this blocks it until the thread has begun the next batch.
     assert entered["b"].wait(10)
     assert not runner.take_back()
     gates["b"].set()
@@ -490,8 +492,8 @@ async def test_thread_goes_on_by_itself_and_gives_back_only_what_it_has_not_begu
     runner.stop()
 
 
-async def test_batch_begins_when_the_instance_ends_that_it_is_handed_to() -> None:
-    """And not when the last of those ends that are about to: so a caller isn't refused who can be answered in time."""
+async def test_batch_handed_over_is_expected_to_begin_when_its_own_instance_ends() -> None:
+    """Not when the last of the ending executions does: a request that can be answered in time isn't refused."""
     bench = StagingBench(instances=2)
     await bench.learn()
     began_ns = bench.clock.now_ns()

@@ -1,4 +1,4 @@
-"""One poisoned row among good ones: who fails, and how many executions it takes to tell."""
+"""Poisoned rows among good ones: which requests fail, and how many executions it takes to find them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MS = 1_000_000
 
 
 class SearchBench(Bench):
-    """Runs what is poisoned."""
+    """Runs batches that may have poisoned requests."""
 
     def run_all(self, poison: str = "!") -> int:
-        """Let batches run until none is left; one with poison in it fails. How many ran."""
+        """Run all batches; those with a poisoned request fail. Returns how many ran."""
         runs = 0
         while self.runner.busy:
             runs += 1
@@ -60,7 +60,7 @@ async def test_two_poisoned_rows_fail_alone() -> None:
     bench.batcher.close()
 
 
-async def test_poison_everywhere_is_found_one_by_one_once_the_budget_is_spent() -> None:
+async def test_all_poisoned_rows_run_one_by_one_once_the_budget_is_spent() -> None:
     bench = SearchBench(BatchPolicy(max_batch_rows=32))
     futures = await bench.submit(*[f"p{number}!" for number in range(32)])
     assert bench.run_all() <= 1 + budget_for(32) + 32
@@ -70,7 +70,7 @@ async def test_poison_everywhere_is_found_one_by_one_once_the_budget_is_spent() 
 
 
 @pytest.mark.parametrize("bad", [3, 6, 11, 16, 24])
-async def test_good_ones_never_fail_however_many_bad_ones_there_are(bad: int) -> None:
+async def test_good_requests_never_fail_however_many_bad_ones_share_their_batch(bad: int) -> None:
     for seed in range(20):
         bench = SearchBench(BatchPolicy(max_batch_rows=32))
         poisoned = set(random.Random(seed).sample(range(32), bad))
@@ -85,7 +85,7 @@ def test_budget_is_twice_what_one_culprit_takes() -> None:
     assert [budget_for(requests) for requests in (2, 3, 4, 5, 32, 33)] == [4, 8, 8, 12, 20, 24]
 
 
-def test_budget_is_spent_to_the_last_two_halves() -> None:
+def test_budget_is_spent_as_long_as_it_covers_two_halves() -> None:
     entries: list[Entry[str]] = [Entry(name, 1, 0, 0, 0, 0, NEVER, NEVER) for name in "abcde"]
     for budget in (2, 3):
         suspects = replace(Suspects.of_batch("k", entries), search=Search(budget))
@@ -96,7 +96,7 @@ def test_budget_is_spent_to_the_last_two_halves() -> None:
 
 
 @pytest.mark.parametrize("first", ["", "!"])
-async def test_every_other_one_that_is_bad_fails_alone(first: str) -> None:
+async def test_bad_requests_in_every_other_place_fail_alone(first: str) -> None:
     bench = SearchBench(BatchPolicy(max_batch_rows=32))
     payloads = [f"p{number}{first if number % 2 else '!' * (not first)}" for number in range(32)]
     futures = await bench.submit(*payloads)
@@ -105,7 +105,7 @@ async def test_every_other_one_that_is_bad_fails_alone(first: str) -> None:
     bench.batcher.close()
 
 
-async def test_isolation_names_each_culprit_with_its_own_error() -> None:
+async def test_isolation_fails_each_culprit_with_its_own_error() -> None:
     bench = SearchBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b!", "c", "d")
     bench.run_all()
@@ -115,7 +115,7 @@ async def test_isolation_names_each_culprit_with_its_own_error() -> None:
 
 
 @pytest.mark.parametrize("off", ["policy", "error"])
-async def test_isolation_switched_off_or_for_an_error_of_the_whole_session_fails_all_at_once(off: str) -> None:
+async def test_batch_fails_as_a_whole_with_isolation_off_or_an_error_of_the_whole_session(off: str) -> None:
     bench = SearchBench(
         BatchPolicy(max_batch_rows=4, isolate_failures=off != "policy"),
         blames=lambda error: Blame.NOBODY if isinstance(error, MemoryError) else Blame.REQUESTS,
@@ -128,7 +128,7 @@ async def test_isolation_switched_off_or_for_an_error_of_the_whole_session_fails
     bench.batcher.close()
 
 
-async def test_isolation_leaves_out_who_has_gone_or_is_late_meanwhile() -> None:
+async def test_isolation_leaves_out_requests_cancelled_or_expired_meanwhile() -> None:
     bench = SearchBench(BatchPolicy(max_batch_rows=4))
     bench.clock.advance(7 * MS)
     late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
@@ -157,7 +157,7 @@ async def test_drain_waits_for_the_search_for_culprits() -> None:
     bench.batcher.close()
 
 
-async def test_close_during_the_search_answers_everybody() -> None:
+async def test_close_during_the_search_fails_every_request() -> None:
     bench = SearchBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b", "c", "d")
     bench.runner.fail(ValueError("x"))
@@ -165,7 +165,7 @@ async def test_close_during_the_search_answers_everybody() -> None:
     assert outcomes(futures) == ["failed"] * 4
 
 
-async def test_request_that_is_cancelled_while_it_waits_to_run_again_leaves_at_once() -> None:
+async def test_request_cancelled_while_waiting_to_run_again_leaves_at_once() -> None:
     bench = SearchBench(BatchPolicy(max_batch_rows=2))
     executes, waits = await bench.submit("a", "b")
     bench.runner.fail(ValueError("x"))

@@ -1,4 +1,4 @@
-"""Whose turn it is among shape keys, as requests come, go and come back."""
+"""Which lane has its turn, as entries come, leave and are put back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PATIENT = BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,), max_queue_del
 
 
 def entry(order: int, rows: int = 1) -> Entry[int]:
-    """One of a negative order overtakes those of a positive one, as a higher priority does."""
+    """An entry of that order. Negative ones overtake positive ones, as a higher priority does."""
     return Entry(order, rows, 0, 0, order, enqueued_ns=order, act_at_ns=NEVER, rpc_deadline_ns=NEVER)
 
 
@@ -26,7 +26,7 @@ def filled(policy: BatchPolicy, keys: str) -> tuple[Lanes[int], list[Entry[int]]
 
 
 def keys_served(lanes: Lanes[int], now_ns: int = 0) -> str:
-    """Whose turn it is, one request at a time, until nobody is ready."""
+    """The keys of the lanes served, one request at a time, until none is ready."""
     keys = ""
     while (lane := lanes.next_ready(now_ns)) is not None:
         keys += str(lane.key)
@@ -40,14 +40,14 @@ def test_lanes_take_turns_by_the_age_of_their_heads() -> None:
     assert len(lanes) == 0
 
 
-def test_lane_whose_head_has_left_goes_by_the_next_one() -> None:
+def test_lane_whose_head_has_left_is_ranked_by_the_next_entry() -> None:
     lanes, (first, *_) = filled(GREEDY, "aba")
     assert lanes.remove(first) == "a"
     assert first.lane is None
     assert keys_served(lanes) == "ba"
 
 
-def test_lane_goes_by_whoever_overtakes_its_head() -> None:
+def test_lane_is_ranked_by_an_entry_that_overtakes_its_head() -> None:
     for together in (False, True):
         lanes: Lanes[int] = Lanes(GREEDY)
         for key, order in (("b", 1), ("a", 2)):
@@ -59,7 +59,7 @@ def test_lane_goes_by_whoever_overtakes_its_head() -> None:
         assert keys_served(lanes).startswith("a" * (1 + together) + "b")
 
 
-def test_prefix_that_is_overtaken_is_looked_for_anew() -> None:
+def test_overtaken_prefix_is_determined_again() -> None:
     lanes, _ = filled(PATIENT, "aa")
     lanes.add("a", entry(-1, rows=3))
     lane = lanes.next_ready(2)
@@ -67,7 +67,7 @@ def test_prefix_that_is_overtaken_is_looked_for_anew() -> None:
     assert [(one.order, one.rows) for one in lane][: lanes.releasable(lane, 2)] == [(-1, 3)]
 
 
-def test_prefix_is_that_of_those_who_overtake_each_other_before_anybody_looks() -> None:
+def test_prefix_is_right_after_several_changes_before_anybody_asks_for_it() -> None:
     lanes, (_, second) = filled(PATIENT, "aa")
     lanes.add("a", entry(-1))
     lanes.remove(second)
@@ -76,7 +76,7 @@ def test_prefix_is_that_of_those_who_overtake_each_other_before_anybody_looks() 
     assert [one.order for one in lane][: lanes.releasable(lane, 2)] == [-1, 0]
 
 
-def test_lane_that_was_chosen_is_ready_no_more_until_it_is_filed_anew() -> None:
+def test_chosen_lane_is_not_ready_again_until_it_is_passed_over() -> None:
     lanes, _ = filled(GREEDY, "ab")
     chosen = lanes.next_ready(0)
     assert chosen is not None
@@ -85,7 +85,7 @@ def test_lane_that_was_chosen_is_ready_no_more_until_it_is_filed_anew() -> None:
     assert keys_served(lanes) == "a"
 
 
-def test_lane_that_is_held_is_ready_when_its_moment_comes_or_somebody_older_does() -> None:
+def test_postponed_lane_is_ready_at_its_moment_with_or_without_an_overtaking_entry() -> None:
     lanes, _ = filled(GREEDY, "bb")
     for waken in (lambda: None, lambda: lanes.add("b", entry(-1))):
         lane = lanes.next_ready(0)
@@ -111,7 +111,7 @@ def test_lane_with_a_delay_is_ready_with_a_preferred_prefix_or_when_the_delay_ha
     assert (late.key, lanes.releasable(late, DELAY_NS)) == ("b", 1)
 
 
-def test_delay_is_that_of_the_oldest_though_a_younger_one_comes_before_it() -> None:
+def test_delay_is_that_of_the_oldest_entry_though_a_younger_one_overtook_it() -> None:
     lanes: Lanes[int] = Lanes(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=DELAY_NS))
     for order, enqueued_ns in ((1, 10), (-1, 20)):
         lanes.add("a", Entry(order, 1, 0, 0, order, enqueued_ns, act_at_ns=NEVER, rpc_deadline_ns=NEVER))
@@ -121,7 +121,7 @@ def test_delay_is_that_of_the_oldest_though_a_younger_one_comes_before_it() -> N
     assert lanes.releasable(lane, 10 + DELAY_NS) == 2
 
 
-def test_lane_somebody_of_whom_is_overdue_releases_all() -> None:
+def test_lane_with_an_overdue_entry_releases_all() -> None:
     lanes, _ = filled(PATIENT, "aaa")
     lane = lanes.next_ready(DELAY_NS)
     assert lane is not None
@@ -138,14 +138,14 @@ def test_lane_without_delay_releases_the_preferred_prefix_else_all() -> None:
     assert released == [("a", 2), ("a", 1), ("b", 1)]
 
 
-def test_prefix_that_loses_a_request_is_preferred_no_more() -> None:
+def test_prefix_that_lost_an_entry_is_no_longer_preferred() -> None:
     lanes, (_, second) = filled(PATIENT, "aa")
     lanes.remove(second)
     assert lanes.next_ready(2) is None
     assert lanes.due.first_rank() == DELAY_NS
 
 
-def test_less_that_is_allowed_is_preferred_in_the_place_of_what_is_not() -> None:
+def test_allowed_size_is_preferred_in_place_of_larger_preferred_sizes() -> None:
     lanes, _ = filled(PATIENT, "a")
     lanes.prefer(1)
     lane = lanes.next_ready(0)
@@ -153,7 +153,7 @@ def test_less_that_is_allowed_is_preferred_in_the_place_of_what_is_not() -> None
     assert lanes.releasable(lane, 0) == 1
 
 
-def test_entries_put_back_have_the_turn_that_they_had() -> None:
+def test_entries_put_back_keep_their_turn() -> None:
     for policy in (GREEDY, PATIENT):
         lanes, (first, *_) = filled(policy, "abc")
         lane = lanes.next_ready(DELAY_NS)
@@ -165,7 +165,7 @@ def test_entries_put_back_have_the_turn_that_they_had() -> None:
         assert keys_served(lanes, 3 * DELAY_NS) == "abc"
 
 
-def test_entries_put_back_stand_in_the_order_of_arrival_whichever_comes_first() -> None:
+def test_entries_put_back_are_in_the_order_of_arrival_whichever_returns_first() -> None:
     for returning in ((0, 1), (1, 0)):
         lanes, entries = filled(GREEDY, "aaa")
         for one in entries[:2]:
@@ -177,7 +177,7 @@ def test_entries_put_back_stand_in_the_order_of_arrival_whichever_comes_first() 
         assert list(lane) == entries
 
 
-def test_entries_put_back_wait_for_company_until_their_delay_has_passed() -> None:
+def test_entries_put_back_wait_for_more_requests_until_their_delay_has_passed() -> None:
     lanes, (first,) = filled(PATIENT, "a")
     lanes.remove(first)
     lanes.put_back("a", [first])
@@ -187,7 +187,7 @@ def test_entries_put_back_wait_for_company_until_their_delay_has_passed() -> Non
     assert lane.head is first
 
 
-def test_lane_all_of_whom_leave_before_anybody_looks_is_gone() -> None:
+def test_lane_emptied_before_anybody_asks_for_it_is_gone() -> None:
     lanes, (first, second) = filled(PATIENT, "aa")
     overtaking = entry(-1)
     lanes.add("a", overtaking)
@@ -197,7 +197,7 @@ def test_lane_all_of_whom_leave_before_anybody_looks_is_gone() -> None:
     assert lanes.due.first_rank() is None
 
 
-def test_size_that_is_the_most_allowed_is_preferred() -> None:
+def test_largest_allowed_size_can_be_preferred() -> None:
     lanes, _ = filled(BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2, 4), max_queue_delay_ns=DELAY_NS), "aaaa")
     lane = lanes.next_ready(3)
     assert lane is not None
@@ -212,7 +212,7 @@ def test_flush_makes_every_lane_ready() -> None:
     assert keys_served(lanes) == "ab"
 
 
-def test_lane_that_comes_after_a_flush_is_ready_at_once() -> None:
+def test_lane_created_after_a_flush_is_ready_at_once() -> None:
     lanes, _ = filled(PATIENT, "")
     lanes.flush()
     lanes.add("a", entry(1))
@@ -220,7 +220,7 @@ def test_lane_that_comes_after_a_flush_is_ready_at_once() -> None:
     assert keys_served(lanes) == "a"
 
 
-def test_lanes_that_are_gone_leave_little_behind_in_the_heaps() -> None:
+def test_emptied_lanes_leave_little_behind_in_the_heaps() -> None:
     for policy in (GREEDY, PATIENT):
         lanes: Lanes[int] = Lanes(policy)
         for number in range(10_000):

@@ -42,7 +42,7 @@ def test_expected_with_one_size_seen_is_flat_and_never_negative() -> None:
     assert model.expected_ns("k", 1) == model.expected_ns("k", 64) == 1_000
 
 
-def test_observe_outlier_moves_the_mean_a_bounded_way() -> None:
+def test_observe_outlier_moves_the_mean_by_a_bounded_amount() -> None:
     assert learned(1_000, SECOND).expected_ns("k", 1) <= 1_300
 
 
@@ -63,7 +63,7 @@ def test_proven_needs_several_measurements_of_that_size() -> None:
     assert model.proven_ns("k", 64, 0) > 0
 
 
-def test_proven_goes_stale_for_each_size_by_itself() -> None:
+def test_proven_goes_stale_for_each_size_separately() -> None:
     model = learned(*[5 * SECOND] * 3, rows=32)
     for second in range(100):
         model.observe("k", 1, 1_000, second * SECOND)
@@ -71,7 +71,7 @@ def test_proven_goes_stale_for_each_size_by_itself() -> None:
     assert model.proven_ns("k", 1, 99 * SECOND) > 0
 
 
-def test_first_execution_of_a_size_says_nothing_of_the_next_ones() -> None:
+def test_first_execution_of_a_size_does_not_count_once_there_is_another() -> None:
     assert learned(10 * SECOND, 1_000).expected_ns("k", 1) == 1_000
 
 
@@ -88,7 +88,7 @@ def test_proven_goes_stale_so_that_refusals_cannot_last_for_ever(duration_ns: in
     assert model.expected_ns("k", 1) == duration_ns
 
 
-def test_observe_of_endless_keys_stays_bounded() -> None:
+def test_observe_remembers_a_bounded_number_of_keys() -> None:
     model = LatencyModel(64)
     for key in range(5_000):
         model.observe(key, 1, 1_000, 0)
@@ -97,7 +97,7 @@ def test_observe_of_endless_keys_stays_bounded() -> None:
     assert model.expected_ns(0, 1) == 0
 
 
-def test_longest_bounds_every_estimate_also_beyond_what_was_seen() -> None:
+def test_longest_bounds_every_estimate_even_beyond_the_sizes_seen() -> None:
     model = LatencyModel(64)
     for rows in (1, 2, 4):
         for _ in range(5):
@@ -106,7 +106,7 @@ def test_longest_bounds_every_estimate_also_beyond_what_was_seen() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 500])
-def test_longest_forgets_an_outlier_within_some_hundred_measurements(before: int) -> None:
+def test_longest_forgets_an_outlier_within_150_measurements(before: int) -> None:
     model = learned(*[2_000_000] * before, 2 * SECOND)
     assert model.longest_ns == 4 * SECOND
     for _ in range(150):
@@ -114,7 +114,7 @@ def test_longest_forgets_an_outlier_within_some_hundred_measurements(before: int
     assert 2_000_000 < model.longest_ns < 10_000_000
 
 
-def test_longest_keeps_to_what_is_estimated_of_keys_that_have_become_rare() -> None:
+def test_longest_still_bounds_estimates_of_keys_that_have_become_rare() -> None:
     model = LatencyModel(64)
     for rows, duration_ns in ((1, SECOND), (2, 2 * SECOND), (1, SECOND), (2, 2 * SECOND)):
         model.observe("rare", rows, duration_ns, 0)
@@ -123,7 +123,7 @@ def test_longest_keeps_to_what_is_estimated_of_keys_that_have_become_rare() -> N
     assert 64 * SECOND == model.expected_ns("rare", 64) <= model.longest_ns
 
 
-def test_observe_of_endless_sizes_stays_bounded() -> None:
+def test_observe_remembers_a_bounded_number_of_sizes() -> None:
     model = LatencyModel(1_024)
     for key in range(20):
         for rows in range(1, 1_025):
@@ -133,9 +133,9 @@ def test_observe_of_endless_sizes_stays_bounded() -> None:
     assert model.expected_ns(0, 7) == 0
 
 
-def test_key_that_callers_make_large_is_not_kept() -> None:
+def test_keys_are_not_kept_alive() -> None:
     class Key:
-        """What a request brought along."""
+        """A key that came with a request; callers can make these large."""
 
     key = Key()
     gone = weakref.ref(key)

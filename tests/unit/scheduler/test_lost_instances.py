@@ -1,4 +1,4 @@
-"""Instances that are lost: who gets which answer, and what comes after."""
+"""Lost instances: which requests fail, which run on another instance, and a batcher without any instance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def bench() -> AsyncIterator[LossBench]:
     bench.batcher.close()
 
 
-async def test_lost_instance_fails_its_batch_and_those_who_wait_are_executed_by_the_next(bench: LossBench) -> None:
+async def test_lost_instance_fails_its_batch_and_the_next_one_executes_waiting_requests(bench: LossBench) -> None:
     lost = await bench.submit("a", "b")
     waiting = await bench.submit("c")
     error = OSError("device lost")
@@ -37,7 +37,7 @@ async def test_lost_instance_fails_its_batch_and_those_who_wait_are_executed_by_
     assert waiting[0].result() == "C"
 
 
-async def test_lost_instance_leaves_the_work_to_the_others() -> None:
+async def test_remaining_instance_executes_waiting_requests_after_one_is_lost() -> None:
     bench = LossBench(BatchPolicy(max_batch_rows=1), instances=2)
     await bench.submit("a", "b")
     waiting = await bench.submit("c")
@@ -52,7 +52,7 @@ async def test_lost_instance_leaves_the_work_to_the_others() -> None:
 
 @pytest.mark.parametrize("isolates", [True, False])
 @pytest.mark.parametrize("error", [EOFError("gone before"), ThreadLost("no thread")], ids=["ended", "no thread"])
-async def test_batch_that_its_instance_had_not_begun_when_it_was_lost_is_executed_by_the_next(
+async def test_batch_not_begun_by_its_lost_instance_is_executed_by_the_next_one(
     isolates: bool, error: Exception
 ) -> None:
     bench = LossBench(BatchPolicy(max_batch_rows=4, isolate_failures=isolates))
@@ -70,7 +70,7 @@ async def test_batch_that_its_instance_had_not_begun_when_it_was_lost_is_execute
     bench.batcher.close()
 
 
-async def test_batch_that_was_not_begun_waits_like_any_other(bench: LossBench) -> None:
+async def test_requests_of_a_batch_not_begun_wait_like_any_others(bench: LossBench) -> None:
     late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 50)
     gone, good = await bench.submit("gone", "good")
     bench.runners[0].fail(EOFError())
@@ -89,7 +89,7 @@ async def test_batch_that_was_not_begun_waits_like_any_other(bench: LossBench) -
     assert draining.done()
 
 
-async def test_request_that_instances_end_of_before_they_begin_fails_in_the_end(bench: LossBench) -> None:
+async def test_request_fails_after_three_instances_ended_before_beginning_it(bench: LossBench) -> None:
     (deadly,) = await bench.submit("deadly")
     for ends in range(1, 4):
         assert not deadly.done()
@@ -101,14 +101,14 @@ async def test_request_that_instances_end_of_before_they_begin_fails_in_the_end(
     assert not bench.runners[-1].busy
 
 
-async def test_batch_that_was_not_begun_is_refused_if_there_is_no_instance(bench: LossBench) -> None:
+async def test_batch_not_begun_is_refused_when_the_batcher_is_suspended(bench: LossBench) -> None:
     lost = await bench.submit("a")
     bench.runners[0].fail(EOFError())
     bench.batcher.suspend()
     assert isinstance(lost[0].exception(), NoInstance)
 
 
-async def test_batch_that_was_not_begun_fails_where_instances_are_used_on() -> None:
+async def test_batch_not_begun_fails_where_instances_stay_in_use() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4), blames=lambda _: Blame.INSTANCE_BEFORE)
     lost = await bench.submit("a")
     bench.runner.fail(EOFError())
@@ -118,7 +118,7 @@ async def test_batch_that_was_not_begun_fails_where_instances_are_used_on() -> N
     bench.batcher.close()
 
 
-async def test_instance_lost_while_it_executes_nothing_gets_nothing_more() -> None:
+async def test_idle_instance_that_is_lost_gets_no_more_batches() -> None:
     bench = LossBench(BatchPolicy(max_batch_rows=1), instances=2)
     first, second = bench.runners
     executing = await bench.submit("a")
@@ -141,7 +141,7 @@ async def test_instance_lost_while_it_executes_nothing_gets_nothing_more() -> No
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_instance_that_ends_by_itself_while_it_executes_is_lost_once_that_is_done(
+async def test_instance_lost_while_executing_is_reported_and_stopped_after_that_batch(
     bench: LossBench, fails: bool
 ) -> None:
     (executing,) = await bench.submit("a")
@@ -162,7 +162,7 @@ async def test_instance_that_ends_by_itself_while_it_executes_is_lost_once_that_
     assert waiting.result() == "B"
 
 
-async def test_suspended_refuses_who_waits_and_who_comes_until_there_is_an_instance(bench: LossBench) -> None:
+async def test_suspended_batcher_refuses_waiting_and_new_requests_until_it_has_an_instance(bench: LossBench) -> None:
     await bench.submit("a")
     waiting = await bench.submit("b")
     bench.runners[0].fail(OSError())
@@ -178,7 +178,7 @@ async def test_suspended_refuses_who_waits_and_who_comes_until_there_is_an_insta
     assert served[0].result() == "D"
 
 
-async def test_drain_of_one_that_was_suspended_waits_for_those_who_came_since(bench: LossBench) -> None:
+async def test_drain_after_a_suspension_waits_for_requests_submitted_since(bench: LossBench) -> None:
     await bench.submit("a")
     bench.runners[0].fail(OSError())
     bench.batcher.suspend()
@@ -192,14 +192,14 @@ async def test_drain_of_one_that_was_suspended_waits_for_those_who_came_since(be
     assert served[0].result() == "D"
 
 
-async def test_instance_that_is_added_to_others_changes_nothing_for_who_comes(bench: LossBench) -> None:
+async def test_requests_are_served_as_before_after_an_instance_is_added(bench: LossBench) -> None:
     await bench.add()
     served = await bench.submit("a")
     next(runner for runner in bench.runners if runner.busy).finish(str.upper)
     assert served[0].result() == "A"
 
 
-async def test_suspended_twice_serves_again_once_there_is_an_instance(bench: LossBench) -> None:
+async def test_batcher_suspended_twice_serves_again_once_it_has_an_instance(bench: LossBench) -> None:
     bench.batcher.lose(bench.runner, OSError())
     for _ in range(2):
         bench.batcher.suspend()
@@ -209,7 +209,7 @@ async def test_suspended_twice_serves_again_once_there_is_an_instance(bench: Los
     assert served[0].result() == "A"
 
 
-async def test_drain_waits_for_those_who_run_again_on_the_next_instance(bench: LossBench) -> None:
+async def test_drain_waits_for_requests_that_run_again_on_the_next_instance(bench: LossBench) -> None:
     futures = await bench.submit("a", "b")
     draining = asyncio.create_task(bench.batcher.drain())
     bench.runners[0].fail(ChildProcessError())
@@ -223,7 +223,7 @@ async def test_drain_waits_for_those_who_run_again_on_the_next_instance(bench: L
     assert [future.result() for future in futures] == ["A", "B"]
 
 
-async def test_drain_ends_when_there_is_no_instance_for_those_it_waits_for(bench: LossBench) -> None:
+async def test_drain_ends_when_the_batcher_is_suspended_meanwhile(bench: LossBench) -> None:
     await bench.submit("a")
     (waiting,) = await bench.submit("b")
     draining = asyncio.create_task(bench.batcher.drain())
@@ -234,7 +234,7 @@ async def test_drain_ends_when_there_is_no_instance_for_those_it_waits_for(bench
     assert isinstance(waiting.exception(), NoInstance)
 
 
-async def test_drain_of_a_suspended_one_ends_at_once_and_refuses_as_closed(bench: LossBench) -> None:
+async def test_drain_of_a_suspended_batcher_ends_at_once_and_new_requests_find_it_closed(bench: LossBench) -> None:
     await bench.submit("a")
     bench.runners[0].fail(OSError())
     bench.batcher.suspend()

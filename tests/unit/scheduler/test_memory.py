@@ -1,4 +1,4 @@
-"""What a waiting request costs besides its tensors."""
+"""What a waiting request takes in memory besides its tensors, and that nothing keeps these once it has left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUESTS = 5_000
 LIMIT_BYTES = 1024
 
 
-async def test_queued_request_with_deadline_and_priority_costs_less_than_1_kib_and_gives_it_back() -> None:
+async def test_queued_request_with_deadline_and_priority_takes_less_than_1_kib_and_frees_it() -> None:
     clock = ManualClock(now_ns=1)
     policy = BatchPolicy(max_batch_rows=8, max_queue_delay_ns=10**12, priority_levels=4, default_priority_level=1)
     batcher: Batcher[None, None] = Batcher(policy, [StepRunner(clock)], clock=clock)
@@ -45,7 +45,7 @@ async def test_queued_request_with_deadline_and_priority_costs_less_than_1_kib_a
 
 
 @pytest.mark.parametrize("leaves_by", ["executing", "cancelling"])
-def test_request_that_has_left_is_not_kept_by_its_deadline(leaves_by: str) -> None:
+def test_request_that_has_left_is_not_kept_alive_by_its_deadline(leaves_by: str) -> None:
     class Tensors:
         pass
 
@@ -71,7 +71,7 @@ def test_request_that_has_left_is_not_kept_by_its_deadline(leaves_by: str) -> No
     ],
     ids=["delay", "priorities"],
 )
-def test_batch_that_has_left_is_not_kept_by_when_its_lane_would_have_had_its_turn(policy: BatchPolicy) -> None:
+def test_batch_that_has_left_is_not_kept_alive_by_its_lanes_place_in_the_heaps(policy: BatchPolicy) -> None:
     class Tensors:
         pass
 

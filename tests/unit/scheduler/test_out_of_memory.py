@@ -1,4 +1,4 @@
-"""Executions that run out of memory: who gets which answer, and what comes after."""
+"""Executions that run out of memory: which requests fail, and which batches and instances are used afterwards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.unit.scheduler.workbench import LossBench, one_turn
 
 
 class ShortBench(LossBench):
-    """Has room for as many rows as `run_all` says."""
+    """Has memory for as many rows as `run_all` says."""
 
     async def run_all(self, fits: int) -> list[tuple[int, bool]]:
-        """Let batches run until none is left; more rows than `fits` are too many. Sizes, and whether they failed."""
+        """Run all batches; those of more rows than `fits` fail. Returns their sizes, and whether they failed."""
         ran: list[tuple[int, bool]] = []
         while busy := [runner for runner in self.runners if runner.busy]:
             runner = busy[0]
@@ -43,7 +43,7 @@ def names(count: int) -> list[str]:
     return [f"p{number}" for number in range(count)]
 
 
-async def test_batch_too_large_for_the_memory_runs_again_smaller_and_nobody_fails(bench: ShortBench) -> None:
+async def test_batch_too_large_for_the_memory_runs_again_in_parts_and_no_request_fails(bench: ShortBench) -> None:
     futures = await bench.submit(*names(16))
     assert await bench.run_all(fits=5) == [(16, True), (8, True), (4, False), (4, False), (4, False), (4, False)]
     assert [future.result() for future in futures] == [name.upper() for name in names(16)]
@@ -61,7 +61,7 @@ async def test_batches_are_smaller_for_a_while_and_then_grow_again(bench: ShortB
     assert bench.batcher.allowed_rows == 16
 
 
-async def test_request_too_large_alone_fails_and_the_others_do_not(bench: ShortBench) -> None:
+async def test_request_too_large_by_itself_fails_and_the_others_do_not(bench: ShortBench) -> None:
     (large,) = await bench.submit("large", rows=6)
     small = await bench.submit(*names(4), rows=2)
     await bench.run_all(fits=2)
@@ -71,7 +71,7 @@ async def test_request_too_large_alone_fails_and_the_others_do_not(bench: ShortB
     assert bench.seen.reports[0].failed == 1
 
 
-async def test_request_of_more_rows_than_allowed_for_now_runs_alone(bench: ShortBench) -> None:
+async def test_request_of_more_rows_than_currently_allowed_runs_alone(bench: ShortBench) -> None:
     await bench.submit(*names(16))
     await bench.run_all(fits=4)
     first, large, last = (bench.batcher.submit(name, rows, "k") for name, rows in (("a", 2), ("b", 10), ("c", 2)))
@@ -81,7 +81,7 @@ async def test_request_of_more_rows_than_allowed_for_now_runs_alone(bench: Short
 
 
 @pytest.mark.parametrize("place", range(8))
-async def test_request_that_needs_too_much_by_itself_makes_nobody_elses_batches_smaller(
+async def test_request_that_needs_too_much_by_itself_makes_no_other_batches_smaller(
     bench: ShortBench, place: int
 ) -> None:
     given = names(8)
@@ -103,14 +103,14 @@ async def test_request_that_needs_too_much_by_itself_makes_nobody_elses_batches_
     assert bench.batcher.allowed_rows == 8
 
 
-async def test_request_that_is_alone_and_fails_makes_nobody_elses_batches_smaller(bench: ShortBench) -> None:
+async def test_failed_batch_of_a_single_request_makes_no_other_batches_smaller(bench: ShortBench) -> None:
     (large,) = await bench.submit("large", rows=6)
     assert await bench.run_all(fits=0) == [(6, True)]
     assert isinstance(large.exception(), ExecutionFailed)
     assert bench.batcher.allowed_rows == 16
 
 
-async def test_nothing_fits_at_all_and_each_request_fails_once(bench: ShortBench) -> None:
+async def test_each_request_fails_once_where_nothing_fits(bench: ShortBench) -> None:
     futures = await bench.submit(*names(16))
     ran = await bench.run_all(fits=0)
     assert [rows for rows, _ in ran] == [16, 8, 4, 2, *[1] * 16]
@@ -118,7 +118,7 @@ async def test_nothing_fits_at_all_and_each_request_fails_once(bench: ShortBench
     assert sum(report.failed for report in bench.seen.reports) == 16
 
 
-async def test_where_failures_are_not_isolated_the_batch_fails_and_the_next_is_smaller() -> None:
+async def test_batch_fails_and_the_next_is_smaller_where_failures_are_not_isolated() -> None:
     bench = ShortBench(BatchPolicy(max_batch_rows=16, isolate_failures=False))
     futures = await bench.submit(*names(16))
     assert await bench.run_all(fits=8) == [(16, True)]
@@ -128,7 +128,7 @@ async def test_where_failures_are_not_isolated_the_batch_fails_and_the_next_is_s
     bench.batcher.close()
 
 
-async def test_allowed_sizes_that_cannot_get_smaller_run_nothing_again() -> None:
+async def test_batch_of_the_smallest_allowed_size_does_not_run_again() -> None:
     bench = ShortBench(BatchPolicy(max_batch_rows=16, batch_sizes=(8, 16)))
     futures = await bench.submit(*names(16))
     assert await bench.run_all(fits=0) == [(16, True), (8, True), (8, True)]
@@ -136,7 +136,7 @@ async def test_allowed_sizes_that_cannot_get_smaller_run_nothing_again() -> None
     bench.batcher.close()
 
 
-async def test_who_has_gone_or_is_late_meanwhile_does_not_run_again(bench: ShortBench) -> None:
+async def test_request_cancelled_or_expired_meanwhile_does_not_run_again(bench: ShortBench) -> None:
     late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 5)
     gone, good, other = await bench.submit("gone", "good", "other")
     gone.cancel()
@@ -148,7 +148,7 @@ async def test_who_has_gone_or_is_late_meanwhile_does_not_run_again(bench: Short
     assert bench.runners[0].batches[1:] == [["good", "other"]]
 
 
-async def test_culprits_are_searched_for_within_what_is_allowed(bench: ShortBench) -> None:
+async def test_culprit_is_found_while_memory_is_short(bench: ShortBench) -> None:
     await bench.submit(*names(16))
     await bench.run_all(fits=4)
     futures = await bench.submit("a", "b!", "c", "d")
@@ -163,7 +163,7 @@ async def test_culprits_are_searched_for_within_what_is_allowed(bench: ShortBenc
     assert [futures[place].result() for place in (0, 2, 3)] == ["A", "C", "D"]
 
 
-async def test_instances_side_by_side_share_the_work_of_a_batch_that_was_too_large() -> None:
+async def test_two_instances_share_the_parts_of_a_batch_that_was_too_large() -> None:
     bench = ShortBench(BatchPolicy(max_batch_rows=16), instances=2)
     futures = await bench.submit(*names(16))
     busy = next(runner for runner in bench.runners if runner.busy)
@@ -176,7 +176,7 @@ async def test_instances_side_by_side_share_the_work_of_a_batch_that_was_too_lar
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-async def test_instance_without_memory_for_a_request_alone_gets_the_next_one_last(slots: int) -> None:
+async def test_instance_without_memory_for_a_single_request_is_used_last(slots: int) -> None:
     groups: dict[int, int] = {}
     instance_of = {"instance_of": lambda runner: groups.setdefault(id(runner), len(groups) // 2)} if slots > 1 else {}
     bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=2 * slots, **instance_of)
@@ -196,7 +196,7 @@ async def test_instance_without_memory_for_a_request_alone_gets_the_next_one_las
     others = [await answered_by() for _ in range(5)]
     assert full not in others
     assert not groups or {groups[id(one)] for one in others} == {1 - groups[id(full)]}
-    # It is no worse than the others where these are busy.
+    # It is used like the others while these are busy.
     await bench.submit("b", key="b")
     await bench.submit("c", key="c")
     assert not groups or {groups[id(one)] for one in bench.runners if one.busy} == {0, 1}
@@ -204,7 +204,7 @@ async def test_instance_without_memory_for_a_request_alone_gets_the_next_one_las
     bench.batcher.close()
 
 
-async def test_slot_without_memory_for_a_request_alone_gets_the_next_one_last() -> None:
+async def test_slot_without_memory_for_a_single_request_is_used_last() -> None:
     bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=2, instance_of=lambda runner: 0)
     (future,) = await bench.submit("a")
     (full,) = (runner for runner in bench.runners if runner.busy)
@@ -220,7 +220,7 @@ async def test_slot_without_memory_for_a_request_alone_gets_the_next_one_last() 
     bench.batcher.close()
 
 
-async def test_lost_instance_that_had_no_memory_is_nowhere() -> None:
+async def test_lost_instance_that_had_no_memory_is_not_used_again() -> None:
     bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=2)
     await bench.submit("a", "b")
     first, second = bench.runners

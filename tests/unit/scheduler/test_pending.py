@@ -1,4 +1,4 @@
-"""Who is told that requests are done: of a batch together, of failures one by one, and never twice."""
+"""Callbacks of requests that are done: those of a batch together, failures included, and never twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.scheduler.workbench import Bench, one_turn
 
 
 class Told:
-    """Follows requests by their payloads."""
+    """Collects the payloads of requests that are done, in a list for each call."""
 
     def __init__(self) -> None:
         self.lists: list[list[str]] = []
@@ -35,7 +35,7 @@ async def bench() -> AsyncIterator[Bench]:
     bench.batcher.close()
 
 
-async def test_results_of_a_batch_are_told_together_and_at_once(bench: Bench) -> None:
+async def test_results_of_a_batch_are_delivered_together_and_at_once(bench: Bench) -> None:
     told = Told()
     requests = await bench.submit("a", "b", "c")
     told.follow(requests)
@@ -46,7 +46,7 @@ async def test_results_of_a_batch_are_told_together_and_at_once(bench: Bench) ->
     assert len(told.lists) == 1
 
 
-async def test_batch_is_reported_before_its_results_are_told(bench: Bench) -> None:
+async def test_batch_is_reported_before_its_results_are_delivered(bench: Bench) -> None:
     reported: list[int] = []
     requests = await bench.submit("a")
     requests[0].on_done = lambda about: reported.append(len(bench.seen.reports))
@@ -54,7 +54,7 @@ async def test_batch_is_reported_before_its_results_are_told(bench: Bench) -> No
     assert reported == [1]
 
 
-async def test_failures_of_a_batch_are_told_together_too(bench: Bench) -> None:
+async def test_failures_of_a_batch_are_delivered_together_too(bench: Bench) -> None:
     told = Told()
     requests = await bench.submit("a", "b")
     told.follow(requests)
@@ -65,7 +65,7 @@ async def test_failures_of_a_batch_are_told_together_too(bench: Bench) -> None:
     assert told.lists == [["a", "b"]]
 
 
-async def test_who_is_given_up_is_told_from_the_loop(bench: Bench) -> None:
+async def test_failures_of_requests_given_up_are_delivered_from_the_loop(bench: Bench) -> None:
     told = Told()
     told.follow(bench.put("a", "b"))
     bench.batcher.close()
@@ -74,7 +74,7 @@ async def test_who_is_given_up_is_told_from_the_loop(bench: Bench) -> None:
     assert told.lists == [["a", "b"]]
 
 
-async def test_results_that_are_there_are_told_though_others_are_missing(bench: Bench) -> None:
+async def test_present_results_are_delivered_though_others_are_missing(bench: Bench) -> None:
     told = Told()
     requests = await bench.submit("a", "b")
     told.follow(requests)
@@ -83,7 +83,7 @@ async def test_results_that_are_there_are_told_though_others_are_missing(bench: 
     assert told.lists == [["a"]]
 
 
-async def test_cancelled_request_is_told_once_and_not_with_its_batch(bench: Bench) -> None:
+async def test_cancelled_request_is_delivered_once_and_not_with_its_batch(bench: Bench) -> None:
     told = Told()
     waits, runs = await bench.submit("waits", "runs")
     told.follow([waits, runs])
@@ -94,7 +94,7 @@ async def test_cancelled_request_is_told_once_and_not_with_its_batch(bench: Benc
     assert told.lists == [["waits"], ["runs"]]
 
 
-async def test_one_who_can_not_be_told_does_no_harm_to_others(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_raising_callback_does_not_affect_others(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     def fail(about: list[str]) -> None:
         raise ValueError(f"deaf: {about}")
 
@@ -109,7 +109,7 @@ async def test_one_who_can_not_be_told_does_no_harm_to_others(bench: Bench, capl
     assert deaf.result() == "DEAF"
 
 
-async def test_those_who_await_and_those_who_are_told_share_a_batch(bench: Bench) -> None:
+async def test_awaited_requests_and_requests_with_callbacks_share_a_batch(bench: Bench) -> None:
     told = Told()
     awaited, followed = await bench.submit("awaited", "followed")
     told.follow([followed])
@@ -118,7 +118,7 @@ async def test_those_who_await_and_those_who_are_told_share_a_batch(bench: Bench
     assert await awaited == "AWAITED"
 
 
-async def test_ordered_answers_are_told_in_order_failures_among_them() -> None:
+async def test_ordered_answers_are_delivered_in_order_failures_included() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True, isolate_failures=False), instances=4)
     told = Told()
     told.follow(await bench.submit("first", "fails", "third", "last"))
@@ -134,7 +134,7 @@ async def test_ordered_answers_are_told_in_order_failures_among_them() -> None:
     bench.batcher.close()
 
 
-async def test_ordered_answers_that_a_cancelled_request_held_back_are_told_from_the_loop() -> None:
+async def test_ordered_answers_held_back_by_a_cancelled_request_are_delivered_from_the_loop() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=2)
     told = Told()
     gone, kept = await bench.submit("gone", "kept")
@@ -147,7 +147,7 @@ async def test_ordered_answers_that_a_cancelled_request_held_back_are_told_from_
     bench.batcher.close()
 
 
-async def test_nothing_of_who_was_told_is_kept(bench: Bench) -> None:
+async def test_callback_and_subject_are_not_kept_after_delivery(bench: Bench) -> None:
     told = Told()
     good, bad = await bench.submit("good", "bad")
     told.follow([good, bad])

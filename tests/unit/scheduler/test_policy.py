@@ -1,4 +1,4 @@
-"""What a policy may say, and what it comes to for one request."""
+"""Which policies are valid, and the queue timeout that follows for one request."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from scheduler.policy import NEVER, BatchPolicy, PolicyError, QueuePolicy
         {"max_batch_rows": 4, "preferred_batch_rows": (0,)},
     ],
 )
-def test_policy_that_contradicts_itself_is_refused_by_name(fields: dict[str, object]) -> None:
+def test_invalid_policy_is_refused_naming_the_field(fields: dict[str, object]) -> None:
     with pytest.raises(PolicyError, match=list(fields)[-1]):
         BatchPolicy(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fields", [{"max_queue_size": -1}, {"default_timeout_ns": -1}])
-def test_queue_policy_with_negative_bound_is_refused_by_name(fields: dict[str, int]) -> None:
+def test_queue_policy_with_a_negative_bound_is_refused_naming_the_field(fields: dict[str, int]) -> None:
     with pytest.raises(PolicyError, match=next(iter(fields))):
         QueuePolicy(**fields)  # type: ignore[arg-type]
 
@@ -39,7 +39,7 @@ def test_queue_policy_with_negative_bound_is_refused_by_name(fields: dict[str, i
         (QueuePolicy(default_timeout_ns=50, allow_timeout_override=True), 500, 1_050),
     ],
 )
-def test_queue_timeout_is_the_shorter_of_policy_and_allowed_override(
+def test_queue_timeout_is_the_shorter_of_the_policys_and_an_allowed_override(
     policy: QueuePolicy, timeout_ns: int, expected: int
 ) -> None:
     assert policy.timeout_at_ns(1_000, timeout_ns) == expected

@@ -1,4 +1,4 @@
-"""Priorities, delayed timeouts, bounds, allowed sizes, deadlines that can't be met: what the queue decides for each."""
+"""The queue's decisions on priorities, delayed timeouts, bounds, allowed sizes, and deadlines that can't be met."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def names(step: Step[str]) -> list[list[str]]:
 
 
 def measured(queue: BatchQueue[str], durations_ns: dict[int, int], key: str = "k") -> None:
-    """Teach the queue what batches of so many rows take."""
+    """Teach the queue how long batches of so many rows take."""
     for rows, duration_ns in durations_ns.items():
         for _ in range(3):
             queue.done(Batch(0, key, rows, rows, ()), 0, duration_ns)
@@ -30,14 +30,14 @@ def test_poll_with_priorities_serves_lower_numbers_first_and_mixes_levels_in_one
     assert names(queue.poll(0, idle=1)) == [["first", "default", "second", "unknown", "last"]]
 
 
-def test_poll_with_priorities_between_lanes_serves_the_higher_one_though_younger() -> None:
+def test_poll_with_priorities_serves_the_lane_of_higher_priority_first_though_younger() -> None:
     queue: BatchQueue[str] = BatchQueue(LEVELS)
     queue.push("old", 1, "a", 0, priority=2)
     queue.push("urgent", 1, "b", 1, priority=1)
     assert names(queue.poll(2, idle=1)) == [["urgent"]]
 
 
-def test_push_of_higher_priority_completes_a_preferred_prefix_of_what_waits() -> None:
+def test_push_of_higher_priority_completes_a_preferred_prefix_with_waiting_requests() -> None:
     """Triton's own priority test: 2 and 1 rows at the default level, then 2 rows before them: 2 + 2 make 4."""
     policy = BatchPolicy(
         max_batch_rows=8,
@@ -67,7 +67,7 @@ def test_levels_of_64_bit_numbers_cost_nothing_until_used() -> None:
     assert queue.waiting.levels == []
 
 
-def test_queue_timeout_with_delay_lets_the_request_wait_on_behind_its_level_only() -> None:
+def test_queue_timeout_with_delay_lets_the_request_wait_on_at_the_end_of_its_level_only() -> None:
     policy = BatchPolicy(
         max_batch_rows=1,
         priority_levels=2,
@@ -76,14 +76,14 @@ def test_queue_timeout_with_delay_lets_the_request_wait_on_behind_its_level_only
     )
     queue: BatchQueue[str] = BatchQueue(policy)
     queue.push("delayed", 1, "k", 0)
-    queue.push("low", 1, "k", 5, priority=2)  # whose own timeout hasn't passed when it is its turn
+    queue.push("low", 1, "k", 5, priority=2)  # its own timeout hasn't passed at its turn
     assert queue.poll(10, idle=0).expired == ()
     queue.push("fresh", 1, "k", 11)
     order = [names(queue.poll(12, idle=1))[0][0] for _ in range(3)]
     assert order == ["fresh", "delayed", "low"]
 
 
-def test_queue_timeout_with_delay_leaves_those_whom_it_passed_in_order_and_apart() -> None:
+def test_queue_timeout_with_delay_keeps_delayed_requests_in_order_behind_fresh_ones() -> None:
     queue: BatchQueue[str] = BatchQueue(
         BatchPolicy(queue=QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10))
     )
@@ -97,7 +97,7 @@ def test_queue_timeout_with_delay_leaves_those_whom_it_passed_in_order_and_apart
     assert [names(queue.poll(22, idle=1))[0][0] for _ in range(6)] == list("fabcde")
 
 
-def test_queue_timeout_with_delay_still_ends_with_the_rpc() -> None:
+def test_request_delayed_by_its_queue_timeout_still_expires_with_its_rpc() -> None:
     queue: BatchQueue[str] = BatchQueue(
         BatchPolicy(queue=QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10))
     )
@@ -106,7 +106,7 @@ def test_queue_timeout_with_delay_still_ends_with_the_rpc() -> None:
     assert queue.poll(50, idle=1) == Step(expired=(entry,))
 
 
-def test_queue_bound_counts_each_level_for_itself() -> None:
+def test_queue_bound_counts_each_level_separately() -> None:
     policy = BatchPolicy(priority_levels=2, default_priority_level=1, priority_queue={2: QueuePolicy(max_queue_size=1)})
     queue: BatchQueue[str] = BatchQueue(policy)
     queue.push("a", 1, "k", 0, priority=2)
@@ -116,7 +116,7 @@ def test_queue_bound_counts_each_level_for_itself() -> None:
         queue.push("c", 1, "k", 0, priority=1)
 
 
-def test_level_that_is_the_only_one_has_its_own_bound_and_count() -> None:
+def test_only_level_has_its_own_bound_and_count() -> None:
     policy = BatchPolicy(priority_levels=1, default_priority_level=1, priority_queue={1: QueuePolicy(max_queue_size=1)})
     queue: BatchQueue[str] = BatchQueue(policy)
     queue.push("a", 1, "k", 0)
@@ -125,13 +125,13 @@ def test_level_that_is_the_only_one_has_its_own_bound_and_count() -> None:
         queue.push("b", 1, "k", 0)
 
 
-def test_no_level_waits_where_there_are_none() -> None:
+def test_no_level_is_listed_without_priority_levels() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy())
     queue.push("a", 1, "k", 0, priority=1)
     assert (queue.waiting.levels, queue.waiting.requests_of_level(0)) == ([], 1)
 
 
-def test_levels_of_which_requests_may_come_back_are_bounded_each_for_itself_and_forgotten() -> None:
+def test_reserved_requests_count_for_their_level_until_released() -> None:
     bounded = QueuePolicy(max_queue_size=1)
     policy = BatchPolicy(priority_levels=2, default_priority_level=1, priority_queue={1: bounded, 2: bounded})
     queue: BatchQueue[str] = BatchQueue(policy)
@@ -149,7 +149,7 @@ def test_levels_of_which_requests_may_come_back_are_bounded_each_for_itself_and_
 @pytest.mark.parametrize(
     ("limits", "what"), [(QueueLimits(max_rows=5), "5 rows"), (QueueLimits(max_bytes=100), "100 bytes")]
 )
-def test_queue_bound_of_rows_and_bytes_is_exact_and_freed_again(limits: QueueLimits, what: str) -> None:
+def test_queue_bound_of_rows_and_bytes_is_exact_and_room_is_freed_again(limits: QueueLimits, what: str) -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, limits=limits))
     queue.push("a", 3, "k", 0, size_bytes=60)
     entry = queue.push("b", 2, "k", 0, size_bytes=40)
@@ -176,7 +176,7 @@ def test_batch_sizes_without_measurements_pad_up(rows: list[int], padded: list[t
         pytest.param(90, [(4, 4), (1, 1)], id="cutting 1 row off is cheaper a row"),
     ],
 )
-def test_batch_sizes_with_measurements_pad_up_or_cut_down_by_cost_a_row(
+def test_batch_sizes_with_measurements_pad_up_or_cut_down_by_cost_per_row(
     cost_of_8: int, batches: list[tuple[int, int]]
 ) -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(1, 2, 4, 8)))
@@ -186,7 +186,7 @@ def test_batch_sizes_with_measurements_pad_up_or_cut_down_by_cost_a_row(
     assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=9).batches] == batches
 
 
-def test_batch_sizes_pad_up_where_cutting_down_costs_as_much_a_row() -> None:
+def test_batch_sizes_pad_up_where_cutting_down_costs_as_much_per_row() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(4, 8)))
     measured(queue, {4: 40, 8: 50})
     for _ in range(5):
@@ -194,7 +194,7 @@ def test_batch_sizes_pad_up_where_cutting_down_costs_as_much_a_row() -> None:
     assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=1).batches] == [(5, 8)]
 
 
-def test_batch_sizes_pad_what_is_below_the_smallest_up_to_it_though_a_larger_one_was_faster() -> None:
+def test_batch_below_the_smallest_size_is_padded_to_it_though_a_larger_one_was_faster() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(4, 8)))
     measured(queue, {4: 100, 8: 50})
     for _ in range(2):
@@ -202,8 +202,8 @@ def test_batch_sizes_pad_what_is_below_the_smallest_up_to_it_though_a_larger_one
     assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=1).batches] == [(2, 4)]
 
 
-def test_batch_sizes_are_not_cut_down_to_one_of_which_nothing_is_known() -> None:
-    """A line through what was measured would have two rows cost nothing."""
+def test_batch_is_not_cut_down_to_a_size_that_was_never_measured() -> None:
+    """A line through the measurements would have two rows cost nothing."""
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(2, 4, 8)))
     measured(queue, {4: 10, 8: 100})
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_push_behind_a_backlog_that_outlasts_its_deadline_is_refused_at_once() -
     queue.push("in time", 1, "k", 0, rpc_deadline_ns=41 * MS)
 
 
-def test_push_of_higher_priority_is_not_refused_for_a_backlog_behind_it() -> None:
+def test_push_of_higher_priority_is_not_refused_because_of_a_backlog_behind_it() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=1, priority_levels=2, default_priority_level=2))
     measured(queue, {1: 10 * MS})
     for _ in range(9):
@@ -256,7 +256,7 @@ def test_push_of_higher_priority_is_not_refused_for_a_backlog_behind_it() -> Non
     queue.push("urgent", 1, "k", 0, priority=1, rpc_deadline_ns=20 * MS)
 
 
-def test_poll_gives_up_what_its_batch_would_answer_too_late_and_executes_the_rest() -> None:
+def test_poll_gives_up_requests_whose_batch_would_end_too_late_and_executes_the_rest() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
     queue.push("late", 1, "k", 0, rpc_deadline_ns=9 * MS)
     queue.push("kept", 1, "k", 0)
@@ -267,7 +267,7 @@ def test_poll_gives_up_what_its_batch_would_answer_too_late_and_executes_the_res
     assert names(step) == [["kept", "patient"]]
 
 
-def test_deadlines_where_not_aware_of_them_bound_the_wait_alone() -> None:
+def test_deadlines_only_bound_the_wait_where_the_policy_is_not_deadline_aware() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, deadline_aware=False))
     measured(queue, {1: 10 * MS})
     queue.push("x", 1, "k", 0, rpc_deadline_ns=MS)
@@ -290,6 +290,6 @@ def test_deadlines_where_not_aware_of_them_bound_the_wait_alone() -> None:
         ({"max_batch_rows": 8, "batch_sizes": (2, 4)}, "batch_sizes"),
     ],
 )
-def test_policy_that_contradicts_itself_is_refused_by_name(fields: dict[str, object], name: str) -> None:
+def test_invalid_policy_is_refused_naming_the_field(fields: dict[str, object], name: str) -> None:
     with pytest.raises(PolicyError, match=name):
         BatchPolicy(**fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What becomes of requests while instances rest, for want of memory that others have."""
+"""What happens to requests while instances rest because they lack memory that others have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.unit.scheduler.workbench import one_turn
 
 
 async def refused_of(bench: Gpus, clients: int, took_ns: int = 5_000_000) -> int:
-    """So many ask again and again, while instance 0 fails at once, time and again, before another one is done, which
-    takes so long."""
+    """How many requests fail: `clients` clients ask again and again, while instance 0 fails at once, several times for
+    each execution of another one, which takes `took_ns`."""
     refused = 0
     asking = await bench.submit(*"a" * clients)
     for _ in range(50):
@@ -38,9 +38,7 @@ async def refused_of(bench: Gpus, clients: int, took_ns: int = 5_000_000) -> int
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("clients", [1, 4, 9])
 @pytest.mark.parametrize("took_ns", [SHORTEST_REST_NS // 2, 2 * SHORTEST_REST_NS, 20 * SHORTEST_REST_NS])
-async def test_no_request_is_refused_that_another_instance_has_memory_for(
-    slots: int, clients: int, took_ns: int
-) -> None:
+async def test_no_request_fails_that_another_instance_has_memory_for(slots: int, clients: int, took_ns: int) -> None:
     bench = Gpus(slots=slots)
     await bench.warm()
     bench.full = {0}
@@ -50,7 +48,7 @@ async def test_no_request_is_refused_that_another_instance_has_memory_for(
     bench.batcher.close()
 
 
-async def test_where_all_instances_are_full_each_request_fails_and_all_serve_when_there_is_memory_again() -> None:
+async def test_requests_fail_while_all_instances_are_full_and_all_serve_once_memory_is_free() -> None:
     bench = Gpus()
     await bench.warm()
     bench.full = {0, 1}
@@ -67,7 +65,7 @@ async def test_where_all_instances_are_full_each_request_fails_and_all_serve_whe
 ONE_ROW = BatchPolicy(max_batch_rows=1, execution_limit_ns=1_000)
 
 
-async def test_rest_ends_where_the_others_are_lost_and_who_waits_is_executed() -> None:
+async def test_rest_ends_when_the_other_instances_are_lost_and_waiting_requests_run() -> None:
     bench = Gpus(policy=ONE_ROW)
     await bench.warm()
     bench.full = {0}
@@ -86,7 +84,7 @@ async def test_rest_ends_where_the_others_are_lost_and_who_waits_is_executed() -
 
 
 async def resting(**how: Any) -> Gpus:
-    """Instance 0 had no memory for a request alone, and rests; all others execute."""
+    """A bench whose instance 0 had no memory for a single request, and rests; all others execute."""
     bench = Gpus(**{"policy": ONE_ROW, **how})
     await bench.warm()
     bench.full = {0}
@@ -98,7 +96,7 @@ async def resting(**how: Any) -> Gpus:
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "hangs"])
-async def test_resting_instance_that_is_given_up_over_its_other_slot_gets_nothing_more(lost: bool) -> None:
+async def test_resting_instance_given_up_because_of_its_other_slot_gets_nothing_more(lost: bool) -> None:
     bench = await resting(instances=4, slots=2)
     full, (sibling,) = bench.runner, bench.busy(0)
     bench.clock.advance(999)
@@ -119,7 +117,7 @@ async def test_resting_instance_that_is_given_up_over_its_other_slot_gets_nothin
     bench.batcher.close()
 
 
-async def test_slot_of_a_resting_instance_ends_what_it_executes_and_gets_nothing_more() -> None:
+async def test_slot_of_a_resting_instance_ends_its_execution_and_gets_nothing_until_the_rest_ends() -> None:
     bench = await resting(slots=2, policy=BatchPolicy(max_batch_rows=1))
     (sibling,) = bench.busy(0)
     sibling.finish(str.upper)
@@ -132,7 +130,7 @@ async def test_slot_of_a_resting_instance_ends_what_it_executes_and_gets_nothing
     bench.batcher.close()
 
 
-async def test_instance_that_has_rested_comes_last() -> None:
+async def test_instance_that_has_rested_is_used_last() -> None:
     bench = await resting(policy=BatchPolicy(max_batch_rows=1))
     while bench.busy():
         await bench.end()
@@ -144,7 +142,7 @@ async def test_instance_that_has_rested_comes_last() -> None:
     bench.batcher.close()
 
 
-async def test_instance_that_rests_is_handed_nothing_to_go_on_with() -> None:
+async def test_resting_instance_is_handed_no_batch_ahead() -> None:
     bench = Gpus(stages=True, policy=BatchPolicy(max_batch_rows=1))
     await bench.submit(*"w" * 12)
     while bench.busy():
@@ -168,7 +166,7 @@ async def test_instance_that_rests_is_handed_nothing_to_go_on_with() -> None:
 
 
 class Chaos:
-    """A batcher of one to four instances to which anything may happen, by chance."""
+    """A batcher of one to four instances to which anything may happen at random."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -234,11 +232,11 @@ class Chaos:
         executing = {bench.runners.index(one) // self.slots for one in bench.busy()} - bench.gone
         handed_over = sum(len(one.next or ()) for one in bench.runners)
         if bench.batcher.waiting_requests > handed_over:
-            # Who has left a full instance waits for another one, which executes.
+            # A request that has left a full instance waits for another one, which executes.
             least = min(1, left) if self.was_full else left
             assert len(executing) >= least, "somebody waits for nothing"
 
 
 @pytest.mark.parametrize("seed", range(150))
-async def test_whatever_happens_everybody_is_answered_and_nobody_waits_while_an_instance_is_idle(seed: int) -> None:
+async def test_every_request_is_answered_and_none_waits_while_an_instance_is_idle(seed: int) -> None:
     await Chaos(seed).run()

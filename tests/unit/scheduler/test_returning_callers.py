@@ -18,8 +18,8 @@ BASE_NS = 64 * MS
 
 
 def learned(clients: int, policy: BatchPolicy | None = None) -> tuple[BatchQueue[int], int]:
-    """A queue whose callers, all at once, come again a hundredth of a millisecond after their answers; and the time at
-    which the last of many batches has been answered."""
+    """A queue whose callers all come again 0.01 ms after their answers, and the time at which the last of many batches
+    was answered."""
     queue: BatchQueue[int] = BatchQueue(policy or BatchPolicy(max_batch_rows=8, await_returns=True))
     queue.latency.observe("k", 1, BASE_NS + MS, 0)
     queue.latency.observe("k", 8, BASE_NS + 8 * MS, 0)
@@ -34,7 +34,7 @@ def learned(clients: int, policy: BatchPolicy | None = None) -> tuple[BatchQueue
     return queue, now_ns
 
 
-def test_idle_instance_waits_for_callers_who_return_and_starts_when_they_are_there() -> None:
+def test_idle_instance_waits_for_returning_callers_and_starts_when_they_are_back() -> None:
     queue, now_ns = learned(clients=4)
     queue.push(0, 1, "k", now_ns + 10_000)
     step = queue.poll(now_ns + 10_000, idle=1)
@@ -47,7 +47,7 @@ def test_idle_instance_waits_for_callers_who_return_and_starts_when_they_are_the
     assert batch.rows == 4
 
 
-def test_idle_instance_waits_no_longer_than_announced() -> None:
+def test_idle_instance_waits_for_a_quarter_of_the_base_time_at_most() -> None:
     queue, now_ns = learned(clients=4)
     queue.push(0, 1, "k", now_ns + 10_000)
     wake_ns = queue.poll(now_ns + 10_000, idle=1).wake_ns
@@ -77,7 +77,7 @@ def test_idle_instance_does_not_wait_where_a_delay_or_a_size_is_configured(confi
     assert queue.poll(now_ns + 10_001, idle=1).batches
 
 
-def test_idle_instance_does_not_wait_for_one_caller_alone() -> None:
+def test_idle_instance_does_not_wait_for_a_single_caller() -> None:
     queue, now_ns = learned(clients=1)
     queue.push(0, 1, "k", now_ns + 10_000)
     assert queue.poll(now_ns + 10_000, idle=1).batches
@@ -90,7 +90,7 @@ def test_idle_instance_does_not_wait_where_a_deadline_leaves_no_time_for_it() ->
     assert queue.poll(now_ns, idle=1).batches
 
 
-def test_idle_instance_waits_no_longer_for_a_deadline_that_is_far() -> None:
+def test_idle_instance_waits_no_longer_because_a_deadline_is_far_off() -> None:
     queue, now_ns = learned(clients=4)
     now_ns += 10_000
     queue.push(0, 1, "k", now_ns, rpc_deadline_ns=now_ns + 1_000 * BASE_NS)
@@ -108,13 +108,13 @@ def test_idle_instance_that_would_wait_for_one_shape_serves_another() -> None:
 
 
 @pytest.mark.parametrize(("max_rows", "waits"), [(1, False), (2, True)])
-def test_idle_instance_waits_for_nobody_where_requests_have_batches_of_their_own(max_rows: int, waits: bool) -> None:
+def test_idle_instance_waits_for_nobody_where_each_request_has_its_own_batch(max_rows: int, waits: bool) -> None:
     queue: BatchQueue[int] = BatchQueue(BatchPolicy(max_batch_rows=max_rows, await_returns=True))
     assert queue.takes_any_alike == (not waits)
 
 
 def returned(*arrivals: tuple[int, int], answered: int = 4, times: int = 60) -> ReturningCallers:
-    """After batches of so many rows, answered at moment 0, after each of which so many rows arrived at such moments."""
+    """What is known after `times` batches of `answered` rows, each answered at moment 0 and followed by `arrivals`."""
     returns = ReturningCallers()
     for _ in range(times):
         returns.answered("k", answered, BASE_NS, 0)
@@ -127,12 +127,12 @@ def returned(*arrivals: tuple[int, int], answered: int = 4, times: int = 60) -> 
 @pytest.mark.parametrize(
     ("part", "window"), [(100, 64), (64, 64), (63, 32), (20, 16), (10, 8), (6, 4), (4, 4), (3.9, None)]
 )
-def test_wait_for_those_who_return_is_as_short_as_they_are_known_to_need(part: float, window: int | None) -> None:
+def test_wait_for_returning_callers_is_as_short_as_they_are_known_to_need(part: float, window: int | None) -> None:
     returns = returned((int(BASE_NS / part), 4))
     assert returns.hold_until_ns("k", 0, 0) == (BASE_NS // window if window else 0)
 
 
-def test_wait_for_those_who_return_ends_with_the_time_that_they_are_known_to_need() -> None:
+def test_wait_for_returning_callers_ends_after_the_time_they_are_known_to_need() -> None:
     returns = returned((BASE_NS // 5, 4))
     for now_ns in (1, BASE_NS * 23 // 100, BASE_NS // 4 - 1):
         assert returns.hold_until_ns("k", 0, now_ns) == BASE_NS // 4
@@ -140,11 +140,11 @@ def test_wait_for_those_who_return_ends_with_the_time_that_they_are_known_to_nee
 
 
 @pytest.mark.parametrize(("rows", "waits"), [(0, False), (1, False), (3, True), (4, True)])
-def test_nobody_is_waited_for_unless_half_of_those_answered_return(rows: int, waits: bool) -> None:
+def test_no_wait_unless_half_of_the_answered_callers_return(rows: int, waits: bool) -> None:
     assert (returned((1, rows)).hold_until_ns("k", 0, 0) > 0) == waits
 
 
-def test_those_who_came_before_the_answers_have_not_returned_though_they_are_told_of_later() -> None:
+def test_requests_that_came_before_the_answers_are_not_returns_though_reported_later() -> None:
     assert returned((-1, 4)).hold_until_ns("k", 0, 0) == 0
     returns = returned((1, 4))
     returns.arrived("k", 4, -1)
@@ -152,7 +152,7 @@ def test_those_who_came_before_the_answers_have_not_returned_though_they_are_tol
 
 
 @pytest.mark.parametrize(("announced", "waits"), [("before", False), ("after", True)])
-async def test_those_announced_before_the_loop_knows_of_the_end_have_not_returned(announced: str, waits: bool) -> None:
+async def test_requests_announced_before_the_loop_handles_the_end_are_not_returns(announced: str, waits: bool) -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8, await_returns=True))
     bench.batcher._queue.latency.observe("k", 1, BASE_NS + MS, 0)
     bench.batcher._queue.latency.observe("k", 8, BASE_NS + 8 * MS, 0)
@@ -187,20 +187,20 @@ async def test_those_announced_before_the_loop_knows_of_the_end_have_not_returne
     assert last.exception()
 
 
-def test_nobody_is_waited_for_once_all_who_were_answered_are_there_though_others_came_besides() -> None:
+def test_no_wait_once_as_many_as_were_answered_are_back_though_more_usually_come() -> None:
     returns = returned((1, 8))
     assert returns.hold_until_ns("k", 0, 0) > 0
     returns.arrived("k", 4, 1)
     assert returns.hold_until_ns("k", 4, 1) == 0
 
 
-def test_nobody_is_waited_for_where_it_costs_those_who_wait_more_than_it_saves() -> None:
+def test_no_wait_where_it_costs_waiting_requests_more_than_it_saves() -> None:
     returns = returned((BASE_NS // 5, 4))
     assert returns.hold_until_ns("k", 15, 0) > 0
     assert returns.hold_until_ns("k", 17, 0) == 0
 
 
-def test_shapes_first_answered_longest_ago_are_forgotten_in_the_end() -> None:
+def test_shapes_first_answered_longest_ago_are_forgotten() -> None:
     returns = returned((1, 4))
     for number in range(2_000):
         returns.answered(number, 4, BASE_NS, 0)

@@ -38,7 +38,7 @@ async def test_run_executes_on_its_own_thread_and_answers_on_the_loop() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt(), SystemExit(3), MemoryError()])
-async def test_run_that_raises_anything_reports_it_and_the_thread_lives(error: BaseException) -> None:
+async def test_thread_reports_whatever_an_execution_raises_and_lives(error: BaseException) -> None:
     def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
         if payloads == ["bad"]:
             raise error
@@ -52,18 +52,18 @@ async def test_run_that_raises_anything_reports_it_and_the_thread_lives(error: B
 
 
 def kill(threads: set[threading.Thread]) -> None:
-    """Have the interpreter raise SystemExit in what is new among the threads, wherever it is."""
+    """Have the interpreter raise SystemExit in the thread that isn't among `threads`, wherever it is."""
     (thread,) = set(threading.enumerate()) - threads
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
-async def test_thread_that_dies_between_batches_is_replaced_and_a_batch_that_it_took_along_has_failed(
+async def test_thread_that_dies_between_batches_is_replaced_and_the_batch_it_had_taken_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runner: ThreadRunner[str, str] = ThreadRunner("doomed", lambda payloads, rows: Results(payloads))
     errors: list[str] = []
-    while not errors:  # now and then it dies before it waits, and takes nothing along
+    while not errors:  # now and then it dies before it waits, without a batch
         before = set(threading.enumerate())
         runner.start()
         assert (await run_on(runner, ["before"])).error is None
@@ -78,7 +78,7 @@ async def test_thread_that_dies_between_batches_is_replaced_and_a_batch_that_it_
     assert errors == ["the instance's thread died: SystemExit()"]
 
 
-async def test_thread_that_dies_where_there_can_be_no_other_fails_its_batches_until_there_can() -> None:
+async def test_batches_of_a_dead_thread_fail_until_another_can_be_started() -> None:
     runner: ThreadRunner[str, str] = ThreadRunner("doomed", lambda payloads, rows: Results(payloads))
     before = set(threading.enumerate())
     runner.start()
@@ -94,7 +94,7 @@ async def test_thread_that_dies_where_there_can_be_no_other_fails_its_batches_un
     runner.stop()
 
 
-async def test_batch_that_may_have_been_executed_by_a_thread_that_died_is_not_called_unbegun() -> None:
+async def test_batch_that_a_dead_thread_may_have_executed_does_not_count_as_not_begun() -> None:
     class Doomed(ThreadRunner[str, str]):
         def _run_one(self, payloads: Sequence[str], padded_rows: int) -> Outcome[str]:
             super()._run_one(payloads, padded_rows)
@@ -115,7 +115,7 @@ async def test_batch_that_may_have_been_executed_by_a_thread_that_died_is_not_ca
     runner.stop()
 
 
-async def test_batch_of_a_thread_that_dies_when_it_was_told_to_stop_has_an_end_too() -> None:
+async def test_batch_of_a_thread_that_dies_while_stopping_ends_too() -> None:
     errors: list[str] = []
     while not errors:  # as above
         runner: ThreadRunner[str, str] = ThreadRunner("doomed", lambda payloads, rows: Results(payloads))
@@ -148,7 +148,7 @@ async def test_stop_ends_the_thread() -> None:
     assert not thread.is_alive()
 
 
-async def test_task_runs_on_the_loop_while_others_go_on() -> None:
+async def test_task_runs_on_the_loop_without_blocking_others() -> None:
     gate = asyncio.Event()
 
     async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
@@ -167,7 +167,7 @@ async def test_task_runs_on_the_loop_while_others_go_on() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt(), SystemExit(3), MemoryError()])
-async def test_task_that_raises_anything_reports_it_and_the_next_one_runs(error: BaseException) -> None:
+async def test_task_reports_whatever_an_execution_raises_and_the_next_one_runs(error: BaseException) -> None:
     async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
         if payloads == ["bad"]:
             raise error
@@ -181,7 +181,7 @@ async def test_task_that_raises_anything_reports_it_and_the_next_one_runs(error:
 
 
 @pytest.mark.parametrize("turns", [1, 2], ids=["before it began", "while it runs"])
-async def test_stop_calls_off_a_task_which_is_an_outcome_too(turns: int) -> None:
+async def test_stop_cancels_a_task_and_its_outcome_is_reported(turns: int) -> None:
     async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
@@ -195,7 +195,7 @@ async def test_stop_calls_off_a_task_which_is_an_outcome_too(turns: int) -> None
     assert isinstance((await running).error, asyncio.CancelledError)
 
 
-async def test_task_that_is_called_off_reports_it_and_the_next_one_runs() -> None:
+async def test_called_off_task_reports_it_and_the_next_one_runs() -> None:
     async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
         if payloads == ["long"]:
             await asyncio.Event().wait()
@@ -212,9 +212,9 @@ async def test_task_that_is_called_off_reports_it_and_the_next_one_runs() -> Non
     assert (await run_on(runner, ["next"])).error is None
 
 
-async def test_task_that_is_done_keeps_nothing_until_the_next_one() -> None:
+async def test_finished_task_keeps_nothing_until_the_next_one() -> None:
     class Tensors(str):
-        """Of which one can tell when they are gone."""
+        """A weak reference to these shows when they are gone."""
 
     async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
         return Results([Tensors("answer")])
@@ -226,11 +226,11 @@ async def test_task_that_is_done_keeps_nothing_until_the_next_one() -> None:
     assert outcome.executed is not None
     kept = [weakref.ref(payload), weakref.ref(outcome.executed.results[0])]
     del payload, outcome
-    await asyncio.sleep(0)  # from Python 3.12 on the turn that woke this up has the outcome until it is over
+    await asyncio.sleep(0)  # from Python 3.12 on, the loop iteration that woke this up keeps the outcome until it ends
     assert [one() for one in kept] == [None, None]
 
 
-async def test_thread_goes_on_whoever_calls_it_off() -> None:
+async def test_call_off_does_not_stop_a_thread() -> None:
     runner: ThreadRunner[str, str] = ThreadRunner("instance-0", lambda payloads, rows: Results(payloads))
     runner.start()
     running = asyncio.create_task(run_on(runner, ["a"]))

@@ -1,4 +1,4 @@
-"""What each instance executes, and what is told of those that are given up."""
+"""What each instance executes, and the reports about instances that are given up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Runner = StepRunner[str, str]
 
 
 class Bench:
-    """Instances of two slots each, and whoever is told of them."""
+    """A table of instances with two slots each; `events` has what is reported about them."""
 
     def __init__(self, slots: int = 2) -> None:
         self.clock = ManualClock(now_ns=1)
@@ -55,7 +55,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_start_starts_all_and_the_first_one_is_taken_first(bench: Bench) -> None:
+def test_start_starts_all_runners_and_the_first_one_is_taken_first(bench: Bench) -> None:
     assert all(runner.started for runner in bench.runners)
     first = bench.instances.take(batch())
     assert first is bench.runners[0]
@@ -64,7 +64,7 @@ def test_start_starts_all_and_the_first_one_is_taken_first(bench: Bench) -> None
     assert (bench.instances.running, bench.instances.slots.free) == ({}, 2)
 
 
-def test_runner_with_something_to_go_on_with_has_begun_it_when_it_ends(bench: Bench) -> None:
+def test_runner_with_a_next_batch_has_begun_it_when_its_execution_ends(bench: Bench) -> None:
     runner = bench.instances.take(batch(1))
     bench.instances.ahead.next[runner] = batch(2)
     assert bench.instances.end(runner) == (batch(1), batch(2))
@@ -83,7 +83,7 @@ def test_execution_is_late_when_its_limit_has_passed_unless_it_ended(bench: Benc
     assert bench.events == [("late", two)] * 2
 
 
-def test_hang_gives_the_instance_up_and_its_other_slot_executes_for_the_last_time(bench: Bench) -> None:
+def test_hang_gives_the_instance_up_and_its_other_slot_ends_its_last_execution(bench: Bench) -> None:
     one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
     bench.instances.hang(one)
     assert bench.events == [("hang", one, two)]
@@ -96,13 +96,13 @@ def test_hang_gives_the_instance_up_and_its_other_slot_executes_for_the_last_tim
     assert not bench.instances._leaving
 
 
-def test_instance_that_hangs_is_never_about_to_be_done(bench: Bench) -> None:
+def test_hanging_instance_is_never_about_to_end(bench: Bench) -> None:
     bench.instances.hang(bench.instances.take(batch(1)))
     assert not bench.instances.ahead
     assert bench.instances.ahead.about_to_end(1 + 19 * MS) == []
 
 
-def test_hang_of_the_slot_that_was_left_is_not_told_again(bench: Bench) -> None:
+def test_hang_of_the_remaining_slot_is_not_reported_again(bench: Bench) -> None:
     one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
     bench.instances.hang(one)
     bench.instances.hang(two)
@@ -111,7 +111,7 @@ def test_hang_of_the_slot_that_was_left_is_not_told_again(bench: Bench) -> None:
     assert two.stopped  # type: ignore[attr-defined]
 
 
-def test_loss_stops_the_idle_slot_and_is_told_once() -> None:
+def test_loss_stops_the_idle_slots_and_is_reported_once() -> None:
     bench = Bench(slots=4)
     one = bench.instances.take(batch())
     bench.instances.end(one)
@@ -124,9 +124,7 @@ def test_loss_stops_the_idle_slot_and_is_told_once() -> None:
 
 
 @pytest.mark.parametrize(("requests", "same"), [(1, False), (2, True)])
-async def test_instance_without_memory_for_a_request_alone_is_the_last_to_be_used_again(
-    requests: int, same: bool
-) -> None:
+async def test_instance_without_memory_for_a_single_request_is_used_last(requests: int, same: bool) -> None:
     bench = Bench(slots=4)
     failing = batch(requests=requests)
     one = bench.instances.take(failing)
@@ -135,7 +133,7 @@ async def test_instance_without_memory_for_a_request_alone_is_the_last_to_be_use
     assert (bench.runners.index(bench.instances.take(batch())) // 2 == bench.runners.index(one) // 2) == same
 
 
-async def test_instance_that_is_lost_while_it_rests_leaves_nothing_behind() -> None:
+async def test_instance_lost_while_it_rests_leaves_nothing_behind() -> None:
     bench = Bench(slots=4)
     failing = batch(requests=1)
     one = bench.instances.take(failing)
@@ -151,7 +149,7 @@ async def test_instance_that_is_lost_while_it_rests_leaves_nothing_behind() -> N
     assert [runner.stopped for runner in bench.runners].count(True) == 2
 
 
-def test_batch_that_is_forgotten_is_never_late(bench: Bench) -> None:
+def test_forgotten_batch_is_never_late(bench: Bench) -> None:
     runner = bench.instances.take(batch())
     bench.instances.forget(runner)
     assert not bench.instances.ahead
@@ -159,7 +157,7 @@ def test_batch_that_is_forgotten_is_never_late(bench: Bench) -> None:
     assert (bench.events, bench.instances.running) == ([], {})
 
 
-def test_close_stops_all_and_watches_none(bench: Bench) -> None:
+def test_close_stops_all_runners_and_watches_none(bench: Bench) -> None:
     bench.instances.take(batch())
     bench.instances.close()
     bench.clock.advance(LIMIT_NS)

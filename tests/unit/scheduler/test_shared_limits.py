@@ -1,4 +1,4 @@
-"""A bound that several queues share."""
+"""Limits that several queues share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def taken(limits: SharedQueueLimits) -> tuple[int, int]:
     return limits.requests, limits.size_bytes
 
 
-def test_requests_of_two_queues_fill_one_room_and_what_leaves_makes_room() -> None:
+def test_two_queues_share_a_limit_of_requests_and_those_that_leave_make_room() -> None:
     limits = SharedQueueLimits(max_requests=3, max_bytes=0)
     one, other = queues(limits)
     one.push("a", 1, "k", 0)
@@ -38,7 +38,7 @@ def test_requests_of_two_queues_fill_one_room_and_what_leaves_makes_room() -> No
     assert taken(limits) == (0, 0)
 
 
-def test_bytes_of_two_queues_fill_one_room_to_the_last() -> None:
+def test_two_queues_share_a_limit_of_bytes_to_the_last_byte() -> None:
     limits = SharedQueueLimits(max_requests=0, max_bytes=100)
     one, other = queues(limits)
     one.push("a", 1, "k", 0, size_bytes=60)
@@ -49,7 +49,7 @@ def test_bytes_of_two_queues_fill_one_room_to_the_last() -> None:
     assert taken(limits) == (3, 100)
 
 
-def test_expired_requests_leave_the_room() -> None:
+def test_expired_requests_make_room() -> None:
     limits = SharedQueueLimits(max_requests=1, max_bytes=1)
     impatient = BatchPolicy(max_batch_rows=4, queue=QueuePolicy(default_timeout_ns=10))
     one, other = BatchQueue[str](impatient, shared_limits=limits), BatchQueue[str](POLICY, shared_limits=limits)

@@ -1,4 +1,4 @@
-"""Which instances rest for want of memory, by what others have executed."""
+"""Which instances rest for lack of memory, judged by what others have executed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def failed(shortages: Shortages[str], instance: str, key: str = "k", *, now_ns: 
 
 
 def short_of(instance: str, key: str = "k") -> Shortages[str]:
-    """That instance rests from moment 0 on, by the witness of another."""
+    """What is known once that instance rests from moment 0 on, as another is a witness against it."""
     shortages: Shortages[str] = Shortages()
     shortages.executed("witness", key)
     assert failed(shortages, instance, key)
     return shortages
 
 
-def test_instance_rests_that_lacks_memory_for_a_request_alone_such_as_others_have_executed() -> None:
+def test_instance_rests_if_it_lacks_memory_for_a_single_request_like_others_executed() -> None:
     shortages: Shortages[str] = Shortages()
     assert not failed(shortages, "a"), "nobody has shown that it fits anywhere"
     shortages.executed("b", "other")
@@ -35,7 +35,7 @@ def test_instance_rests_that_lacks_memory_for_a_request_alone_such_as_others_hav
     assert failed(shortages, "a", alone=False), "what it had begun before is for others, too"
 
 
-def test_request_that_fits_nowhere_lets_nothing_rest() -> None:
+def test_request_that_fits_nowhere_makes_no_instance_rest() -> None:
     shortages: Shortages[str] = Shortages()
     for instance in "abab" * 5:
         assert not failed(shortages, instance, "huge")
@@ -44,7 +44,7 @@ def test_request_that_fits_nowhere_lets_nothing_rest() -> None:
     assert not shortages.resting
 
 
-def test_witness_that_has_no_memory_for_such_a_request_itself_is_none_any_more() -> None:
+def test_witness_without_memory_for_such_a_request_no_longer_counts() -> None:
     shortages = short_of("a")
     assert not failed(shortages, "witness")
     shortages.wake(SHORTEST_REST_NS, 2)
@@ -53,14 +53,14 @@ def test_witness_that_has_no_memory_for_such_a_request_itself_is_none_any_more()
     assert failed(shortages, "a", now_ns=SHORTEST_REST_NS)
 
 
-def test_witness_that_has_no_memory_for_several_at_a_time_still_is_one_for_a_request_alone() -> None:
+def test_witness_without_memory_for_several_requests_still_counts_for_a_single_one() -> None:
     shortages: Shortages[str] = Shortages()
     shortages.executed("witness", "k")
     assert not failed(shortages, "witness", alone=False)
     assert failed(shortages, "a")
 
 
-def test_all_who_have_executed_such_a_request_are_witnesses() -> None:
+def test_all_instances_that_executed_such_a_request_are_witnesses() -> None:
     for instance in ("first", "last"):
         shortages: Shortages[str] = Shortages()
         shortages.executed("first", "k")
@@ -68,7 +68,7 @@ def test_all_who_have_executed_such_a_request_are_witnesses() -> None:
         assert failed(shortages, instance)
 
 
-def test_rests_are_longer_each_time_until_it_has_executed_what_it_had_no_memory_for() -> None:
+def test_rests_get_longer_until_the_instance_has_executed_what_it_had_no_memory_for() -> None:
     shortages = short_of("a")
     now_ns, rests = 0, []
     for _ in range(12):
@@ -86,7 +86,7 @@ def test_rests_are_longer_each_time_until_it_has_executed_what_it_had_no_memory_
     assert not failed(shortages, "a", "large", alone=False, now_ns=now_ns)
 
 
-def test_instance_that_was_short_long_ago_is_as_good_as_any() -> None:
+def test_instance_that_was_short_long_ago_counts_like_any_other() -> None:
     shortages = short_of("a")
     shortages.wake(SHORTEST_REST_NS, 2)
     late_ns = SHORTEST_REST_NS + LONGEST_REST_NS
@@ -95,7 +95,7 @@ def test_instance_that_was_short_long_ago_is_as_good_as_any() -> None:
 
 
 @pytest.mark.parametrize(("instances", "most"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2)])
-def test_never_more_than_half_rest(instances: int, most: int) -> None:
+def test_never_more_than_half_of_the_instances_rest(instances: int, most: int) -> None:
     shortages: Shortages[str] = Shortages()
     names = "abcde"[:instances]
     shortages.executed("none of them", "k")
@@ -104,7 +104,7 @@ def test_never_more_than_half_rest(instances: int, most: int) -> None:
     ]
 
 
-def test_rest_is_cut_short_where_others_are_gone_the_one_that_ends_next_first() -> None:
+def test_rests_are_cut_short_when_instances_are_lost_the_one_that_ends_next_first() -> None:
     shortages: Shortages[str] = Shortages()
     shortages.executed("c", "k")
     assert failed(shortages, "a", instances=4, now_ns=5)
@@ -115,7 +115,7 @@ def test_rest_is_cut_short_where_others_are_gone_the_one_that_ends_next_first() 
     assert shortages.wake(6, 1) == ["a"]
 
 
-def test_instance_that_is_gone_leaves_nothing_to_one_that_is_called_the_same() -> None:
+def test_forgotten_instance_leaves_nothing_to_another_of_the_same_name() -> None:
     shortages = short_of("a")
     shortages.forget("a")
     assert (shortages.resting, shortages.wake_ns) == (0, None)
@@ -124,7 +124,7 @@ def test_instance_that_is_gone_leaves_nothing_to_one_that_is_called_the_same() -
     assert not failed(shortages, "a")
 
 
-def test_keys_that_callers_choose_are_forgotten_in_the_end() -> None:
+def test_oldest_keys_are_forgotten() -> None:
     shortages: Shortages[str] = Shortages()
     for number in range(1025):
         shortages.executed("b", str(number))

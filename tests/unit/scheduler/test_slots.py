@@ -1,4 +1,4 @@
-"""Several runners of one instance: one executes, the others are given what can't become any larger."""
+"""Several runners of one instance: one executes, the others get only batches that can't become any larger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def slots_of(names: str) -> Slots[str]:
     return slots
 
 
-def test_slots_first_batches_go_to_instances_that_execute_nothing() -> None:
+def test_first_batches_go_to_slots_of_idle_instances() -> None:
     slots = slots_of("a0 a1 b0 b1")
     assert (slots.idle, slots.spare) == (2, 2)
     first, second = slots.take(), slots.take()
@@ -35,7 +35,7 @@ def test_slots_first_batches_go_to_instances_that_execute_nothing() -> None:
     assert (slots.idle, slots.spare, slots.free) == (0, 0, 0)
 
 
-def test_slots_ahead_are_of_the_instance_that_is_likely_to_be_done_first_whatever_was_before() -> None:
+def test_spare_slots_are_of_the_instance_likely_to_be_done_first_whatever_ran_before() -> None:
     slots = slots_of("a0 a1 b0 b1")
     before = slots.take()
     assert before[0] == "b"
@@ -44,7 +44,7 @@ def test_slots_ahead_are_of_the_instance_that_is_likely_to_be_done_first_whateve
     assert "".join(slots.take()[0] for _ in range(4)) == "abab"
 
 
-def test_slots_instance_is_idle_when_all_its_slots_are_back() -> None:
+def test_instance_is_idle_when_all_its_slots_are_back() -> None:
     slots = slots_of("a0 a1")
     one, two = slots.take(), slots.take()
     slots.back(one)
@@ -53,7 +53,7 @@ def test_slots_instance_is_idle_when_all_its_slots_are_back() -> None:
     assert (slots.idle, slots.spare) == (1, 1)
 
 
-def test_slots_of_one_runner_each_are_a_stack() -> None:
+def test_instances_of_one_slot_each_are_taken_like_a_stack() -> None:
     slots = slots_of("a0 b0 c0")
     assert (slots.idle, slots.spare) == (3, 0)
     assert slots.take() == "c0"
@@ -64,7 +64,7 @@ def test_slots_of_one_runner_each_are_a_stack() -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
 @pytest.mark.parametrize("gone", ["a0", "a1"])
-def test_slots_removed_get_nothing_more_whether_they_execute_or_not(taken: int, gone: str) -> None:
+def test_removed_slot_is_not_taken_again_whether_it_executes_or_not(taken: int, gone: str) -> None:
     slots = slots_of("a0 a1")
     executing = [slots.take() for _ in range(taken)]
     slots.remove(gone)
@@ -75,7 +75,7 @@ def test_slots_removed_get_nothing_more_whether_they_execute_or_not(taken: int, 
     assert slots.take() != gone
 
 
-def test_slots_of_an_instance_that_is_gone_leave_nothing_behind() -> None:
+def test_slots_of_a_removed_instance_leave_nothing_behind() -> None:
     slots = slots_of("a0 a1")
     slots.remove(slots.take())
     slots.remove(next(iter(slots._free["a"])))
@@ -126,7 +126,7 @@ async def bench() -> AsyncIterator[SlotsBench]:
     bench.batcher.close()
 
 
-async def test_slot_beside_one_that_executes_takes_no_batch_that_others_could_join(bench: SlotsBench) -> None:
+async def test_second_slot_takes_no_batch_that_other_requests_could_join(bench: SlotsBench) -> None:
     await bench.submit(*"a")
     await bench.submit(*"bcd")
     assert bench.executing == ["a"]
@@ -134,7 +134,7 @@ async def test_slot_beside_one_that_executes_takes_no_batch_that_others_could_jo
     assert bench.executing == ["bcd"]
 
 
-async def test_slot_beside_one_that_executes_takes_a_full_batch_and_the_rest_waits(bench: SlotsBench) -> None:
+async def test_second_slot_takes_a_full_batch_and_the_rest_waits(bench: SlotsBench) -> None:
     await bench.submit(*"a")
     await bench.submit(*"bcdefg")
     assert bench.executing == ["a", "bcde"]
@@ -145,7 +145,7 @@ async def test_slot_beside_one_that_executes_takes_a_full_batch_and_the_rest_wai
     assert bench.executing == ["fg"]
 
 
-async def test_slots_at_saturation_are_both_at_work_all_the_time(bench: SlotsBench) -> None:
+async def test_both_slots_are_always_busy_at_saturation(bench: SlotsBench) -> None:
     futures = await bench.submit(*"abcdefghijklmnop")
     assert bench.executing == ["abcd", "efgh"]
     await bench.finish("abcd")
@@ -204,7 +204,7 @@ async def test_hang_in_one_slot_takes_the_other_out_once_it_is_done(bench: Slots
     assert fresh.batches == [["i", "j"]]
 
 
-async def test_hang_in_both_slots_is_told_of_once(bench: SlotsBench) -> None:
+async def test_hang_in_both_slots_is_reported_once(bench: SlotsBench) -> None:
     futures = await bench.submit(*"abcdefgh")
     slots = [bench.runner_of("abcd"), bench.runner_of("efgh")]
     bench.clock.advance(100 * MS)

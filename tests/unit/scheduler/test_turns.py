@@ -1,4 +1,4 @@
-"""When a turn is taken: once, when what arrives together has arrived, and how often that takes a thought."""
+"""When a turn is taken: once for requests that arrive together; and how often the wait for more is reconsidered."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NEVER = 2**62
 
 
 class Taken:
-    """Turns that are counted, of a batcher where `waiting` requests wait, besides those announced, for an instance that
-    may be kept waiting for `max_more` requests at most; None: there is no such instance."""
+    """Counts the turns of a batcher where `waiting` requests, besides those announced, wait for an instance that may be
+    kept waiting for `max_more` more at most. If `waiting` is None, there is no such instance."""
 
     def __init__(self, arrivals: ArrivalModel, waiting: int | None = 0, max_more: int = NEVER) -> None:
         self.waiting, self.max_more = waiting, max_more
@@ -31,7 +31,7 @@ class Taken:
             self.turns.announce(self.submitted.extend, request)
 
     async def after(self, us: int) -> int:
-        """The turns taken when so much time has passed."""
+        """How many turns have been taken once so much time has passed."""
         await iterations(2)
         self.clock.advance(us * US)
         await iterations(2)
@@ -48,7 +48,7 @@ class Taken:
 
 
 def crowd(requests: int = 32) -> ArrivalModel:
-    """After many batches of that many."""
+    """Arrivals after many batches of so many requests."""
     return workbench.crowd(requests, 100 * US)
 
 
@@ -57,7 +57,7 @@ async def iterations(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_turn_without_company_is_taken_in_the_next_iteration() -> None:
+async def test_turn_is_taken_in_the_next_iteration_where_no_more_requests_are_expected() -> None:
     taken = Taken(ArrivalModel())
     taken.announce("a", "b")
     assert taken.count == 0
@@ -65,7 +65,7 @@ async def test_turn_without_company_is_taken_in_the_next_iteration() -> None:
     assert (taken.count, taken.submitted) == (1, ["a", "b"])
 
 
-async def test_turn_is_asked_for_many_times_and_taken_once() -> None:
+async def test_turn_requested_many_times_is_taken_once() -> None:
     taken = Taken(ArrivalModel())
     for _ in range(5):
         taken.turns.request()
@@ -74,7 +74,7 @@ async def test_turn_is_asked_for_many_times_and_taken_once() -> None:
     assert taken.count == 1
 
 
-async def test_turn_is_put_off_for_company_and_taken_when_nobody_comes() -> None:
+async def test_turn_is_put_off_for_more_requests_and_taken_when_none_come() -> None:
     taken = Taken(crowd())
     taken.announce("a")
     assert await taken.after(799) == 0
@@ -82,7 +82,7 @@ async def test_turn_is_put_off_for_company_and_taken_when_nobody_comes() -> None
     assert taken.submitted == ["a"]
 
 
-async def test_turn_is_put_off_again_when_somebody_has_come() -> None:
+async def test_turn_is_put_off_again_after_another_request() -> None:
     taken = Taken(crowd())
     taken.announce("a")
     assert await taken.after(799) == 0
@@ -92,7 +92,7 @@ async def test_turn_is_put_off_again_when_somebody_has_come() -> None:
     assert taken.submitted == ["a", "b"]
 
 
-async def test_turn_is_taken_when_all_are_there() -> None:
+async def test_turn_is_taken_once_all_expected_requests_have_come() -> None:
     taken = Taken(crowd(4))
     taken.announce("a", "b", "c")
     await iterations(2)
@@ -113,7 +113,7 @@ async def test_turn_is_taken_when_the_batch_is_full() -> None:
     assert (taken.count, taken.submitted) == (1, ["a", "b"])
 
 
-async def test_after_turns_are_closed_no_alarm_is_left() -> None:
+async def test_close_leaves_no_alarm() -> None:
     taken = Taken(crowd())
     taken.announce("a")
     await iterations(2)
@@ -121,16 +121,14 @@ async def test_after_turns_are_closed_no_alarm_is_left() -> None:
     assert taken.clock.alarms == 0
 
 
-async def test_turn_is_not_put_off_without_an_instance_to_be_kept_waiting() -> None:
+async def test_turn_is_not_put_off_without_an_instance_to_keep_waiting() -> None:
     taken = Taken(crowd(), waiting=None)
     taken.announce("a")
     await iterations(1)
     assert taken.count == 1
 
 
-async def test_waiting_for_company_takes_a_thought_for_all_who_have_come_and_when_it_is_over_and_none_for_each() -> (
-    None
-):
+async def test_wait_is_reconsidered_for_arrivals_together_and_at_its_end_not_for_each_request() -> None:
     taken = Taken(crowd())
     for request in "abc":
         taken.announce(request)
@@ -142,7 +140,7 @@ async def test_waiting_for_company_takes_a_thought_for_all_who_have_come_and_whe
     assert taken.thoughts == 3
 
 
-async def test_turn_is_taken_before_somebody_runs_out_of_time() -> None:
+async def test_turn_is_taken_before_a_request_runs_out_of_time() -> None:
     taken = Taken(crowd())
     taken.until_ns = 300 * US
     taken.announce("a")
@@ -150,7 +148,7 @@ async def test_turn_is_taken_before_somebody_runs_out_of_time() -> None:
     assert await taken.after(1) == 1
 
 
-async def test_turn_is_taken_before_somebody_runs_out_of_time_who_came_later() -> None:
+async def test_turn_is_taken_before_a_later_request_runs_out_of_time() -> None:
     taken = Taken(crowd())
     taken.announce("a")
     await iterations(2)
@@ -160,7 +158,7 @@ async def test_turn_is_taken_before_somebody_runs_out_of_time_who_came_later() -
     assert await taken.after(100) == 1
 
 
-async def test_turn_is_not_put_off_for_somebody_who_has_no_time() -> None:
+async def test_turn_is_not_put_off_when_a_request_has_less_than_50_us_left() -> None:
     for left_ns, turns in ((50 * US - 1, 1), (50 * US, 0)):
         taken = Taken(crowd())
         taken.until_ns = taken.clock.now_ns() + left_ns
@@ -168,7 +166,7 @@ async def test_turn_is_not_put_off_for_somebody_who_has_no_time() -> None:
         assert await taken.after(0) == turns
 
 
-async def test_arrivals_put_a_turn_off_but_not_without_end() -> None:
+async def test_arrivals_put_a_turn_off_but_not_forever() -> None:
     taken = Taken(crowd(1000))
     waited_us = 0
     while not taken.count and waited_us < 1_000_000:
@@ -179,7 +177,7 @@ async def test_arrivals_put_a_turn_off_but_not_without_end() -> None:
     assert 5_000 < waited_us <= 10_100
 
 
-async def test_asking_for_a_turn_that_is_put_off_does_not_put_it_off_any_longer() -> None:
+async def test_requesting_a_turn_that_is_put_off_does_not_delay_it_further() -> None:
     taken = Taken(crowd(1000))
     waited_us = 0
     while not taken.count and waited_us < 1_000_000:
@@ -191,7 +189,7 @@ async def test_asking_for_a_turn_that_is_put_off_does_not_put_it_off_any_longer(
     assert 5_000 < waited_us <= 10_100
 
 
-async def test_what_is_announced_while_others_are_submitted_has_the_next_turn() -> None:
+async def test_request_announced_while_others_are_submitted_gets_the_next_turn() -> None:
     taken = Taken(ArrivalModel())
 
     def submit(requests: list[str]) -> None:
@@ -206,7 +204,7 @@ async def test_what_is_announced_while_others_are_submitted_has_the_next_turn() 
     assert (taken.submitted, taken.turns.announced, taken.count) == (["a", "b"], 0, 1)
 
 
-async def test_turn_that_is_taken_while_it_is_put_off_is_not_taken_again() -> None:
+async def test_turn_taken_early_while_put_off_is_not_taken_again() -> None:
     taken = Taken(crowd())
     taken.announce("a")
     await iterations(5)
@@ -215,7 +213,7 @@ async def test_turn_that_is_taken_while_it_is_put_off_is_not_taken_again() -> No
     assert await taken.after(10_000) == 0
 
 
-async def test_turn_that_is_taken_before_the_loop_comes_to_it_is_not_taken_again() -> None:
+async def test_turn_taken_before_its_loop_iteration_is_not_taken_again() -> None:
     taken = Taken(ArrivalModel())
     taken.announce("a")
     taken.turns.begin()
@@ -234,7 +232,7 @@ async def test_turn_for_which_all_have_come_waits_for_the_loop_though_the_alarm_
     assert (taken.count, taken.submitted) == (1, ["a", "b", "c", "d"])
 
 
-async def test_turn_is_taken_as_soon_as_it_is_seen_that_no_instance_is_left_to_be_kept_waiting() -> None:
+async def test_turn_is_taken_at_the_next_look_when_no_instance_is_left_to_keep_waiting() -> None:
     taken = Taken(crowd())
     taken.announce("a")
     await iterations(2)
@@ -244,7 +242,7 @@ async def test_turn_is_taken_as_soon_as_it_is_seen_that_no_instance_is_left_to_b
     assert await taken.after(1) == 1
 
 
-async def test_turn_is_taken_as_soon_as_it_is_seen_that_somebody_has_hardly_any_time() -> None:
+async def test_turn_is_taken_at_the_next_look_when_a_request_has_less_than_50_us_left() -> None:
     for left_ns, turns in ((50 * US - 1, 1), (50 * US, 0)):
         taken = Taken(crowd())
         taken.announce("a")
@@ -255,7 +253,7 @@ async def test_turn_is_taken_as_soon_as_it_is_seen_that_somebody_has_hardly_any_
         assert await taken.after(51) == 1
 
 
-async def test_turn_asked_for_again_while_another_one_was_put_off_has_its_own_time() -> None:
+async def test_turn_after_one_taken_early_is_put_off_for_its_full_time() -> None:
     taken = Taken(crowd())
     taken.announce("a")
     assert await taken.after(700) == 0
@@ -267,7 +265,7 @@ async def test_turn_asked_for_again_while_another_one_was_put_off_has_its_own_ti
     assert taken.submitted == ["a", "b"]
 
 
-async def test_what_is_announced_in_turns_to_different_submitters_keeps_its_order() -> None:
+async def test_requests_announced_alternately_to_different_submitters_keep_their_order() -> None:
     taken = Taken(ArrivalModel())
     seen: list[str] = []
 

@@ -15,7 +15,7 @@ from tests.unit.scheduler.gpus import Gpus
 from tests.unit.scheduler.workbench import one_turn
 
 
-async def test_request_is_taken_on_past_as_many_instances_as_may_rest() -> None:
+async def test_request_moves_on_past_as_many_instances_as_may_rest() -> None:
     bench = Gpus(4)
     await bench.warm()
     bench.full = {0, 1, 2, 3}
@@ -34,10 +34,10 @@ async def test_request_is_taken_on_past_as_many_instances_as_may_rest() -> None:
 
 @pytest.mark.parametrize("instances", [2, 4])
 @pytest.mark.parametrize("took_ns", [0, SHORTEST_REST_NS, 10 * SHORTEST_REST_NS])
-async def test_request_that_fits_nowhere_is_refused_although_all_execute_smaller_ones_like_it(
+async def test_request_that_fits_nowhere_fails_though_all_instances_execute_smaller_ones_like_it(
     instances: int, took_ns: int
 ) -> None:
-    """Of the same key, so that each is a witness against the others again and again."""
+    """The smaller ones have its key, so each instance is a witness against the others again and again."""
     bench = Gpus(instances)
     await bench.warm()
     (huge,) = await bench.submit("huge", rows=4)
@@ -58,7 +58,8 @@ async def test_request_that_fits_nowhere_is_refused_although_all_execute_smaller
 
 
 async def left_one(request: str, *others: str) -> tuple[Gpus, list[Any], list[Any]]:
-    """An instance had no memory for `request` and rests, while the others execute. Their futures and runners."""
+    """A bench where one instance had no memory for `request` and rests, while the others execute. Also the futures and
+    runners of all these requests."""
     bench = Gpus(1 + len(others), policy=BatchPolicy(max_batch_rows=1))
     await bench.warm()
     futures = await bench.submit(request, *others)
@@ -69,7 +70,7 @@ async def left_one(request: str, *others: str) -> tuple[Gpus, list[Any], list[An
     return bench, futures, runners
 
 
-async def test_request_that_waits_for_another_instance_keeps_nobody_from_the_one_that_it_has_left() -> None:
+async def test_request_waiting_for_another_instance_does_not_block_the_one_it_left() -> None:
     bench, (huge, long), (here, there) = await left_one("huge", "long")
     small = await bench.submit(*"abc")
     bench.clock.advance(SHORTEST_REST_NS)
@@ -87,7 +88,7 @@ async def test_request_that_waits_for_another_instance_keeps_nobody_from_the_one
     bench.batcher.close()
 
 
-async def test_request_goes_back_to_the_instance_that_it_has_left_where_there_is_no_other_any_more() -> None:
+async def test_request_goes_back_to_the_instance_it_left_when_no_other_remains() -> None:
     bench, (moved, _), (here, there) = await left_one("moved", "lost")
     there.fail(OSError("lost"))
     await one_turn()
@@ -98,7 +99,7 @@ async def test_request_goes_back_to_the_instance_that_it_has_left_where_there_is
 
 @pytest.mark.parametrize("others", [["hangs"], ["hang", "all", "others"]])
 @pytest.mark.parametrize("fits", [True, False])
-async def test_request_waits_for_another_instance_no_longer_than_an_execution_may_take_and_tries_once_more(
+async def test_request_waits_for_another_instance_as_long_as_an_execution_may_take_then_retries(
     fits: bool, others: list[str]
 ) -> None:
     bench, (moved, *_), (here, *there) = await left_one("moved", *others)
@@ -119,7 +120,7 @@ async def test_request_waits_for_another_instance_no_longer_than_an_execution_ma
     bench.batcher.close()
 
 
-async def test_request_waits_longer_for_another_instance_where_executions_are_known_to_take_longer() -> None:
+async def test_request_waits_longer_for_another_instance_where_executions_are_known_to_be_long() -> None:
     bench = Gpus(policy=BatchPolicy(max_batch_rows=1))
     await bench.submit("a", "b")
     bench.clock.advance(2 * SHORTEST_WAIT_NS)
@@ -137,7 +138,7 @@ async def test_request_waits_longer_for_another_instance_where_executions_are_kn
     bench.batcher.close()
 
 
-async def test_who_waits_for_another_instance_takes_room_in_the_queue() -> None:
+async def test_request_waiting_for_another_instance_takes_room_in_the_queue() -> None:
     bench = Gpus(policy=BatchPolicy(max_batch_rows=1, queue=QueuePolicy(max_queue_size=3)))
     await bench.submit("a", "b")
     await bench.end()
@@ -162,7 +163,7 @@ async def test_who_waits_for_another_instance_takes_room_in_the_queue() -> None:
     bench.batcher.close()
 
 
-async def test_request_waits_for_an_instance_that_rests_rather_than_go_back() -> None:
+async def test_request_waits_for_a_resting_instance_rather_than_going_back() -> None:
     bench, (moved, _), (here, there) = await left_one("moved", "huge")
     bench.clock.advance(SHORTEST_REST_NS)
     await bench.submit("small")
@@ -182,7 +183,7 @@ async def test_request_waits_for_an_instance_that_rests_rather_than_go_back() ->
     bench.batcher.close()
 
 
-async def test_parts_of_a_batch_that_was_too_large_run_wherever_there_is_an_instance() -> None:
+async def test_parts_of_a_batch_that_was_too_large_run_on_any_instance() -> None:
     bench = Gpus(policy=BatchPolicy(max_batch_rows=8))
     await bench.submit(*"w" * 16)
     await bench.end()
@@ -207,7 +208,7 @@ async def test_parts_of_a_batch_that_was_too_large_run_wherever_there_is_an_inst
     bench.batcher.close()
 
 
-async def test_instance_that_is_gone_is_none_of_those_that_had_no_memory_for_a_request() -> None:
+async def test_lost_instance_no_longer_counts_as_one_without_memory_for_a_request() -> None:
     bench = Gpus(3, policy=BatchPolicy(max_batch_rows=1))
     await bench.warm()
     (moved, _, _) = await bench.submit("moved", "b", "c")

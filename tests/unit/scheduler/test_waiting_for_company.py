@@ -1,4 +1,4 @@
-"""What an idle instance that waits for more requests doesn't wait for: deadlines, bounds, a batch that is there."""
+"""An idle instance that waits for more requests, and what ends its wait: deadlines, limits, a full batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MS = 1_000 * US
 
 
 def crowd(requests: int = 16) -> ArrivalModel:
-    """After many batches of that many: it is waited 1.2 ms for more."""
+    """Arrivals after many batches of so many requests: an idle instance waits 1.2 ms for more."""
     return workbench.crowd(requests, 150 * US, batches=101)
 
 
@@ -44,7 +44,7 @@ async def started_after(one: Bench, step_us: int = 50) -> int:
     return waited_us
 
 
-async def test_company_is_waited_for_where_nothing_is_in_the_way() -> None:
+async def test_idle_instance_waits_for_more_requests_by_default() -> None:
     one = bench()
     one.put("a")
     assert await started_after(one) == 1_200
@@ -66,7 +66,7 @@ async def test_company_is_waited_for_where_nothing_is_in_the_way() -> None:
         ({}, {"rpc_deadline_ns": 800 * US}),
     ],
 )
-async def test_who_has_little_time_waits_for_half_of_it(policy: dict[str, Any], how: dict[str, Any]) -> None:
+async def test_request_with_little_time_waits_for_half_of_it(policy: dict[str, Any], how: dict[str, Any]) -> None:
     one = bench(**policy)
     (pending,) = one.put("a", **how)
     assert await started_after(one) in (400, 450)
@@ -75,7 +75,7 @@ async def test_who_has_little_time_waits_for_half_of_it(policy: dict[str, Any], 
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_who_has_little_time_and_comes_while_others_are_waited_for_is_seen_in_time(announced: bool) -> None:
+async def test_request_with_little_time_that_comes_during_the_wait_is_answered_in_time(announced: bool) -> None:
     one = bench()
     submitted: list[Any] = []
 
@@ -95,7 +95,7 @@ async def test_who_has_little_time_and_comes_while_others_are_waited_for_is_seen
     assert await submitted[0] == "B"
 
 
-async def test_those_with_little_time_who_come_one_by_one_after_a_crowd_are_all_executed() -> None:
+async def test_requests_with_little_time_that_come_one_by_one_after_a_crowd_are_all_executed() -> None:
     one = bench(crowd(64), queue=QueuePolicy(default_timeout_ns=1 * MS))
     for _ in range(100):
         (pending,) = one.put("a")
@@ -106,7 +106,7 @@ async def test_those_with_little_time_who_come_one_by_one_after_a_crowd_are_all_
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32])
-async def test_full_batch_that_was_announced_starts_at_once(rows: int) -> None:
+async def test_announced_full_batch_starts_at_once(rows: int) -> None:
     one = bench()
 
     def submit(requests: list[Any]) -> None:
@@ -128,7 +128,7 @@ async def test_full_batch_that_was_announced_starts_at_once(rows: int) -> None:
         {"preferred_batch_rows": (4, 8), "max_queue_delay_ns": 3 * MS},
     ],
 )
-async def test_as_many_as_there_may_be_or_as_are_preferred_start_at_once(policy: dict[str, Any]) -> None:
+async def test_requests_start_at_once_when_they_reach_a_limit_or_preferred_size(policy: dict[str, Any]) -> None:
     one = bench(**policy)
     one.put(*"abc")
     await iterations()
@@ -139,7 +139,7 @@ async def test_as_many_as_there_may_be_or_as_are_preferred_start_at_once(policy:
 
 
 @pytest.mark.parametrize("bound", [{"max_rows": 4}, {"max_bytes": 400}])
-async def test_as_many_as_the_queue_has_room_for_start_at_once(bound: dict[str, int]) -> None:
+async def test_requests_start_at_once_when_they_fill_the_queue(bound: dict[str, int]) -> None:
     one = bench(limits=QueueLimits(**bound))
     one.put(*"abcd", size_bytes=100)
     assert await started_after(one) == 0
@@ -148,19 +148,19 @@ async def test_as_many_as_the_queue_has_room_for_start_at_once(bound: dict[str, 
         one.put("i", size_bytes=100)
 
 
-async def test_as_many_as_all_queues_have_room_for_start_at_once() -> None:
+async def test_requests_start_at_once_when_they_fill_the_shared_limit() -> None:
     one = Bench(BatchPolicy(max_batch_rows=32), arrivals=crowd(), shared_limits=SharedQueueLimits(4, 0))
     one.put(*"abcd")
     assert await started_after(one) == 0
 
 
-async def test_delay_that_is_configured_is_how_long_is_waited() -> None:
+async def test_idle_instance_waits_for_the_configured_delay() -> None:
     one = bench(max_queue_delay_ns=300 * US)
     one.put("a")
     assert await started_after(one) == 300
 
 
-async def test_flush_ends_the_waiting() -> None:
+async def test_flush_ends_all_waiting_for_more_requests() -> None:
     one = bench()
     one.put("a")
     await iterations()

@@ -1,4 +1,4 @@
-"""Executions that take longer than they may: given up, their instances with them."""
+"""Executions beyond their time limit, which are given up together with their instances."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.scheduler.workbench import Bench, one_turn
 LIMIT_NS = 100
 
 
-def test_watchdog_tells_of_each_late_one_once_and_of_none_that_ended() -> None:
+def test_watchdog_reports_each_late_execution_once_and_none_that_ended() -> None:
     clock, late = ManualClock(), list[str]()
     watchdog: Watchdog[str] = Watchdog(LIMIT_NS, clock, late.append)
     watchdog.began("a")
@@ -40,7 +40,7 @@ def test_watchdog_tells_of_each_late_one_once_and_of_none_that_ended() -> None:
     assert late == ["a", "c", "b"]
 
 
-def test_watchdog_tells_of_one_in_time_though_others_have_begun_since_it_last_rang() -> None:
+def test_watchdog_reports_on_time_though_others_have_begun_since_its_last_alarm() -> None:
     clock, late = ManualClock(), list[str]()
     watchdog: Watchdog[str] = Watchdog(LIMIT_NS, clock, late.append)
     for name, wait_ns in (("a", 50), ("b", 60), ("c", 39)):
@@ -54,13 +54,13 @@ def test_watchdog_tells_of_one_in_time_though_others_have_begun_since_it_last_ra
 
 
 @pytest.mark.parametrize("frozen_ns", [LIMIT_NS // 2, 50 * LIMIT_NS])
-def test_watchdog_counts_no_time_in_which_the_process_was_frozen(frozen_ns: int) -> None:
+def test_watchdog_does_not_count_time_while_the_process_was_frozen(frozen_ns: int) -> None:
     clock, late = ManualClock(), list[str]()
     watchdog: Watchdog[str] = Watchdog(LIMIT_NS, clock, late.append)
     watchdog.began("ends")
     watchdog.began("hangs")
     clock.advance(20)
-    clock.alarm(lambda: watchdog.began("begins")).set(21)  # of which the loop hears before it hears of the watchdog's
+    clock.alarm(lambda: watchdog.began("begins")).set(21)  # which the loop handles before the watchdog's
     clock.freeze(frozen_ns)
     clock.advance(65)
     assert late == []
@@ -71,7 +71,7 @@ def test_watchdog_counts_no_time_in_which_the_process_was_frozen(frozen_ns: int)
     assert late == ["hangs", "begins"]
 
 
-def test_watchdog_whose_alarm_is_late_each_time_tells_of_what_hangs_all_the_same() -> None:
+def test_watchdog_whose_alarm_is_always_late_still_reports_a_hang() -> None:
     clock, late = ManualClock(), list[str]()
     watchdog: Watchdog[str] = Watchdog(LIMIT_NS, clock, late.append)
     watchdog.began("hangs")
@@ -81,13 +81,13 @@ def test_watchdog_whose_alarm_is_late_each_time_tells_of_what_hangs_all_the_same
     assert late == ["hangs"]
 
 
-def test_limit_below_0_is_refused() -> None:
+def test_negative_limit_is_refused() -> None:
     with pytest.raises(PolicyError, match="execution_limit_ns: expected >= 0, got -1"):
         BatchPolicy(execution_limit_ns=-1)
 
 
 class WatchedBench(Bench):
-    """Keeps what it is told of hangs."""
+    """Keeps the hangs and returns that are reported."""
 
     def __init__(self, runners: int = 1, **more: Any) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -117,7 +117,7 @@ async def test_execution_within_its_limit_is_answered(bench: WatchedBench) -> No
     assert bench.events == []
 
 
-def test_what_begins_while_others_are_told_of_keeps_nobody_waiting() -> None:
+def test_execution_begun_while_another_is_reported_delays_no_report() -> None:
     clock, late = ManualClock(), list[tuple[str, int]]()
 
     def on_late(what: str) -> None:
@@ -133,7 +133,7 @@ def test_what_begins_while_others_are_told_of_keeps_nobody_waiting() -> None:
     assert late == [("a", LIMIT_NS), ("b", LIMIT_NS + LIMIT_NS // 2), ("c", 2 * LIMIT_NS)]
 
 
-async def test_execution_beyond_its_limit_fails_its_requests_and_the_next_wait_for_another_instance(
+async def test_execution_beyond_its_limit_fails_its_requests_and_others_wait_for_another_instance(
     bench: WatchedBench,
 ) -> None:
     hung = bench.put("a", "b")
@@ -162,7 +162,7 @@ async def test_execution_beyond_its_limit_fails_its_requests_and_the_next_wait_f
     assert await asyncio.gather(*waiting) == ["C", "D", "E"]
 
 
-async def test_outcome_that_comes_after_all_is_nobodys(bench: WatchedBench) -> None:
+async def test_late_outcome_of_a_given_up_execution_is_discarded(bench: WatchedBench) -> None:
     (hung,) = bench.put("a")
     await one_turn()
     bench.clock.advance(LIMIT_NS)
@@ -175,7 +175,7 @@ async def test_outcome_that_comes_after_all_is_nobodys(bench: WatchedBench) -> N
     assert bench.runners[0].batches == [["a"]]
 
 
-async def test_outcome_that_comes_after_the_batcher_closed_is_told_of(bench: WatchedBench) -> None:
+async def test_outcome_after_the_batcher_closed_is_still_reported(bench: WatchedBench) -> None:
     (hung,) = bench.put("a")
     await one_turn()
     bench.clock.advance(LIMIT_NS)
@@ -186,7 +186,7 @@ async def test_outcome_that_comes_after_the_batcher_closed_is_told_of(bench: Wat
 
 
 @pytest.mark.parametrize("end", ["its limit", "close"])
-async def test_slot_whose_instance_was_given_up_is_stopped_and_its_end_is_told_whatever_comes_first(end: str) -> None:
+async def test_other_slot_of_a_given_up_instance_is_stopped_and_its_return_reported_once(end: str) -> None:
     bench = WatchedBench(2, instance_of=lambda runner: "one")
     futures = await bench.submit("a", "b")
     bench.clock.advance(LIMIT_NS // 2)
@@ -205,7 +205,7 @@ async def test_slot_whose_instance_was_given_up_is_stopped_and_its_end_is_told_w
     assert all(future.exception() for future in futures)
 
 
-async def test_drain_with_an_execution_that_hangs_ends_with_it(bench: WatchedBench) -> None:
+async def test_drain_ends_when_a_hanging_execution_is_given_up(bench: WatchedBench) -> None:
     (hung,) = bench.put("a")
     await one_turn()
     draining = asyncio.create_task(bench.batcher.drain())
@@ -216,7 +216,7 @@ async def test_drain_with_an_execution_that_hangs_ends_with_it(bench: WatchedBen
     assert isinstance(hung.exception(), ExecutionTimeout)
 
 
-async def test_cancelled_request_in_an_execution_that_hangs_is_let_go(bench: WatchedBench) -> None:
+async def test_cancelled_request_in_a_hanging_execution_stays_cancelled(bench: WatchedBench) -> None:
     cancelled, other = bench.put("a", "b")
     await one_turn()
     cancelled.cancel()
@@ -225,7 +225,7 @@ async def test_cancelled_request_in_an_execution_that_hangs_is_let_go(bench: Wat
     assert cancelled.cancelled()
 
 
-async def test_instance_for_a_closed_batcher_is_stopped(bench: WatchedBench) -> None:
+async def test_instance_added_to_a_closed_batcher_is_stopped(bench: WatchedBench) -> None:
     (waiting,) = bench.put("a")
     bench.batcher.close()
     another: StepRunner[str, str] = StepRunner(bench.clock)
@@ -234,7 +234,7 @@ async def test_instance_for_a_closed_batcher_is_stopped(bench: WatchedBench) -> 
     assert isinstance(waiting.exception(), BatcherClosed)
 
 
-async def test_hang_that_nobody_is_told_of_ends_like_any_other() -> None:
+async def test_hang_without_a_replacer_is_given_up_like_any_other() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS))
     (hung,) = await bench.submit("a")
     bench.clock.advance(LIMIT_NS)

@@ -1,4 +1,4 @@
-"""For how many more requests the queue lets an idle instance be kept waiting, and until when."""
+"""How many more requests the queue lets an idle instance wait for, and until when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MS = 1_000_000
 
 
 def waiting(*rows: int, shared: tuple[int, int] = (0, 0), size_bytes: int = 0, **policy: Any) -> BatchQueue[str]:
-    """A queue in which requests of these rows wait; `shared`: what may wait for all models."""
+    """A queue in which requests of these rows wait. `shared`: how many requests and bytes may wait for all models."""
     queue: BatchQueue[str] = BatchQueue(
         BatchPolicy(**{"max_batch_rows": 16, **policy}), shared_limits=SharedQueueLimits(*shared)
     )
@@ -37,18 +37,18 @@ def waiting(*rows: int, shared: tuple[int, int] = (0, 0), size_bytes: int = 0, *
         ((8, 7), 2, 0),
     ],
 )
-def test_it_is_worth_waiting_for_as_many_like_those_there_as_fill_a_batch(
+def test_worth_waiting_for_as_many_requests_like_the_waiting_ones_as_fill_a_batch(
     rows: tuple[int, ...], announced: int, more: int
 ) -> None:
     assert waiting(*rows).worth_waiting_for(announced) == more
 
 
-def test_it_is_worth_waiting_for_the_smallest_preferred_size() -> None:
+def test_worth_waiting_for_the_smallest_preferred_size() -> None:
     assert waiting(1, preferred_batch_rows=(4, 8)).worth_waiting_for(0) == 3
     assert waiting(2, 3, preferred_batch_rows=(4, 8)).worth_waiting_for(0) == 0
 
 
-def test_it_is_worth_waiting_for_no_more_than_is_allowed_while_memory_is_short() -> None:
+def test_worth_waiting_for_no_more_than_is_allowed_while_memory_is_short() -> None:
     queue = waiting(1, 1)
     queue.exhausted(8, 0)
     assert queue.worth_waiting_for(0) == 2
@@ -67,7 +67,7 @@ def test_it_is_worth_waiting_for_no_more_than_is_allowed_while_memory_is_short()
         pytest.param({"shared": (0, 40)}, 2, id="bytes of all models"),
     ],
 )
-def test_it_is_worth_waiting_for_no_more_than_there_is_room_for(policy: dict[str, Any], more: int) -> None:
+def test_worth_waiting_for_no_more_than_there_is_room_for(policy: dict[str, Any], more: int) -> None:
     queue = waiting(1, 2, size_bytes=10, **policy)
     assert queue.worth_waiting_for(0) == more
     assert queue.worth_waiting_for(1) == more - 1
@@ -83,13 +83,13 @@ def test_it_is_worth_waiting_for_no_more_than_there_is_room_for(policy: dict[str
         pytest.param((1,), QueueLimits(max_bytes=9), 9, id="bytes, who waits has none"),
     ],
 )
-def test_it_is_worth_waiting_for_as_many_as_may_come_where_nobody_shows_how_large_they_are(
+def test_worth_waiting_up_to_the_limit_while_the_size_of_more_requests_is_unknown(
     rows: tuple[int, ...], limits: QueueLimits, more: int
 ) -> None:
     assert waiting(*rows, limits=limits).worth_waiting_for(0) == more
 
 
-def test_it_is_worth_waiting_for_as_many_as_any_level_has_room_for_that_waits() -> None:
+def test_worth_waiting_for_no_more_than_every_waiting_level_has_room_for() -> None:
     queue: BatchQueue[str] = BatchQueue(
         BatchPolicy(
             max_batch_rows=16,
@@ -116,7 +116,7 @@ def test_it_is_worth_waiting_for_as_many_as_any_level_has_room_for_that_waits() 
         pytest.param({"shared": (0, 50)}, 2, id="bytes of all models"),
     ],
 )
-def test_it_is_worth_waiting_for_no_more_than_there_is_room_for_besides_what_may_come_back(
+def test_worth_waiting_for_no_more_than_there_is_room_for_beside_reserved_requests(
     policy: dict[str, Any], more: int
 ) -> None:
     queue = waiting(8, 8, 2, size_bytes=10, **policy)
@@ -133,14 +133,14 @@ def test_it_is_worth_waiting_for_no_more_than_there_is_room_for_besides_what_may
     queue.push("fits", 2, "k", 0, size_bytes=10)
 
 
-def test_it_is_worth_waiting_for_nobody_where_a_delay_is_configured_or_after_a_flush() -> None:
+def test_not_worth_waiting_where_a_delay_is_configured_or_after_a_flush() -> None:
     assert waiting(1, max_queue_delay_ns=MS).worth_waiting_for(0) == 0
     queue = waiting(1)
     queue.flush()
     assert queue.worth_waiting_for(0) == 0
 
 
-def test_those_who_wait_can_spare_half_of_what_an_execution_leaves_the_first_who_has_to_go() -> None:
+def test_waiting_may_take_half_of_what_an_execution_leaves_until_the_first_deadline() -> None:
     queue = waiting(1)
     assert queue.spare_until_ns == NEVER
     queue.latency.observe("k", 1, 5 * MS, 0)

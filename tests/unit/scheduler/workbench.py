@@ -1,4 +1,4 @@
-"""A batcher over instances that finish when told, on time that moves when told: what its tests start from."""
+"""A batcher whose instances finish and whose clock moves only when a test says so: what most tests here start from."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _BLAMES = {
 
 
 class Alone(ArrivalModel):
-    """Nobody is waited for, as that takes time, which only moves when told."""
+    """Never waits for more requests, as that takes time, which moves only when a test says so."""
 
     def patience_ns(self, waiting: int, waited_ns: int) -> int:
         return 0
 
 
 def crowd(requests: int, cost_ns: int, batches: int = 100) -> ArrivalModel:
-    """After so many batches of so many requests, each of whom cost the event loop so much."""
+    """Arrivals after `batches` batches of `requests` requests, each of which cost the event loop `cost_ns`."""
     arrivals = ArrivalModel()
     for number in range(batches):
         arrivals.on_start(requests, 0, 0, number * requests * cost_ns)
@@ -41,7 +41,7 @@ def crowd(requests: int, cost_ns: int, batches: int = 100) -> ArrivalModel:
 
 
 class Bench:
-    """`more` is what the batcher gets besides."""
+    """A batcher and its surroundings; `more` are further arguments for the batcher."""
 
     def __init__(self, policy: BatchPolicy, instances: int = 1, *, stages: bool = False, **more: Any) -> None:
         self.clock = ManualClock(now_ns=1)
@@ -57,7 +57,7 @@ class Bench:
         return self.runners[0]
 
     def put(self, *payloads: str, rows: int = 1, key: str = "k", **how: Any) -> list[Pending[str, str]]:
-        """Submit a request for each, and let the queue not be asked yet."""
+        """Submit a request for each payload, without a turn yet."""
         return [self.batcher.submit(payload, rows, key, **how) for payload in payloads]
 
     async def submit(self, *payloads: str, **how: Any) -> list[Pending[str, str]]:
@@ -66,7 +66,7 @@ class Bench:
         return futures
 
     async def measure(self, duration_ns: int) -> None:
-        """Let the batcher learn what one row takes."""
+        """Let the batcher learn how long one row takes."""
         for _ in range(3):
             await self.submit("x")
             self.clock.advance(duration_ns)
@@ -74,7 +74,7 @@ class Bench:
 
 
 class LossBench(Bench):
-    """Errors mean what `_BLAMES` says; `lost` is what it is told of lost instances."""
+    """Errors mean what `_BLAMES` says; `lost` has the lost instances reported, with their errors."""
 
     def __init__(self, policy: BatchPolicy, instances: int = 1, **more: Any) -> None:
         self.lost: list[Any] = []
@@ -98,6 +98,6 @@ class LossBench(Bench):
 
 
 async def one_turn() -> None:
-    """Let what is scheduled on the loop run, and what that schedules."""
+    """Let everything scheduled on the loop run, and what that schedules."""
     for _ in range(70):
         await asyncio.sleep(0)
