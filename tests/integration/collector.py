@@ -1,7 +1,7 @@
-"""A collector that takes spans as OpenTelemetry's packages send them, over gRPC, and keeps them.
+"""A collector that receives spans over gRPC, as OpenTelemetry's packages send them, and keeps them.
 
-Lives here: the receiver, and spans in a form that can be compared. Must not: assertions about behaviour. Importing it
-skips the tests that do where the extra `otel` isn't installed.
+Lives here: the receiver, and spans in a form that can be compared. Must not: assertions about behaviour. A test module
+that imports it is skipped if the extra `otel` isn't installed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Seen:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
-    """Takes spans on `port`."""
+    """Receives spans on `port`."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
@@ -58,7 +58,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mi
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def named(self, name: str) -> list[Seen]:
-        """By the time they began."""
+        """Sorted by start time."""
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.start_ns)
 
     def one(self, name: str) -> Seen:

@@ -1,4 +1,4 @@
-"""Loading and unloading over gRPC, as the tests of it say it.
+"""Loading and unloading over gRPC, in short for tests.
 
 Lives here: the requests, models that load slowly, and the index as tuples. Must not: assertions about behaviour.
 """
@@ -40,7 +40,7 @@ Line = tuple[str, str, str, str]
 
 ROW = rows_of_floats(1)
 KNOWN_DIMS = 'input { name: "a" data_type: TYPE_FP32 dims: 2 }'
-"""A configuration of known dims has the model warmed up, which a closed gate holds up: a load that takes its time."""
+"""A model of known dims is warmed up, which a closed gate holds up: its load takes as long as the test wants."""
 READY_M = [("m", "1", "READY", "")]
 
 
@@ -49,12 +49,12 @@ def explicit(*paths: Path, load: tuple[str, ...] = (), **more: Any) -> Settings:
 
 
 def polling(*paths: Path, **more: Any) -> Settings:
-    """The test polls; the server wouldn't for days."""
+    """POLL mode in which only the test polls: the server wouldn't for days."""
     return Settings(paths=paths, model_control_mode=ControlMode.POLL, repository_poll_secs=1e6, **more)
 
 
 def load_request(name: str, **parameters: object) -> pb.RepositoryModelLoadRequest:
-    """`parameters`: text, bytes, truth or integers by key, in the field of their type."""
+    """`parameters`: text, bytes, booleans or integers by key, each set in the field of its type."""
     request = pb.RepositoryModelLoadRequest(model_name=name)
     for key, value in parameters.items():
         field = {str: "string_param", bytes: "bytes_param", bool: "bool_param", int: "int64_param"}[type(value)]
@@ -71,19 +71,19 @@ async def unload(served: Served, name: str) -> None:
 
 
 async def index(served: Served, *, ready: bool = False) -> list[Line]:
-    """Name, version, state and reason of each line."""
+    """Name, version, state and reason of each entry."""
     answer = await served.stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=ready), timeout=20)
     return [(line.name, line.version, line.state, line.reason) for line in answer.models]
 
 
 async def ready(served: Served) -> bool:
-    """Whether the server calls itself ready."""
+    """Whether the server reports that it is ready."""
     answer = await served.stub.ServerReady(pb.ServerReadyRequest(), timeout=20)
     return bool(answer.ready)
 
 
 async def all_left(served: Served) -> None:
-    """Return once every version that takes no more requests is closed."""
+    """Wait until every version that takes no more requests is closed."""
     await eventually_async(lambda: not served.server.repository.leaving, "what was unloaded closed")
 
 
@@ -102,7 +102,7 @@ async def model_ready(served: Served, model: str = "m", version: str = "") -> bo
 
 
 def slow_model() -> MemoryModel:
-    """One whose load waits at its gate."""
+    """A model whose load waits at its gate."""
     model = echo_model()
     model.gate.close()
     return model

@@ -1,6 +1,6 @@
-"""A call written by hand, frame by frame, for what no client would send.
+"""Calls written by hand, frame by frame, to send what no client would.
 
-Lives here: the little of HTTP/2 that it takes, by RFC 9113 and gRPC's mapping onto it. Must not: understand answers.
+Lives here: the little of HTTP/2 that this takes, by RFC 9113 and gRPC's mapping onto it. Must not: understand answers.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _INITIAL_WINDOW_SIZE = 4
 
 
 def call_frames(data: bytes, headers: Mapping[str, str] = MappingProxyType({}), *, compressed: bool = False) -> bytes:
-    """All that a client sends to call ModelInfer with one message of `data` and more `headers`."""
+    """All that a client sends to call ModelInfer with one message of `data` and additional `headers`."""
     message = bytes([compressed]) + len(data).to_bytes(4, "big") + data
     return _PREFACE + _headers(1, headers) + _frame(_DATA, _END_STREAM, 1, message)
 
 
 def begun_calls(number: int) -> bytes:
-    """What a client sends to begin so many calls of ModelInfer, and nothing of their messages."""
+    """What a client sends to begin `number` calls of ModelInfer, without any of their messages."""
     acknowledged = _frame(_SETTINGS, 1, 0, b"")
     return _PREFACE + acknowledged + b"".join(_headers(1 + 2 * one, {}) for one in range(number))
 
 
 def calls_unread(number: int, data: bytes) -> bytes:
-    """What a client sends to call ModelInfer so many times with `data`, whose answers' messages it takes nothing of: it
-    has no window for them."""
+    """What a client sends to call ModelInfer `number` times with `data` without ever receiving the messages of the
+    answers: it has no window for them."""
     message = b"\x00" + len(data).to_bytes(4, "big") + data
     window = _frame(_SETTINGS, 0, 0, _INITIAL_WINDOW_SIZE.to_bytes(2, "big") + bytes(4))
     streams = range(1, 2 * number, 2)
@@ -39,7 +39,7 @@ def calls_unread(number: int, data: bytes) -> bytes:
 
 
 async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, compressed: bool = False) -> bytes:
-    """Make the call: all bytes received up to trailers or a reset."""
+    """Make the call and return all bytes received up to trailers or a reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(call_frames(data, headers, compressed=compressed))
     received = b""
@@ -52,8 +52,8 @@ async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, co
 
 
 async def frames_until_the_end(port: int, *, pings: int = 0) -> list[int]:
-    """Connect, send `pings` of them at once, and then nothing more: the kinds of all frames that come until the server
-    closes the connection."""
+    """Connect, send `pings` pings at once and then nothing more, and return the kinds of all frames that arrive until
+    the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     kinds = []
     try:
@@ -72,8 +72,8 @@ async def frames_until_the_end(port: int, *, pings: int = 0) -> list[int]:
 
 
 async def pings_answered(port: int, pings: int, *, calls: int) -> int:
-    """Connect, begin `calls`, and send so many pings, each when the one before is answered: how many are, before the
-    server closes the connection, if it does."""
+    """Connect, begin `calls` calls, and send up to `pings` pings, each when the previous one is answered. Returns how
+    many were answered before the server closed the connection, if it did."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answered = 0
     try:

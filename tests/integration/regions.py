@@ -1,6 +1,6 @@
-"""Shared memory regions over the wire: registering, asking, and requests of model `m` whose tensors lie there.
+"""Shared-memory regions over the wire: registering them, listing them, and requests to model `m` with tensors in them.
 
-Lives here: what the scenarios about shared memory say again and again. Must not: assertions about behaviour.
+Lives here: what the tests of shared memory need again and again. Must not: assertions about behaviour.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes over the wire, counted.
+"""Counting the bytes that go over the wire.
 
 Lives here: a relay between a client and a server that counts bytes. Must not: understand them.
 """
@@ -13,7 +13,7 @@ __all__ = ["Relay", "relaying"]
 
 
 class Relay:
-    """How many bytes went each way so far, and the ends of all connections."""
+    """How many bytes have gone in each direction, and both ends of all connections."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -30,7 +30,7 @@ class Relay:
 
 @asynccontextmanager
 async def relaying(port: int) -> AsyncIterator[Relay]:
-    """A relay to `port`, both ends on the loopback."""
+    """A relay to `port`, with both ends on the loopback interface."""
     relay, tasks = Relay(), set[asyncio.Task[None]]()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counter: str) -> None:

@@ -1,6 +1,6 @@
-"""A model that tells what it saw and can be held up row by row: what the scenarios about batching play with.
+"""A model that records what it got and can be held up at chosen rows, for the tests of batching.
 
-Lives here: requests that can be told apart by a mark, the model that records marks, and orderly sending. Must not:
+Lives here: requests that a mark distinguishes, the model that records marks, and sending in a known order. Must not:
 assertions about behaviour.
 """
 
@@ -45,8 +45,8 @@ Call = asyncio.Task[Any]
 class Script:
     """Computes output = input, in `model`, from FP32 of any number of columns.
 
-    `seen` lists the marks of all rows that the model got, execution by execution, padding and failed ones included.
-    An execution with a row whose mark is in `gates` waits there; `errors` are raised instead of an answer.
+    `seen` lists the marks of all rows that the model got, execution by execution, including padding and executions
+    that fail. An execution with a row whose mark is in `gates` waits there; `errors` are raised instead of an answer.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Script:
         self.model = MemoryModel(ModelSpec((tensor,), (TensorSpec("x", "FP32", (-1, -1)),)), self._compute)
 
     def hold(self, mark: float) -> Gate:
-        """The closed gate at which executions with this mark wait from now on."""
+        """Close a gate, at which executions with this mark wait from now on, and return it."""
         gate = self.gates[mark] = Gate()
         gate.close()
         return gate
@@ -75,7 +75,7 @@ class Script:
 
     @property
     def served(self) -> list[list[float]]:
-        """`seen` without what only kept instances busy."""
+        """`seen` without the executions that only kept instances busy."""
         return [batch for batch in self.seen if BUSY not in batch]
 
 
@@ -94,7 +94,7 @@ def marks(array: Array) -> list[float]:
 
 
 def mark_of(answer: pb.ModelInferResponse) -> float:
-    """The mark that all elements of the answer's only output bear."""
+    """The mark, which all elements of the answer's only output must have."""
     (data,) = answer.raw_output_contents
     found = set(np.frombuffer(data, "<f4").tolist())
     assert len(found) == 1, found
@@ -108,7 +108,7 @@ def request(
 
 
 def send(served: Served, *requests: pb.ModelInferRequest, timeout_s: float | None = 20) -> list[Call]:
-    """Calls in flight, all at once."""
+    """Calls in flight, all sent at once."""
     return [asyncio.create_task(served.infer(one, timeout_s)) for one in requests]
 
 
@@ -141,8 +141,8 @@ def _arrived(served: Served, script: Script, model: str) -> int:
 async def busy(
     served: Served, script: Script, instances: int = 1, *, model: str = "m", rows: int = 1
 ) -> AsyncIterator[Gate]:
-    """Every instance executes until the block ends or the gate that it gives is opened. Each is kept busy by a request
-    of `rows` rows, so many that it is executed at once."""
+    """Keep every instance busy until the block ends or the yielded gate is opened, each with a request of `rows` rows:
+    pass as many as it takes to be executed at once."""
     gate = script.hold(BUSY)
     blockers: list[Call] = []
     for number in range(instances):
@@ -157,7 +157,7 @@ async def busy(
 
 
 def totals(metrics: Mapping[str, float], model: str = "m") -> dict[str, float]:
-    """What became of all requests of a model: `success`, and failures by reason."""
+    """How all requests of a model have ended: the numbers of `success`, and of failures by reason."""
     labels = f'model="{model}"'
     found = {"success": metrics[f'nv_inference_request_success{{{labels},version="1"}}']}
     for reason in ("REJECTED", "CANCELED", "BACKEND", "OTHER"):

@@ -1,4 +1,4 @@
-"""A server inside of the test's process, over real gRPC, with models that the test holds in its hands.
+"""A server inside the test's process, over real gRPC, with models that the test controls.
 
 Lives here: `serving`, which writes a repository, starts and stops a `Server`; raw stubs and channels. Must not:
 assertions about behaviour.
@@ -43,13 +43,13 @@ _RETRIES = {
 TRIES_CANCELLED_AGAIN = (
     ("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _RETRIES}]})),
 )
-"""Options of a channel whose calls meet a server that stops. Those that cross with its GOAWAY gRPC's server cancels,
-and which these are is up to the machine; tried again, they end as all others do."""
+"""Options of a channel whose calls meet a stopping server. gRPC's server cancels the calls that cross with its GOAWAY,
+and which these are depends on the machine; retried, they end as all others do."""
 
 
 def echo_model(datatype: str = "FP32", *dims: int, utf8: bool = False) -> MemoryModel:
-    """A model with a gate and switches for faults that returns its input `a` as `x`, batch axis in front. One free
-    dimension, its default, keeps it from being warmed up, which would count among its batches."""
+    """A model with a gate and switches for faults that returns its input `a` as `x`, batch axis in front. With one free
+    dimension, the default, it isn't warmed up, which would count among its batches."""
     whole = (-1, *(dims or (-1,)))
     return MemoryModel(
         ModelSpec((TensorSpec("a", datatype, whole, utf8),), (TensorSpec("x", datatype, whole, utf8),)),
@@ -57,7 +57,7 @@ def echo_model(datatype: str = "FP32", *dims: int, utf8: bool = False) -> Memory
 
 
 def write_model(repository: Path, name: str, config: str = "") -> Path:
-    """A folder with version 1 and `config`, which by default only says that the model is in memory."""
+    """A folder with version 1 and a configuration that says that the model is in memory, followed by `config`."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(f'backend: "memory" {config}')
@@ -87,7 +87,7 @@ class Served:
         return answer
 
     def waiting(self, model: str, version: str = "") -> int:
-        """Requests in the queue of a model, checked all of them: also those that had merely arrived."""
+        """Number of requests in the queue of a model, including those that had only arrived: they are checked first."""
         batcher = self.server.repository.get(model, version).batcher
         batcher.take_announced()
         return batcher.waiting_requests
@@ -122,9 +122,9 @@ async def serving(
     start_front: StartFront = nursery.start_front,
     options: Sequence[tuple[str, Any]] = (),
 ) -> AsyncIterator[Served]:
-    """Serve `repository`, in which a folder is written for each of `models` that has none, with `config`. `backends`
-    take the place of those of the same names; `load` opens the CUDA driver, `start_front` begins a process that speaks
-    gRPC, `options` are more of the channel's."""
+    """Serve `repository`, in which a folder with `config` is written for each of `models` that has none. `backends`
+    replace those of the same names; `load` opens the CUDA driver, `start_front` starts a process that speaks gRPC,
+    `options` are additional options of the channel."""
     models = models or {}
     for name in models:
         if not (repository / name).exists():
@@ -144,7 +144,7 @@ async def serving(
         target = f"127.0.0.1:{server.grpc_port}"
         async with grpc.aio.insecure_channel(target, options=[*_UNLIMITED, *options]) as channel:
             if local.tls is None:
-                await asyncio.wait_for(channel.channel_ready(), 20)  # calls that wait for it go off in any order
+                await asyncio.wait_for(channel.channel_ready(), 20)  # calls that wait for it are sent in any order
             yield Served(server, channel, GRPCInferenceServiceStub(channel))
     finally:
         for model in models.values():

@@ -1,6 +1,6 @@
-"""Streams as a client of the bare protocol has them.
+"""Streams as a client of the bare protocol uses them.
 
-Lives here: opening one, sending, and reading answers in words short enough for assertions. Must not: assertions about
+Lives here: opening one, sending, and reading answers in a form short enough for assertions. Must not: assertions about
 behaviour.
 """
 
@@ -22,7 +22,7 @@ Request = pb.ModelInferRequest | bytes
 
 
 def told(message: pb.ModelStreamInferResponse) -> float | tuple[str, str]:
-    """The mark that an answer bears, or the status and text of an error."""
+    """The mark of an answer, or the status and text of an error."""
     response = message.infer_response
     assert response.parameters["triton_final_response"].bool_param
     if message.error_message:
@@ -33,7 +33,7 @@ def told(message: pb.ModelStreamInferResponse) -> float | tuple[str, str]:
 
 
 class Stream:
-    """One call of ModelStreamInfer. Requests may be bytes that are no message."""
+    """One call of ModelStreamInfer. Requests may be bytes that aren't a message."""
 
     def __init__(
         self, served: Served, *, timeout_s: float | None = 20, metadata: Sequence[tuple[str, str | bytes]] = ()
@@ -50,7 +50,7 @@ class Stream:
             await self.call.write(one)
 
     async def end(self) -> None:
-        """No more requests."""
+        """Send no more requests."""
         await self.call.done_writing()
 
     async def message(self) -> pb.ModelStreamInferResponse:
@@ -60,20 +60,20 @@ class Stream:
         return message
 
     async def next(self) -> float | tuple[str, str]:
-        """What the next answer tells."""
+        """The mark or error of the next answer."""
         return told(await self.message())
 
     async def many(self, count: int) -> list[float | tuple[str, str]]:
         return [await self.next() for _ in range(count)]
 
     async def rest(self) -> list[float | tuple[str, str]]:
-        """What the answers tell until the stream ends, however it does."""
+        """The marks or errors of all answers until the stream ends, however it does."""
         answers = []
         try:
             while isinstance(message := await asyncio.wait_for(self.call.read(), 20), pb.ModelStreamInferResponse):
                 answers.append(told(message))
         except grpc.aio.AioRpcError:
-            pass  # `status` says it
+            pass  # `status` returns it
         return answers
 
     async def status(self) -> tuple[grpc.StatusCode, str]:

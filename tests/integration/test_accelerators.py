@@ -1,4 +1,4 @@
-"""Execution accelerators of `config.pbtxt` in a server that serves: OpenVINO where it is installed, and refusals."""
+"""Execution accelerators of `config.pbtxt` in a running server: OpenVINO where it is installed, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(repository: Path, config: str) -> None:
     (repository / "m" / "config.pbtxt").write_text(config)
 
 
-async def test_openvino_serves_batches_whose_answers_are_the_cpus(tmp_path: Path) -> None:
+async def test_openvino_serves_batches_with_the_same_answers_as_the_cpu(tmp_path: Path) -> None:
     if "OpenVINOExecutionProvider" not in ort.get_available_providers():
         pytest.skip("this onnxruntime has no OpenVINOExecutionProvider")
     write(tmp_path, f"{ON_CPU} {OPENVINO}")
@@ -40,7 +40,7 @@ async def test_openvino_serves_batches_whose_answers_are_the_cpus(tmp_path: Path
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-async def test_openvino_that_is_not_installed_fails_the_load_and_names_the_package(tmp_path: Path) -> None:
+async def test_missing_openvino_fails_the_load_and_the_error_names_the_package(tmp_path: Path) -> None:
     if "OpenVINOExecutionProvider" in ort.get_available_providers():
         pytest.skip("this onnxruntime has it")
     write(tmp_path, f"{ON_CPU} {OPENVINO}")
@@ -62,7 +62,7 @@ async def test_openvino_that_is_not_installed_fails_the_load_and_names_the_packa
         ),
     ],
 )
-async def test_accelerator_or_parameter_that_is_not_known_fails_the_load_by_name(
+async def test_unknown_accelerator_or_parameter_fails_the_load_and_is_named(
     tmp_path: Path, accelerators: str, fault: str
 ) -> None:
     write(tmp_path, f"{ON_CPU} optimization {{ execution_accelerators {{ {accelerators} }} }}")
@@ -75,7 +75,7 @@ async def test_accelerator_or_parameter_that_is_not_known_fails_the_load_by_name
 @pytest.mark.parametrize(
     ("key", "value"), [("trt_engine_cache_path", "/tmp/x"), ("trt_dump_subgraphs", "1")], ids=lambda text: text
 )
-async def test_client_that_loads_a_model_cannot_say_where_the_server_writes(
+async def test_client_that_loads_a_model_cannot_choose_where_the_server_writes(
     tmp_path: Path, key: str, value: str
 ) -> None:
     write(tmp_path, ON_CPU)

@@ -1,4 +1,4 @@
-"""Who may call: tokens, and groups of RPCs that are restricted."""
+"""Who may call: tokens, and restricted groups of RPCs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def with_tokens(folder: Path, *tokens: str, **more: Any) -> Settings:
 
 
 async def status_of(served: Served, path: str, metadata: Metadata = (), body: bytes = b"") -> tuple[Code, str]:
-    """How a call of the RPC ends, or OK as soon as it answers. gRPC's client makes a status of its own up if it writes
-    to a stream at the moment in which that ends."""
+    """How a call of the RPC ends, or OK as soon as it answers. gRPC's client makes up its own status if it writes to a
+    stream at the moment when that ends: the call is repeated then."""
     for _ in range(20):
         outcome = await _status_of(served, path, metadata, body)
         if outcome != (Code.INTERNAL, "Internal error from Core"):
@@ -77,12 +77,12 @@ async def _status_of(served: Served, path: str, metadata: Metadata, body: bytes)
 # ---- Tokens ----------------------------------------------------------------------------------------------------------
 
 
-async def test_token_is_needed_by_each_rpc_but_those_of_probes(tmp_path: Path) -> None:
+async def test_every_rpc_but_those_of_probes_needs_a_token(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": Script().model}, settings=with_tokens(tmp_path, "good")) as served:
         for path in (*RPCS, REFLECTION, "/inference.GRPCInferenceService/Unheard", "/no.Service/Rpc"):
             outcome = await status_of(served, path)
             if path.rpartition("/")[2] in OPEN_TO_ALL:
-                # Older versions of grpcio-health-checking haven't got List.
+                # Older versions of grpcio-health-checking don't have List.
                 there = not path.endswith("/List") or hasattr(health_pb2, "HealthListRequest")
                 assert outcome[0] is (Code.OK if there else Code.UNIMPLEMENTED), path
             else:
@@ -103,7 +103,7 @@ async def test_token_is_needed_by_each_rpc_but_those_of_probes(tmp_path: Path) -
         [("x-authorization", "Bearer good")],
     ],
 )
-async def test_token_that_is_none_is_refused_and_the_good_one_goes_on(tmp_path: Path, headers: Any) -> None:
+async def test_invalid_token_is_refused_while_the_good_one_keeps_working(tmp_path: Path, headers: Any) -> None:
     async with serving(tmp_path, {"m": Script().model}, settings=with_tokens(tmp_path, "good")) as served:
         assert await failure_of(served.stub.ModelInfer(request(1), metadata=headers, timeout=20)) == NO_TOKEN
         assert mark_of(await served.stub.ModelInfer(request(2), metadata=GOOD, timeout=20)) == 2
@@ -114,7 +114,7 @@ async def test_token_that_is_none_is_refused_and_the_good_one_goes_on(tmp_path: 
         assert await stream.next() == 3
 
 
-async def test_token_changed_on_disk_counts_and_the_old_one_no_longer(tmp_path: Path) -> None:
+async def test_token_changed_on_disk_replaces_the_old_one(tmp_path: Path) -> None:
     settings = with_tokens(tmp_path, "good")
     async with serving(tmp_path, {"m": Script().model}, settings=settings) as served:
         assert mark_of(await served.stub.ModelInfer(request(1), metadata=GOOD, timeout=20)) == 1
@@ -136,8 +136,8 @@ async def test_token_changed_on_disk_counts_and_the_old_one_no_longer(tmp_path: 
         assert mark_of(await served.stub.ModelInfer(request(1), metadata=other, timeout=20)) == 1
 
 
-async def test_call_that_is_refused_is_not_read(tmp_path: Path) -> None:
-    """The message isn't even whole: its caller would have to go on sending to get anything else than the refusal."""
+async def test_message_of_a_refused_call_is_not_read(tmp_path: Path) -> None:
+    """The message isn't even complete: its caller would have to send more to get anything but the refusal."""
     async with serving(tmp_path, {"m": Script().model}, settings=with_tokens(tmp_path, "good")) as served:
         path = "/inference.GRPCInferenceService/ModelInfer"
         assert await status_of(served, path, body=bytes(MANY_MIB)) == NO_TOKEN
@@ -167,9 +167,7 @@ async def test_refusals_are_counted_by_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", sorted(GROUPS))
-async def test_restricted_group_is_for_those_with_its_header_and_all_others_for_everybody(
-    tmp_path: Path, group: str
-) -> None:
+async def test_restricted_group_needs_its_header_and_all_others_need_none(tmp_path: Path, group: str) -> None:
     settings = Settings(paths=(tmp_path,), restrictions=parse_restrictions([f"{group}:admin-key=Open Sesame"]))
     header = "triton-grpc-protocol-admin-key"
     refusal = (Code.UNAVAILABLE, f"This protocol is restricted, expecting header '{header}'")
@@ -182,7 +180,7 @@ async def test_restricted_group_is_for_those_with_its_header_and_all_others_for_
             assert await status_of(served, path, [(header, "Open Sesame")]) != refusal, path
 
 
-async def test_restricted_health_stays_the_servers_own_where_tokens_are_asked_for(tmp_path: Path) -> None:
+async def test_restricted_health_needs_its_header_but_no_token(tmp_path: Path) -> None:
     settings = with_tokens(tmp_path, "good", restrictions=parse_restrictions(["health:k=v"]))
     async with serving(tmp_path, {"m": Script().model}, settings=settings) as served:
         health: Any = health_pb2_grpc.HealthStub(served.channel)  # type: ignore[no-untyped-call]
@@ -195,8 +193,8 @@ async def test_restricted_health_stays_the_servers_own_where_tokens_are_asked_fo
 # ---- Secrets ---------------------------------------------------------------------------------------------------------
 
 
-async def test_headers_that_say_who_calls_are_forwarded_to_no_model(tmp_path: Path) -> None:
-    """A reserved name among them would be refused: none is looked at."""
+async def test_authorization_header_is_not_forwarded_to_models(tmp_path: Path) -> None:
+    """Headers with credentials are skipped before any check: one with a reserved name would be refused."""
     settings = with_tokens(tmp_path, "good", grpc_header_forward_pattern=".*")
     async with serving(tmp_path, {"m": Script().model}, settings=settings) as served:
         stream_answer = await served.stub.ModelInfer(request(1), metadata=GOOD, timeout=20)

@@ -1,4 +1,4 @@
-"""A line for each request, for debugging; and the lines about models that fail."""
+"""The access log, a line per request for debugging; and the log lines about failing models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def records(capfd: pytest.CaptureFixture[str], logger: str = "paceline.access") 
     return [line for line in lines if line["logger"] == logger]
 
 
-async def test_each_request_is_one_line_at_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_each_request_is_logged_as_one_line_at_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log.configure("debug", "json")
     model = echo_model()
     async with serving(tmp_path, {"m": model}) as served:
@@ -49,7 +49,7 @@ async def test_each_request_is_one_line_at_debug(tmp_path: Path, capfd: pytest.C
         await eventually_async(lambda: statistics.failures[FailureReason.CANCELED], "that the server knows")
         stopping = asyncio.create_task(served.server.stop(20))
         await asyncio.sleep(0)  # the stop begins
-        await stream.send(request(id="late"))  # a new call might come when the port is closed already
+        await stream.send(request(id="late"))  # a new call might arrive when the port is closed already
         assert (await stream.message()).error_message == "the server is stopping"
         model.gate.open()
         await stopping
@@ -78,7 +78,7 @@ async def test_each_request_is_one_line_at_debug(tmp_path: Path, capfd: pytest.C
 
 
 @pytest.mark.parametrize("columns", [2, 5_000], ids=["small", "large"])
-async def test_request_is_a_line_wherever_it_was_read(
+async def test_request_is_logged_wherever_it_was_read(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], frontends: int, columns: int
 ) -> None:
     log.configure("debug", "json")
@@ -91,7 +91,7 @@ async def test_request_is_a_line_wherever_it_was_read(
     assert lines == [("good", "OK", "m", 1), ("failed", "INTERNAL", "m", 1)]
 
 
-async def test_request_of_the_client_over_streams_is_found_by_its_id(
+async def test_request_of_the_streaming_client_is_found_by_its_id(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log.configure("debug", "json")
@@ -105,14 +105,14 @@ async def test_request_of_the_client_over_streams_is_found_by_its_id(
     assert [line["request_id"] for line in records(capfd)] == ["1:strm", "2"]
 
 
-async def test_nothing_is_said_of_requests_above_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_requests_are_not_logged_above_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log.configure("info", "json")
     async with serving(tmp_path, {"m": echo_model()}) as served:
         await served.infer(request())
     assert records(capfd) == []
 
 
-async def test_what_clients_send_is_cut_short_in_the_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_texts_from_clients_are_truncated_in_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log.configure("debug", "json")
     async with serving(tmp_path, {"m": echo_model()}) as served:
         await served.infer(request(id="x" * 100_000))
@@ -121,7 +121,7 @@ async def test_what_clients_send_is_cut_short_in_the_line(tmp_path: Path, capfd:
     assert len(line["message"]) < 500
 
 
-async def test_model_that_fails_all_the_time_is_one_line_and_a_count(
+async def test_constantly_failing_model_is_logged_as_one_line_and_a_count(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log.configure("info", "json")
@@ -129,14 +129,14 @@ async def test_model_that_fails_all_the_time_is_one_line_and_a_count(
     async with serving(tmp_path, {"m": model}) as served:
         model.faults.raise_next(ExecutionError("out of memory"), times=20)
         await asyncio.gather(*(failure_of(served.infer(request())) for _ in range(20)), return_exceptions=True)
-    log.configure("info", "text")  # tells what is still to be told
+    log.configure("info", "text")  # logs what is still to be logged
     first, count = records(capfd, "paceline.server.inference")
     assert (first["level"], first["message"]) == ("ERROR", "model 'm' version 1 failed: out of memory")
     assert count["repeated"] > 0
     assert count["message"].startswith("model 'm' version 1 failed: out of memory (and ")
 
 
-async def test_requests_at_fault_are_no_lines_above_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_requests_at_fault_are_not_logged_above_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log.configure("info", "json")
     async with serving(tmp_path, {"m": echo_model()}) as served:
         await failure_of(served.infer(infer("m", {"b": rows_of_floats(1)})))

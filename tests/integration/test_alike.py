@@ -1,5 +1,5 @@
-"""Requests that arrive together, most of them like each other: started together, answered together, and each as it
-would be by itself. Without gRPC in front, which would have a say in what arrives together."""
+"""Requests that arrive together, most of them alike: they are started together and answered together, each as it would
+be alone. Without gRPC in front, which would influence what arrives together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def script() -> Script:
 
 
 class Sender:
-    """Sends requests as they come from the wire, after one like them."""
+    """Sends requests in the form in which they are read from the wire, which depends on earlier ones like them."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -56,7 +56,7 @@ class Sender:
         return read
 
     async def learn(self, *requests: AnyRequest) -> None:
-        """Have requests like these known, so that the next ones go the short way."""
+        """Send requests like these often enough for the next ones to take the short way."""
         for _ in range(3):
             for one in requests:
                 await called(self.served.server._inference, one)
@@ -71,10 +71,10 @@ def _marks(answers: list[pb.ModelStreamInferResponse]) -> list[tuple[str, float]
     return [(one.infer_response.id, mark_of(one.infer_response)) for one in answers]
 
 
-async def test_each_of_many_gets_its_own_answer(tmp_path: Path, script: Script) -> None:
+async def test_each_request_gets_its_own_answer(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         sender = Sender(served)
-        # Ids of any length: requests are alike nonetheless.
+        # Requests are alike whatever the lengths of their ids.
         names = ["", "a", "bb", "id of some length", "a", "\N{SNOWMAN}", "bb", ""]
         await sender.learn(*(sender.of(0, name) for name in names))
         script.seen.clear()
@@ -86,7 +86,7 @@ async def test_each_of_many_gets_its_own_answer(tmp_path: Path, script: Script) 
         assert totals(await served.metrics())["success"] == 3 * len(names) + len(names)
 
 
-async def test_others_among_them_are_answered_as_ever_and_in_order(tmp_path: Path, script: Script) -> None:
+async def test_unlike_requests_in_between_are_answered_as_usual_and_in_order(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         sender = Sender(served)
         await sender.learn(sender.of(0), sender.of(0, columns=3))
@@ -108,7 +108,7 @@ async def test_others_among_them_are_answered_as_ever_and_in_order(tmp_path: Pat
         assert told == [1, 2, 3, "model 'm': unexpected input 'nosuch', ex", 4, 5, 6, 7, 8]
 
 
-async def test_each_of_many_counts_with_the_time_that_it_took(tmp_path: Path, script: Script) -> None:
+async def test_each_request_is_counted_with_the_time_it_took(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         sender = Sender(served)
         await sender.learn(sender.of(0))
@@ -119,7 +119,7 @@ async def test_each_of_many_counts_with_the_time_that_it_took(tmp_path: Path, sc
         assert 0 < counted.total_ns - before_ns <= 8 * (time.monotonic_ns() - began_ns)
 
 
-async def test_each_that_fails_counts_with_the_time_that_it_took(tmp_path: Path, script: Script) -> None:
+async def test_each_failed_request_is_counted_with_the_time_it_took(tmp_path: Path, script: Script) -> None:
     script.errors[9.0] = ExecutionError("no")
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         began_ns = time.monotonic_ns()
@@ -129,7 +129,7 @@ async def test_each_that_fails_counts_with_the_time_that_it_took(tmp_path: Path,
         assert 0 < statistics.failure_ns <= 2 * (time.monotonic_ns() - began_ns)
 
 
-async def test_requests_of_a_model_that_sees_another_shape_are_reshaped_all_the_same(tmp_path: Path) -> None:
+async def test_requests_processed_together_are_reshaped_for_the_model(tmp_path: Path) -> None:
     tensors = """
         input { name: "a" data_type: TYPE_FP32 dims: [ 2 ] reshape { shape: [ 1, 2 ] } }
         output { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] }
@@ -157,7 +157,7 @@ async def test_calls_and_streams_share_batches_and_each_gets_answers_of_its_kind
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         sender = Sender(served)
         await sender.learn(sender.of(0))
-        await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for company
+        await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for more requests
         script.seen.clear()
         calls = [asyncio.create_task(called(served.server._inference, sender.of(mark))) for mark in range(3)]
         answers = await sender.stream(*(sender.of(mark) for mark in range(3, 6)))
@@ -167,9 +167,7 @@ async def test_calls_and_streams_share_batches_and_each_gets_answers_of_its_kind
         assert len(script.seen) == 1
 
 
-async def test_where_the_queue_has_no_room_for_all_those_are_refused_that_it_has_none_for(
-    tmp_path: Path, script: Script
-) -> None:
+async def test_only_requests_that_do_not_fit_into_the_queue_are_refused(tmp_path: Path, script: Script) -> None:
     text = "max_batch_size: 32 dynamic_batching { default_queue_policy { max_queue_size: 3 } }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
         sender = Sender(served)
@@ -180,7 +178,7 @@ async def test_where_the_queue_has_no_room_for_all_those_are_refused_that_it_has
         assert [mark for _, mark in _marks(answers[:3])] == [0, 1, 2]
 
 
-async def test_those_of_a_batch_that_fails_fail_each_by_itself(tmp_path: Path, script: Script) -> None:
+async def test_request_at_fault_in_a_failed_batch_fails_alone(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         sender = Sender(served)
         await sender.learn(sender.of(0))
@@ -192,7 +190,7 @@ async def test_those_of_a_batch_that_fails_fail_each_by_itself(tmp_path: Path, s
         assert (counted["success"], counted["BACKEND"]) == (3 + 7, 1)
 
 
-async def test_a_deadline_that_can_not_be_kept_is_its_own_alone(tmp_path: Path, script: Script) -> None:
+async def test_passed_deadline_fails_only_its_own_request(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         sender = Sender(served)
         await sender.learn(sender.of(0))
@@ -209,11 +207,11 @@ async def test_a_deadline_that_can_not_be_kept_is_its_own_alone(tmp_path: Path, 
                 assert not isinstance(answer, InvalidRequest | grpc.RpcError)
 
 
-async def test_cancelled_ones_are_not_executed_and_the_others_are(tmp_path: Path, script: Script) -> None:
+async def test_cancelled_requests_are_not_executed_and_the_others_are(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         sender = Sender(served)
         await sender.learn(sender.of(0))
-        await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for company
+        await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for more requests
         script.seen.clear()
         calls = [asyncio.create_task(called(served.server._inference, sender.of(mark))) for mark in range(6)]
         await asyncio.sleep(0)
@@ -225,7 +223,7 @@ async def test_cancelled_ones_are_not_executed_and_the_others_are(tmp_path: Path
 
 
 class Short(SharedQueueLimits):
-    """There isn't memory enough to look at several requests together."""
+    """Limits whose check fails for lack of memory when several requests are checked together."""
 
     def full(self, requests: int, size_bytes: int) -> QueueFull | None:
         if requests > 1:
@@ -233,7 +231,7 @@ class Short(SharedQueueLimits):
         return super().full(requests, size_bytes)
 
 
-async def test_requests_that_can_not_be_submitted_together_are_submitted_one_by_one(
+async def test_requests_that_cannot_be_submitted_together_are_submitted_one_by_one(
     tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     room = Short(0, 0)

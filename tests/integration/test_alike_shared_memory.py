@@ -1,4 +1,4 @@
-"""Requests that arrive together and have their tensors in shared memory, each client in regions of its own."""
+"""Requests that arrive together with their tensors in shared memory, where each client has its own region."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def served(tmp_path: Path, script: Script, memories: list[SharedObject]) -
 
 
 class Clients:
-    """Send on a stream what they have sent before, all at once."""
+    """Clients that send, all at once and on one stream, requests like those that they have sent before."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -71,7 +71,7 @@ class Clients:
         return context.written
 
     async def known(self) -> Sequence[WireRequest]:
-        """One of each client, sent before often enough to go the short way."""
+        """A request of each client, sent often enough before to take the short way."""
         requests = [self.request(number) for number in range(CLIENTS)]
         for _ in range(3):
             await self.send(*requests)
@@ -80,7 +80,7 @@ class Clients:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """What is let go of goes at once, or stays."""
+    """Without the garbage collector: what is released is freed at once, or stays."""
     gc.collect()
     gc.disable()
     try:
@@ -93,7 +93,7 @@ def _got(memory: SharedObject) -> list[float]:
     return np.frombuffer(memory.get(ROW, TARGET), np.float32).tolist()
 
 
-async def test_each_gets_its_own_result_where_it_wants_it(
+async def test_each_result_is_written_where_its_client_wants_it(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
@@ -111,7 +111,9 @@ async def test_each_gets_its_own_result_where_it_wants_it(
     assert totals(await served.metrics())["success"] == 4 * CLIENTS
 
 
-async def test_some_want_theirs_in_the_response(served: Served, script: Script, memories: list[SharedObject]) -> None:
+async def test_some_results_are_requested_in_the_response(
+    served: Served, script: Script, memories: list[SharedObject]
+) -> None:
     clients = Clients(served)
     requests = [clients.request(number, TARGET if number % 2 else None) for number in range(CLIENTS)]
     for _ in range(3):
@@ -125,7 +127,7 @@ async def test_some_want_theirs_in_the_response(served: Served, script: Script, 
             assert _got(memories[number]) == [0, 0]
 
 
-async def test_one_whose_region_is_gone_fails_alone(
+async def test_request_whose_region_is_gone_fails_alone(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
@@ -140,7 +142,7 @@ async def test_one_whose_region_is_gone_fails_alone(
     assert script.seen == [[0.0, 1.0, 3.0, 5.0]]
 
 
-async def test_one_whose_memory_goes_while_they_execute_fails_alone(
+async def test_request_whose_memory_vanishes_during_execution_fails_alone(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
@@ -159,7 +161,7 @@ async def test_one_whose_memory_goes_while_they_execute_fails_alone(
     assert totals(await served.metrics())["success"] == 4 * CLIENTS - 1
 
 
-async def test_all_in_one_region_are_looked_at_once(
+async def test_requests_in_one_region_all_fail_when_its_memory_is_gone(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
@@ -170,7 +172,7 @@ async def test_all_in_one_region_are_looked_at_once(
     assert all("shared memory region 'r1'" in answer.error_message for answer in await clients.send(*requests))
 
 
-async def test_a_name_that_means_another_region_now(
+async def test_name_registered_again_means_the_new_region(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
@@ -182,7 +184,7 @@ async def test_a_name_that_means_another_region_now(
     assert script.seen == [[5.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
 
 
-async def test_inputs_in_messages_results_where_they_are_wanted(
+async def test_inputs_in_messages_and_results_in_shared_memory(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
@@ -197,7 +199,7 @@ async def test_inputs_in_messages_results_where_they_are_wanted(
     assert not any(content for answer in answers for content in answer.infer_response.raw_output_contents)
 
 
-async def test_regions_unregistered_while_they_execute_are_kept_until_they_are_answered(
+async def test_regions_unregistered_during_execution_are_kept_until_the_answers_are_sent(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
@@ -215,7 +217,7 @@ async def test_regions_unregistered_while_they_execute_are_kept_until_they_are_a
         await eventually_async(lambda: held_by() == (CLIENTS, 0), "nothing is held but by the clients")
 
 
-async def test_one_that_is_refused_keeps_nobodys_memory(
+async def test_refused_request_keeps_no_clients_memory(
     tmp_path: Path, script: Script, memories: list[SharedObject]
 ) -> None:
     text = "max_batch_size: 32 dynamic_batching { default_queue_policy { max_queue_size: 5 } }"
@@ -234,7 +236,7 @@ async def test_one_that_is_refused_keeps_nobodys_memory(
             await eventually_async(lambda: held_by() == (CLIENTS, 0), "nothing is held but by the clients")
 
 
-async def test_they_count_in_bytes_what_they_would_by_themselves(
+async def test_requests_submitted_together_count_the_same_bytes_as_separately(
     tmp_path: Path, script: Script, memories: list[SharedObject]
 ) -> None:
     options = settings(tmp_path, limits=Limits(queued_bytes=4 * ROW))

@@ -1,5 +1,5 @@
-"""Requests given up between their arrival and the moment when the batcher has them started: counted once, and never
-executed. Without gRPC in front, for what is between the two is an iteration of the event loop."""
+"""Requests given up between their arrival and the moment when the batcher starts them: counted once, and never
+executed. Without gRPC in front, since only one iteration of the event loop is between the two."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Context:
 
 
 class Endless(Context):
-    """One that sends its requests, and goes on to listen."""
+    """A stream that stays open after its last request."""
 
     async def read(self) -> Any:
         request = await super().read()
@@ -65,7 +65,7 @@ class Endless(Context):
 
 
 async def called(inference: InferenceSteps, request: AnyRequest, deadline_ns: int = NEVER) -> AnyResponse:
-    """The answer to a request with a call of its own."""
+    """The answer to a request sent as its own call."""
     return await Call(inference, request, deadline_ns, None, NO_PASSED_HEADERS).response()
 
 
@@ -88,7 +88,7 @@ async def test_call_cancelled_before_it_is_started_is_counted_once_and_not_execu
         assert await served.metric("nv_inference_pending_request_count") == 0
 
 
-async def test_call_cancelled_in_the_queue_has_left_it_at_once(tmp_path: Path, script: Script) -> None:
+async def test_call_cancelled_in_the_queue_leaves_it_at_once(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         gate = script.hold(1)
         first = asyncio.create_task(served.infer(request(1)))
@@ -105,7 +105,7 @@ async def test_call_cancelled_in_the_queue_has_left_it_at_once(tmp_path: Path, s
         assert (counted["success"], counted["CANCELED"], sum(counted.values())) == (1, 1, 2)
 
 
-async def test_call_that_is_refused_when_it_is_started_leaves_nothing_behind(tmp_path: Path, script: Script) -> None:
+async def test_call_refused_when_it_is_started_leaves_nothing_behind(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         gc.disable()
         try:
@@ -121,7 +121,7 @@ async def test_call_that_is_refused_when_it_is_started_leaves_nothing_behind(tmp
             await called(served.server._inference, request(1, model="nosuch"))
 
 
-async def test_request_of_a_stream_taken_back_before_it_is_started_is_answered_so(
+async def test_stream_request_withdrawn_before_it_is_started_is_answered_cancelled(
     tmp_path: Path, script: Script
 ) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
@@ -143,7 +143,7 @@ async def test_requests_of_a_stream_that_ends_before_they_are_started_are_counte
     tmp_path: Path, script: Script
 ) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
-        # So that the batcher waits for company.
+        # So that the batcher waits for more requests.
         await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))
         context = Context(map(request, range(3)))
         stream = asyncio.create_task(served.server._streaming.ModelStreamInfer(None, context))
@@ -164,7 +164,7 @@ async def test_requests_that_arrived_before_an_unload_or_a_stop_are_answered(
     tmp_path: Path, script: Script, end: str
 ) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
-        # So that the batcher waits for company.
+        # So that the batcher waits for more requests.
         await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))
         calls = [asyncio.create_task(called(served.server._inference, request(mark))) for mark in range(3)]
         await asyncio.sleep(0)
@@ -178,11 +178,9 @@ async def test_requests_that_arrived_before_an_unload_or_a_stop_are_answered(
             assert mark_of(answer) == mark
 
 
-async def test_refused_request_whose_caller_has_gone_keeps_nothing_of_those_that_arrived_with_it(
-    tmp_path: Path, script: Script
-) -> None:
+async def test_refused_request_whose_caller_has_gone_keeps_no_other_call_alive(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
-        # So that the batcher waits for company.
+        # So that the batcher waits for more requests.
         await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))
         gc.collect()
         gc.disable()
@@ -202,7 +200,7 @@ async def test_refused_request_whose_caller_has_gone_keeps_nothing_of_those_that
         assert totals(await served.metrics())["success"] == 11
 
 
-async def test_stream_that_ends_while_answers_wait_for_their_turn_counts_all_its_requests_as_cancelled(
+async def test_stream_cancelled_while_answers_wait_their_turn_counts_all_requests_as_cancelled(
     tmp_path: Path, script: Script
 ) -> None:
     text = "max_batch_size: 1 dynamic_batching { preserve_ordering: true } instance_group [ { count: 2 } ]"
@@ -226,9 +224,7 @@ async def test_stream_that_ends_while_answers_wait_for_their_turn_counts_all_its
         assert context.written == []
 
 
-async def test_nothing_is_kept_of_the_tensors_of_requests_whose_answers_nobody_reads(
-    tmp_path: Path, script: Script
-) -> None:
+async def test_tensors_are_released_though_nobody_reads_the_answers(tmp_path: Path, script: Script) -> None:
     class Deaf(Endless):
         async def write(self, message: Any) -> None:
             await asyncio.Event().wait()
@@ -244,11 +240,11 @@ async def test_nothing_is_kept_of_the_tensors_of_requests_whose_answers_nobody_r
             await stream
 
 
-async def test_answer_that_was_made_counts_though_its_stream_ends_before_it_is_written(
+async def test_answer_counts_as_success_though_its_stream_ends_before_it_is_written(
     tmp_path: Path, script: Script
 ) -> None:
     class Slow(Context):
-        """Whoever reads what is written takes one answer, and no more."""
+        """A stream whose reader takes one answer and no more."""
 
         def __init__(self, requests: Iterable[Any]) -> None:
             super().__init__(requests)
@@ -274,9 +270,7 @@ async def test_answer_that_was_made_counts_though_its_stream_ends_before_it_is_w
         assert (counted["success"], sum(counted.values())) == (5, 5)
 
 
-async def test_stream_that_was_cancelled_leaves_nothing_to_the_garbage_collector(
-    tmp_path: Path, script: Script
-) -> None:
+async def test_cancelled_stream_leaves_nothing_to_the_garbage_collector(tmp_path: Path, script: Script) -> None:
     gate = script.hold(1)
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         context = Endless([request(1), request(2)])

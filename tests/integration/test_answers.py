@@ -51,7 +51,7 @@ async def test_infer_gives_sums_and_differences(client: AsyncInferenceClient) ->
 
 
 @pytest.mark.parametrize(("version", "size", "answers"), [("", 4, "3"), ("-1", 4, "3"), ("3", 4, "3"), ("1", 16, "1")])
-async def test_infer_version_named_or_latest_answers(
+async def test_infer_answers_from_the_named_or_the_latest_version(
     client: AsyncInferenceClient, version: str, size: int, answers: str
 ) -> None:
     ones = np.ones((1, size), np.int32)
@@ -60,20 +60,20 @@ async def test_infer_version_named_or_latest_answers(
     assert result["OUTPUT0"].tolist() == [[2] * size]
 
 
-async def test_infer_inputs_in_another_order_and_outputs_as_asked(client: AsyncInferenceClient) -> None:
+async def test_infer_takes_inputs_in_any_order_and_returns_outputs_as_requested(client: AsyncInferenceClient) -> None:
     two, one = np.full((1, 4), 2, np.int32), np.ones((1, 4), np.int32)
     result = await client.infer("simple", {"INPUT1": one, "INPUT0": two}, outputs=["OUTPUT1", "OUTPUT0"])
     assert list(result.outputs) == ["OUTPUT1", "OUTPUT0"]
     assert (result["OUTPUT1"].tolist(), result["OUTPUT0"].tolist()) == ([[1] * 4], [[3] * 4])
 
 
-async def test_infer_text_comes_back_byte_for_byte(client: AsyncInferenceClient) -> None:
+async def test_infer_returns_text_byte_for_byte(client: AsyncInferenceClient) -> None:
     text = np.array([["", "gr\u00fc\u00df\x00", "\U0001f600" * 100]])
     result = await client.infer("text", {"INPUT0": text})
     assert result["OUTPUT0"].tolist() == [[element.encode() for element in text[0]]]
 
 
-async def test_infer_text_that_is_not_utf8_is_refused_before_the_model_sees_it(client: AsyncInferenceClient) -> None:
+async def test_infer_refuses_text_that_is_not_utf8_before_the_model_sees_it(client: AsyncInferenceClient) -> None:
     bad = np.array([[b"fine", b"\xff\xfe"]], object)
     with pytest.raises(
         Exception,
@@ -84,13 +84,13 @@ async def test_infer_text_that_is_not_utf8_is_refused_before_the_model_sees_it(c
     assert good["OUTPUT0"].tolist() == [[b"fine"]]
 
 
-async def test_infer_without_batch_axis_takes_the_shape_as_it_is(client: AsyncInferenceClient) -> None:
+async def test_infer_without_batch_axis_uses_the_shape_unchanged(client: AsyncInferenceClient) -> None:
     ones = np.ones(2, np.float32)
     assert (await client.infer("whole", {"INPUT0": ones, "INPUT1": ones}))["OUTPUT0"].tolist() == [2, 2]
     assert float((await client.infer("scalar", {"INPUT0": np.float32(4)}))["OUTPUT0"]) == 8
 
 
-async def test_infer_many_models_at_once_each_answers_its_own(client: AsyncInferenceClient) -> None:
+async def test_infer_of_several_models_at_once_gives_each_request_its_own_answer(client: AsyncInferenceClient) -> None:
     async def one(number: int) -> bool:
         if number % 2:
             value = np.full((1, 4), number, np.int32)
@@ -126,7 +126,7 @@ async def test_metadata_lists_all_versions_or_the_one_asked_for(
     assert found.inputs[0].shape == ((-1, 16) if version == "1" else (-1, 4))
 
 
-async def test_metadata_of_what_is_not_there_is_refused(zoo: Served) -> None:
+async def test_metadata_of_unknown_models_and_versions_is_refused(zoo: Served) -> None:
     for request, code in (
         (pb.ModelMetadataRequest(name="nope"), grpc.StatusCode.NOT_FOUND),
         (pb.ModelMetadataRequest(name="simple", version="2"), grpc.StatusCode.NOT_FOUND),
@@ -143,7 +143,7 @@ async def test_ready_and_live_while_serving(client: AsyncInferenceClient) -> Non
     assert await client.health() == await client.health("inference.GRPCInferenceService") == "SERVING"
 
 
-async def test_model_ready_of_what_is_not_there_is_not_found(zoo: Served) -> None:
+async def test_model_ready_of_unknown_models_and_versions_is_not_found(zoo: Served) -> None:
     for request in (pb.ModelReadyRequest(name="nope"), pb.ModelReadyRequest(name="simple", version="2")):
         assert (await failure_of(zoo.stub.ModelReady(request)))[0] is grpc.StatusCode.NOT_FOUND
 
@@ -173,11 +173,11 @@ async def test_server_metadata_advertises_what_works_and_nothing_else(tmp_path: 
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
         said = (await served.stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
     assert len(said) == len(set(said))
-    # The one that takes a GPU.
+    # The one that needs a GPU.
     assert set(said) - {"cuda_shared_memory"} == ALWAYS | more
 
 
-async def test_infer_typed_in_and_typed_out(tmp_path: Path) -> None:
+async def test_infer_with_typed_inputs_and_outputs(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}) as served:
         request = infer("m", parameters={"binary_data_output": False})
         request.inputs.add(name="a", datatype="FP32", shape=[1, 2]).contents.fp32_contents.extend([1.5, 2])
@@ -186,14 +186,14 @@ async def test_infer_typed_in_and_typed_out(tmp_path: Path) -> None:
     assert list(response.outputs[0].contents.fp32_contents) == [1.5, 2]
 
 
-async def test_infer_tensors_without_elements_come_back_empty(tmp_path: Path) -> None:
+async def test_infer_returns_tensors_without_elements_as_empty(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model("FP32", -1, 3)}) as served:
         response = await served.infer(infer("m", {"a": np.zeros((2, 0, 3), np.float32)}))
     assert list(response.outputs[0].shape) == [2, 0, 3]
     assert list(response.raw_output_contents) == [b""]
 
 
-async def test_infer_tensors_far_beyond_grpcs_default_limit_pass(tmp_path: Path) -> None:
+async def test_infer_accepts_tensors_far_beyond_grpcs_default_limit(tmp_path: Path) -> None:
     big = rows_of_floats(4, 2_000_000)
     async with serving(tmp_path, {"m": echo_model("FP32", -1)}) as served:
         response = await served.infer(infer("m", {"a": big}))
@@ -201,13 +201,13 @@ async def test_infer_tensors_far_beyond_grpcs_default_limit_pass(tmp_path: Path)
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-async def test_infer_compressed_request_is_understood(tmp_path: Path, compression: grpc.Compression) -> None:
+async def test_infer_understands_compressed_requests(tmp_path: Path, compression: grpc.Compression) -> None:
     async with serving(tmp_path, {"m": echo_model()}) as served:
         response = await served.stub.ModelInfer(infer("m", {"a": rows_of_floats(3)}), compression=compression)
     assert response.raw_output_contents[0] == rows_of_floats(3).tobytes()
 
 
-async def test_infer_model_without_inputs_answers(tmp_path: Path) -> None:
+async def test_infer_of_a_model_without_inputs_is_answered(tmp_path: Path) -> None:
     spec = ModelSpec((), (TensorSpec("x", "BYTES", (1,)),))
     model = MemoryModel(spec, compute=lambda inputs: [np.array([b"constant"], object)])
     async with serving(tmp_path, {"m": model}) as served:
@@ -215,16 +215,16 @@ async def test_infer_model_without_inputs_answers(tmp_path: Path) -> None:
     assert list(response.raw_output_contents) == [bytes_element(b"constant")]
 
 
-async def test_infer_name_of_a_model_may_be_any_text_that_a_folder_may_have(tmp_path: Path) -> None:
+async def test_infer_accepts_any_model_name_that_a_folder_can_have(tmp_path: Path) -> None:
     name = "\u6a21\u578b v1.2 (new)"
     write_model(tmp_path, name)
     async with serving(tmp_path, {name: echo_model()}) as served:
         assert (await served.infer(infer(name, {"a": rows_of_floats(1)}))).model_name == name
 
 
-async def test_outputs_beyond_one_message_are_refused_and_counted_and_calls_and_streams_go_on(tmp_path: Path) -> None:
+async def test_outputs_beyond_one_message_are_refused_while_calls_and_streams_keep_working(tmp_path: Path) -> None:
     def compute(inputs: Tensors) -> Tensors:
-        # What nobody touches takes no memory.
+        # Zeros that nobody touches take no memory.
         size = int(inputs[0].max())
         return (np.zeros((len(inputs[0]), size), np.uint8),)
 

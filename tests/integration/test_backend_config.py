@@ -1,4 +1,4 @@
-"""`--backend-config` in a real process: its own, for threads that sessions share are the process's for good."""
+"""`--backend-config` in separate server processes, since threads that sessions share stay in a process for good."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def threads(server: ServerProcess) -> int:
     return len(os.listdir(f"/proc/{server.pid}/task"))
 
 
-def test_default_max_batch_size_is_for_models_that_leave_it_open(repository: Path) -> None:
+def test_default_max_batch_size_applies_to_models_that_set_none(repository: Path) -> None:
     with started(repository, "default-max-batch-size=5") as (_, stub):
         config = stub.ModelConfig(pb.ModelConfigRequest(name="m1"), timeout=20).config
         assert config.max_batch_size == 5
@@ -47,7 +47,7 @@ def test_default_max_batch_size_is_for_models_that_leave_it_open(repository: Pat
         assert list(config.dynamic_batching.preferred_batch_size) == [5]
 
 
-def test_thread_count_is_that_of_each_session_that_has_none_of_its_own(repository: Path) -> None:
+def test_thread_count_applies_to_each_session_that_sets_none(repository: Path) -> None:
     with started(repository, "intra_op_thread_count=1") as (server, _):
         few = threads(server)
     with started(repository, "intra_op_thread_count=5") as (server, _):
@@ -55,7 +55,7 @@ def test_thread_count_is_that_of_each_session_that_has_none_of_its_own(repositor
         assert threads(server) > few + 9
 
 
-def test_threads_that_are_shared_are_one_pool_for_all_models(repository: Path) -> None:
+def test_shared_threads_are_one_pool_for_all_models(repository: Path) -> None:
     with started(repository, "intra_op_thread_count=1") as (server, _):
         few = threads(server)
     shared = ("enable-global-threadpool=1", "intra_op_thread_count=5")

@@ -1,4 +1,4 @@
-"""Bytes that are no message, and calls that nobody serves: a clean status, and the server goes on."""
+"""Bytes that aren't a message, and calls of unknown methods: they get a clean status, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -45,36 +45,36 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     [
         b"\xff",
         b"\x0a\xff\xff\xff\xff\x0f",  # a name of 4 GiB
-        b"\x0a\x02\xff\xfe",  # a name that is no UTF-8
+        b"\x0a\x02\xff\xfe",  # a name that isn't UTF-8
         b"\x0b" * 10_000,  # groups within groups
         GOOD.SerializeToString()[:-1],
         GOOD.SerializeToString()[:7],
     ],
     ids=["stray byte", "huge length", "no text", "nested groups", "last byte missing", "cut in the middle"],
 )
-async def test_infer_of_bytes_that_are_no_message_is_refused(served: Served, data: bytes) -> None:
+async def test_infer_of_bytes_that_are_not_a_message_is_refused(served: Served, data: bytes) -> None:
     code, text = await failure_of(served.raw_call("ModelInfer", data))
     assert code is Code.INVALID_ARGUMENT
-    # Newer versions of protobuf go on.
+    # Newer versions of protobuf add to the text.
     assert text.startswith("Error parsing message with type 'inference.ModelInferRequest'")
 
 
 @pytest.mark.parametrize("method", sorted(SERVED))
-async def test_call_of_any_method_with_bytes_that_are_no_message_is_refused(served: Served, method: str) -> None:
+async def test_call_of_any_method_with_bytes_that_are_not_a_message_is_refused(served: Served, method: str) -> None:
     code, text = await failure_of(served.raw_call(method, b"\xff"))
     assert code is Code.INVALID_ARGUMENT
     assert text.startswith(f"Error parsing message with type 'inference.{method}Request'")
 
 
 @pytest.mark.parametrize("path", HEALTH)
-async def test_health_of_bytes_that_are_no_message_is_refused(served: Served, path: str) -> None:
+async def test_health_call_with_bytes_that_are_not_a_message_is_refused(served: Served, path: str) -> None:
     call: Any = served.channel.stream_stream(f"/{path}")(timeout=20)
     await call.write(b"\xff")
     assert (await failure_of(call.read()))[0] is Code.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("frontends", [1, 2])
-async def test_call_that_ends_without_a_message_is_answered_and_no_longer_under_way(
+async def test_call_that_ends_without_a_message_is_refused_and_no_longer_in_progress(
     tmp_path: Path, frontends: int
 ) -> None:
     def used(metrics: dict[str, float]) -> list[float]:
@@ -92,7 +92,7 @@ async def test_call_that_ends_without_a_message_is_answered_and_no_longer_under_
         assert list((await served.infer(GOOD)).outputs[0].shape) == [1, 2]
 
 
-async def test_infer_of_bytes_with_unknown_fields_ignores_them(served: Served) -> None:
+async def test_infer_ignores_unknown_fields(served: Served) -> None:
     unknown = b"\xfa\x7f\x03abc"  # field 2047
     answer = pb.ModelInferResponse.FromString(
         await served.raw_call("ModelInfer", unknown + GOOD.SerializeToString() + unknown)
@@ -100,7 +100,7 @@ async def test_infer_of_bytes_with_unknown_fields_ignores_them(served: Served) -
     assert answer.raw_output_contents[0] == rows_of_floats(1).tobytes()
 
 
-async def test_infer_of_no_bytes_at_all_is_a_request_for_no_model(served: Served) -> None:
+async def test_infer_of_an_empty_message_is_a_request_for_an_unknown_model(served: Served) -> None:
     code, text = await failure_of(served.raw_call("ModelInfer", b""))
     assert (code, text) == (Code.NOT_FOUND, "Request for unknown model: '' is not found; this server has ['m']")
 
@@ -124,13 +124,13 @@ async def test_infer_of_damaged_messages_always_ends_with_an_answer_or_a_refusal
 @pytest.mark.parametrize(
     "path", ["/inference.GRPCInferenceService/Nope", "/other.Service/ModelInfer", "/grpc.health.v1.Health/Nope"]
 )
-async def test_call_of_a_method_that_does_not_exist_is_unimplemented(served: Served, path: str) -> None:
+async def test_call_of_an_unknown_method_is_unimplemented(served: Served, path: str) -> None:
     call: Any = served.channel.unary_unary(path)
     code, _ = await failure_of(call(b"", timeout=20))
     assert code is Code.UNIMPLEMENTED
 
 
-def test_served_rpcs_are_all_there_are() -> None:
+def test_rpcs_listed_here_are_all_of_the_protocol() -> None:
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods}
     assert methods == ALL == SERVED | STREAMED
 
@@ -141,13 +141,13 @@ def test_served_rpcs_are_all_there_are() -> None:
         b"",
         b"\x00" * 4096,
         b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS client saying hello
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS client's hello
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + b"\x00\x00\x08\x01\x25\x00\x00",
     ],
     ids=["nothing", "zeros", "HTTP/1", "TLS", "bad frame", "cut headers"],
 )
-async def test_connection_that_speaks_no_grpc_harms_nobody(served: Served, data: bytes) -> None:
+async def test_connection_that_does_not_speak_grpc_harms_nobody(served: Served, data: bytes) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", served.server.grpc_port)
     writer.write(data)
     await writer.drain()
@@ -155,7 +155,7 @@ async def test_connection_that_speaks_no_grpc_harms_nobody(served: Served, data:
     writer.close()
 
 
-async def test_connection_that_says_nothing_does_not_hold_up_the_end(tmp_path: Path) -> None:
+async def test_silent_connection_does_not_delay_the_stop(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}) as served:
         _, writer = await asyncio.open_connection("127.0.0.1", served.server.grpc_port)
         began = time.monotonic()
@@ -168,6 +168,6 @@ async def test_connection_that_says_nothing_does_not_hold_up_the_end(tmp_path: P
 async def test_infer_with_any_timeout_header_is_answered_or_refused(
     served: Served, timeout: str, answered: bool
 ) -> None:
-    """Written by hand, since clients write only what makes sense."""
+    """Written by hand, since clients send only valid headers."""
     received = await call_by_hand(served.server.grpc_port, GOOD.SerializeToString(), {"grpc-timeout": timeout})
     assert (GOOD.raw_input_contents[0] in received) is answered

@@ -1,4 +1,4 @@
-"""Faulty requests over the wire: each is refused with its status and reason, and nobody else notices."""
+"""Faulty requests over the wire: each is refused with its status and reason, and no other request is affected."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def served(tmp_path: Path, model: MemoryModel) -> AsyncIterator[Served]:
 
 
 async def refused(served: Served, model: MemoryModel, request: Request) -> tuple[Code, str]:
-    """What `request` gets while one neighbour executes and another waits, both of which must be served, and so must
-    whoever comes next; and nothing of it may be left behind."""
+    """The status and text that `request` gets while one neighbour executes and another waits. Both neighbours and the
+    next request must be served, and nothing of `request` may be left behind."""
     ran = len(model.batches)
     model.gate.close()
     running = asyncio.ensure_future(served.infer(good(b"runs")))
@@ -208,12 +208,12 @@ INVALID: list[tuple[str, Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "text"), [case[1:] for case in INVALID], ids=[case[0] for case in INVALID])
-async def test_infer_faulty_request_is_refused_with_its_reason_and_neighbours_are_served(
+async def test_infer_refuses_a_faulty_request_with_its_reason_and_serves_its_neighbours(
     served: Served, model: MemoryModel, change: Change, text: str
 ) -> None:
     request = good()
     change(request)
-    whole = text if "for model 'm'" in text else f"model 'm': {text}"  # Triton's words have the name in them
+    whole = text if "for model 'm'" in text else f"model 'm': {text}"  # Triton's texts contain the name
     assert await refused(served, model, request) == (Code.INVALID_ARGUMENT, whole)
 
 
@@ -246,7 +246,7 @@ def named(name: str, version: str = "") -> Request:
         ("m", "-2", Code.INVALID_ARGUMENT, "model 'm': expected a version number, got '-2'"),
     ],
 )
-async def test_infer_model_or_version_that_is_not_there_is_told_apart(
+async def test_infer_of_an_unknown_model_or_version_is_refused_with_its_reason(
     served: Served, model: MemoryModel, name: str, version: str, code: Code, text: str
 ) -> None:
     assert await refused(served, model, named(name, version)) == (code, text)
@@ -271,7 +271,7 @@ SWITCHED_OFF = "'shared_memory_region' is switched off; start the server with --
         (into_shared_memory, f"output 'x': {SWITCHED_OFF}"),
     ],
 )
-async def test_infer_extension_that_is_not_there_is_unimplemented(
+async def test_infer_with_an_extension_that_is_switched_off_is_unimplemented(
     served: Served, model: MemoryModel, change: Change, text: str
 ) -> None:
     request = good()
@@ -280,7 +280,7 @@ async def test_infer_extension_that_is_not_there_is_unimplemented(
 
 
 @pytest.mark.parametrize("field", ["input", "model", "datatype", "version", "dims"])
-async def test_infer_fault_of_any_length_gets_a_reason_short_enough_to_arrive(
+async def test_infer_gives_faults_of_any_length_a_reason_short_enough_to_arrive(
     served: Served, model: MemoryModel, field: str
 ) -> None:
     request, long = good(), "\u00fc" * 500_000
@@ -302,7 +302,7 @@ async def test_infer_fault_of_any_length_gets_a_reason_short_enough_to_arrive(
 @pytest.mark.parametrize(
     "id", ["", "\u00fc\U0001f600", "x" * 1_000_000, "a\nb\x00"], ids=["none", "unicode", "huge", "control"]
 )
-async def test_infer_any_id_comes_back_as_it_was(served: Served, id: str) -> None:
+async def test_infer_returns_any_id_unchanged(served: Served, id: str) -> None:
     request = good()
     request.id = id
     assert (await served.infer(request)).id == id

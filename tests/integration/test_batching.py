@@ -1,4 +1,4 @@
-"""Requests of many callers ride together, over the wire; how they group is read off the model's own record."""
+"""Requests of many callers share batches, over the wire. How they are grouped is read from the model's own record."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_batch_of_64_clients_averages_above_8_rows(tmp_path: Path) -> None
         assert await served.metric("paceline_batch_rows_count") == executions
 
 
-async def test_batch_forms_behind_a_busy_model_up_to_its_limit(tmp_path: Path) -> None:
+async def test_batch_forms_up_to_its_limit_while_the_model_is_busy(tmp_path: Path) -> None:
     model = echo_model()
     async with serving(tmp_path, {"m": model}, config=MERGE) as served:
         blocker = await busy(served, model)
@@ -71,7 +71,7 @@ async def test_batch_forms_behind_a_busy_model_up_to_its_limit(tmp_path: Path) -
     assert sizes[1:] in ([8, 7], [7, 8])
 
 
-async def test_batch_of_requests_without_dynamic_batching_is_always_one_request(tmp_path: Path) -> None:
+async def test_batch_without_dynamic_batching_is_always_one_request(tmp_path: Path) -> None:
     model = echo_model()
     tensor = 'name: "{}" data_type: TYPE_FP32 dims: [ -1 ]'
     config = f"max_batch_size: 8 input {{ {tensor.format('a')} }} output {{ {tensor.format('x')} }}"
@@ -92,7 +92,7 @@ async def test_batch_of_a_model_without_batch_axis_is_always_one_request(tmp_pat
     assert model.batches == [(1,)] * 3
 
 
-async def test_batch_of_mixed_shapes_groups_equal_ones_and_starves_none(tmp_path: Path) -> None:
+async def test_batches_of_mixed_shapes_group_equal_ones_and_starve_none(tmp_path: Path) -> None:
     model = echo_model("FP32", -1)
     async with serving(tmp_path, {"m": model}, config=MERGE) as served:
         model.gate.close()
@@ -108,7 +108,7 @@ async def test_batch_of_mixed_shapes_groups_equal_ones_and_starves_none(tmp_path
     assert model.batches == [(1,), (1,) * 4, (1,) * 4, (1,) * 4]
 
 
-async def test_batch_mates_each_get_the_outputs_they_asked_for(tmp_path: Path) -> None:
+async def test_requests_of_a_batch_each_get_the_outputs_they_asked_for(tmp_path: Path) -> None:
     two = tuple(TensorSpec(name, "FP32", (-1, -1)) for name in ("x", "y"))
     model = MemoryModel(ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), two), lambda inputs: [inputs[0], -inputs[0]])
     async with serving(tmp_path, {"m": model}, config=MERGE) as served:
@@ -147,7 +147,7 @@ LONG_US = 100_000_000
 async def test_preferred_sizes_leave_without_waiting_for_the_delay(
     tmp_path: Path, rows: list[int], batches: list[tuple[int, ...]]
 ) -> None:
-    """One after the other, as if each had just arrived; the delay is far beyond the test's patience."""
+    """Requests are sent one by one, each when the last one has arrived; the delay is far longer than the test waits."""
     model = echo_model()
     async with serving(tmp_path, {"m": model}, config=PREFERRED.format(us=LONG_US)) as served:
         calls: list[asyncio.Task[Any]] = []
@@ -185,7 +185,7 @@ async def test_preferred_size_completed_by_a_second_request_leaves_at_once(tmp_p
     assert model.batches == [(1, 1)]
 
 
-async def test_delay_of_the_largest_number_there_is_can_be_configured(tmp_path: Path) -> None:
+async def test_delay_can_be_the_largest_possible_number(tmp_path: Path) -> None:
     model = echo_model()
     async with serving(tmp_path, {"m": model}, config=PREFERRED.format(us=2**64 - 1)) as served:
         calls = send(served, infer("m", {"a": rows_of_floats(1)}))
@@ -207,7 +207,7 @@ async def test_two_instances_execute_at_the_same_time(tmp_path: Path) -> None:
     assert model.batches == [(1,)] * 3
 
 
-async def test_versions_of_a_model_have_queues_of_their_own(tmp_path: Path) -> None:
+async def test_versions_of_a_model_have_separate_queues(tmp_path: Path) -> None:
     write_identity(tmp_path, "m", extra="dynamic_batching { } version_policy { all { } }")
     (tmp_path / "m" / "2").mkdir()
     async with serving(tmp_path) as served:

@@ -1,4 +1,5 @@
-"""Bounds on what may wait: by requests, rows and bytes, exact to the last one, free again at once, counted once."""
+"""Bounds of the queue by requests, rows and bytes: they are exact, requests that leave make room at once, and each
+request is counted once."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def full(limit: int, what: str) -> tuple[grpc.StatusCode, str]:
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-async def test_bound_of_requests_does_not_count_those_that_execute(tmp_path: Path, instances: int) -> None:
-    """Eight may wait: of ten that come while all instances are busy, two are refused."""
+async def test_bound_of_requests_does_not_count_executing_ones(tmp_path: Path, instances: int) -> None:
+    """Eight may wait: of ten that arrive while all instances are busy, two are refused."""
     script = Script()
     text = f"max_batch_size: 32 instance_group {{ count: {instances} }} dynamic_batching {{ "
     text += "preferred_batch_size: [ 4, 8 ] default_queue_policy { max_queue_size: 8 } }"
@@ -41,7 +42,7 @@ async def test_bound_of_requests_does_not_count_those_that_execute(tmp_path: Pat
 
 
 @pytest.mark.parametrize("order", [[3, 2], [1, 1, 1, 1, 1], [5]])
-async def test_bound_of_rows_is_exact_and_free_again(tmp_path: Path, order: list[int]) -> None:
+async def test_bound_of_rows_is_exact_and_a_cancellation_makes_room(tmp_path: Path, order: list[int]) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE + own(max_queue_rows=5)) as served:
         async with busy(served, script):
@@ -56,7 +57,7 @@ async def test_bound_of_rows_is_exact_and_free_again(tmp_path: Path, order: list
         await asyncio.gather(*send(served, *(request(10 + number) for number in range(5))))
 
 
-async def test_bound_of_rows_lets_smaller_ones_in_where_a_larger_one_has_no_room(tmp_path: Path) -> None:
+async def test_bound_of_rows_admits_a_smaller_request_where_a_larger_one_has_no_room(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE + own(max_queue_rows=5)) as served:
         async with busy(served, script):
@@ -66,7 +67,7 @@ async def test_bound_of_rows_lets_smaller_ones_in_where_a_larger_one_has_no_room
         await asyncio.gather(*calls)
 
 
-async def test_bound_of_bytes_is_exact_and_free_again(tmp_path: Path) -> None:
+async def test_bound_of_bytes_is_exact_and_a_cancellation_makes_room(tmp_path: Path) -> None:
     """A row of two floats is 8 bytes."""
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE + own(max_queue_bytes=24)) as served:
@@ -90,7 +91,7 @@ async def test_bound_of_bytes_counts_text_by_its_length(tmp_path: Path) -> None:
 
     async with serving(tmp_path, {"m": model}, config=MERGE + own(max_queue_bytes=100)) as served:
         model.gate.close()
-        # Even though it would not have to wait: what never fits is told so at once.
+        # Even though it wouldn't have to wait: a request that never fits is refused at once.
         assert await failure_of(served.infer(infer("m", {"a": text(101)}))) == full(100, "bytes")
         calls = send(served, infer("m", {"a": text(1)}))
         await asyncio.to_thread(model.gate.wait_entered, 1)
@@ -100,7 +101,7 @@ async def test_bound_of_bytes_counts_text_by_its_length(tmp_path: Path) -> None:
         await asyncio.gather(*calls)
 
 
-async def test_counters_after_successes_and_every_kind_of_failure_add_up_to_what_was_sent(tmp_path: Path) -> None:
+async def test_counters_of_successes_and_all_kinds_of_failures_add_up_to_the_requests_sent(tmp_path: Path) -> None:
     script = Script()
     script.errors[13.0] = ExecutionError("unlucky")
     policy = "default_queue_policy { max_queue_size: 6 allow_timeout_override: true }"
@@ -131,7 +132,7 @@ async def test_counters_after_successes_and_every_kind_of_failure_add_up_to_what
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-async def test_bound_reached_by_a_crowd_at_once_is_not_exceeded_by_one(tmp_path: Path, limit: int) -> None:
+async def test_bound_is_not_exceeded_when_many_requests_arrive_at_once(tmp_path: Path, limit: int) -> None:
     script = Script()
     text = f"max_batch_size: 8 dynamic_batching {{ default_queue_policy {{ max_queue_size: {limit} }} }}"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
@@ -147,7 +148,7 @@ async def test_bound_reached_by_a_crowd_at_once_is_not_exceeded_by_one(tmp_path:
     assert BUSY in script.seen[0]
 
 
-async def test_bound_holds_for_each_model_by_itself(tmp_path: Path) -> None:
+async def test_bound_applies_to_each_model_separately(tmp_path: Path) -> None:
     script = Script()
     other: MemoryModel = echo_model()
     text = "max_batch_size: 8 dynamic_batching { default_queue_policy { max_queue_size: 1 } }"

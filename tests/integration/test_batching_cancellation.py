@@ -1,4 +1,4 @@
-"""Callers that go away: from a batch in flight or from the queue, from its front, its middle or its end."""
+"""Cancelled requests: in a batch in flight, or at the front, in the middle or at the end of the queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VICTIMS = pytest.mark.parametrize("victims", [{0}, {1}, {3}, {0, 3}, {1, 2}, {0,
 
 
 async def cancel(served: Served, calls: list[Call], victims: set[int]) -> list[Call]:
-    """Cancel some, once the server has heard of it; the others."""
+    """Cancel the calls numbered in `victims`, and return the others."""
     for victim in victims:
         calls[victim].cancel()
     await asyncio.gather(*(calls[victim] for victim in victims), return_exceptions=True)
@@ -27,7 +27,7 @@ async def cancel(served: Served, calls: list[Call], victims: set[int]) -> list[C
 
 @VICTIMS
 @pytest.mark.parametrize("instances", [1, 2])
-async def test_cancel_in_a_batch_in_flight_leaves_its_neighbours_their_answers(
+async def test_cancellation_in_a_batch_in_flight_leaves_neighbours_their_answers(
     tmp_path: Path, victims: set[int], instances: int
 ) -> None:
     script = Script()
@@ -46,7 +46,7 @@ async def test_cancel_in_a_batch_in_flight_leaves_its_neighbours_their_answers(
 
 
 @VICTIMS
-async def test_cancel_in_the_queue_is_never_executed_and_leaves_the_others_in_order(
+async def test_request_cancelled_in_the_queue_is_not_executed_and_the_others_keep_their_order(
     tmp_path: Path, victims: set[int]
 ) -> None:
     script = Script()
@@ -62,7 +62,7 @@ async def test_cancel_in_the_queue_is_never_executed_and_leaves_the_others_in_or
     assert script.served == ([sorted(set(range(4)) - victims)] if others else [])
 
 
-async def test_cancel_of_the_only_one_of_its_shape_frees_its_lane(tmp_path: Path) -> None:
+async def test_cancelling_the_only_request_of_its_shape_frees_its_lane(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         async with busy(served, script):
@@ -75,7 +75,7 @@ async def test_cancel_of_the_only_one_of_its_shape_frees_its_lane(tmp_path: Path
     assert script.served == [[1, 3]]
 
 
-async def test_cancel_of_the_last_one_short_of_a_preferred_size_does_not_release_the_rest(tmp_path: Path) -> None:
+async def test_cancelled_request_does_not_count_towards_a_preferred_size(tmp_path: Path) -> None:
     script = Script()
     text = "max_batch_size: 4 dynamic_batching { preferred_batch_size: [ 3 ] max_queue_delay_microseconds: 100000000 }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
@@ -89,7 +89,7 @@ async def test_cancel_of_the_last_one_short_of_a_preferred_size_does_not_release
     assert script.seen == [[2, 3, 4]]
 
 
-async def test_cancel_of_a_crowd_while_batches_come_and_go_loses_no_answer(tmp_path: Path) -> None:
+async def test_cancelling_many_requests_while_batches_execute_loses_no_answer(tmp_path: Path) -> None:
     script = Script()
     script.model.latency = lambda rows: 0.002
     async with serving(tmp_path, {"m": script.model}, config=f"{MERGE} instance_group {{ count: 2 }}") as served:

@@ -1,4 +1,4 @@
-"""The caller's own deadline: what can't be answered in time is not executed, and is told so at once."""
+"""Callers' deadlines: a request that can't be answered in time isn't executed, and is refused at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW_S = 0.4
 
 
 async def learn(served: Served, script: Script, duration_s: float, rows: int = 1, times: int = 3) -> None:
-    """Have batches measured that take so long; three are proof enough to refuse somebody."""
+    """Have the server measure `times` batches that take `duration_s`; three are enough for it to refuse requests."""
     script.model.latency = lambda rows: duration_s
     for _ in range(times):
         await served.infer(request(BUSY, rows))
@@ -31,7 +31,7 @@ async def dropped(served: Served, reason: str) -> float:
     return await served.metric("paceline_dropped_requests", f'model="m",reason="{reason}",version="1"')
 
 
-async def test_deadline_passed_in_the_queue_is_never_executed(tmp_path: Path) -> None:
+async def test_request_whose_deadline_passes_in_the_queue_is_never_executed(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         async with busy(served, script):
@@ -45,7 +45,7 @@ async def test_deadline_passed_in_the_queue_is_never_executed(tmp_path: Path) ->
     assert script.served == [[1]]
 
 
-async def test_deadline_shorter_than_a_measured_execution_is_refused_long_before_it_passes(tmp_path: Path) -> None:
+async def test_deadline_shorter_than_a_measured_execution_is_refused_before_it_passes(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         await learn(served, script, SLOW_S)
@@ -59,7 +59,7 @@ async def test_deadline_shorter_than_a_measured_execution_is_refused_long_before
     assert script.served == []
 
 
-async def test_deadline_shorter_than_a_measured_execution_is_tried_if_awareness_is_off(tmp_path: Path) -> None:
+async def test_deadline_shorter_than_a_measured_execution_is_tried_without_awareness(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE + own(deadline_aware=False)) as served:
         await learn(served, script, SLOW_S)
@@ -68,7 +68,7 @@ async def test_deadline_shorter_than_a_measured_execution_is_tried_if_awareness_
         assert await dropped(served, "unreachable") == 0
 
 
-async def test_deadline_of_the_first_request_of_a_model_is_tried_as_nothing_is_known(tmp_path: Path) -> None:
+async def test_deadline_of_a_models_first_request_is_tried_as_nothing_is_measured_yet(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         assert mark_of(await served.infer(request(1), timeout_s=5)) == 1
@@ -82,7 +82,7 @@ async def test_deadline_longer_than_a_measured_execution_is_met(tmp_path: Path) 
     assert script.served == [[1]]
 
 
-async def test_deadline_behind_a_backlog_that_lasts_longer_is_refused_at_once(tmp_path: Path) -> None:
+async def test_deadline_shorter_than_the_backlog_is_refused_at_once(tmp_path: Path) -> None:
     script = Script()
     text = f"max_batch_size: 1 dynamic_batching {{ }} {own(deadline_aware=True)}"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
@@ -99,7 +99,7 @@ async def test_deadline_behind_a_backlog_that_lasts_longer_is_refused_at_once(tm
     assert [9] not in script.served
 
 
-async def test_deadline_that_became_unreachable_in_the_queue_is_given_up_and_not_executed(tmp_path: Path) -> None:
+async def test_request_whose_deadline_becomes_unreachable_in_the_queue_is_not_executed(tmp_path: Path) -> None:
     """It would have been met if the execution ahead had taken the time that was measured."""
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
@@ -117,7 +117,8 @@ async def test_deadline_that_became_unreachable_in_the_queue_is_given_up_and_not
 
 
 async def test_deadline_shorter_than_one_slow_execution_is_tried_as_one_proves_nothing(tmp_path: Path) -> None:
-    """A first execution may be slow as none after it; if nobody were let through, nobody would ever know."""
+    """The first execution may be slower than all later ones. If requests were refused because of it, this would never
+    be found out."""
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         await learn(served, script, 1.0, times=1)
@@ -127,7 +128,9 @@ async def test_deadline_shorter_than_one_slow_execution_is_tried_as_one_proves_n
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-async def test_deadlines_of_a_crowd_are_answered_or_refused_and_never_both(tmp_path: Path, instances: int) -> None:
+async def test_many_requests_with_deadlines_are_answered_or_refused_and_never_both(
+    tmp_path: Path, instances: int
+) -> None:
     script = Script()
     text = f"{MERGE} instance_group {{ count: {instances} }}"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:

@@ -1,4 +1,4 @@
-"""Batches that fail: who is to blame gets the error, everybody else an answer, and the search for them ends."""
+"""Batches that fail: the requests at fault get the error, all others an answer, and the search is bounded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_poisoned_request_among_31_good_ones_fails_alone(tmp_path: Path, i
         assert mark_of(await served.infer(request(99))) == 99
 
 
-async def test_poisoned_requests_everywhere_all_fail_after_a_bounded_search(tmp_path: Path) -> None:
+async def test_batch_of_poisoned_requests_fails_after_a_bounded_search(tmp_path: Path) -> None:
     script = Script()
     script.model.faults.raise_when(lambda inputs: bool((inputs[0] >= 0).any()), ExecutionError("no"))
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
@@ -56,7 +56,7 @@ async def test_poisoned_requests_everywhere_all_fail_after_a_bounded_search(tmp_
         assert totals(await served.metrics())["BACKEND"] == 32
 
 
-async def test_poisoned_request_with_isolation_switched_off_takes_its_batch_along(tmp_path: Path) -> None:
+async def test_poisoned_request_fails_its_whole_batch_with_isolation_switched_off(tmp_path: Path) -> None:
     script = poisoned(ExecutionError("all of you"))
     async with serving(tmp_path, {"m": script.model}, config=MERGE + own(isolate_failures=False)) as served:
         async with busy(served, script):
@@ -70,7 +70,7 @@ async def test_poisoned_request_with_isolation_switched_off_takes_its_batch_alon
     "error", [InstanceError("cuBLAS failed"), SystemExit("bye"), KeyboardInterrupt("stop")],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
-async def test_failure_of_the_session_is_not_run_again(tmp_path: Path, error: BaseException) -> None:
+async def test_batch_is_not_run_again_after_a_failure_of_the_session(tmp_path: Path, error: BaseException) -> None:
     script = poisoned(error)
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         async with busy(served, script):
@@ -84,7 +84,7 @@ async def test_failure_of_the_session_is_not_run_again(tmp_path: Path, error: Ba
     "error", [ZeroDivisionError("x / 0"), KeyError("k"), StopIteration(), ExceptionGroup("e", [OSError()])],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
-async def test_failure_by_any_exception_is_isolated_all_the_same(tmp_path: Path, error: Exception) -> None:
+async def test_failure_by_any_exception_is_isolated(tmp_path: Path, error: Exception) -> None:
     script = poisoned(error)
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         async with busy(served, script):
@@ -93,12 +93,12 @@ async def test_failure_by_any_exception_is_isolated_all_the_same(tmp_path: Path,
         assert [mark_of(await calls[0]), mark_of(await calls[2])] == [12, 14]
 
 
-async def test_failure_of_outputs_that_lack_a_row_is_isolated_and_the_next_run_answers(tmp_path: Path) -> None:
+async def test_batch_whose_outputs_lack_a_row_is_run_again_and_answered(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         async with busy(served, script) as gate:
             calls = await queued(served, (request(mark) for mark in range(4)))
-            script.model.faults.distort_next(lambda outputs: outputs)  # of what keeps it busy
+            script.model.faults.distort_next(lambda outputs: outputs)  # of the request that keeps it busy
             script.model.faults.distort_next(lose_row)
             gate.open()
         assert [mark_of(answer) for answer in await asyncio.gather(*calls)] == [0, 1, 2, 3]
@@ -129,7 +129,7 @@ async def test_failure_with_a_request_cancelled_meanwhile_answers_the_others(tmp
         assert await served.metric("nv_inference_pending_request_count") == 0
 
 
-async def test_failure_while_others_wait_lets_them_in_afterwards(tmp_path: Path) -> None:
+async def test_requests_that_wait_during_a_failure_are_served_afterwards(tmp_path: Path) -> None:
     script = poisoned(ExecutionError("no"))
     gate = script.hold(POISON)
     text = f"max_batch_size: 4 dynamic_batching {{ }} {own(isolate_failures=True)}"
@@ -143,7 +143,7 @@ async def test_failure_while_others_wait_lets_them_in_afterwards(tmp_path: Path)
         assert [mark_of(one) for one in await asyncio.gather(*calls[1:], *behind)] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-async def test_failures_leave_nothing_behind_after_many_of_them(tmp_path: Path) -> None:
+async def test_many_failures_leave_nothing_behind(tmp_path: Path) -> None:
     script = poisoned(ValueError("no"))
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         for round_ in range(5):

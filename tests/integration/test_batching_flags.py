@@ -1,4 +1,4 @@
-"""How a model without configuration batches, as the command line and the environment say it, in everybody's units."""
+"""Batching of models without a configuration, set by flags and environment variables in several servers' units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.wire import rows_of_floats
 
 
 def refusal(*arguments: str, **environment: str) -> str:
-    """What is said by a start that ends before anything is served."""
+    """The output of a start that fails before anything is served."""
     outcome = CliRunner().invoke(main, ["serve", "models", *arguments], env=environment)
     assert outcome.exit_code == 2
     return outcome.output
@@ -31,13 +31,13 @@ def repository(tmp_path: Path) -> Path:
 
 
 def loaded(server: ServerProcess, model: str) -> str:
-    """What the log says of how the model batches."""
+    """What the log says about the model's batching."""
     start = f"model '{model}' version 1 loaded in "
     (line,) = [line["message"] for line in server.log if line["message"].startswith(start)]
     return str(line).partition(": ")[2]
 
 
-def test_flags_in_tritons_units_are_for_the_model_without_configuration_alone(repository: Path) -> None:
+def test_flags_in_tritons_units_apply_only_to_the_model_without_configuration(repository: Path) -> None:
     flags = ["--max-batch-size", "5", "--max-queue-delay-microseconds", "2500"]
     with ServerProcess(repository, args=flags) as server:
         assert loaded(server, "bare") == "batches of up to 5 rows, delay 2500 us"
@@ -47,7 +47,7 @@ def test_flags_in_tritons_units_are_for_the_model_without_configuration_alone(re
 
 
 def test_flags_in_kserves_units_delay_and_bound_the_wait(repository: Path) -> None:
-    """A request alone would wait a minute for company, but for at most a twentieth of a second at all."""
+    """A single request would wait a minute for more requests, but the timeout is a twentieth of a second."""
     flags = ["--max-batchsize", "6", "--max-latency", "60000", "--timeout", "0.05"]
     with ServerProcess(repository, args=flags) as server:
         assert loaded(server, "bare") == "batches of up to 6 rows, delay 60000000 us"
@@ -60,13 +60,13 @@ def test_flags_in_kserves_units_delay_and_bound_the_wait(repository: Path) -> No
             assert client.infer("configured", {"INPUT0": one})["OUTPUT0"].tolist() == one.tolist()
 
 
-def test_flags_in_mlservers_units_come_from_the_environment_too(repository: Path) -> None:
+def test_flags_in_mlservers_units_may_come_from_the_environment(repository: Path) -> None:
     environment = {"PACELINE_MAX_BATCH_TIME": "0.0125", "PACELINE_MAX_BATCH_SIZE": "7"}
     with ServerProcess(repository, env=environment) as server:
         assert loaded(server, "bare") == "batches of up to 7 rows, delay 12500 us"
 
 
-def test_flags_left_out_mean_32_rows_and_no_delay(repository: Path) -> None:
+def test_defaults_of_the_flags_are_32_rows_and_no_delay(repository: Path) -> None:
     with ServerProcess(repository) as server:
         assert loaded(server, "bare") == "batches of up to 32 rows, delay 0 us"
 
@@ -87,12 +87,12 @@ def test_flags_that_give_the_delay_in_two_units_are_refused(arguments: list[str]
 
 @pytest.mark.parametrize("flag", ["--max-latency", "--max-batch-time", "--timeout", "--exit-timeout-secs"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "soon"])
-def test_flags_that_are_no_amount_of_time_are_refused_by_name(flag: str, value: str) -> None:
+def test_invalid_durations_are_refused_and_the_flag_is_named(flag: str, value: str) -> None:
     said = refusal(f"{flag}={value}")
     assert f"Invalid value for '{flag}': " in said
     assert value in said
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
-def test_flags_that_are_no_number_of_rows_are_refused_by_name(value: str) -> None:
+def test_invalid_numbers_of_rows_are_refused_and_the_flag_is_named(value: str) -> None:
     assert "Invalid value for '--max-batch-size' / '--max-batchsize': " in refusal(f"--max-batchsize={value}")

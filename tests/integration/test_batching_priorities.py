@@ -1,4 +1,4 @@
-"""Priorities and queue policies: who goes first, who gives way, who is refused."""
+"""Priorities and queue policies: which requests go first, which are delayed, which are refused."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def uint(value: int) -> InferParameter:
 
 
 async def passed_ms(milliseconds: float) -> None:
-    """Return once so much time has passed: the passing of time is the condition itself."""
+    """Return once `milliseconds` have passed: here, time itself is the condition."""
     until_s = time.monotonic() + milliseconds / 1_000
     await eventually_async(lambda: time.monotonic() > until_s, "time to pass")
 
 
-async def test_priorities_higher_levels_go_first_and_equal_ones_in_order_of_arrival(tmp_path: Path) -> None:
+async def test_higher_priorities_go_first_and_equal_ones_in_order_of_arrival(tmp_path: Path) -> None:
     script = Script()
     text = config("priority_levels: 3 default_priority_level: 2")
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
         async with busy(served, script):
-            asked = [3, 1, 2, 3, 1, 2, 0, 9]  # 0 and 9 are no levels: the default, 2
+            asked = [3, 1, 2, 3, 1, 2, 0, 9]  # 0 and 9 aren't levels: they mean the default, 2
             calls = await queued(served, (request(mark, priority=level) for mark, level in enumerate(asked)))
         assert [mark_of(answer) for answer in await asyncio.gather(*calls)] == list(range(8))
     assert [batch[0] for batch in script.served] == [1, 4, 2, 5, 6, 7, 0, 3]
 
 
-async def test_priorities_of_64_bits_are_told_apart(tmp_path: Path) -> None:
+async def test_priorities_of_64_bits_are_distinguished(tmp_path: Path) -> None:
     script = Script()
     text = config(f"priority_levels: {U64_MAX} default_priority_level: {U64_MAX - 1}")
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
@@ -55,8 +55,8 @@ async def test_priorities_of_64_bits_are_told_apart(tmp_path: Path) -> None:
     assert [batch[0] for batch in script.served] == [5, 3, 4, 2, 1, 0]
 
 
-async def test_priorities_overtake_into_the_batch_that_forms(tmp_path: Path) -> None:
-    """2 + 1 rows wait at the default level, then 2 come at the first: with the oldest 2 they make the preferred 4."""
+async def test_higher_priority_overtakes_into_the_batch_being_formed(tmp_path: Path) -> None:
+    """2 + 1 rows wait at the default level, then 2 arrive at level 1: with the oldest 2 they make the preferred 4."""
     script = Script()
     text = config(
         "priority_levels: 2 default_priority_level: 2 preferred_batch_size: [ 4, 8 ] "
@@ -72,7 +72,7 @@ async def test_priorities_overtake_into_the_batch_that_forms(tmp_path: Path) -> 
     assert script.seen[1:] == [[2, 4, 4, 4]]
 
 
-async def test_priorities_where_there_are_no_levels_change_nothing(tmp_path: Path) -> None:
+async def test_priorities_without_levels_change_nothing(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=config("")) as served:
         async with busy(served, script):
@@ -100,7 +100,7 @@ async def test_queue_policy_of_a_level_bounds_that_level_alone(tmp_path: Path) -
 PREFERRED = f"preferred_batch_size: [ 4, 8 ] max_queue_delay_microseconds: {LONG_US}"
 
 
-async def test_timeout_action_delay_serves_the_late_one_after_all_others(tmp_path: Path) -> None:
+async def test_timeout_action_delay_serves_the_late_request_after_all_others(tmp_path: Path) -> None:
     script = Script()
     policy = "default_queue_policy { timeout_action: DELAY allow_timeout_override: true }"
     async with serving(tmp_path, {"m": script.model}, config=config(f"{PREFERRED} {policy}", 32)) as served:
@@ -115,7 +115,7 @@ async def test_timeout_action_delay_serves_the_late_one_after_all_others(tmp_pat
     assert script.seen[1:] == [[4, 4, 4, 1]]
 
 
-async def test_timeout_action_reject_refuses_the_late_one_and_serves_the_others(tmp_path: Path) -> None:
+async def test_timeout_action_reject_refuses_the_late_request_and_serves_the_others(tmp_path: Path) -> None:
     script = Script()
     policy = "default_queue_policy { timeout_action: REJECT default_timeout_microseconds: 1000000 }"
     async with serving(tmp_path, {"m": script.model}, config=config(f"{PREFERRED} {policy}", 32)) as served:
@@ -127,7 +127,7 @@ async def test_timeout_action_reject_refuses_the_late_one_and_serves_the_others(
     assert [sorted(batch) for batch in script.seen] == [[2, 2, 3, 3]]
 
 
-async def test_timeout_actions_of_two_levels_hold_for_each(tmp_path: Path) -> None:
+async def test_timeout_actions_of_two_levels_each_apply_to_their_level(tmp_path: Path) -> None:
     script = Script()
     timeout = "default_timeout_microseconds: 1000"
     policies = "".join(
@@ -147,7 +147,7 @@ async def test_timeout_actions_of_two_levels_hold_for_each(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("asked_us", "waits_long"), [(20_000, False), (LONG_US, True)])
-async def test_timeout_of_the_request_can_shorten_the_configured_one_and_not_lengthen_it(
+async def test_timeout_of_a_request_can_shorten_the_configured_one_but_not_lengthen_it(
     tmp_path: Path, asked_us: int, waits_long: bool
 ) -> None:
     script = Script()
@@ -162,7 +162,7 @@ async def test_timeout_of_the_request_can_shorten_the_configured_one_and_not_len
     assert script.seen == []
 
 
-async def test_timeout_of_the_request_where_none_is_configured_holds_if_overriding_is_allowed(tmp_path: Path) -> None:
+async def test_timeout_of_a_request_applies_without_a_configured_one_if_overriding_is_allowed(tmp_path: Path) -> None:
     script = Script()
     policy = "default_queue_policy { allow_timeout_override: true }"
     async with serving(tmp_path, {"m": script.model}, config=config(f"{PREFERRED} {policy}", 32)) as served:
@@ -173,7 +173,7 @@ async def test_timeout_of_the_request_where_none_is_configured_holds_if_overridi
 
 
 @pytest.mark.parametrize("microseconds", [2**63 - 1, U64_MAX])
-async def test_timeout_of_the_largest_number_there_is_can_be_configured(tmp_path: Path, microseconds: int) -> None:
+async def test_timeout_can_be_the_largest_possible_number(tmp_path: Path, microseconds: int) -> None:
     script = Script()
     policy = f"default_queue_policy {{ default_timeout_microseconds: {microseconds} allow_timeout_override: true }}"
     async with serving(tmp_path, {"m": script.model}, config=config(f"{PREFERRED} {policy}", 32)) as served:

@@ -1,4 +1,4 @@
-"""When batches leave, of what, on which instance, and in which order their answers do."""
+"""When batches leave the queue, what is in them, which instance takes them, and in which order their answers leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MERGE = "max_batch_size: 8 dynamic_batching { }"
 LONG_US = 100_000_000
 
 
-async def test_lone_request_without_a_delay_does_not_wait_for_company(tmp_path: Path) -> None:
+async def test_single_request_without_a_delay_does_not_wait_for_more(tmp_path: Path) -> None:
     script = Script()
     text = "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 4, 8 ] }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
@@ -29,7 +29,7 @@ async def test_lone_request_without_a_delay_does_not_wait_for_company(tmp_path: 
 
 
 @pytest.mark.parametrize("instances", [1, 3])
-async def test_delay_is_kept_even_though_instances_are_idle(tmp_path: Path, instances: int) -> None:
+async def test_delay_is_kept_even_while_instances_are_idle(tmp_path: Path, instances: int) -> None:
     script = Script()
     text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 120000 } "
     text += f"instance_group {{ count: {instances} }}"
@@ -50,7 +50,7 @@ async def test_delay_ends_at_once_when_the_batch_is_full(tmp_path: Path) -> None
     assert script.seen == [[1, 2, 3]]
 
 
-async def test_delay_ends_when_the_server_stops_and_everybody_is_answered(tmp_path: Path) -> None:
+async def test_delay_ends_when_the_server_stops_and_all_requests_are_answered(tmp_path: Path) -> None:
     script = Script()
     text = f"max_batch_size: 8 dynamic_batching {{ max_queue_delay_microseconds: {LONG_US} }}"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
@@ -61,7 +61,7 @@ async def test_delay_ends_when_the_server_stops_and_everybody_is_answered(tmp_pa
     assert script.seen == [[1, 2]]
 
 
-async def test_batch_counts_rows_and_not_requests(tmp_path: Path) -> None:
+async def test_batch_size_counts_rows_and_not_requests(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         async with busy(served, script):
@@ -70,7 +70,7 @@ async def test_batch_counts_rows_and_not_requests(tmp_path: Path) -> None:
     assert script.served == [[0] * 4 + [1] * 4, [2] * 4 + [3] * 3 + [4], [5]]
 
 
-async def test_shapes_that_differ_never_share_a_batch_even_of_equally_many_elements(tmp_path: Path) -> None:
+async def test_different_shapes_never_share_a_batch_even_with_equally_many_elements(tmp_path: Path) -> None:
     script = Script()
     shapes = [(2, 3), (1, 5), (1, 6), (3, 2), (6, 1), (1, 3)]
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
@@ -82,8 +82,9 @@ async def test_shapes_that_differ_never_share_a_batch_even_of_equally_many_eleme
     assert script.served == [[0, 0, 5], [1], [2], [3] * 3, [4] * 6]
 
 
-async def test_shapes_that_are_rare_are_served_in_the_order_of_their_age(tmp_path: Path) -> None:
-    """The common shape has more than enough for full batches; the rare one, which came second, goes second."""
+async def test_rare_shape_is_served_in_the_order_of_its_age(tmp_path: Path) -> None:
+    """The common shape has more than enough requests for full batches; the rare one, which arrives tenth, is served as
+    soon as the nine before it have been."""
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         async with busy(served, script):
@@ -94,7 +95,7 @@ async def test_shapes_that_are_rare_are_served_in_the_order_of_their_age(tmp_pat
 
 
 @pytest.mark.parametrize("instances", [2, 3])
-async def test_instances_all_execute_while_there_is_work(tmp_path: Path, instances: int) -> None:
+async def test_all_instances_execute_while_there_is_work(tmp_path: Path, instances: int) -> None:
     script = Script()
     gates = [script.hold(mark) for mark in range(instances)]
     text = f"max_batch_size: 1 dynamic_batching {{ }} instance_group {{ count: {instances} }}"
@@ -111,7 +112,7 @@ async def test_instances_all_execute_while_there_is_work(tmp_path: Path, instanc
         await asyncio.gather(*calls)
 
 
-async def test_models_side_by_side_do_not_hold_each_other_up(tmp_path: Path) -> None:
+async def test_models_do_not_hold_each_other_up(tmp_path: Path) -> None:
     slow, fast = Script(), Script()
     async with serving(tmp_path, {"slow": slow.model, "fast": fast.model}, config=MERGE) as served:
         async with busy(served, slow, model="slow"):
@@ -123,7 +124,7 @@ async def test_models_side_by_side_do_not_hold_each_other_up(tmp_path: Path) -> 
 
 
 async def settled(served: Served) -> None:
-    """All that the server has answered so far has arrived: this answer comes behind it on the same connection."""
+    """Wait until all that the server has answered so far has arrived: this answer follows it on the same connection."""
     await served.stub.ServerLive(pb.ServerLiveRequest(), timeout=20)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -135,7 +136,7 @@ def ordering(preserve: bool) -> str:
 
 
 async def two_of_which_the_first_is_held(served: Served, script: Script) -> list[Call]:
-    """The first executes, the second has been executed on the other instance."""
+    """Two calls: the first one executes, the second one has been executed on the other instance."""
     gate = script.hold(1)
     first = send(served, request(1))
     await asyncio.to_thread(gate.wait_entered, 1)
@@ -147,7 +148,7 @@ async def two_of_which_the_first_is_held(served: Served, script: Script) -> list
     return first + second
 
 
-async def test_order_of_answers_is_that_of_arrival_if_preserved_although_instances_overtake(tmp_path: Path) -> None:
+async def test_answers_are_in_order_of_arrival_if_preserved_although_instances_overtake(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=ordering(True)) as served:
         calls = await two_of_which_the_first_is_held(served, script)
@@ -156,7 +157,7 @@ async def test_order_of_answers_is_that_of_arrival_if_preserved_although_instanc
         assert [mark_of(answer) for answer in await asyncio.gather(*calls)] == [1, 2]
 
 
-async def test_order_of_answers_is_that_of_execution_if_not_preserved(tmp_path: Path) -> None:
+async def test_answers_are_in_order_of_execution_if_order_is_not_preserved(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=ordering(False)) as served:
         calls = await two_of_which_the_first_is_held(served, script)
@@ -166,7 +167,7 @@ async def test_order_of_answers_is_that_of_execution_if_not_preserved(tmp_path: 
         await calls[0]
 
 
-async def test_order_of_answers_does_not_wait_for_one_that_was_cancelled(tmp_path: Path) -> None:
+async def test_preserved_order_does_not_wait_for_a_cancelled_request(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=ordering(True)) as served:
         calls = await two_of_which_the_first_is_held(served, script)
@@ -176,7 +177,7 @@ async def test_order_of_answers_does_not_wait_for_one_that_was_cancelled(tmp_pat
         assert mark_of(await served.infer(request(3))) == 3
 
 
-async def test_order_of_answers_holds_errors_in_their_place_too(tmp_path: Path) -> None:
+async def test_preserved_order_keeps_errors_in_their_place_too(tmp_path: Path) -> None:
     script = Script()
     script.errors[2] = ExecutionError("no")
     async with serving(tmp_path, {"m": script.model}, config=ordering(True)) as served:

@@ -1,4 +1,4 @@
-"""What the model sees of a batch, and what a caller learns of it: allowed sizes, padding, splitting, facts."""
+"""What a model sees of a batch and what callers learn about it: allowed sizes, padding, splitting, batch info."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = f"{MERGE} {own(batch_sizes='1,4,8')}"
     [([1], 1), ([2], 4), ([1, 1, 1], 4), ([4], 4), ([3, 2], 8), ([7, 1], 8), ([8], 8)],
 )
 @pytest.mark.parametrize("order", [1, -1])
-async def test_batch_sizes_are_all_that_the_model_sees_and_answers_are_exact(
+async def test_batch_sizes_are_the_only_ones_the_model_sees_and_answers_are_exact(
     tmp_path: Path, rows: list[int], seen: int, order: int
 ) -> None:
     script = Script()
@@ -45,7 +45,7 @@ async def test_batch_sizes_are_all_that_the_model_sees_and_answers_are_exact(
     assert [len(batch) for batch in script.served] == [seen]
 
 
-async def test_batch_sizes_in_chance_batches_let_nothing_else_through(tmp_path: Path) -> None:
+async def test_batch_sizes_are_the_only_ones_the_model_sees_in_arbitrary_batches(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
         calls = send(served, *(request(mark, 1 + mark % 5) for mark in range(100)))
@@ -56,7 +56,7 @@ async def test_batch_sizes_in_chance_batches_let_nothing_else_through(tmp_path: 
     assert {len(batch) for batch in script.seen} <= {1, 4, 8}
 
 
-async def test_batch_sizes_hold_for_halves_of_a_failed_batch_too(tmp_path: Path) -> None:
+async def test_batch_sizes_apply_to_halves_of_a_failed_batch_too(tmp_path: Path) -> None:
     script = Script()
     script.errors[2] = ExecutionError("no")
     async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
@@ -67,7 +67,7 @@ async def test_batch_sizes_hold_for_halves_of_a_failed_batch_too(tmp_path: Path)
     assert {len(batch) for batch in script.served} <= {1, 4, 8}
 
 
-async def test_batch_sizes_padding_repeats_the_last_row_which_the_model_can_take(tmp_path: Path) -> None:
+async def test_batch_sizes_are_padded_by_repeating_the_last_row(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
         await served.infer(request(7, rows=3))
@@ -75,7 +75,7 @@ async def test_batch_sizes_padding_repeats_the_last_row_which_the_model_can_take
 
 
 def two_outputs(compute: Any = None) -> MemoryModel:
-    """x = a, y = row numbers as text."""
+    """A model of two outputs; by default, `x` = `a` and `y` = the first column of `a` as text."""
     spec = ModelSpec(
         (TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)), TensorSpec("y", "BYTES", (-1, 1)))
     )
@@ -89,7 +89,7 @@ def two_outputs(compute: Any = None) -> MemoryModel:
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-async def test_split_100_rows_over_batches_of_8_are_answered_exactly(tmp_path: Path, instances: int) -> None:
+async def test_split_of_100_rows_into_batches_of_8_is_answered_exactly(tmp_path: Path, instances: int) -> None:
     model = two_outputs()
     text = f"{MERGE} instance_group {{ count: {instances} }} {own(split_oversized=True)}"
     sent = rows_of_floats(100, 3)
@@ -104,7 +104,7 @@ async def test_split_100_rows_over_batches_of_8_are_answered_exactly(tmp_path: P
     assert max(sum(batch) for batch in model.batches) == 8
 
 
-async def test_split_is_refused_by_default_naming_the_limit(tmp_path: Path) -> None:
+async def test_oversized_request_is_refused_by_default_naming_the_limit(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         assert await failure_of(served.infer(request(1, rows=100))) == (
@@ -118,26 +118,26 @@ SPLIT = f"{MERGE} {own(split_oversized=True)}"
 
 
 async def _settled(served: Served, script: Script) -> None:
-    """Nothing left in the queue, and the next request is answered."""
+    """Check that nothing is left in the queue and that the next request is answered."""
     await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
     assert mark_of(await served.infer(request(99))) == 99
     assert await served.metric("paceline_lanes") == 0
 
 
-async def test_split_with_a_failing_part_is_one_clean_error_and_leaves_nothing_queued(tmp_path: Path) -> None:
+async def test_split_request_with_a_failing_part_gets_one_error_and_leaves_nothing_queued(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=SPLIT) as served:
         async with busy(served, script) as gate:
             (call,) = send(served, infer("m", {"a": rows_of_floats(100, 2)}))
             await eventually_async(lambda: served.waiting("m") == 13, "all parts waiting")
-            script.errors[32] = ExecutionError("a bad part")  # the third: rows 16 to 23, marked 32 to 46
+            script.errors[32] = ExecutionError("a bad part")  # the third part: rows 16 to 23, marked 32 to 46
             gate.open()
             assert await failure_of(call) == (Code.INTERNAL, "model 'm': a bad part")
         await _settled(served, script)
     assert len(script.served) < 13
 
 
-async def test_split_whose_timeout_passes_is_one_clean_error_and_leaves_nothing_queued(tmp_path: Path) -> None:
+async def test_split_request_whose_timeout_passes_gets_one_error_and_leaves_nothing_queued(tmp_path: Path) -> None:
     script = Script()
     policy = "default_queue_policy { default_timeout_microseconds: 50000 }"
     text = f"max_batch_size: 8 dynamic_batching {{ {policy} }} {own(split_oversized=True)}"
@@ -151,7 +151,7 @@ async def test_split_whose_timeout_passes_is_one_clean_error_and_leaves_nothing_
     assert script.served == [[99]]
 
 
-async def test_split_larger_than_the_queue_waits_for_room_among_its_own_parts(tmp_path: Path) -> None:
+async def test_split_request_larger_than_the_queue_queues_as_many_parts_as_have_room(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=SPLIT + own(max_queue_rows=50)) as served:
         async with busy(served, script):
@@ -161,7 +161,7 @@ async def test_split_larger_than_the_queue_waits_for_room_among_its_own_parts(tm
         await _settled(served, script)
 
 
-async def test_split_of_absurdly_many_rows_is_refused_before_anything_is_made_of_them(tmp_path: Path) -> None:
+async def test_split_of_absurdly_many_rows_is_refused(tmp_path: Path) -> None:
     script = Script()
     absurd = pb.ModelInferRequest(model_name="m")
     add_raw(absurd, "a", "FP32", [2**31 - 1, 2], b"")
@@ -172,7 +172,7 @@ async def test_split_of_absurdly_many_rows_is_refused_before_anything_is_made_of
         await _settled(served, script)
 
 
-async def test_split_cancelled_takes_all_parts_along(tmp_path: Path) -> None:
+async def test_cancelled_split_request_takes_all_parts_out_of_the_queue(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=SPLIT) as served:
         async with busy(served, script):
@@ -189,7 +189,7 @@ def told(answer: pb.ModelInferResponse) -> dict[str, object]:
     return {name: getattr(one, str(one.WhichOneof("parameter_choice"))) for name, one in parameters.items()}
 
 
-async def test_batch_info_is_that_of_the_batch_for_each_of_its_requests(tmp_path: Path) -> None:
+async def test_batch_info_describes_the_batch_to_each_request_that_asks(tmp_path: Path) -> None:
     script = Script()
     script.model.latency = lambda rows: 0.02
     async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
@@ -214,7 +214,7 @@ async def test_batch_info_is_that_of_the_batch_for_each_of_its_requests(tmp_path
     assert int(str(alone["paceline_queue_us"])) < 10_000_000
 
 
-async def test_batch_info_of_a_delayed_request_tells_the_delay(tmp_path: Path) -> None:
+async def test_batch_info_of_a_delayed_request_includes_the_delay(tmp_path: Path) -> None:
     script = Script()
     text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 80000 }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
@@ -222,7 +222,7 @@ async def test_batch_info_of_a_delayed_request_tells_the_delay(tmp_path: Path) -
     assert 80_000 <= int(str(info["paceline_queue_us"])) < 10_000_000
 
 
-async def test_batch_info_of_a_split_request_is_that_of_its_last_part(tmp_path: Path) -> None:
+async def test_batch_info_of_a_split_request_describes_its_last_part(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=SPLIT) as served:
         info = told(await served.infer(request(1, rows=20, paceline_batch_info=True)))

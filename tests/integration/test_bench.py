@@ -1,4 +1,4 @@
-"""The benchmark measures real servers, and what is ours and doesn't work makes it fail."""
+"""The benchmark measures real servers, and fails if something of ours doesn't work."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_run_measures_product_and_floor_in_every_round() -> None:
         assert min(found["requests_per_s"]) > 0, side
 
 
-def test_run_in_an_open_loop_tells_how_many_were_answered() -> None:
+def test_open_loop_run_reports_how_many_were_answered() -> None:
     (result,) = run([parse("tiny", {"title": "t", "rates": [100], "subject": TINY})], SHORT)
     ((_, found),) = result.series.items()
     assert result.generator == "bench.open_loop"
     assert max(found["answered"]) <= 1
 
 
-def test_run_in_an_open_loop_whose_answers_all_come_too_late_is_a_finding() -> None:
+def test_open_loop_run_whose_answers_all_come_too_late_is_a_result() -> None:
     late = {"title": "t", "rates": [100], "deadline_s": 1e-6, "subject": TINY, "reference": [{"measure": "p99_ms"}]}
     (result,) = run([parse("tiny", late)], SHORT)
     ((_, found),) = result.series.items()
@@ -65,14 +65,14 @@ def test_run_in_an_open_loop_whose_answers_all_come_too_late_is_a_finding() -> N
     assert "p99_ms" not in found
 
 
-def test_run_of_a_product_that_does_not_start_is_a_failure_with_its_reason() -> None:
+def test_run_of_a_product_that_does_not_start_fails_with_the_reason() -> None:
     (result,) = run([parse("tiny", scenario(subject={**TINY, "args": ["--no-such-flag"]}))], SHORT)
     (absence,) = result.absent.values()
     assert absence.failed
     assert "--no-such-flag" in absence.reason
 
 
-def test_overload_tells_peak_surplus_and_what_comes_after() -> None:
+def test_overload_measures_peak_surplus_and_the_time_after() -> None:
     case = overload.Case("few", ("--max-queued-requests=8",), 5.0)
     found = overload.measure(case, 0.5)
     assert list(found) == ["1x", "10x", "after"]
@@ -90,7 +90,7 @@ def test_command_writes_results_and_prints_the_table(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["scenarios"]["stacking"]["ratios"][0]["ratio"]["median"] > 0
 
 
-def test_command_with_an_unknown_scenario_says_which_there_are(tmp_path: Path) -> None:
+def test_command_with_an_unknown_scenario_lists_the_known_ones(tmp_path: Path) -> None:
     done = command("nope", "--out", str(tmp_path / "found.json"))
     assert done.returncode == 1
     assert "bench: no such scenario: nope; there are: image, " in done.stderr
@@ -104,7 +104,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(240)
-def test_gpu_benchmark_runs_through_on_a_cpu_and_its_results_make_a_document(tmp_path: Path) -> None:
+def test_gpu_benchmark_runs_on_a_cpu_and_its_results_make_a_document(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     done = python("bench.gpu", "--device", "cpu", "--quick", "--models", "fp32", "--out", str(out))
     assert done.returncode == 0, done.stderr
@@ -119,7 +119,7 @@ def test_gpu_benchmark_runs_through_on_a_cpu_and_its_results_make_a_document(tmp
     assert "rows/s / run_with_iobinding of full batches" in markdown(found, "figures")
 
 
-def test_gpu_benchmark_whose_server_dies_measures_what_is_left(tmp_path: Path) -> None:
+def test_gpu_benchmark_whose_server_dies_measures_the_rest(tmp_path: Path) -> None:
     doomed: set[str] = set()
 
     class Plan(gpu.Plan):
@@ -149,7 +149,7 @@ def test_gpu_benchmark_measures_models_beside_one_that_cannot_be_loaded(tmp_path
     assert {one.who for one in measured.measurements} >= {"paceline", "run_with_iobinding"}
 
 
-def test_gpu_benchmark_says_of_a_gpu_that_nobody_tells_how_busy_it_is(tmp_path: Path) -> None:
+def test_gpu_benchmark_reports_why_it_has_no_gpu_utilization(tmp_path: Path) -> None:
     class Plan(gpu.Plan):
         @property
         def on_gpu(self) -> bool:
@@ -166,7 +166,7 @@ def children() -> set[str]:
     return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
 
 
-def test_region_of_what_fails_is_gone_from_the_server(tmp_path: Path) -> None:
+def test_region_of_a_failed_step_is_removed_from_the_server(tmp_path: Path) -> None:
     tiny_models.write(tiny_models.identity("FP32"), tmp_path / "tiny" / "1" / "model.onnx")
     with ServerProcess(tmp_path, args=["--allow-client-shm=true"]) as server:
         for _ in range(2):
@@ -174,7 +174,7 @@ def test_region_of_what_fails_is_gone_from_the_server(tmp_path: Path) -> None:
                 raise BenchError("no answer")
 
 
-def test_gpu_benchmark_without_what_it_asks_for_fails_with_the_reason(tmp_path: Path) -> None:
+def test_gpu_benchmark_without_a_gpu_fails_with_the_reason(tmp_path: Path) -> None:
     if can_use_gpu():
         pytest.skip("there is a GPU")
     done = python(

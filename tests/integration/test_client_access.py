@@ -1,4 +1,4 @@
-"""Our client and its commands against servers that want TLS, certificates and tokens, over real processes."""
+"""Our client and its commands against servers that require TLS, certificates and tokens, in real processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASK = ("infer", "echo", "--random")
 
 @dataclass(frozen=True)
 class World:
-    """A server with mutual TLS and tokens, and what callers may have."""
+    """A server with mutual TLS and tokens, and the files that callers may have."""
 
     target: str
     folder: Path
@@ -107,7 +107,7 @@ def test_blocking_client_takes_tls_and_a_token(world: World) -> None:
         client.health()
 
 
-def test_name_of_the_server_is_looked_at_and_may_be_given(world: World) -> None:
+def test_server_name_is_verified_and_can_be_set(world: World) -> None:
     pair = (world.own.certificate, world.own.key)
     with InferenceClient(world.target, tls=Tls(world.ours.roots, *pair, server_name="localhost")) as client:
         assert client.health() == "SERVING"
@@ -118,13 +118,13 @@ def test_name_of_the_server_is_looked_at_and_may_be_given(world: World) -> None:
         client.health()
 
 
-def test_authorities_that_are_known_everywhere_did_not_sign_ours(world: World) -> None:
+def test_public_authorities_do_not_verify_our_certificate(world: World) -> None:
     with InferenceClient(world.target, tls=True) as client, pytest.raises(Unavailable, match="VERIFY_FAILED"):
         client.health()
 
 
 @pytest.mark.parametrize("fault", ["no ca", "bad ca", "no key", "other key", "locked key"])
-async def test_files_that_are_no_good_are_named_when_the_client_opens(tmp_path: Path, fault: str) -> None:
+async def test_unusable_files_are_named_when_the_client_opens(tmp_path: Path, fault: str) -> None:
     ours = Authority(tmp_path)
     pair, ca = ours.sign("client"), tmp_path / "ca.crt"
     ca.write_bytes(ours.roots.read_bytes())
@@ -138,7 +138,7 @@ async def test_files_that_are_no_good_are_named_when_the_client_opens(tmp_path: 
         await AsyncInferenceClient("127.0.0.1:1", tls=tls).server_live()
 
 
-def test_what_contradicts_itself_is_refused_at_once() -> None:
+def test_contradictory_arguments_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="only one of them"):
         Tls(certificate="c.crt")
     with pytest.raises(ValueError, match="one of tls and credentials"):
@@ -146,7 +146,7 @@ def test_what_contradicts_itself_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "é", "ab==cd"])
-def test_what_is_no_token_is_refused_without_being_said(token: str) -> None:
+def test_invalid_token_is_refused_without_being_shown(token: str) -> None:
     with pytest.raises(ValueError, match="token: expected letters") as refusal:
         InferenceClient("127.0.0.1:1", token=token)
     assert not token or token not in str(refusal.value)
@@ -161,7 +161,7 @@ def test_infer_takes_files(world: World) -> None:
     assert said.startswith("echo version 1")
 
 
-def test_infer_takes_all_of_it_from_the_environment(world: World) -> None:
+def test_infer_takes_everything_from_the_environment(world: World) -> None:
     env = {
         "PACELINE_CLIENT_TLS_CA": str(world.ours.roots),
         "PACELINE_CLIENT_TLS_CERT": str(world.own.certificate),
@@ -170,16 +170,16 @@ def test_infer_takes_all_of_it_from_the_environment(world: World) -> None:
         "PACELINE_CLIENT_TOKEN": TOKEN,
     }
     assert paceline(*ASK, "--server", world.target, env=env)[0] == 0
-    # What HEALTHCHECK runs, as fixed as it is.
+    # What HEALTHCHECK runs, whose arguments are fixed.
     assert paceline("health", env={**env, "PACELINE_HEALTH_SERVER": world.target}) == (0, "SERVING", "")
-    # A file comes first, as flags do.
+    # The file takes precedence, as flags do.
     status, _, complained = paceline(
         *ASK, "--server", world.target, "--token-file", str(world.folder / "wrong"), env=env
     )
     assert (status, complained.split(":")[:2]) == (1, ["Error", " UNAUTHENTICATED"])
 
 
-def test_health_needs_no_token_but_a_certificate(world: World) -> None:
+def test_health_needs_a_certificate_but_no_token(world: World) -> None:
     where = ("health", "--server", world.target)
     assert paceline(*where, *world.trust, *world.shows(world.own)) == (0, "SERVING", "")
     for own in ((), world.shows(world.others.sign("stranger"))):
@@ -191,7 +191,7 @@ def test_health_needs_no_token_but_a_certificate(world: World) -> None:
 
 
 @pytest.mark.parametrize("command", ["infer", "health"])
-def test_server_that_is_not_believed_is_one_line_and_exit_1(world: World, command: str) -> None:
+def test_untrusted_server_is_one_line_and_exit_1(world: World, command: str) -> None:
     ask = ASK if command == "infer" else ("health",)
     for args, words in (
         (("--tls-ca", str(world.others.roots)), "CERTIFICATE_VERIFY_FAILED"),
@@ -205,7 +205,7 @@ def test_server_that_is_not_believed_is_one_line_and_exit_1(world: World, comman
         assert "\n" not in complained
 
 
-def test_certificate_that_has_expired_is_one_line_and_exit_1(tmp_path: Path) -> None:
+def test_expired_certificate_is_one_line_and_exit_1(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
     pair = ours.sign_expired("server")
     write_identity(tmp_path / "models")
@@ -217,7 +217,7 @@ def test_certificate_that_has_expired_is_one_line_and_exit_1(tmp_path: Path) -> 
     assert "\n" not in complained
 
 
-def test_server_without_tls_is_told_so(tmp_path: Path) -> None:
+def test_error_says_that_the_server_does_not_speak_tls(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path) as server:
         status, _, complained = paceline("health", "--server", server.target, "--tls")
@@ -226,7 +226,7 @@ def test_server_without_tls_is_told_so(tmp_path: Path) -> None:
     assert "\n" not in complained
 
 
-def test_wrong_token_is_one_line_and_exit_1_and_not_said(world: World) -> None:
+def test_wrong_token_is_one_line_and_exit_1_and_is_not_shown(world: World) -> None:
     args = (*world.trust, *world.shows(world.own), "--token-file", str(world.folder / "wrong"))
     status, said, complained = paceline(*ASK, "--server", world.target, *args)
     assert (status, said) == (1, "")
@@ -248,10 +248,10 @@ def test_wrong_token_is_one_line_and_exit_1_and_not_said(world: World) -> None:
         (("--token-file", "README.md"), "README.md: expected a token and nothing else"),
     ],
 )
-def test_files_that_are_no_good_are_one_line_and_exit_2(
+def test_unusable_files_are_one_line_and_exit_2(
     command: str, args: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process: nothing is asked."""
+    """In this process, since no server is asked."""
     monkeypatch.chdir(REPO)
     ended = CliRunner().invoke(main, [command, *(("echo",) if command == "infer" else ()), *args])
     assert (ended.exit_code, ended.stdout) == (2, "")
@@ -259,7 +259,7 @@ def test_files_that_are_no_good_are_one_line_and_exit_2(
     assert ended.stderr.count("\n") == 1
 
 
-def test_token_in_the_environment_that_is_none_is_exit_2_and_not_said() -> None:
+def test_invalid_token_in_the_environment_is_exit_2_and_is_not_shown() -> None:
     status, _, complained = paceline("health", env={"PACELINE_CLIENT_TOKEN": "two words"})
     assert status == 2
     assert complained.startswith("Error: PACELINE_CLIENT_TOKEN: token: expected letters")
@@ -276,8 +276,8 @@ def test_no_option_takes_a_token(world: World) -> None:
 
 @contextmanager
 def https_proxy(pair: Pair, roots: Path, port: int) -> Iterator[tuple[int, list[str | None]]]:
-    """In front of a server's metrics, for clients with a certificate and a token; `/moved` sends them to `port` itself.
-    Its port, and the tokens it was shown."""
+    """A server in front of the metrics on `port`, for clients with a certificate: it redirects those with the token to
+    `port` itself. Yields its own port and the tokens that it received."""
     seen: list[str | None] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -306,7 +306,7 @@ def https_proxy(pair: Pair, roots: Path, port: int) -> Iterator[tuple[int, list[
 
 @contextmanager
 def plain_metrics() -> Iterator[tuple[int, list[str | None]]]:
-    """Metrics of a server without models, and the tokens that it was shown."""
+    """Metrics of a server without models. Yields the port and the tokens that it received."""
     seen: list[str | None] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -327,7 +327,7 @@ def plain_metrics() -> Iterator[tuple[int, list[str | None]]]:
         thread.join()
 
 
-async def test_top_speaks_tls_with_a_token_that_goes_nowhere_else(world: World) -> None:
+async def test_top_speaks_tls_and_sends_its_token_nowhere_else(world: World) -> None:
     proxy = world.ours.sign("proxy")
     once = ("top", "--once", "--interval", "0.1", "--metrics")
     with plain_metrics() as (port, elsewhere), https_proxy(proxy, world.ours.roots, port) as (front, seen):
@@ -349,7 +349,7 @@ async def test_top_speaks_tls_with_a_token_that_goes_nowhere_else(world: World) 
             assert "\n" not in complained
 
 
-def test_top_does_not_speak_plain_text_where_tls_was_asked_for() -> None:
+def test_top_refuses_a_plain_http_url_together_with_tls() -> None:
     status, _, complained = paceline("top", "--once", "--tls", "--metrics", "http://127.0.0.1:1/metrics")
     assert status == 2
     assert "expected an https URL" in complained

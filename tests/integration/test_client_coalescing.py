@@ -1,4 +1,4 @@
-"""The asyncio client that makes one request of many: to each caller, an inference of its own."""
+"""The asyncio client that merges many requests into one: each caller gets its own result."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def ask(client: AsyncInferenceClient, *marks: float, **more: Any) -> list[
     return [float(row[0]) for row in result["x"]]
 
 
-async def test_concurrent_rows_share_requests_and_each_gets_its_own(
+async def test_concurrent_rows_share_requests_and_each_caller_gets_its_own(
     served: Served, client: AsyncInferenceClient
 ) -> None:
     answers = await asyncio.gather(*(ask(client, number) for number in range(100)))
@@ -69,20 +69,22 @@ async def test_concurrent_rows_share_requests_and_each_gets_its_own(
     assert await requests_of(served) == 25
 
 
-async def test_rows_of_different_counts_share_up_to_the_limit(served: Served, client: AsyncInferenceClient) -> None:
+async def test_calls_with_different_numbers_of_rows_share_requests_up_to_the_limit(
+    served: Served, client: AsyncInferenceClient
+) -> None:
     shares = [(1,), (2, 3), (4,), (5, 6, 7), (8,), (9, 10, 11, 12), (13,)]
     answers = await asyncio.gather(*(ask(client, *marks) for marks in shares))
     assert answers == [list(map(float, marks)) for marks in shares]
-    # 1 + 2 + 1, 3 + 1, the four that fill a request by themselves, and the last.
+    # 1 + 2 + 1 rows, 3 + 1, the four that fill a request by themselves, and the last one.
     assert await requests_of(served) == 4
 
 
-async def test_lone_request_goes_at_once_with_its_id(client: AsyncInferenceClient) -> None:
+async def test_single_request_is_sent_at_once_with_its_id(client: AsyncInferenceClient) -> None:
     result = await client.infer("m", {"a": marked(3)}, request_id="mine")
     assert (result.id, float(result["x"][0, 0])) == ("mine", 3.0)
 
 
-async def test_ids_come_back_to_those_who_share_too(client: AsyncInferenceClient) -> None:
+async def test_ids_are_returned_to_callers_that_share_a_request(client: AsyncInferenceClient) -> None:
     results = await asyncio.gather(*(client.infer("m", {"a": marked(n)}, request_id=f"r{n}") for n in range(4)))
     assert [result.id for result in results] == ["r0", "r1", "r2", "r3"]
 
@@ -103,14 +105,14 @@ async def test_texts_share_requests(served: Served, client: AsyncInferenceClient
     ],
     ids=lambda other: str(*other),
 )
-async def test_requests_that_differ_in_more_than_rows_do_not_mix(
+async def test_requests_that_differ_in_more_than_rows_are_not_merged(
     served: Served, client: AsyncInferenceClient, other: dict[str, Any]
 ) -> None:
     assert await asyncio.gather(ask(client, 1), ask(client, 2, **other)) == [[1], [2]]
     assert await requests_of(served) == 2
 
 
-async def test_requests_of_other_shapes_do_not_mix(served: Served, client: AsyncInferenceClient) -> None:
+async def test_requests_of_different_shapes_are_not_merged(served: Served, client: AsyncInferenceClient) -> None:
     wide, narrow = np.ones((1, 7), np.float32), np.ones((1, 3), np.float32)
     results = await asyncio.gather(client.infer("m", {"a": wide}), client.infer("m", {"a": narrow}))
     assert [result["x"].shape for result in results] == [(1, 7), (1, 3)]
@@ -125,7 +127,7 @@ async def test_poisoned_row_fails_alone(client: AsyncInferenceClient, script: Sc
 
 
 @pytest.mark.parametrize("transport", ["call", "stream"])
-async def test_rows_whose_request_is_too_large_a_message_go_in_smaller_ones(
+async def test_rows_too_large_together_for_a_message_are_sent_in_smaller_requests(
     tmp_path: Path, transport: Literal["call", "stream"]
 ) -> None:
     small = Settings(paths=(tmp_path,), limits=Limits(message_bytes=10_000))
@@ -140,7 +142,7 @@ async def test_rows_whose_request_is_too_large_a_message_go_in_smaller_ones(
             await client.infer("m", {"a": np.zeros((3, 1000), np.float32)})
 
 
-async def test_row_whose_answer_is_too_large_a_message_is_refused_alone(tmp_path: Path) -> None:
+async def test_row_whose_answer_is_too_large_for_a_message_fails_alone(tmp_path: Path) -> None:
     def compute(inputs: Tensors) -> Tensors:
         return (np.zeros((len(inputs[0]), int(inputs[0].max())), np.float32),)
 
@@ -158,7 +160,7 @@ async def test_row_whose_answer_is_too_large_a_message_is_refused_alone(tmp_path
 
 @pytest.mark.parametrize("transport", ["call", "stream"])
 @pytest.mark.parametrize("bound", [{"max_queue_bytes": 100}, {"max_queue_rows": 3}], ids=lambda bound: str(*bound))
-async def test_rows_that_the_queue_has_no_room_for_together_go_in_smaller_requests(
+async def test_rows_that_do_not_fit_into_the_queue_together_are_sent_in_smaller_requests(
     tmp_path: Path, script: Script, bound: dict[str, int], transport: Literal["call", "stream"]
 ) -> None:
     async with (
@@ -172,7 +174,7 @@ async def test_rows_that_the_queue_has_no_room_for_together_go_in_smaller_reques
             await client.infer("m", {"a": marked(9, rows=4, columns=8)})
 
 
-async def test_requests_are_as_large_as_there_is_room_for(tmp_path: Path, script: Script) -> None:
+async def test_requests_are_as_large_as_the_queue_has_room_for(tmp_path: Path, script: Script) -> None:
     async with (
         serving(tmp_path, {"m": script.model}, config=f"max_batch_size: 32 {own(max_queue_rows=24)}") as served,
         AsyncInferenceClient(served.target, coalesce=32, timeout_s=20) as client,
@@ -181,14 +183,12 @@ async def test_requests_are_as_large_as_there_is_room_for(tmp_path: Path, script
         labels = 'model="m",reason="REJECTED",version="1"'
         assert await served.metric("nv_inference_request_failure", labels) == 1
         assert await requests_of(served) == 2
-        # Nobody waits any more, so that the next ones try what there is room for anew.
+        # Nothing waits any more, so that the next ones try again how much there is room for.
         assert await asyncio.gather(*(ask(client, number) for number in range(24))) == [[n] for n in range(24)]
         assert await requests_of(served) == 3
 
 
-async def test_smaller_request_that_nobody_wants_any_more_makes_way_for_the_next(
-    tmp_path: Path, script: Script
-) -> None:
+async def test_cancelled_smaller_request_makes_room_for_the_next(tmp_path: Path, script: Script) -> None:
     async with (
         serving(tmp_path, {"m": script.model}, config=f"max_batch_size: 8 {own(max_queue_rows=4)}") as served,
         AsyncInferenceClient(served.target, coalesce=8, timeout_s=20) as client,
@@ -217,7 +217,7 @@ async def test_row_larger_than_the_queue_is_refused_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("bound", "requests"), [(own(max_queue_bytes=100), 4), (QUEUE_OF_ONE, 1)], ids=["bytes", "requests"]
 )
-async def test_full_queue_is_asked_at_most_once_more_than_without_company(
+async def test_full_queue_is_asked_at_most_once_more_than_without_merging(
     tmp_path: Path, script: Script, bound: str, requests: int
 ) -> None:
     async with (
@@ -236,7 +236,7 @@ async def test_full_queue_is_asked_at_most_once_more_than_without_company(
         await filling
 
 
-async def test_rows_that_find_no_memory_together_go_in_smaller_requests(tmp_path: Path) -> None:
+async def test_rows_without_enough_memory_together_are_sent_in_smaller_requests(tmp_path: Path) -> None:
     model = echo_model()
     model.faults.raise_when(lambda inputs: len(inputs[0]) > 1, OutOfMemory("Failed to allocate memory"))
     async with (
@@ -246,14 +246,14 @@ async def test_rows_that_find_no_memory_together_go_in_smaller_requests(tmp_path
         assert await asyncio.gather(*(ask(client, number) for number in range(8))) == [[n] for n in range(8)]
 
 
-async def test_error_of_the_whole_is_everybodys_own(client: AsyncInferenceClient) -> None:
+async def test_error_of_a_merged_request_is_separate_for_each_caller(client: AsyncInferenceClient) -> None:
     asking = [client.infer("nope", {"a": marked(number)}) for number in range(4)]
     outcomes = await asyncio.gather(*asking, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [NotFound] * 4
     assert len({id(outcome) for outcome in outcomes}) == 4
 
 
-async def test_cancelled_caller_leaves_the_others_alone(
+async def test_cancelled_caller_does_not_affect_the_others(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     async with busy(served, script):
@@ -265,7 +265,7 @@ async def test_cancelled_caller_leaves_the_others_alone(
     assert outcomes == [[0], [2], [3]]
 
 
-async def test_request_that_nobody_wants_any_more_is_taken_back(
+async def test_request_whose_callers_have_all_cancelled_is_withdrawn(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     async with busy(served, script):
@@ -278,7 +278,7 @@ async def test_request_that_nobody_wants_any_more_is_taken_back(
     assert await ask(client, 9) == [9]
 
 
-async def test_timeouts_are_each_callers_own(served: Served, client: AsyncInferenceClient, script: Script) -> None:
+async def test_each_caller_has_its_own_timeout(served: Served, client: AsyncInferenceClient, script: Script) -> None:
     async with busy(served, script):
         patient = asyncio.create_task(ask(client, 1))
         with pytest.raises(DeadlineExceeded):
@@ -287,7 +287,7 @@ async def test_timeouts_are_each_callers_own(served: Served, client: AsyncInfere
     assert await patient == [1]
 
 
-async def test_third_request_waits_for_one_to_come_back_unless_it_is_whole(
+async def test_third_request_waits_for_an_answer_unless_it_is_full(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     async with busy(served, script):
@@ -303,7 +303,7 @@ async def test_third_request_waits_for_one_to_come_back_unless_it_is_whole(
     assert await asyncio.gather(*asking) == [[0], [1], [2], [3], [10, 11, 12, 13], [4], [5], [6]]
 
 
-async def test_answer_that_is_not_by_rows_is_said_to_everybody(tmp_path: Path) -> None:
+async def test_answer_that_cannot_be_split_by_rows_is_an_error_for_all_callers(tmp_path: Path) -> None:
     # A model without a batch axis: two rows are one tensor to it, and it answers with one row for both.
     total = MemoryModel(
         ModelSpec((TensorSpec("a", "FP32", (-1, 3)),), (TensorSpec("x", "FP32", (1, 3)),)),
@@ -319,7 +319,7 @@ async def test_answer_that_is_not_by_rows_is_said_to_everybody(tmp_path: Path) -
     assert "output 'x': expected the 2 rows that were sent" in str(outcomes[0])
 
 
-async def test_close_ends_those_who_wait(served: Served, client: AsyncInferenceClient, script: Script) -> None:
+async def test_close_cancels_waiting_callers(served: Served, client: AsyncInferenceClient, script: Script) -> None:
     async with busy(served, script):
         asking = [asyncio.create_task(ask(client, number)) for number in range(3)]
         await eventually_async(lambda: served.waiting("m") == 1, "one request of three")
@@ -330,11 +330,11 @@ async def test_close_ends_those_who_wait(served: Served, client: AsyncInferenceC
         await ask(client, 1)
 
 
-async def test_close_ends_those_whose_requests_were_not_sent_yet(
+async def test_close_cancels_callers_whose_requests_were_not_sent_yet(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     async with busy(served, script):
-        # Two requests of three rows are under way, and three rows wait for one of them to come back.
+        # Two requests of three rows are in flight, and three rows wait for one of them to be answered.
         asking = []
         for waiting in (1, 2, 2):
             asking += [asyncio.create_task(ask(client, number)) for number in range(3)]

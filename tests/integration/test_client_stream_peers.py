@@ -1,4 +1,4 @@
-"""The asyncio client over streams of other servers: those that aren't ours, have no room, or end."""
+"""The asyncio client's streams to other servers: those that aren't ours, have no room, or end the stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.clients.peer import serving_bytes
 
 @asynccontextmanager
 async def peer(servicer: GRPCInferenceServiceServicer) -> AsyncIterator[AsyncInferenceClient]:
-    """A client of a server that isn't ours."""
+    """A client of `servicer`, a server that isn't ours."""
     server = grpc.aio.server()
     add_GRPCInferenceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -31,7 +31,7 @@ async def peer(servicer: GRPCInferenceServiceServicer) -> AsyncIterator[AsyncInf
 
 
 class Foreign(GRPCInferenceServiceServicer):
-    """A server that knows nothing of ours: errors are texts, and after three answers it ends the stream."""
+    """A server without our extensions: errors are only texts, and after three answers it ends the stream."""
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
         for _ in range(3):
@@ -43,7 +43,7 @@ class Foreign(GRPCInferenceServiceServicer):
 
 
 class Pairing(GRPCInferenceServiceServicer):
-    """A server that answers by twos, the later first, and keeps the ids it has seen."""
+    """A server that answers requests in pairs, the later one first, and records the ids that it gets."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
@@ -60,7 +60,7 @@ class Pairing(GRPCInferenceServiceServicer):
 
 
 class Mute(GRPCInferenceServiceServicer):
-    """A server that reads one request and ends the stream."""
+    """A server that reads one request and ends the stream without an answer."""
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
         await anext(requests)
@@ -69,7 +69,7 @@ class Mute(GRPCInferenceServiceServicer):
 
 
 class Refusing(GRPCInferenceServiceServicer):
-    """A server that lets nobody in."""
+    """A server that permits nobody to open a stream."""
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, "not you")
@@ -77,8 +77,8 @@ class Refusing(GRPCInferenceServiceServicer):
 
 
 class Stopping(GRPCInferenceServiceServicer):
-    """Servers behind one address, each of which has a stream. The first so many stop, and refuse what comes; but what
-    came to the very first one before it answers in the end."""
+    """Servers behind one address, one for each stream. The first `stopping` of them are stopping and refuse requests,
+    but the very first one has accepted a request before, which it answers after it has refused another one."""
 
     def __init__(self, stopping: int) -> None:
         self.streams = 0
@@ -103,7 +103,7 @@ class Stopping(GRPCInferenceServiceServicer):
 
 
 class Full(GRPCInferenceServiceServicer):
-    """A server that has no room for streams, and keeps the calls it gets."""
+    """A server that has no room for streams, and records the calls that it gets."""
 
     def __init__(self) -> None:
         self.calls: list[pb.ModelInferRequest] = []
@@ -117,7 +117,7 @@ class Full(GRPCInferenceServiceServicer):
         return pb.ModelInferResponse(model_name=request.model_name, id=request.id)
 
 
-async def test_infer_over_streams_of_a_server_that_stops_goes_over_one_to_another_server() -> None:
+async def test_infer_over_streams_refused_by_a_stopping_server_goes_to_another() -> None:
     servers = Stopping(1)
     async with peer(servers) as client:
         held = asyncio.create_task(client.infer("m", {"a": marked(1)}, request_id="held"))
@@ -128,7 +128,7 @@ async def test_infer_over_streams_of_a_server_that_stops_goes_over_one_to_anothe
     assert servers.streams == 2
 
 
-async def test_infer_over_streams_of_nothing_but_servers_that_stop_is_unavailable_after_the_second() -> None:
+async def test_infer_over_streams_refused_by_two_stopping_servers_is_unavailable() -> None:
     servers = Stopping(9)
     async with peer(servers) as client:
         held = asyncio.create_task(client.infer("m", {"a": marked(1)}, request_id="held"))
@@ -140,7 +140,7 @@ async def test_infer_over_streams_of_nothing_but_servers_that_stop_is_unavailabl
 
 
 @pytest.mark.parametrize("parameters", [{}, {"paceline_unordered": False, "paceline_deadline_us": 30_000_000, "a": 1}])
-async def test_infer_over_streams_for_which_there_is_no_room_are_the_callers_own_as_calls(parameters: Any) -> None:
+async def test_infer_over_streams_without_room_sends_unchanged_requests_as_calls(parameters: Any) -> None:
     full = Full()
     async with peer(full) as client:
         result = await client.infer("m", {"a": marked(1)}, request_id="mine", parameters=parameters)
@@ -149,16 +149,16 @@ async def test_infer_over_streams_for_which_there_is_no_room_are_the_callers_own
     assert {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in sent.items()} == parameters
 
 
-async def test_infer_over_streams_answer_that_is_no_message_ends_its_stream_for_all_who_wait() -> None:
+async def test_infer_over_streams_fails_for_all_waiting_callers_if_an_answer_is_not_a_message() -> None:
     with serving_bytes(b"\xff\xff") as target:
         async with AsyncInferenceClient(target, transport="stream", timeout_s=None) as client:
-            for _ in range(2):  # of which the second finds no stream that is of no use any more
+            for _ in range(2):  # the second time, no broken stream may be used
                 calls = (client.infer("m", {"a": marked(1)}) for _ in range(40))
                 answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
                 assert {str(one) for one in answers} == {"INTERNAL: Exception deserializing response!"}
 
 
-async def test_infer_over_streams_of_a_foreign_server_has_answers_and_errors_without_status() -> None:
+async def test_infer_over_streams_of_a_foreign_server_gets_answers_and_errors_without_status() -> None:
     async with peer(Foreign()) as client:
         for _ in range(20):
             for _ in range(2):
@@ -172,7 +172,7 @@ async def test_infer_over_streams_of_a_foreign_server_has_answers_and_errors_wit
 
 
 @pytest.mark.parametrize("request_id", ["mine", "grün/7", "7", "7:x", "x" * 5000])
-async def test_infer_over_streams_request_id_is_in_what_the_server_sees_and_may_be_used_twice(request_id: str) -> None:
+async def test_infer_over_streams_sends_the_request_id_with_a_number_and_it_may_be_used_twice(request_id: str) -> None:
     pairing = Pairing()
     async with peer(pairing) as client:
         # Twice as many as there are streams, so that each has two at once.
@@ -182,15 +182,15 @@ async def test_infer_over_streams_request_id_is_in_what_the_server_sees_and_may_
     assert sorted(pairing.ids) == sorted([f"1:{request_id}", f"2:{request_id}"] * 16)
 
 
-async def test_infer_over_streams_that_end_without_an_answer_is_unavailable() -> None:
+async def test_infer_over_streams_that_end_without_an_answer_are_unavailable() -> None:
     async with peer(Mute()) as client:
         for _ in range(20):
             with pytest.raises(Unavailable, match="the server ended the stream"):
                 await client.infer("m", {"a": marked(1)})
 
 
-async def test_infer_over_streams_refused_as_it_writes_tells_the_servers_reason() -> None:
-    """grpc.aio tells a writer whose stream ended of an "internal error", and forgets the status that ended it."""
+async def test_infer_over_streams_refused_during_a_write_reports_the_servers_reason() -> None:
+    """grpc.aio reports an "internal error" to a writer whose stream has ended, and forgets the status that ended it."""
     outcomes: list[object] = []
     for _ in range(20):
         async with peer(Refusing()) as client:

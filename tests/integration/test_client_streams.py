@@ -1,4 +1,4 @@
-"""The asyncio client over streams: to its user, calls like any other."""
+"""The asyncio client over streams: for its user, the same as over calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_infer_over_streams_answers_as_a_call_does(served: Served, client:
     assert (got.parameters, got.datatypes) == (expected.parameters, expected.datatypes) == ({}, {"x": "FP32"})
 
 
-async def test_infer_over_streams_many_at_once_each_get_their_own_answer(
+async def test_infer_over_streams_gives_each_of_many_requests_its_own_answer(
     client: AsyncInferenceClient, script: Script
 ) -> None:
     async def use(number: int) -> list[float]:
@@ -76,7 +76,9 @@ async def test_infer_over_streams_many_at_once_each_get_their_own_answer(
     assert max(map(len, script.seen)) > 1
 
 
-async def test_infer_over_streams_answers_overtake_each_other(client: AsyncInferenceClient, script: Script) -> None:
+async def test_infer_over_streams_lets_answers_overtake_each_other(
+    client: AsyncInferenceClient, script: Script
+) -> None:
     gate = script.hold(1)
     first = asyncio.create_task(ask(client, 1))
     await asyncio.to_thread(gate.wait_entered, 1)
@@ -88,7 +90,7 @@ async def test_infer_over_streams_answers_overtake_each_other(client: AsyncInfer
     assert await first == 1
 
 
-async def test_infer_over_streams_failures_are_those_of_calls(
+async def test_infer_over_streams_fails_as_a_call_does(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     script.errors[5] = RuntimeError("no fives")
@@ -106,7 +108,7 @@ async def test_infer_over_streams_failures_are_those_of_calls(
     assert await ask(client, 1) == 1
 
 
-async def test_infer_over_streams_full_queue_is_resource_exhausted_for_whom_it_concerns(
+async def test_infer_over_streams_fails_only_for_requests_beyond_the_full_queue(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     async with busy(served, script):
@@ -118,7 +120,7 @@ async def test_infer_over_streams_full_queue_is_resource_exhausted_for_whom_it_c
     assert all(outcome == mark for mark, outcome in enumerate(outcomes) if isinstance(outcome, float))
 
 
-async def test_infer_over_streams_cancelled_leaves_the_servers_queue_alone(
+async def test_infer_over_streams_removes_only_cancelled_requests_from_the_queue(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     async with busy(served, script):
@@ -133,7 +135,7 @@ async def test_infer_over_streams_cancelled_leaves_the_servers_queue_alone(
     assert sorted(mark for batch in script.served for mark in batch) == list(range(1, 30, 2))
 
 
-async def test_infer_over_streams_timeout_is_told_to_the_server_and_kept_without_it(
+async def test_infer_over_streams_timeout_applies_in_the_server_and_in_the_client(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     async with busy(served, script):
@@ -142,7 +144,7 @@ async def test_infer_over_streams_timeout_is_told_to_the_server_and_kept_without
         await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
     assert script.served == []
     gate = script.hold(2)
-    # Executing: the server has nothing to say before the model has.
+    # Executing: the server doesn't answer before the model does.
     with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.3 s"):
         await ask(client, 2, timeout_s=0.3)
     gate.open()
@@ -152,7 +154,7 @@ async def test_infer_over_streams_timeout_is_told_to_the_server_and_kept_without
 @pytest.mark.parametrize(
     ("deadline_us", "timeout_s"), [(50_000, None), (50_000, 20), (0, 0.1), (20_000_000, 0.1), (2**63, 0.1)]
 )
-async def test_infer_over_streams_of_two_deadlines_the_earlier_counts(
+async def test_infer_over_streams_uses_the_earlier_of_two_deadlines(
     served: Served, client: AsyncInferenceClient, script: Script, deadline_us: int, timeout_s: float | None
 ) -> None:
     async with busy(served, script):
@@ -164,7 +166,7 @@ async def test_infer_over_streams_of_two_deadlines_the_earlier_counts(
 
 
 @pytest.mark.parametrize("deadline_us", [-1, 0.5, "soon"])
-async def test_infer_over_streams_deadline_that_is_none_is_refused_as_a_calls_is(
+async def test_infer_over_streams_refuses_an_invalid_deadline_as_a_call_does(
     served: Served, client: AsyncInferenceClient, deadline_us: float | str
 ) -> None:
     parameters = {"paceline_deadline_us": deadline_us}
@@ -177,7 +179,7 @@ async def test_infer_over_streams_deadline_that_is_none_is_refused_as_a_calls_is
 
 
 @pytest.mark.parametrize("coalesce", [None, 4])
-async def test_infer_over_streams_that_takes_back_is_refused(served: Served, coalesce: int | None) -> None:
+async def test_infer_over_streams_refuses_the_parameter_that_cancels(served: Served, coalesce: int | None) -> None:
     async with AsyncInferenceClient(served.target, transport="stream", coalesce=coalesce, timeout_s=20) as client:
         with pytest.raises(ValueError, match="'paceline_cancel': reserved for the client"):
             await ask(client, 1, parameters={"paceline_cancel": True})
@@ -185,13 +187,13 @@ async def test_infer_over_streams_that_takes_back_is_refused(served: Served, coa
 
 
 @pytest.mark.parametrize("coalesce", [None, 4])
-async def test_infer_over_streams_timeout_without_end_is_no_bound(served: Served, coalesce: int | None) -> None:
+async def test_infer_over_streams_accepts_infinite_and_huge_timeouts(served: Served, coalesce: int | None) -> None:
     async with AsyncInferenceClient(served.target, transport="stream", coalesce=coalesce) as client:
         for timeout_s in (math.inf, 1e10, 1e13, 1e300):
             assert await ask(client, 1, timeout_s=timeout_s) == 1
 
 
-async def test_infer_over_streams_timeout_that_is_none_is_refused_and_leaves_nothing(served: Served) -> None:
+async def test_infer_over_streams_refuses_a_nan_timeout_and_leaves_nothing_behind(served: Served) -> None:
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
     async with AsyncInferenceClient(served.target, transport="stream") as client:
@@ -204,7 +206,7 @@ async def test_infer_over_streams_timeout_that_is_none_is_refused_and_leaves_not
 
 @pytest.mark.parametrize("timeout_s", [0, -1])
 @pytest.mark.parametrize("coalesce", [None, 4])
-async def test_infer_over_streams_timeout_that_has_passed_is_deadline_exceeded(
+async def test_infer_over_streams_without_time_left_is_deadline_exceeded(
     served: Served, timeout_s: float, coalesce: int | None
 ) -> None:
     async with AsyncInferenceClient(served.target, transport="stream", coalesce=coalesce, timeout_s=20) as client:
@@ -214,12 +216,12 @@ async def test_infer_over_streams_timeout_that_has_passed_is_deadline_exceeded(
         assert await ask(client, 1) == 1
 
 
-async def test_infer_over_streams_metadata_of_one_request_is_refused(client: AsyncInferenceClient) -> None:
+async def test_infer_over_streams_refuses_metadata_of_a_single_request(client: AsyncInferenceClient) -> None:
     with pytest.raises(ValueError, match="give it to the client"):
         await ask(client, 1, metadata=[("x", "y")])
 
 
-async def test_infer_over_streams_with_metadata_of_the_client_sends_it(tmp_path: Path, script: Script) -> None:
+async def test_infer_over_streams_sends_the_clients_metadata(tmp_path: Path, script: Script) -> None:
     settings = Settings(paths=(tmp_path,), grpc_header_forward_pattern="^timeout$")
     async with serving(tmp_path, {"m": script.model}, settings=settings) as served:
         headers = [("timeout", "1")]
@@ -228,7 +230,7 @@ async def test_infer_over_streams_with_metadata_of_the_client_sends_it(tmp_path:
                 await ask(client, 1)
 
 
-async def test_infer_over_streams_that_broke_fails_who_waited_and_serves_who_comes(
+async def test_infer_over_streams_that_break_fails_waiting_requests_and_serves_new_ones(
     served: Served, script: Script
 ) -> None:
     async with (
@@ -246,14 +248,14 @@ async def test_infer_over_streams_that_broke_fails_who_waited_and_serves_who_com
         assert await asyncio.gather(*(ask(client, mark) for mark in range(20))) == list(range(20))
 
 
-async def test_infer_over_streams_to_nobody_is_unavailable() -> None:
+async def test_infer_over_streams_without_a_server_is_unavailable() -> None:
     async with AsyncInferenceClient("127.0.0.1:1", transport="stream") as client:
         for _ in range(2):
             with pytest.raises(Unavailable):
                 await ask(client, 1)
 
 
-async def test_infer_over_streams_of_a_server_that_stops_is_unavailable(
+async def test_infer_over_streams_of_a_stopped_server_is_unavailable(
     served: Served, client: AsyncInferenceClient
 ) -> None:
     assert await ask(client, 1) == 1
@@ -262,7 +264,7 @@ async def test_infer_over_streams_of_a_server_that_stops_is_unavailable(
         await ask(client, 1)
 
 
-async def test_infer_over_streams_closed_underneath_is_cancelled(
+async def test_infer_over_streams_is_cancelled_when_the_client_is_closed(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     async with busy(served, script):
@@ -276,12 +278,12 @@ async def test_infer_over_streams_closed_underneath_is_cancelled(
         await ask(client, 1)
 
 
-def test_transport_of_another_name_is_refused() -> None:
+def test_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 'call' or 'stream', got 'pigeon'"):
         AsyncInferenceClient("x", transport="pigeon")  # type: ignore[arg-type]
 
 
-async def test_infer_over_streams_opens_as_many_as_are_needed(
+async def test_infer_over_streams_opens_as_many_streams_as_needed(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
     async def streams() -> float:
@@ -298,7 +300,7 @@ async def test_infer_over_streams_opens_as_many_as_are_needed(
 
 
 @pytest.mark.parametrize("room", [0, 1, 5])
-async def test_infer_over_streams_for_which_there_is_no_room_goes_over_others_or_by_calls(
+async def test_infer_over_streams_without_room_for_more_uses_existing_ones_or_calls(
     tmp_path: Path, script: Script, room: int
 ) -> None:
     settings = Settings(paths=(tmp_path,), limits=Limits(streams=max(1, room)))
@@ -315,7 +317,7 @@ async def test_infer_over_streams_for_which_there_is_no_room_goes_over_others_or
         assert await served.metric("paceline_limit_used", 'limit="streams"') == max(1, room)
 
 
-async def test_infer_over_streams_sends_large_tensors_by_calls(served: Served, client: AsyncInferenceClient) -> None:
+async def test_infer_over_streams_sends_large_tensors_as_calls(served: Served, client: AsyncInferenceClient) -> None:
     large = np.zeros((1, 300_000), np.float32)
     result = await client.infer("m", {"a": large}, request_id="mine")
     assert (result.id, result["x"].shape) == ("mine", large.shape)

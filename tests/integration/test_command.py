@@ -1,4 +1,4 @@
-"""Settings of the command that show from outside, given as flags and as environment variables."""
+"""Settings of the command that are visible from outside, given as flags and as environment variables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_paths_given_in_every_way_are_served_together(tmp_path: Path) -> None:
         assert all(client.model_ready(name) for name in ("a", "b", "c"))
 
 
-def test_log_of_a_whole_life_is_one_json_object_a_line(tmp_path: Path) -> None:
+def test_log_from_start_to_stop_is_one_json_object_per_line(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path) as server:
         pass

@@ -1,4 +1,4 @@
-"""gzip and deflate, there and back: each call's own choice for requests, the server's for answers."""
+"""gzip and deflate in both directions: each call chooses for its request, the server for all answers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.integration.serving import Served, serving
 from tests.integration.streams import Stream
 from tests.wire import infer
 
-COLUMNS = 500_000  # 2 MB, of which next to nothing is left
+COLUMNS = 500_000  # 2 MB, which compress to almost nothing
 SMALL = 20_000
 BOTH = pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate], ids=lambda one: one.name)
 
 
 @asynccontextmanager
 async def relayed(repository: Path, level: str, *options: tuple[str, Any]) -> AsyncIterator[tuple[Served, Relay]]:
-    """A server that compresses answers at `level`, behind a relay that counts."""
+    """A server that compresses answers at `level`, behind a relay that counts bytes."""
     settings = Settings(paths=(repository,), grpc_infer_response_compression_level=level)
     async with (
         serving(repository, {"m": Script().model}, settings=settings) as served,
@@ -41,7 +41,7 @@ async def relayed(repository: Path, level: str, *options: tuple[str, Any]) -> As
 
 
 @BOTH
-async def test_compression_of_requests_is_each_calls_own_choice(tmp_path: Path, algorithm: grpc.Compression) -> None:
+async def test_compression_of_requests_is_chosen_by_each_call(tmp_path: Path, algorithm: grpc.Compression) -> None:
     async with relayed(tmp_path, "none") as (served, relay):
         one = request(7, columns=COLUMNS)
         assert mark_of(await served.stub.ModelInfer(one, compression=algorithm, timeout=20)) == 7
@@ -53,7 +53,7 @@ async def test_compression_of_requests_is_each_calls_own_choice(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("level", ["low", "medium", "high"])
-async def test_compression_of_answers_is_for_calls_and_streams(tmp_path: Path, level: str) -> None:
+async def test_compression_of_answers_applies_to_calls_and_streams(tmp_path: Path, level: str) -> None:
     async with relayed(tmp_path, level) as (served, relay):
         assert mark_of(await served.infer(request(7, columns=COLUMNS))) == 7
         stream = Stream(served)
@@ -62,14 +62,14 @@ async def test_compression_of_answers_is_for_calls_and_streams(tmp_path: Path, l
         assert relay.answered_bytes < SMALL
 
 
-async def test_compression_of_answers_is_left_out_for_clients_that_do_not_understand_it(tmp_path: Path) -> None:
+async def test_compression_of_answers_is_omitted_for_clients_that_do_not_support_it(tmp_path: Path) -> None:
     async with relayed(tmp_path, "high", ("grpc.compression_enabled_algorithms_bitset", 1)) as (served, relay):
         assert mark_of(await served.infer(request(7, columns=COLUMNS))) == 7
         assert relay.answered_bytes > 4 * COLUMNS
 
 
 @BOTH
-async def test_compression_both_ways_keeps_the_very_bits(tmp_path: Path, algorithm: grpc.Compression) -> None:
+async def test_compression_in_both_directions_keeps_every_bit(tmp_path: Path, algorithm: grpc.Compression) -> None:
     noise = np.random.default_rng(1).standard_normal((3, 300_000)).astype(np.float32)
     async with relayed(tmp_path, "high") as (served, _):
         answer = await served.stub.ModelInfer(infer("m", {"a": noise}), compression=algorithm, timeout=20)
@@ -78,9 +78,7 @@ async def test_compression_both_ways_keeps_the_very_bits(tmp_path: Path, algorit
 
 @pytest.mark.parametrize("data", [b"\xff" * 100, zlib.compress(b"x" * 100)[:-7]], ids=["noise", "cut"])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-async def test_compressed_bytes_that_are_damaged_fail_their_call_alone(
-    tmp_path: Path, encoding: str, data: bytes
-) -> None:
+async def test_damaged_compressed_bytes_fail_only_their_own_call(tmp_path: Path, encoding: str, data: bytes) -> None:
     async with serving(tmp_path, {"m": Script().model}) as served:
         port = served.server.grpc_port
         received = await call_by_hand(port, data, {"grpc-encoding": encoding}, compressed=True)

@@ -1,4 +1,4 @@
-"""Real processes that serve ONNX models which come, change and go: mode poll by what lies on disk, explicit by RPC."""
+"""Real servers whose ONNX models are added, changed and removed: on disk in mode poll, by RPC in mode explicit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONES = np.ones((1, 4), np.float32)
 
 
 def write(folder: Path, step: float, version: int = 1) -> None:
-    """A version that returns INPUT0 + step; put there in one go, as one should."""
+    """Write a version that returns INPUT0 + step, in one atomic step, as users should."""
     made = folder.parent.parent / f"made-{folder.name}-{version}.onnx"
     models.write(models.ragged(step), made)
     (folder / str(version)).mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def client_of(server: ServerProcess) -> Iterator[Client]:
 
 @contextmanager
 def traffic(client: Client) -> Iterator[list[float | grpc.StatusCode]]:
-    """All that two clients in a loop get to hear from `m` while the block runs."""
+    """The outcomes of all requests to `m` that two clients send in a loop while the block runs."""
     heard: list[float | grpc.StatusCode] = []
     end = threading.Event()
 
@@ -89,7 +89,7 @@ def traffic(client: Client) -> Iterator[list[float | grpc.StatusCode]]:
 POLL = ("--model-control-mode", "poll", "--repository-poll-secs", "0.05")
 
 
-def test_poll_follows_models_that_come_change_break_and_go(tmp_path: Path) -> None:
+def test_poll_follows_added_changed_broken_and_removed_models(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
     with ServerProcess(repository, args=POLL) as server, client_of(server) as client:
@@ -122,7 +122,7 @@ def test_poll_follows_models_that_come_change_break_and_go(tmp_path: Path) -> No
     assert not [line for line in server.log if "exception" in line]
 
 
-def test_explicit_reloads_of_real_models_under_load_are_not_felt(tmp_path: Path) -> None:
+def test_explicit_reloads_of_real_models_under_load_fail_no_request(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     write(repository / "m", 0)
     args = ("--model-control-mode", "explicit", "--load-model", "m")

@@ -55,7 +55,7 @@ class Client:
         self.handle = bytes.fromhex(self._read())
 
     def floats(self, offset: int) -> list[float]:
-        """The 16 that it finds there."""
+        """The 16 floats that the process finds at `offset`."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{offset}\n")
         self._process.stdin.flush()

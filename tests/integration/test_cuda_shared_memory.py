@@ -1,5 +1,5 @@
-"""CUDA shared memory over the wire, from registering to answers. The GPU is a stand-in for the CUDA driver; ONNX
-Runtime computes on the CPU, staged as on a GPU. Handles are of memory of the test's own process."""
+"""CUDA shared memory over the wire, from registration to answers. A stand-in for the CUDA driver simulates the GPU;
+ONNX Runtime computes on the CPU, staged as on a GPU. Handles refer to memory of the test's own process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ CONFIG = """
     input { name: "a" data_type: TYPE_FP32 dims: %s } output { name: "x" data_type: TYPE_FP32 dims: %s }
 """
 LATER = "preferred_batch_size: 8 max_queue_delay_microseconds: 30000000"
-"""All that a test sends shares a batch, of eight rows."""
+"""All requests of a test share one batch, of eight rows."""
 
 
 class Gpu:
-    """One with a driver, and memory of a client on it."""
+    """A simulated GPU with its driver, and memory of a client on it."""
 
     def __init__(self, folder: Path) -> None:
         self.driver = stand_in.build(folder)
@@ -45,7 +45,7 @@ class Gpu:
         self.accelerator = stand_in.accelerator(folder, self.driver)
 
     def copies(self) -> list[int]:
-        """So far, queued: from the host, to the host, on the device."""
+        """How many copies have been queued so far: from the host, to the host, on the device."""
         return [self.driver.stand_in_copies(kind) for kind in (b"in", b"out", b"within")]
 
 
@@ -64,7 +64,7 @@ def write(repository: Path, policy: str = "", dims: str = "2") -> None:
 
 @asynccontextmanager
 async def served_by(gpu: Gpu, folder: Path, staged: bool = True, driver: Any = None) -> AsyncIterator[Served]:
-    """Region `c` is all of the client's memory. `driver` is that of the GPU, or stands in front of it."""
+    """A server whose region `c` is all of the client's memory. `driver`, if given, is a wrapper of the GPU's driver."""
     backend = OnnxBackend(accelerators=lambda device: gpu.accelerator if staged else None)
     given = settings(folder / "models", frontends=1)
     async with serving(
@@ -105,12 +105,12 @@ def floats(first: int, rows: int) -> Array:
     return np.arange(first, first + 2 * rows, dtype=np.float32).reshape(rows, 2)
 
 
-async def test_tensors_in_the_memory_of_the_models_gpu_never_are_in_the_hosts(tmp_path: Path, gpu: Gpu) -> None:
+async def test_tensors_in_memory_of_the_models_gpu_never_pass_through_the_host(tmp_path: Path, gpu: Gpu) -> None:
     write(tmp_path / "models")
     async with served_by(gpu, tmp_path) as served:
         gpu.memory.put(floats(1, 2).tobytes(), 64)
         before = gpu.copies()
-        for _ in range(3):  # the first by the message, the others by the short way
+        for _ in range(3):  # the first one is parsed, the others take the short way
             gpu.memory.put(bytes(2 * ROW), 512)
             response = await served.infer(asking(2, ("c", 64), ("c", 512)))
             assert gpu.memory.get(2 * ROW, 512) == (-floats(1, 2)).tobytes()
@@ -125,7 +125,7 @@ async def test_tensors_in_the_memory_of_the_models_gpu_never_are_in_the_hosts(tm
         assert copies == [0, 0, 6]
 
 
-async def test_one_batch_of_all_kinds_of_memory_and_messages_gives_each_its_own(tmp_path: Path, gpu: Gpu) -> None:
+async def test_batch_of_all_kinds_of_memory_and_messages_gives_each_request_its_own(tmp_path: Path, gpu: Gpu) -> None:
     write(tmp_path / "models", LATER)
     with shared_object(SIZE) as memory:
         async with served_by(gpu, tmp_path) as served:
@@ -153,7 +153,7 @@ async def test_one_batch_of_all_kinds_of_memory_and_messages_gives_each_its_own(
         assert answers[5].raw_output_contents[0] == (-floats(60, 2)).tobytes()
 
 
-async def test_request_of_a_batch_whose_memory_is_gone_fails_alone(tmp_path: Path, gpu: Gpu) -> None:
+async def test_request_whose_memory_is_gone_fails_alone_in_its_batch(tmp_path: Path, gpu: Gpu) -> None:
     write(tmp_path / "models", LATER)
     memory = SharedObject(SIZE)
     try:
@@ -180,7 +180,7 @@ async def test_request_of_a_batch_whose_memory_is_gone_fails_alone(tmp_path: Pat
 async def test_request_whose_gpu_memory_cannot_be_copied_fails_alone(tmp_path: Path, gpu: Gpu) -> None:
     write(tmp_path / "models", LATER)
     async with served_by(gpu, tmp_path) as served:
-        # The driver knows this one no more, the server still does; room for outputs is what it looks at.
+        # The driver no longer knows this memory, but the server does: for outputs, it checks only whether they fit.
         gone = stand_in.ClientMemory(gpu.driver, SIZE)
         await served.stub.CudaSharedMemoryRegister(
             pb.CudaSharedMemoryRegisterRequest(name="gone", raw_handle=gone.handle, byte_size=SIZE), timeout=20
@@ -202,7 +202,7 @@ async def test_request_whose_gpu_memory_cannot_be_copied_fails_alone(tmp_path: P
         assert answered.raw_output_contents[0] == (-floats(20, 3)).tobytes()
 
 
-async def test_region_that_is_unregistered_while_requests_use_it_stays_until_they_are_done(
+async def test_region_unregistered_while_requests_use_it_stays_open_until_they_are_done(
     tmp_path: Path, gpu: Gpu
 ) -> None:
     write(tmp_path / "models", LATER)
@@ -217,12 +217,12 @@ async def test_region_that_is_unregistered_while_requests_use_it_stays_until_the
         await call
         assert gpu.memory.get(4 * ROW, 1024) == (-floats(1, 4)).tobytes()
         del call
-        # The threads that executed have them a moment longer.
+        # The threads that executed keep references for a moment longer.
         await eventually_async(lambda: gc.collect() >= 0 and gpu.driver.stand_in_opened() == 0, "the region is closed")
         assert (await failure_of(served.infer(asking(8, ("c", 0)))))[0] is Code.NOT_FOUND
 
 
-async def test_output_for_which_there_is_too_little_room_is_refused(tmp_path: Path, gpu: Gpu) -> None:
+async def test_output_with_too_little_room_is_refused(tmp_path: Path, gpu: Gpu) -> None:
     write(tmp_path / "models")
     async with served_by(gpu, tmp_path) as served:
         code, text = await failure_of(served.infer(asking(2, floats(1, 2), ("c", 0), room=15)))
@@ -232,7 +232,7 @@ async def test_output_for_which_there_is_too_little_room_is_refused(tmp_path: Pa
         assert gpu.memory.get(16) == bytes(16)
 
 
-async def test_output_of_open_size_that_turns_out_too_large_is_refused(tmp_path: Path, gpu: Gpu) -> None:
+async def test_output_of_unknown_size_that_turns_out_too_large_is_refused(tmp_path: Path, gpu: Gpu) -> None:
     write(tmp_path / "models", dims="-1")
     async with served_by(gpu, tmp_path) as served:
         gpu.memory.put(np.arange(6, dtype=np.float32).tobytes(), 0)
@@ -245,7 +245,7 @@ async def test_output_of_open_size_that_turns_out_too_large_is_refused(tmp_path:
 
 
 class Noticed:
-    """`driver`; `threads` are those on which memory of the host's was copied to the GPU."""
+    """Wraps `driver`; `threads` are those on which host memory was copied to the GPU."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -263,21 +263,21 @@ async def test_outputs_for_a_gpu_never_make_the_event_loop_wait(staged: bool, tm
     gpu.accelerator.gpu = 1
     noticed = Noticed(gpu.driver)
     async with served_by(gpu, tmp_path, staged, noticed) as served:
-        for _ in range(2):  # the first by the message, the other by the short way
+        for _ in range(2):  # the first one is parsed, the other takes the short way
             gpu.memory.put(bytes(16), 512)
             response = await served.infer(asking(2, floats(1, 2), ("c", 512)))
             assert gpu.memory.get(16, 512) == (-floats(1, 2)).tobytes()
             assert response.outputs[0].parameters["shared_memory_byte_size"].int64_param == 16
         assert len(noticed.threads) == 2
         assert threading.get_ident() not in noticed.threads
-        # What is too large isn't written, and the codec says so.
+        # An output that is too large isn't written, and the codec reports it.
         code, text = await failure_of(served.infer(asking(2, floats(1, 2), ("c", 512), room=15)))
         assert (code, "to be at least 16 bytes to hold the result, got 15" in text) == (Code.INVALID_ARGUMENT, True)
         assert len(noticed.threads) == 2
 
 
 @pytest.mark.parametrize("staged", [True, False])
-async def test_memory_of_another_gpu_than_the_models_passes_through_the_hosts(
+async def test_memory_of_another_gpu_than_the_models_passes_through_the_host(
     staged: bool, tmp_path: Path, gpu: Gpu
 ) -> None:
     write(tmp_path / "models")
@@ -291,7 +291,7 @@ async def test_memory_of_another_gpu_than_the_models_passes_through_the_hosts(
         assert copies == ([1, 1, 0] if staged else [0, 0, 0])
 
 
-async def test_outputs_over_each_other_are_written_in_the_order_asked_for(tmp_path: Path, gpu: Gpu) -> None:
+async def test_overlapping_outputs_are_written_in_the_order_requested(tmp_path: Path, gpu: Gpu) -> None:
     place = tmp_path / "models" / "m" / "1" / "model.onnx"
     place.parent.mkdir(parents=True)
     tensors = {name: models.tensor(name, "FP32", ["batch", 2]) for name in ("a", "x", "y")}
@@ -309,7 +309,7 @@ async def test_outputs_over_each_other_are_written_in_the_order_asked_for(tmp_pa
             assert gpu.memory.get(2 * ROW, 512) == expected.tobytes()
 
 
-async def test_registering_what_the_driver_refuses_says_why(tmp_path: Path, gpu: Gpu) -> None:
+async def test_registration_that_the_driver_refuses_says_why(tmp_path: Path, gpu: Gpu) -> None:
     write(tmp_path / "models")
     async with served_by(gpu, tmp_path) as served:
         assert gpu.driver.stand_in_opened() == 1

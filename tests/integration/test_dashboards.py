@@ -1,4 +1,4 @@
-"""Dashboard and alerts use nothing but what a server exports: every name, label and value, against real ones."""
+"""The dashboard and the alerts use only names, labels and values that a real server exports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Series = dict[str, dict[str, set[str]]]
 
 @pytest.fixture
 async def exported(tmp_path: Path) -> Series:
-    """By metric, its labels and their values, once there was some of everything, of a server that has all there are."""
+    """Labels and their values by metric, from a server that has all metrics, after a success and a failure."""
     model = echo_model()
     settings = Settings(paths=(tmp_path,), frontends=2)
     async with serving(tmp_path, {"m": model}, settings=settings) as served:
@@ -54,7 +54,7 @@ async def exported(tmp_path: Path) -> Series:
 
 @dataclass
 class Query:
-    """What an expression names."""
+    """The names in an expression."""
 
     selectors: list[tuple[str, list[tuple[str, str, str]]]] = field(default_factory=list)
     grouped: set[str] = field(default_factory=set)
@@ -89,7 +89,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Whose it is, and the expression."""
+    """The owner of each expression, and the expression."""
     for panel in panels():
         for target in panel["targets"]:
             yield f"panel {panel['title']}", target["expr"]
@@ -109,7 +109,7 @@ def test_expressions_name_only_what_a_server_exports(exported: Series) -> None:
         assert query.grouped <= query.labels(exported), whose
 
 
-def test_expressions_of_names_that_are_not_there_would_be_found(exported: Series) -> None:
+def test_expressions_with_unknown_names_would_be_found(exported: Series) -> None:
     query = parsed('sum by (colour) (rate(nv_inference_count_total{hue="1"}[5m]))')
     assert query.selectors[0][0] not in exported
     assert query.grouped - query.labels(exported) == {"colour"}
@@ -134,7 +134,7 @@ def test_legends_and_texts_use_labels_that_their_expressions_have(exported: Seri
             assert set(re.findall(r"\$labels\.(\w+)", text)) <= left, rule["alert"]
 
 
-def test_variables_ask_for_labels_that_are_there(exported: Series) -> None:
+def test_variables_query_existing_labels(exported: Series) -> None:
     asked = [one["query"]["query"] for one in json.loads(DASHBOARD.read_text())["templating"]["list"][1:]]
     assert len(asked) == 4
     for query in asked:
@@ -145,7 +145,7 @@ def test_variables_ask_for_labels_that_are_there(exported: Series) -> None:
         assert match[2] in OF_SCRAPES | set(exported[name])
 
 
-def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     board = json.loads(DASHBOARD.read_text())["panels"]
     assert len({panel["id"] for panel in board}) == len(board)
     taken: set[tuple[int, int]] = set()
@@ -157,7 +157,7 @@ def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_alerts_say_how_bad_and_what_it_is() -> None:
+def test_alerts_have_unique_names_a_severity_and_a_summary() -> None:
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)
     for rule in rules():
@@ -170,13 +170,13 @@ def promtool() -> str:
     return found or pytest.skip("no promtool: `make witness` fetches it")
 
 
-def test_rules_are_what_prometheus_takes() -> None:
+def test_rules_are_accepted_by_prometheus() -> None:
     done = subprocess.run([promtool(), "check", "rules", str(RULES)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(rules())} rules found" in done.stdout
 
 
-def test_alerts_fire_when_they_should_by_prometheus_own_tool() -> None:
+def test_alerts_fire_when_they_should_according_to_promtool() -> None:
     case = Path(__file__).with_name("prometheus-rules.test.yaml")
     done = subprocess.run([promtool(), "test", "rules", str(case)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

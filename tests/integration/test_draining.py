@@ -1,4 +1,4 @@
-"""The end of a server that has work to do: what it promises while it stops, and what when time runs out."""
+"""Stopping a server that has work to do: what it answers until it ends, and what happens when its time runs out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 100
 
 @dataclass
 class Busy:
-    """A server with a full batch held at its model's gate, and two requests that wait for company."""
+    """A server with a full batch held at its model's gate, and two requests that wait for more."""
 
     served: Served
     model: MemoryModel
@@ -55,7 +55,7 @@ def listens(served: Served) -> bool:
     return True
 
 
-async def test_stop_answers_what_was_accepted_and_tells_everybody_else(busy: Busy) -> None:
+async def test_stop_answers_accepted_requests_and_refuses_all_others(busy: Busy) -> None:
     served = busy.served
     health = health_pb2_grpc.HealthStub(served.channel)
     watch = health.Watch(health_pb2.HealthCheckRequest())
@@ -63,7 +63,7 @@ async def test_stop_answers_what_was_accepted_and_tells_everybody_else(busy: Bus
     stopping = asyncio.create_task(served.server.stop(30))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert await watch.read() is grpc.aio.EOF
-    # Refused at first; then the connection is told to go, and there is no other.
+    # Refused at first; then the client is told to close its connection, and can't open another.
     assert (await failure_of(served.infer(ONE)))[0] is UNAVAILABLE
     await eventually_async(lambda: not listens(served), "the port to be closed")
     assert (await failure_of(served.infer(ONE)))[0] is UNAVAILABLE
@@ -77,7 +77,7 @@ async def test_stop_answers_what_was_accepted_and_tells_everybody_else(busy: Bus
     assert (busy.model.closed, busy.model.open_instances) == (True, 0)
 
 
-async def test_stop_that_runs_out_of_time_tells_who_still_waits(busy: Busy) -> None:
+async def test_stop_that_runs_out_of_time_fails_the_remaining_requests(busy: Busy) -> None:
     assert not await busy.served.server.stop(0.1)
     for call in (busy.running, *busy.waiting):
         assert await failure_of(call) == (
@@ -87,7 +87,7 @@ async def test_stop_that_runs_out_of_time_tells_who_still_waits(busy: Busy) -> N
     assert busy.model.batches == [(4,)]
 
 
-async def test_stop_with_clients_that_gave_up_meanwhile_waits_for_the_execution_alone(busy: Busy) -> None:
+async def test_stop_with_cancelled_requests_waits_only_for_the_execution(busy: Busy) -> None:
     stopping = asyncio.create_task(busy.served.server.stop(30))
     for call in (busy.running, *busy.waiting):
         call.cancel()

@@ -1,4 +1,4 @@
-"""Models whose weights lie in files of their own: in Triton's two layouts, and not outside of them."""
+"""Models whose weights are in separate files: in Triton's two layouts, but not outside the model's folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_weights_beside_the_model_are_found(tmp_path: Path, place: str) ->
     assert apart.raw_output_contents == whole.raw_output_contents
 
 
-async def test_weights_outside_of_the_models_folder_fail_the_load(tmp_path: Path) -> None:
+async def test_weights_outside_the_models_folder_fail_the_load(tmp_path: Path) -> None:
     write(tmp_path / "m" / "1", "../../secret.bin")
     (tmp_path / "m" / "1" / "weights.bin").rename(tmp_path / "secret.bin")
     server = Server(Settings(paths=(tmp_path,)))

@@ -1,4 +1,4 @@
-"""Models that fail, lie or raise what nobody expects: their batch hears of it, the next one is served."""
+"""Models that fail, return wrong outputs or raise any exception: their batch gets an error, the next one is served."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_failure_reaches_every_request_of_its_batch_and_no_other(served: S
     assert await served.metric("nv_inference_count") == 2
 
 
-async def test_failure_of_one_model_leaves_the_others_alone(served: Served, model: MemoryModel) -> None:
+async def test_failure_of_one_model_does_not_affect_the_others(served: Served, model: MemoryModel) -> None:
     model.faults.raise_when(lambda inputs: True, ExecutionError("always"))
     bad = [asyncio.create_task(failure_of(served.infer(ONE))) for _ in range(8)]
     good = [asyncio.create_task(served.infer(infer("other", {"a": rows_of_floats(2)}))) for _ in range(8)]
@@ -76,14 +76,14 @@ async def test_failure_of_one_model_leaves_the_others_alone(served: Served, mode
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-async def test_failure_of_any_kind_is_internal_with_the_models_own_words(
+async def test_failure_of_any_kind_is_internal_with_the_models_own_text(
     served: Served, model: MemoryModel, error: Exception, text: str
 ) -> None:
     model.faults.raise_next(error)
     assert await failure_of(served.infer(ONE)) == (INTERNAL, f"model 'm': {text}")
 
 
-async def test_failure_with_a_megabyte_to_say_is_shortened_in_the_middle(served: Served, model: MemoryModel) -> None:
+async def test_failure_with_a_text_of_a_megabyte_is_shortened_in_the_middle(served: Served, model: MemoryModel) -> None:
     model.faults.raise_next(ExecutionError("start" + "x" * 1_000_000 + "end"))
     code, text = await failure_of(served.infer(ONE))
     assert code is INTERNAL
@@ -104,7 +104,7 @@ async def test_failure_with_a_megabyte_to_say_is_shortened_in_the_middle(served:
         (change_datatype, "output 'x': expected FP32, got numpy's complex64"),
     ],
 )
-async def test_outputs_that_break_the_models_promise_are_internal(
+async def test_outputs_that_differ_from_the_models_spec_are_internal(
     served: Served, model: MemoryModel, distortion: Callable[[Tensors], Tensors], text: str
 ) -> None:
     model.faults.distort_next(distortion)
@@ -112,7 +112,7 @@ async def test_outputs_that_break_the_models_promise_are_internal(
 
 
 @pytest.mark.parametrize("typed", [False, True], ids=["raw", "typed"])
-async def test_outputs_that_no_message_can_carry_are_internal(tmp_path: Path, typed: bool) -> None:
+async def test_outputs_that_cannot_be_encoded_are_internal(tmp_path: Path, typed: bool) -> None:
     spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "BYTES", (-1,)),))
     model = MemoryModel(spec, lambda inputs: [np.array([7] * len(inputs[0]), object)])
     request = infer("m", {"a": rows_of_floats(1)}, parameters={"binary_data_output": not typed})
@@ -123,7 +123,7 @@ async def test_outputs_that_no_message_can_carry_are_internal(tmp_path: Path, ty
         )
 
 
-async def test_failure_of_onnx_runtime_carries_its_message_and_the_session_lives_on(tmp_path: Path) -> None:
+async def test_failure_of_onnx_runtime_carries_its_message_and_the_session_keeps_serving(tmp_path: Path) -> None:
     models.write(models.gather(), tmp_path / "g" / "1" / "model.onnx")
 
     def index(value: int) -> Array:

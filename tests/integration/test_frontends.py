@@ -1,5 +1,5 @@
-"""What is special where several processes speak gRPC: whichever of them a client meets, it meets the same server, and
-the memory between them is bounded. That all else is the same, other tests say, which run both ways (`frontends`)."""
+"""gRPC in several processes: whichever of them a client is connected to, it gets the same server, and the memory
+between them is bounded. Other tests run both with and without them (`frontends`), to show that all else is the same."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ Code = grpc.StatusCode
 BATCHED = "max_batch_size: 8 dynamic_batching { }"
 MIB = 2**20
 KIB_300 = rows_of_floats(1, 300 * 256)
-"""Three of these fit into a MiB, and no fourth."""
+"""Three of these fit into a MiB, but not four."""
 serving = partial(warmly.serving, start_front=start_front)
-"""With fronts that are started as the product starts them, and so are children of this process."""
+"""With fronts that are started as the product starts them, which makes them children of this process."""
 
 
 def two(path: Path, memory_mb: int = 64, **more: Any) -> Settings:
@@ -55,7 +55,7 @@ def two(path: Path, memory_mb: int = 64, **more: Any) -> Settings:
 
 @asynccontextmanager
 async def through_each(served: Served) -> AsyncIterator[tuple[Served, Served]]:
-    """The server as a client of its first front sees it, and one of its second."""
+    """The server through its first front, and through its second."""
     async with channel_each(served.target, os.getpid()) as channels:
         first, second = channels.values()
         yield tuple(  # type: ignore[misc]
@@ -139,7 +139,7 @@ async def test_regions_registered_through_one_front_serve_requests_of_the_other(
             assert memory.get(16, 1024) == rows.tobytes()
 
 
-async def test_health_and_readiness_are_told_by_every_front(tmp_path: Path) -> None:
+async def test_health_and_readiness_are_reported_by_every_front(tmp_path: Path) -> None:
     write_model(tmp_path, "m", BATCHED)
     settings = explicit(tmp_path, load=("m",), frontends=2)
     async with (
@@ -160,7 +160,7 @@ async def test_health_and_readiness_are_told_by_every_front(tmp_path: Path) -> N
         assert await stopping
 
 
-async def test_log_settings_changed_through_one_front_are_those_of_all(tmp_path: Path) -> None:
+async def test_log_settings_changed_through_one_front_apply_to_all(tmp_path: Path) -> None:
     write_identity(tmp_path)
     change = pb.LogSettingsRequest()
     change.settings["log_verbose_level"].uint32_param = 1
@@ -190,7 +190,7 @@ async def test_port_is_not_shared_with_another_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 2048, 2049, 3_000_000], ids=["tiny", "inline", "shared", "12 MB"])
-async def test_tensors_of_any_size_arrive_as_they_were(tmp_path: Path, columns: int) -> None:
+async def test_tensors_of_any_size_arrive_unchanged(tmp_path: Path, columns: int) -> None:
     async with serving(tmp_path, {"m": echo_model()}, config=BATCHED, settings=two(tmp_path)) as served:
         arrays = [rows_of_floats(rows, columns, first=rows) for rows in (1, 2)]
         answers = await asyncio.gather(*(served.infer(infer("m", {"a": array})) for array in arrays))
@@ -198,7 +198,7 @@ async def test_tensors_of_any_size_arrive_as_they_were(tmp_path: Path, columns: 
         await nothing_held(served)
 
 
-async def test_texts_of_any_length_arrive_as_they_were(tmp_path: Path) -> None:
+async def test_texts_of_any_length_arrive_unchanged(tmp_path: Path) -> None:
     texts = np.array([[b""], [b"a" * 10_000], ["grün €".encode()], [b"\x00" * 100_000]], object)
     async with serving(tmp_path, {"t": echo_model("BYTES", 1)}, config=BATCHED, settings=two(tmp_path)) as served:
         for array in (texts, texts[:1], texts[2:3]):
@@ -210,7 +210,7 @@ async def test_texts_of_any_length_arrive_as_they_were(tmp_path: Path) -> None:
 # ---- Memory that is full ---------------------------------------------------------------------------------------------
 
 
-async def test_memory_that_is_full_refuses_and_is_free_again_once_there_are_answers(tmp_path: Path) -> None:
+async def test_full_memory_refuses_requests_until_others_are_answered(tmp_path: Path) -> None:
     model = echo_model()
     request = infer("m", {"a": KIB_300})
     async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
@@ -227,7 +227,7 @@ async def test_memory_that_is_full_refuses_and_is_free_again_once_there_are_answ
                 "model 'm': Exceeds maximum queue size of 1048576 bytes of tensors in transit between processes "
                 "(--frontend-memory-mb)"
             )
-        # What needs no shared memory isn't refused.
+        # A request that needs no shared memory isn't refused.
         small = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1)})))
         await eventually_async(lambda: served.waiting("m") == 3, "a small request in the queue")
         model.gate.open()
@@ -249,7 +249,7 @@ async def test_request_that_can_never_fit_is_refused_and_the_next_is_served(tmp_
         await nothing_held(served)
 
 
-async def test_requests_cancelled_in_the_queue_give_their_memory_back(tmp_path: Path) -> None:
+async def test_requests_cancelled_in_the_queue_release_their_memory(tmp_path: Path) -> None:
     model = echo_model()
     request = infer("m", {"a": KIB_300})
     async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
@@ -269,7 +269,7 @@ async def test_requests_cancelled_in_the_queue_give_their_memory_back(tmp_path: 
 
 
 def widening(columns: int) -> MemoryModel:
-    """Each of its rows is the first element of the input's row, so many times."""
+    """A model whose output rows consist of the first element of the input's row, `columns` times."""
 
     def compute(inputs: Tensors) -> Tensors:
         return [np.repeat(inputs[0][:, :1], columns, axis=1)]
@@ -278,7 +278,7 @@ def widening(columns: int) -> MemoryModel:
     return MemoryModel(spec, compute)
 
 
-async def test_answers_that_do_not_fit_at_once_wait_for_room(tmp_path: Path) -> None:
+async def test_answers_that_do_not_fit_together_wait_for_room(tmp_path: Path) -> None:
     model = widening(KIB_300.size)
     async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
         model.gate.close()
@@ -294,13 +294,13 @@ async def test_answers_that_do_not_fit_at_once_wait_for_room(tmp_path: Path) -> 
         assert await served.metric("nv_inference_request_success") == 16
 
 
-async def test_stream_whose_answers_nobody_reads_leaves_its_neighbours_room(tmp_path: Path) -> None:
+async def test_stream_with_unread_answers_leaves_room_for_others(tmp_path: Path) -> None:
     models = {"wide": widening(KIB_300.size), "m": echo_model()}
     async with (
         serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=4)) as served,
         through_each(served) as (first, second),
     ):
-        await first.infer(infer("wide", {"a": rows_of_floats(1)}))  # from now on it is known to have large answers
+        await first.infer(infer("wide", {"a": rows_of_floats(1)}))  # from now on, its answers are known to be large
         unread = Stream(first)
         sent = [infer("wide", {"a": rows_of_floats(1, 1, first=number)}) for number in range(60)]
         await unread.send(*sent)
@@ -331,7 +331,7 @@ async def test_small_requests_have_answers_of_any_size_alone_and_together(tmp_pa
         assert await served.metric("nv_inference_request_success") == 43
 
 
-async def test_answer_that_can_never_fit_is_refused_and_the_next_is_given(tmp_path: Path) -> None:
+async def test_answer_that_can_never_fit_is_refused_and_the_next_is_sent(tmp_path: Path) -> None:
     models = {"wide": widening(MIB // 4 + 1), "m": echo_model()}
     async with serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
         for _ in range(3):
@@ -347,7 +347,7 @@ async def test_answer_that_can_never_fit_is_refused_and_the_next_is_given(tmp_pa
 
 
 class Nursery:
-    """Starts fronts as long as it may."""
+    """Starts fronts as long as it `works`."""
 
     works = True
 
@@ -358,7 +358,7 @@ class Nursery:
 
 
 async def readiness(served: Served) -> tuple[int, str]:
-    """What `/readyz` says."""
+    """Status and text of `/readyz`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.server.metrics_port)
     writer.write(b"GET /readyz HTTP/1.0\r\n\r\n")
     head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
@@ -385,7 +385,7 @@ async def test_server_whose_fronts_have_all_died_is_not_ready_until_one_listens_
         assert (await served.metrics())["paceline_frontends"] > 0
 
 
-async def test_stop_does_not_wait_until_a_front_that_has_died_would_be_started_again(tmp_path: Path) -> None:
+async def test_stop_does_not_wait_for_the_restart_of_a_dead_front(tmp_path: Path) -> None:
     nursery = Nursery()
     async with warmly.serving(
         tmp_path, {"m": echo_model()}, settings=two(tmp_path), start_front=nursery.start
@@ -419,7 +419,7 @@ async def test_the_first_front_answers_while_others_still_start(tmp_path: Path) 
     assert first.model_name == "echo"
 
 
-async def test_answer_that_is_too_large_a_message_is_refused_and_counted_although_memory_has_room_for_it(
+async def test_answer_too_large_for_a_message_is_refused_although_memory_has_room_for_it(
     tmp_path: Path,
 ) -> None:
     def compute(inputs: Tensors) -> Tensors:
@@ -433,7 +433,7 @@ async def test_answer_that_is_too_large_a_message_is_refused_and_counted_althoug
         assert await served.metric("nv_inference_request_success") == 0
 
 
-async def test_outputs_that_no_message_can_carry_are_told_in_the_same_words_where_memory_has_room_for_more_than_one(
+async def test_outputs_that_cannot_be_encoded_give_the_same_error_when_memory_exceeds_a_message(
     tmp_path: Path,
 ) -> None:
     spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "BYTES", (-1,)),))

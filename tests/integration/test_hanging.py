@@ -1,4 +1,4 @@
-"""Instances that hang: what becomes of their models when these are replaced, unloaded, or can't be had anew."""
+"""Hanging instances: how they are replaced, and what happens if that fails, or on an unload or reload meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITED = 'max_batch_size: 4 parameters { key: "paceline.execution_timeout_ms" v
 
 
 class Scarce(MemoryModel):
-    """A model of which no second instance can be had, until `spare` says so."""
+    """A model that can create only `spare` more instances: at first one."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -42,7 +42,7 @@ class Scarce(MemoryModel):
         return super().instance(spec, device)
 
 
-async def test_hang_whose_instance_cannot_be_had_anew_is_tried_again(
+async def test_failed_replacement_of_a_hanging_instance_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Scarce(echo_model().spec)
@@ -60,7 +60,7 @@ async def test_hang_whose_instance_cannot_be_had_anew_is_tried_again(
     assert model.open_instances == 0
 
 
-async def test_hang_between_operators_of_an_onnx_model_is_ended_and_nothing_of_it_stays(tmp_path: Path) -> None:
+async def test_hang_between_operators_of_an_onnx_model_is_ended_and_leaves_nothing_behind(tmp_path: Path) -> None:
     path = models.write(models.endless(), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text(LIMITED)
     async with serving(tmp_path) as served:
@@ -76,7 +76,7 @@ async def test_hang_between_operators_of_an_onnx_model_is_ended_and_nothing_of_i
 
 
 class Loading(MemoryModel):
-    """All instances but the first load until the model is abandoned."""
+    """A model of which all instances but the first load until it is abandoned."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -95,7 +95,7 @@ class Loading(MemoryModel):
         self.abandoned.set()
 
 
-async def test_model_that_is_unloaded_while_an_instance_is_replaced_is_abandoned(tmp_path: Path) -> None:
+async def test_model_unloaded_while_an_instance_is_replaced_is_abandoned(tmp_path: Path) -> None:
     model = Loading(echo_model().spec)
     async with serving(tmp_path, {"m": model}, config=LIMITED) as served:
         model.gate.close()
@@ -107,7 +107,7 @@ async def test_model_that_is_unloaded_while_an_instance_is_replaced_is_abandoned
     await eventually_async(lambda: model.closed, "the model closed")
 
 
-async def test_hang_in_what_was_to_replace_an_instance_is_given_up_and_it_is_tried_again(
+async def test_replacement_instance_that_hangs_is_given_up_and_another_is_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = echo_model("FP32", 2)
@@ -126,7 +126,7 @@ async def test_hang_in_what_was_to_replace_an_instance_is_given_up_and_it_is_tri
     assert model.open_instances == 0
 
 
-async def test_hangs_in_what_was_to_replace_an_instance_are_tried_no_more_where_there_are_many(
+async def test_replacement_is_no_longer_tried_once_too_many_instances_hang(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.models.instances._MAX_HANGING", 1)
@@ -143,7 +143,7 @@ async def test_hangs_in_what_was_to_replace_an_instance_are_tried_no_more_where_
             assert model.open_instances == 0
 
 
-async def test_reload_while_an_instance_hangs_serves_the_new_and_gives_back_the_old_when_it_ends(
+async def test_reload_during_a_hang_serves_the_new_model_and_closes_the_old_one_when_it_ends(
     tmp_path: Path,
 ) -> None:
     old, new = echo_model(), echo_model()
@@ -164,7 +164,7 @@ async def test_reload_while_an_instance_hangs_serves_the_new_and_gives_back_the_
     assert new.open_instances == 0
 
 
-async def test_model_that_hangs_before_it_is_ready_fails_alone(tmp_path: Path) -> None:
+async def test_model_that_hangs_while_it_is_loaded_fails_alone(tmp_path: Path) -> None:
     models = {"m": echo_model(), "stuck": echo_model("FP32", 2)}
     models["stuck"].gate.close()
     settings = Settings(paths=(tmp_path,), strict_readiness=False)

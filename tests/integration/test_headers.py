@@ -1,4 +1,4 @@
-"""`--grpc-header-forward-pattern`: off unless asked for, and what it does to calls and streams."""
+"""`--grpc-header-forward-pattern`: off by default, and what it does to calls and streams."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ async def both(served: Served, metadata: list[tuple[str, str]]) -> list[float]:
     return [mark_of(alone), answer]
 
 
-async def test_headers_are_nobodys_business_unless_asked_for(tmp_path: Path) -> None:
+async def test_headers_have_no_effect_by_default(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": Script().model}) as served:
         assert await both(served, RESERVED) == [1, 2]
 
 
-async def test_headers_forwarded_are_checked_as_parameters_are(tmp_path: Path) -> None:
+async def test_forwarded_headers_are_checked_as_parameters_are(tmp_path: Path) -> None:
     settings = Settings(paths=(tmp_path,), grpc_header_forward_pattern="^(x-|time)")
     async with serving(tmp_path, {"m": Script().model}, settings=settings) as served:
         assert await both(served, [("x-tenant", "a"), ("priority", "no number")]) == [1, 2]

@@ -21,7 +21,7 @@ def health(target: str, *args: str, env: dict[str, str] | None = None) -> tuple[
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 
-def test_health_of_a_server_that_takes_requests_is_0(tmp_path: Path) -> None:
+def test_health_of_a_ready_server_is_0(tmp_path: Path) -> None:
     models.write(models.add_sub(), tmp_path / "m" / "1" / "model.onnx")
     with ServerProcess(tmp_path) as server:
         assert health(server.target) == (0, "SERVING", "")
@@ -42,14 +42,14 @@ def test_health_of_a_server_that_lacks_a_model_is_1_and_its_liveness_0(tmp_path:
 
 
 @pytest.mark.parametrize("service", [(), LIVENESS], ids=["readiness", "liveness"])
-def test_health_where_nobody_listens_is_1_with_one_line(service: tuple[str, ...]) -> None:
+def test_health_without_a_server_is_1_with_one_line(service: tuple[str, ...]) -> None:
     status, said, complained = health("127.0.0.1:1", "--timeout", "5", *service)
     assert (status, said) == (1, "")
     assert complained.startswith("Error: ")
     assert "\n" not in complained
 
 
-def test_health_that_cannot_be_said_is_2_with_one_line(tmp_path: Path) -> None:
+def test_health_that_cannot_be_printed_is_2_with_one_line(tmp_path: Path) -> None:
     models.write(models.add_sub(), tmp_path / "m" / "1" / "model.onnx")
     with ServerProcess(tmp_path) as server, Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "server", "health", "--server", server.target]
@@ -57,6 +57,6 @@ def test_health_that_cannot_be_said_is_2_with_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
 
 
-def test_health_of_no_number_of_seconds_is_2_with_one_line() -> None:
+def test_health_with_an_invalid_timeout_is_2_with_one_line() -> None:
     expected = "Error: --timeout: expected a number of seconds, got nan"
     assert health("127.0.0.1:1", "--timeout", "nan") == (2, "", expected)

@@ -1,4 +1,4 @@
-"""`paceline serve` in KServe's environment, as real processes: what a storage initializer leaves, and its name."""
+"""`paceline serve` in KServe's environment, as real processes: the files from a storage initializer, and their name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_storage_of_one_model_is_served_under_the_name_of_the_inference_service(
 
 
 @pytest.mark.parametrize("flag", ["--model_name=given", "--model-name=given"])
-def test_model_name_wins_over_the_inference_service_and_the_configuration(tmp_path: Path, flag: str) -> None:
+def test_model_name_overrides_the_inference_service_and_the_configuration(tmp_path: Path, flag: str) -> None:
     put_file(tmp_path, "graph.onnx")
     (tmp_path / "config.pbtxt").write_text(CONFIG)
     env = {"INFERENCE_SERVICE_NAME": "my-service"}
@@ -52,7 +52,7 @@ def test_model_name_wins_over_the_inference_service_and_the_configuration(tmp_pa
             assert is_unknown(client, name)
 
 
-def test_storage_that_is_a_repository_keeps_the_names_of_its_models(tmp_path: Path) -> None:
+def test_repository_in_the_storage_keeps_the_names_of_its_models(tmp_path: Path) -> None:
     write_identity(tmp_path, "a")
     write_identity(tmp_path, "b")
     env = {"STORAGE_URI": str(tmp_path), "INFERENCE_SERVICE_NAME": "my-service"}
@@ -65,7 +65,7 @@ def test_storage_that_is_a_repository_keeps_the_names_of_its_models(tmp_path: Pa
         assert is_unknown(client, "my-service")
 
 
-def test_folder_of_ones_own_keeps_its_name_in_an_inference_service(tmp_path: Path) -> None:
+def test_folder_given_as_a_path_keeps_its_name_in_an_inference_service(tmp_path: Path) -> None:
     put_file(tmp_path, "echo/model.onnx")
     with (
         ServerProcess(tmp_path / "echo", env={"INFERENCE_SERVICE_NAME": "my-service"}) as server,
@@ -74,7 +74,7 @@ def test_folder_of_ones_own_keeps_its_name_in_an_inference_service(tmp_path: Pat
         assert client.model_ready("echo")
 
 
-def test_name_holds_when_the_storage_changes_while_it_is_polled(tmp_path: Path) -> None:
+def test_name_is_kept_when_the_storage_changes_while_it_is_polled(tmp_path: Path) -> None:
     put_file(tmp_path, "1/model.onnx")
     flags = ["--model-control-mode", "poll", "--repository-poll-secs", "0.05"]
     env = {"STORAGE_URI": str(tmp_path), "INFERENCE_SERVICE_NAME": "my-service"}
@@ -92,7 +92,7 @@ def test_name_holds_when_the_storage_changes_while_it_is_polled(tmp_path: Path) 
     ],
     ids=["not downloaded", "not there", "no KServe"],
 )
-def test_storage_that_is_not_there_ends_the_start_with_the_reason(env: dict[str, str], said: str) -> None:
+def test_missing_storage_fails_the_start_with_the_reason(env: dict[str, str], said: str) -> None:
     command = [sys.executable, "-m", "server", "serve", "--grpc-port", "0", "--metrics-port", "0"]
     done = subprocess.run(
         command, cwd=REPO, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False

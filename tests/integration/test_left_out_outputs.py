@@ -1,4 +1,4 @@
-"""ONNX models with tensors that no message can carry: what is served of them, and what is said."""
+"""ONNX models with tensors that no message can carry: what is served of them, and what the log and errors say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOATS = helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 2])
 
 
 def _beside(kind: str, type_proto: onnx.TypeProto, **attributes: int) -> onnx.ModelProto:
-    """OUTPUT0, -INPUT0, beside OUTPUT1, which the operator `kind` makes of INPUT0."""
+    """A model with OUTPUT0 = -INPUT0, and OUTPUT1, which the operator `kind` makes of INPUT0."""
     model = models.shapeless("Neg", ["batch", 2])
     model.graph.node.append(helper.make_node(kind, ["INPUT0"], ["OUTPUT1"], **attributes))
     model.graph.output.append(helper.make_value_info("OUTPUT1", type_proto))
@@ -73,7 +73,7 @@ async def test_output_that_no_message_can_carry_is_left_out_and_the_log_says_so(
     assert said == [f"model 'm' is served without its output 'OUTPUT1': {words}"]
 
 
-async def test_classifier_of_scikit_learn_is_batched_and_answers_with_its_labels(tmp_path: Path) -> None:
+async def test_scikit_learn_classifier_is_batched_and_answers_with_its_labels(tmp_path: Path) -> None:
     models.write(models.classifier(), tmp_path / "m" / "1" / "model.onnx")
     async with serving(tmp_path) as served:
         answer = await served.infer(infer("m", {"INPUT0": np.float32([[1, 2], [2, 1], [0, 9]])}))
@@ -101,7 +101,7 @@ async def test_classifier_of_scikit_learn_is_batched_and_answers_with_its_labels
     ],
     ids=["maps alone", "a sequence alone", "an input", "one that is asked for"],
 )
-async def test_model_that_cannot_do_without_is_unavailable_saying_what_to_change(
+async def test_model_that_needs_such_a_tensor_is_unavailable_saying_what_to_change(
     tmp_path: Path, maker: Callable[[], onnx.ModelProto], config: str, words: str
 ) -> None:
     path = models.write(maker(), tmp_path / "m" / "1" / "model.onnx")
@@ -112,13 +112,13 @@ async def test_model_that_cannot_do_without_is_unavailable_saying_what_to_change
         assert (code, words in text) == (grpc.StatusCode.UNAVAILABLE, True), text
 
 
-async def test_output_that_a_configuration_leaves_out_keeps_no_model_from_being_batched(tmp_path: Path) -> None:
+async def test_output_omitted_by_a_configuration_does_not_prevent_batching(tmp_path: Path) -> None:
     model = models.shapeless("Neg", ["batch", 2])
     model.graph.node.append(helper.make_node("ReduceSum", ["INPUT0"], ["OUTPUT1"], keepdims=0))
     model.graph.output.append(helper.make_tensor_value_info("OUTPUT1", TensorProto.FLOAT, []))
     path = models.write(model, tmp_path / "m" / "1" / "model.onnx")
     outputs = 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 2 ] }'
-    # Two at a time, whichever comes first waits for the other.
+    # Two requests per batch: the first to arrive waits for the other.
     batching = "dynamic_batching { preferred_batch_size: 4 max_queue_delay_microseconds: 60000000 }"
     (path.parents[1] / "config.pbtxt").write_text(f"max_batch_size: 8 {outputs} {batching}")
     rows = [rows_of_floats(2, 2, first) for first in (0, 10)]

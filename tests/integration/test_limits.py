@@ -1,4 +1,4 @@
-"""Bounds of the server as a whole: one too many is refused, what is there is answered, and then there is room."""
+"""Limits of the server as a whole: one too many is refused, accepted ones are answered, then there is room again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def refused(served: Served, reason: str) -> float:
 
 
 async def told(served: Served, ask: Any, what: str, value: float) -> None:
-    """Frontends tell their numbers now and then."""
+    """Wait until `ask` returns `value` for `what`: frontends report their numbers only now and then."""
     for _ in range(2000):
         if await ask(served, what) == value:
             return
@@ -67,7 +67,7 @@ async def executing(served: Served, model: MemoryModel, name: str = "m") -> asyn
 
 
 async def test_calls_beyond_the_limit_are_refused_and_probes_are_not(tmp_path: Path, frontends: int) -> None:
-    """One connection meets one process, which has its share of the limit."""
+    """One connection leads to one process, which has its share of the limit."""
     model, allowed = echo_model(), 4 // frontends
     async with serving(tmp_path, {"m": model}, config=NO_BATCHES, settings=limited(tmp_path, rpcs=4)) as served:
         calls = [await executing(served, model)]
@@ -91,7 +91,7 @@ async def test_calls_beyond_the_limit_are_refused_and_probes_are_not(tmp_path: P
         await served.infer(one())
 
 
-async def test_streams_beyond_the_limit_are_refused_each_rpc_by_itself(tmp_path: Path, frontends: int) -> None:
+async def test_streams_beyond_the_limit_of_their_rpc_are_refused(tmp_path: Path, frontends: int) -> None:
     allowed = 2 // frontends
     async with serving(tmp_path, {"m": Script().model}, settings=limited(tmp_path, streams=2)) as served:
         streams = [Stream(served) for _ in range(allowed)]
@@ -119,7 +119,7 @@ async def test_streams_beyond_the_limit_are_refused_each_rpc_by_itself(tmp_path:
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_message_beyond_the_limit_is_refused_and_one_of_that_size_is_not(tmp_path: Path) -> None:
+async def test_message_beyond_the_limit_is_refused_and_one_of_exactly_that_size_is_not(tmp_path: Path) -> None:
     message = one(columns=1000)
     size = message.ByteSize()
     async with serving(tmp_path, {"m": echo_model()}, settings=limited(tmp_path, message_bytes=size)) as served:
@@ -135,9 +135,9 @@ async def test_message_beyond_the_limit_is_refused_and_one_of_that_size_is_not(t
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_texts_in_shared_memory_are_no_larger_than_a_message_and_numbers_may_be(tmp_path: Path) -> None:
-    """Texts are read when their request arrives, and all others wait meanwhile. The request may be small, and the
-    memory cost its client nothing."""
+async def test_texts_in_shared_memory_may_not_exceed_a_message_but_numbers_may(tmp_path: Path) -> None:
+    """Texts are read when their request arrives, and all other requests wait meanwhile. The request may be small, and
+    the memory may cost its client nothing."""
     settings = Settings(paths=(tmp_path,), allow_client_shm=True, limits=Limits(message_bytes=1_000))
     models = {"m": echo_model("FP32"), "t": echo_model("BYTES")}
 
@@ -157,7 +157,7 @@ async def test_texts_in_shared_memory_are_no_larger_than_a_message_and_numbers_m
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_headers_beyond_the_limit_are_refused_and_the_connection_goes_on(tmp_path: Path) -> None:
+async def test_headers_beyond_the_limit_are_refused_while_the_connection_keeps_working(tmp_path: Path) -> None:
     settings = limited(tmp_path, metadata_bytes=4096)
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
         for size, code in (
@@ -181,9 +181,7 @@ async def test_headers_beyond_the_limit_are_refused_and_the_connection_goes_on(t
     [({"queued_requests": 3}, "3 requests of all models"), ({"queued_bytes": 12}, "12 bytes of all models")],
 )
 @pytest.mark.usefixtures("frontends")
-async def test_queues_of_all_models_together_hold_so_much_and_no_more(
-    tmp_path: Path, limits: dict[str, int], text: str
-) -> None:
+async def test_queues_of_all_models_together_are_limited(tmp_path: Path, limits: dict[str, int], text: str) -> None:
     models = {"m": echo_model(), "n": echo_model()}
     async with serving(tmp_path, models, config=NO_BATCHES, settings=limited(tmp_path, **limits)) as served:
         calls = [await executing(served, models[name], name) for name in models]
@@ -210,7 +208,7 @@ async def test_queues_of_all_models_together_hold_so_much_and_no_more(
             await served.infer(one(name))
 
 
-async def test_queue_given_up_at_the_end_leaves_nothing_counted(tmp_path: Path) -> None:
+async def test_closed_queue_leaves_nothing_counted(tmp_path: Path) -> None:
     model = echo_model()
     async with serving(tmp_path, {"m": model}, config=NO_BATCHES) as served:
         calls = [await executing(served, model)]
@@ -227,14 +225,14 @@ async def test_queue_given_up_at_the_end_leaves_nothing_counted(tmp_path: Path) 
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
 
-async def test_models_beyond_the_limit_are_refused_until_another_goes(tmp_path: Path) -> None:
+async def test_models_beyond_the_limit_are_refused_until_another_is_unloaded(tmp_path: Path) -> None:
     models = {"m": echo_model(), "n": echo_model()}
     (tmp_path / "broken" / "1").mkdir(parents=True)
     settings = explicit(tmp_path, load=("m",), limits=Limits(models=1))
     async with serving(tmp_path, models, settings=settings) as served:
         text = "load failed for model 'n': there are 1 models already, as many as --max-models allows"
         assert await failure_of(load(served, "n")) == (Code.RESOURCE_EXHAUSTED, text)
-        await load(served, "m")  # it has its place
+        await load(served, "m")  # it already has its place
         assert await used(served, "models") == 1
         await served.infer(one("m"))
         await unload(served, "m")
@@ -247,7 +245,7 @@ async def test_models_beyond_the_limit_are_refused_until_another_goes(tmp_path: 
         assert await served.metric("paceline_limit_refusals", 'limit="models"') == 2
 
 
-async def test_names_of_loads_that_failed_are_known_until_there_are_many_more(tmp_path: Path) -> None:
+async def test_only_the_latest_failed_loads_stay_in_the_index(tmp_path: Path) -> None:
     settings = explicit(tmp_path, load=("m",), limits=Limits(models=3))
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
         await load(served, "m")
@@ -278,7 +276,7 @@ _PING, _GOAWAY = 6, 7
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_connection_that_is_old_enough_is_told_to_go_and_closed(tmp_path: Path) -> None:
+async def test_connection_that_is_old_enough_gets_a_goaway_and_is_closed(tmp_path: Path) -> None:
     settings = Settings(paths=(tmp_path,), connections=Connections(max_age_ms=50, max_age_grace_ms=50))
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
         assert _GOAWAY in await frames_until_the_end(served.server.grpc_port)
@@ -288,7 +286,7 @@ async def test_connection_that_is_old_enough_is_told_to_go_and_closed(tmp_path: 
 
 @pytest.mark.usefixtures("frontends")
 async def test_connection_whose_client_answers_no_ping_is_closed(tmp_path: Path) -> None:
-    # Long enough for a client that does answer, on a machine that is busy with something else.
+    # The timeout is long enough for a client that does answer, on a machine that is busy with something else.
     connections = Connections(keepalive_time_ms=50, keepalive_timeout_ms=2_000, keepalive_permit_without_calls=True)
     async with serving(
         tmp_path, {"m": echo_model()}, settings=Settings(paths=(tmp_path,), connections=connections)
@@ -298,7 +296,7 @@ async def test_connection_whose_client_answers_no_ping_is_closed(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_calls_that_are_too_many_for_their_connection_wait_in_the_client_and_none_is_lost(tmp_path: Path) -> None:
+async def test_calls_beyond_the_limit_of_a_connection_wait_in_the_client_and_none_is_lost(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=limited(tmp_path, connection_calls=4)) as served:
         for _ in range(5):
             await asyncio.gather(*(served.infer(one()) for _ in range(32)))
@@ -316,7 +314,7 @@ async def test_connection_of_a_client_that_pings_too_often_is_closed(tmp_path: P
 @pytest.mark.parametrize(
     ("calls", "without_calls", "stays"), [(0, False, False), (1, False, True), (0, True, True), (1, True, True)]
 )
-async def test_interval_between_pings_counts_during_calls_or_where_pings_without_are_permitted(
+async def test_interval_between_pings_applies_during_calls_or_if_pings_without_are_permitted(
     tmp_path: Path, calls: int, without_calls: bool, stays: bool
 ) -> None:
     connections = Connections(min_recv_ping_interval_without_data_ms=0, keepalive_permit_without_calls=without_calls)
@@ -328,7 +326,7 @@ async def test_interval_between_pings_counts_during_calls_or_where_pings_without
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_connection_without_a_call_for_long_enough_is_told_to_go_and_closed(tmp_path: Path) -> None:
+async def test_idle_connection_gets_a_goaway_and_is_closed(tmp_path: Path) -> None:
     settings = Settings(paths=(tmp_path,), connections=Connections(max_idle_ms=50))
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
         assert _GOAWAY in await frames_until_the_end(served.server.grpc_port)
@@ -339,14 +337,14 @@ async def test_connection_without_a_call_for_long_enough_is_told_to_go_and_close
 
 
 def rows() -> list[list[str]]:
-    """For each limit what the docs name as its metrics, refusals last: `name{label="value"}`, as in a scrape."""
+    """The metrics that the docs name for each limit, refusals last: `name{label="value"}`, as in a scrape."""
     text = DOCS.read_text(encoding="utf-8").partition("### Limits\n")[2].partition("\n### ")[0]
     lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     return [[sample for cell in line[3:] for sample in re.findall("`(.+?)`", cell)] for line in lines[2:]]
 
 
 def is_among(sample: str, metrics: set[str]) -> bool:
-    """Whether the scrape has it; those of models have these labels besides."""
+    """Whether the scrape has the sample; samples of models have additional labels there."""
     name, brace, labels = sample.rstrip("}").partition("{")
     wanted = {*labels.split(",")} if brace else set()
     return any(
@@ -354,7 +352,7 @@ def is_among(sample: str, metrics: set[str]) -> bool:
     )
 
 
-async def test_limits_are_all_shown_as_the_docs_have_them(tmp_path: Path) -> None:
+async def test_all_limits_are_exported_as_documented(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=Settings(paths=(tmp_path,), frontends=2)) as served:
         metrics = set(await served.metrics())
     kept_by_grpc = {"message_bytes", "metadata_bytes", "connections", "connection_calls", "stream_requests"}
@@ -367,6 +365,6 @@ async def test_limits_are_all_shown_as_the_docs_have_them(tmp_path: Path) -> Non
     assert {name for name in metrics if name.startswith("paceline_limit_used{")} == {
         f'paceline_limit_used{{limit="{name}"}}' for name in limits - kept_by_grpc
     }
-    # Whatever refuses and counts is in the table.
+    # Every metric that counts refusals is in the table.
     refusing = {name for name in metrics if "queue_full_" in name or name.startswith("paceline_limit_refusals{")}
     assert {name for name in refusing if not any(is_among(sample, {name}) for row in rows() for sample in row)} == set()

@@ -1,4 +1,4 @@
-"""Starting and stopping in the same process, on the addresses that users give."""
+"""Servers started and stopped in the test's process, on the addresses that users give."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def settings(path: Path, **more: object) -> Settings:
 
 
 def own_threads() -> set[str]:
-    """Names of threads, but for those that an event loop keeps for later."""
+    """Names of all threads except those that an event loop keeps for reuse."""
     return {thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
 
 
@@ -55,7 +55,7 @@ async def test_server_without_metrics_opens_no_port_for_them(tmp_path: Path) -> 
     assert await server.stop(1)
 
 
-async def test_server_with_an_address_of_its_own_for_metrics(tmp_path: Path) -> None:
+async def test_server_with_a_separate_address_for_metrics(tmp_path: Path) -> None:
     write_identity(tmp_path)
     server = Server(settings(tmp_path, metrics_address="127.0.0.2"))
     await server.start()
@@ -67,7 +67,7 @@ async def test_server_with_an_address_of_its_own_for_metrics(tmp_path: Path) -> 
         await server.stop(1)
 
 
-async def test_start_that_fails_leaves_no_thread_and_no_port(tmp_path: Path) -> None:
+async def test_failed_start_leaves_no_thread_and_no_port(tmp_path: Path) -> None:
     write_identity(tmp_path, "good")
     (tmp_path / "bad").mkdir()
     before = own_threads()
@@ -104,7 +104,7 @@ async def test_stop_twice_is_harmless(tmp_path: Path) -> None:
     assert await server.stop(1)
 
 
-async def test_servers_side_by_side_in_one_process_share_nothing(tmp_path: Path) -> None:
+async def test_servers_in_one_process_share_nothing(tmp_path: Path) -> None:
     write_identity(tmp_path / "one", "a")
     write_identity(tmp_path / "two", "b")
     servers = [Server(settings(tmp_path / name, server_id=name)) for name in ("one", "two")]

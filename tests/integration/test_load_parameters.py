@@ -1,4 +1,4 @@
-"""What comes along with a load: configurations, files, and what is refused."""
+"""Parameters of a load: configurations, files, and which ones are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.wire import infer, rows_of_floats
 Code = grpc.StatusCode
 
 
-async def test_config_override_holds_for_this_load_and_the_next_reads_the_disk(tmp_path: Path) -> None:
+async def test_config_override_applies_to_this_load_and_the_next_reads_the_disk(tmp_path: Path) -> None:
     config = "max_batch_size: 4"
     async with serving(tmp_path, {"m": echo_model()}, config=config, settings=explicit(tmp_path)) as served:
         await load(served, "m", config=json.dumps({"backend": "memory", "max_batch_size": 2}))
@@ -52,7 +52,7 @@ IDENTITY = json.dumps(
 )
 
 
-async def test_file_override_is_all_that_the_model_consists_of_and_leaves_nothing_behind(
+async def test_file_override_is_the_whole_model_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scratch = tmp_path / "scratch"
@@ -116,7 +116,7 @@ BAD_LOADS: list[tuple[str, dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("name", "parameters", "text"), BAD_LOADS, ids=lambda value: str(value)[:40])
-async def test_load_of_a_bad_request_is_refused_and_what_serves_goes_on(
+async def test_bad_load_request_is_refused_and_the_model_keeps_serving(
     tmp_path: Path, name: str, parameters: dict[str, object], text: str
 ) -> None:
     write_model(tmp_path, "outside")

@@ -1,4 +1,4 @@
-"""Instances whose device is lost: who gets which answer, what health says, and what brings the model back."""
+"""Instances whose device is lost: which answers requests get, what health reports, and how the model recovers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 class Device0(MemoryModel):
-    """A model whose instances can't be made while its device is `broken`."""
+    """A model that can't create instances while its device is `broken`."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -48,7 +48,7 @@ async def health(served: Served, service: str = "") -> int:
     return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
 
 
-async def test_lost_instance_fails_its_batch_and_the_next_request_waits_for_the_one_in_its_place(
+async def test_lost_instance_fails_its_batch_and_the_next_request_waits_for_its_replacement(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = echo_model()
@@ -65,7 +65,7 @@ async def test_lost_instance_fails_its_batch_and_the_next_request_waits_for_the_
     ]
 
 
-async def test_lost_batch_is_not_run_again_since_its_tensors_may_be_what_broke_the_device(tmp_path: Path) -> None:
+async def test_lost_batch_is_not_run_again_since_its_tensors_may_have_broken_the_device(tmp_path: Path) -> None:
     model = echo_model()
     delay = "dynamic_batching { max_queue_delay_microseconds: 60000000 }"
     config = f"{BATCHED} {delay} instance_group {{ count: 2 kind: KIND_CPU }}"
@@ -112,7 +112,7 @@ async def test_device_that_stays_lost_is_unavailable_not_ready_and_not_live_unti
         assert drops['paceline_dropped_requests{model="m",reason="no_instance",version="1"}'] == 2
 
 
-async def test_model_whose_device_is_lost_can_be_stopped_and_keeps_what_it_held(tmp_path: Path) -> None:
+async def test_model_whose_device_is_lost_can_be_stopped_with_its_instance_still_open(tmp_path: Path) -> None:
     model = Device0(echo_model().spec)
     async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
         model.faults.raise_next(BROKEN)
@@ -136,7 +136,7 @@ def write_sampled(repository: Path) -> Path:
     return folder
 
 
-async def test_instance_in_the_place_of_a_lost_one_is_warmed_up_by_the_samples_that_were_read_at_load(
+async def test_replacement_of_a_lost_instance_is_warmed_up_with_the_samples_read_at_load(
     tmp_path: Path,
 ) -> None:
     folder, model = write_sampled(tmp_path), echo_model()
@@ -149,7 +149,7 @@ async def test_instance_in_the_place_of_a_lost_one_is_warmed_up_by_the_samples_t
         assert model.batches == [(1, 1), (1,), (1, 1), (1,)]
 
 
-async def test_instance_in_the_place_of_a_lost_one_that_is_lost_over_its_sample_is_closed_and_tried_again(
+async def test_replacement_that_is_lost_over_its_sample_is_closed_and_another_is_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_sampled(tmp_path)
@@ -164,7 +164,7 @@ async def test_instance_in_the_place_of_a_lost_one_that_is_lost_over_its_sample_
     assert f"model 'm': replacing an instance failed: failed to run warmup sample 's': {BROKEN}" in caplog.messages
 
 
-async def test_instance_in_the_place_of_a_lost_one_that_fails_its_sample_serves_cold(
+async def test_replacement_that_fails_its_sample_serves_without_warm_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_sampled(tmp_path)
@@ -179,7 +179,7 @@ async def test_instance_in_the_place_of_a_lost_one_that_fails_its_sample_serves_
 
 
 class Slot:
-    """The one slot of an instance; `start` runs what it executes on a thread, if there can be one."""
+    """A slot of an instance; `start` runs a function on a thread, if there can be one."""
 
     gpu = None
 
@@ -193,8 +193,8 @@ class Slotted(MemoryInstance):
 
 
 class Crowded(MemoryModel):
-    """A model whose second instance has two slots, and meets a process that can have no more threads at its own first
-    slot, whose third meets one at its own second, and whose others have none."""
+    """A model whose instances after the first have two slots each. There is no thread for the first slot of its second
+    instance, nor for the second slot of its third; no others are expected."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -214,7 +214,7 @@ class Crowded(MemoryModel):
         threading.Thread(target=function, name=name, daemon=True).start()
 
 
-async def test_instance_in_the_place_of_a_lost_one_for_which_there_is_no_thread_is_closed_and_tried_again(
+async def test_replacement_for_which_there_is_no_thread_is_closed_and_another_is_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Crowded(echo_model().spec)
@@ -236,7 +236,7 @@ async def test_instance_in_the_place_of_a_lost_one_for_which_there_is_no_thread_
     ]
 
 
-async def test_instance_that_is_lost_where_there_can_be_no_threads_is_replaced_once_there_can(
+async def test_instance_lost_while_no_threads_can_start_is_replaced_once_they_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = echo_model()

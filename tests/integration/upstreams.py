@@ -1,6 +1,6 @@
-"""Servers for the proxy to stand in front of, made of nothing but the generated stubs; and the proxy itself.
+"""Servers for the proxy to stand in front of, built from the generated stubs alone; and the proxy itself.
 
-Lives here: `Upstream`, which answers as a test tells it to and remembers what it was sent. Must not: assertions about
+Lives here: `Upstream`, which answers as a test wants it to and records what it receives. Must not: assertions about
 behaviour, or anything of the product's server.
 """
 
@@ -34,11 +34,12 @@ Answer = Callable[[pb.ModelInferRequest], pb.ModelInferResponse]
 
 
 class Upstream(GRPCInferenceServiceServicer):
-    """A server of the six RPCs and one model, `m`: FP32 [-1, 2], `a` in, twice that as `x` and `-a` as `y` out.
+    """A server of the six RPCs and one model, `m`: FP32 [-1, 2], input `a`, outputs `x`, which is twice `a`, and `y`,
+    which is `-a`.
 
-    `calls` are the requests of ModelInfer, `headers` and `left_s` what came with each. `answer` makes answers; calls
-    wait for `gate` first, and for the one of `gates` of their first row's mark; `abort` refuses instead. `config` is
-    what ModelConfig tells, None: it has no such RPC.
+    `calls` are the requests of ModelInfer; `headers` and `left_s` are the headers and the remaining time of each.
+    `answer` makes answers; calls wait for `gate` first, and for the one of `gates` with their first row's mark; `abort`
+    refuses instead. ModelConfig returns `config`; None: the server has no such RPC.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ def fp32(request: pb.ModelInferRequest) -> Array:
 
 
 def double(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
-    """`x` = 2 a, `y` = -a; all, or those asked for."""
+    """`x` = 2 a, `y` = -a; all outputs, or those requested."""
     results = {"x": 2 * fp32(request), "y": -fp32(request)}
     wanted = [output.name for output in request.outputs] or list(results)
     answer = pb.ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
@@ -132,7 +133,7 @@ def tensors_of(answer: pb.ModelInferResponse) -> Mapping[str, Array]:
 async def upstream(
     servicer: GRPCInferenceServiceServicer, port: int = 0, options: Sequence[tuple[str, Any]] = ()
 ) -> AsyncIterator[str]:
-    """Serve `servicer`; the target."""
+    """Serve `servicer`, and yield the target."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *options])
     add_GRPCInferenceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -147,7 +148,7 @@ async def upstream(
 async def proxying(
     tmp_path: Path, target: str, *, settings: Settings | None = None, **upstream: Any
 ) -> AsyncIterator[Served]:
-    """The product in front of `target`; `upstream` are fields of UpstreamSettings. It looks often."""
+    """The product in front of `target`; `upstream` are fields of UpstreamSettings. It checks health often."""
     given = UpstreamSettings(target, **{"health_secs": 0.02, "batches": 1, **upstream})
     async with serving(tmp_path, settings=replace(settings or Settings(paths=()), upstream=given)) as served:
         yield served
