@@ -43,7 +43,7 @@ async def test_explicit_mode_without_load_model_starts_with_nothing_and_is_ready
         )
 
 
-async def test_explicit_mode_with_load_model_starts_with_these_alone(tmp_path: Path) -> None:
+async def test_explicit_mode_with_load_model_starts_only_the_named_models(tmp_path: Path) -> None:
     models = {name: echo_model() for name in "abc"}
     async with serving(tmp_path, models, settings=explicit(tmp_path, load=("c", "a", "c"))) as served:
         assert await index(served, ready=True) == [("a", "1", "READY", ""), ("c", "1", "READY", "")]
@@ -51,7 +51,7 @@ async def test_explicit_mode_with_load_model_starts_with_these_alone(tmp_path: P
         assert await ready(served)
 
 
-async def test_explicit_mode_with_a_star_starts_with_all(tmp_path: Path) -> None:
+async def test_explicit_mode_with_a_star_starts_all_models(tmp_path: Path) -> None:
     models = {name: echo_model() for name in "abc"}
     async with serving(tmp_path, models, settings=explicit(tmp_path, load=("*",))) as served:
         assert [line[0] for line in await index(served, ready=True)] == ["a", "b", "c"]
@@ -63,7 +63,7 @@ async def test_explicit_mode_starts_on_an_empty_repository(tmp_path: Path) -> No
         assert await ready(served)
 
 
-async def test_load_model_of_a_name_that_is_not_there_is_missing_until_it_is_loaded(tmp_path: Path) -> None:
+async def test_load_model_naming_a_missing_model_leaves_the_server_unready_until_it_is_loaded(tmp_path: Path) -> None:
     models = {"m": echo_model()}
     async with serving(tmp_path, models, settings=explicit(tmp_path, load=("n", "m"))) as served:
         assert await index(served) == [*READY_M, ("n", "", "UNAVAILABLE", f"no model of that name in {tmp_path}")]
@@ -78,7 +78,7 @@ async def test_load_model_of_a_name_that_is_not_there_is_missing_until_it_is_loa
 
 
 @pytest.mark.parametrize("mode", [ControlMode.NONE, ControlMode.POLL])
-async def test_load_and_unload_are_refused_in_other_modes_saying_what_to_switch_on(
+async def test_load_and_unload_are_refused_in_other_modes_naming_the_required_flag(
     tmp_path: Path, mode: ControlMode
 ) -> None:
     settings = Settings(paths=(tmp_path,), model_control_mode=mode, repository_poll_secs=1e6)
@@ -96,7 +96,7 @@ async def test_load_and_unload_are_refused_in_other_modes_saying_what_to_switch_
         assert not {"model_repository", "model_repository(unload_dependents)"} & set(metadata.extensions)
 
 
-async def test_extensions_are_advertised_where_they_work(tmp_path: Path) -> None:
+async def test_model_repository_extensions_are_advertised_in_explicit_mode(tmp_path: Path) -> None:
     async with serving(tmp_path, settings=explicit(tmp_path)) as served:
         metadata = await served.stub.ServerMetadata(pb.ServerMetadataRequest())
         assert {"model_repository", "model_repository(unload_dependents)"} <= set(metadata.extensions)
@@ -117,7 +117,7 @@ async def test_requests_that_name_a_repository_are_unimplemented(tmp_path: Path)
             )
 
 
-async def test_index_of_repositories_that_cannot_be_read_is_of_what_is_known(tmp_path: Path) -> None:
+async def test_index_of_an_unreadable_repository_lists_the_known_models(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     async with serving(repository, {"m": echo_model()}, settings=explicit(repository, load=("m",))) as served:
         repository.rename(tmp_path / "elsewhere")
@@ -146,7 +146,7 @@ async def test_health_follows_loads_and_unloads(tmp_path: Path) -> None:
     assert statuses == [serving_, not_serving, serving_]
 
 
-async def test_readiness_that_is_not_strict_does_not_ask_for_models(tmp_path: Path) -> None:
+async def test_non_strict_readiness_ignores_failed_models(tmp_path: Path) -> None:
     write_model(tmp_path, "bad", "sequence_batching { }")
     settings = Settings(paths=(tmp_path,), strict_readiness=False)
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:

@@ -1,4 +1,4 @@
-"""Models loaded by RPC: what serves meanwhile and afterwards, and what is left of a load that fails."""
+"""Models loaded by RPC: what serves during and after a load, and what a failed load leaves behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_load_returns_when_the_model_serves(tmp_path: Path) -> None:
         assert await ready(served)
 
 
-async def test_load_finds_a_model_that_came_after_the_start(tmp_path: Path) -> None:
+async def test_load_finds_a_model_added_after_the_start(tmp_path: Path) -> None:
     models = {"m": echo_model()}
     async with serving(tmp_path, models, settings=explicit(tmp_path)) as served:
         write_model(tmp_path, "late")
@@ -72,7 +72,7 @@ async def test_load_in_another_repository(tmp_path: Path) -> None:
         assert await answers(served)
 
 
-async def test_load_takes_the_versions_that_the_policy_asks_for_now(tmp_path: Path) -> None:
+async def test_load_applies_the_version_policy_to_versions_added_since(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "m", "version_policy { latest { num_versions: 2 } }")
     async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path)) as served:
         await load(served, "m")
@@ -94,7 +94,7 @@ async def test_load_takes_the_versions_that_the_policy_asks_for_now(tmp_path: Pa
         )
 
 
-async def test_reload_serves_the_old_one_until_the_new_one_is_warm_and_closes_it_then(tmp_path: Path) -> None:
+async def test_reload_serves_the_old_model_until_the_new_one_is_warm_and_then_closes_it(tmp_path: Path) -> None:
     old, new = echo_model(), slow_model()
     models = {"m": old}
     config = "max_batch_size: 8 " + KNOWN_DIMS
@@ -115,7 +115,7 @@ async def test_reload_serves_the_old_one_until_the_new_one_is_warm_and_closes_it
         assert await index(served) == READY_M
 
 
-async def test_reload_answers_what_the_old_one_executes_and_has_queued(tmp_path: Path) -> None:
+async def test_reload_answers_requests_executing_and_queued_in_the_old_model(tmp_path: Path) -> None:
     old, new = echo_model(), echo_model()
     models = {"m": old}
     config = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 100000000 }"
@@ -139,7 +139,7 @@ async def test_reload_answers_what_the_old_one_executes_and_has_queued(tmp_path:
             assert answer.raw_output_contents[0] == ROW.tobytes()
         await eventually_async(lambda: old.closed, "the old model closed")
         assert old.batches == [(4,), (1, 1)]
-        # Statistics are those of the new one alone, metrics go on with what both count.
+        # Statistics are those of the new model alone; metrics continue with the counts of both.
         told = await served.stub.ModelStatistics(pb.ModelStatisticsRequest(name="m"), timeout=20)
         assert told.model_stats[0].inference_count == 4
         assert await served.metric("nv_inference_count", 'model="m",version="1"') == 10
@@ -167,7 +167,7 @@ async def test_reload_answers_a_split_request_whose_parts_are_not_all_queued_yet
 
 
 async def check_failed_reload(served: Served, reason: str) -> None:
-    """Version 1 of `m` serves as before, everybody is told so, and why it is still the old one."""
+    """Assert that a load of `m` fails for `reason`, that version 1 serves as before, and that the index says why."""
     code, text = await failure_of(load(served, "m"))
     assert code is Code.INVALID_ARGUMENT
     assert text.startswith("load failed for model 'm': ")
@@ -181,7 +181,7 @@ async def check_failed_reload(served: Served, reason: str) -> None:
     assert reason in line[3]
 
 
-async def test_reload_that_fails_keeps_the_old_versions_and_says_why(tmp_path: Path) -> None:
+async def test_failed_reload_keeps_the_old_version_and_says_why(tmp_path: Path) -> None:
     models = {"m": echo_model()}
     async with serving(tmp_path, models, config=KNOWN_DIMS, settings=explicit(tmp_path, load=("m",))) as served:
         config = tmp_path / "m" / "config.pbtxt"
@@ -200,7 +200,7 @@ async def test_reload_that_fails_keeps_the_old_versions_and_says_why(tmp_path: P
         assert await index(served) == READY_M
 
 
-async def test_reload_to_a_version_that_fails_shows_it_unavailable_beside_the_old_one(tmp_path: Path) -> None:
+async def test_reload_lists_a_version_that_fails_as_unavailable_beside_the_old_one(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path, load=("m",))) as served:
         (tmp_path / "m" / "2").mkdir()
         (tmp_path / "m" / "config.pbtxt").write_text('backend: "memory" max_batch_size: 4 input { name: "z" }')
@@ -217,7 +217,7 @@ async def test_reload_to_a_version_that_fails_shows_it_unavailable_beside_the_ol
         assert not await model_ready(served, version="2")
 
 
-async def test_load_that_fails_for_a_new_model_leaves_it_unavailable_and_the_next_one_mends_it(tmp_path: Path) -> None:
+async def test_failed_load_of_a_new_model_leaves_it_unavailable_until_a_load_succeeds(tmp_path: Path) -> None:
     models: dict[str, MemoryModel] = {}
     write_model(tmp_path, "m")
     models["other"] = echo_model()
@@ -238,7 +238,7 @@ async def test_load_that_fails_for_a_new_model_leaves_it_unavailable_and_the_nex
         assert await ready(served)
 
 
-async def test_load_of_a_model_that_is_gone_fails_and_what_serves_goes_on(tmp_path: Path) -> None:
+async def test_load_of_a_removed_model_fails_and_the_loaded_one_keeps_serving(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path, load=("m",))) as served:
         (tmp_path / "m").rename(tmp_path.parent / f"{tmp_path.name}-gone")
         expected = f"failed to load 'm', failed to poll from model repository: no model of that name in {tmp_path}"
@@ -250,7 +250,7 @@ async def test_load_of_a_model_that_is_gone_fails_and_what_serves_goes_on(tmp_pa
         assert await index(served) == []
 
 
-async def test_load_of_a_model_that_never_was_leaves_no_trace(tmp_path: Path) -> None:
+async def test_load_of_an_unknown_model_leaves_no_trace(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path, load=("m",))) as served:
         code, _ = await failure_of(load(served, "nobody"))
         assert code is Code.NOT_FOUND
@@ -276,14 +276,14 @@ async def test_load_of_a_name_in_two_repositories_is_refused_and_listed_once(tmp
         assert await index(served, ready=True) == READY_M
 
 
-async def test_loads_of_one_model_take_turns(tmp_path: Path) -> None:
+async def test_loads_of_the_same_model_run_in_turn(tmp_path: Path) -> None:
     first, second = slow_model(), slow_model()
     models = {"m": first}
     async with serving(tmp_path, models, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
         one = await loading(served, first)
         models["m"] = second
         two = asyncio.create_task(load(served, "m"))
-        # The loop has seen the second load by the time that it has answered something sent later.
+        # The event loop has seen the second load once it has answered a request sent after it.
         assert await index(served) == [("m", "1", "LOADING", "")]
         assert second.gate.entered == 0
         first.gate.open()
@@ -296,7 +296,7 @@ async def test_loads_of_one_model_take_turns(tmp_path: Path) -> None:
         assert not second.closed
 
 
-async def test_loads_of_different_models_go_on_at_the_same_time(tmp_path: Path) -> None:
+async def test_loads_of_different_models_run_at_the_same_time(tmp_path: Path) -> None:
     models = {"a": slow_model(), "b": slow_model()}
     async with serving(tmp_path, models, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
         tasks = [await loading(served, model, name) for name, model in models.items()]
@@ -306,7 +306,7 @@ async def test_loads_of_different_models_go_on_at_the_same_time(tmp_path: Path) 
         assert [line[2] for line in await index(served)] == ["READY", "READY"]
 
 
-async def test_load_whose_caller_gives_up_goes_on(tmp_path: Path) -> None:
+async def test_load_continues_after_its_caller_gives_up(tmp_path: Path) -> None:
     model = slow_model()
     async with serving(tmp_path, {"m": model}, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
         task = await loading(served, model)
@@ -318,7 +318,7 @@ async def test_load_whose_caller_gives_up_goes_on(tmp_path: Path) -> None:
         assert await answers(served)
 
 
-async def test_load_is_tried_again_as_often_as_configured(tmp_path: Path) -> None:
+async def test_load_is_retried_as_often_as_configured(tmp_path: Path) -> None:
     class Flaky(MemoryModel):
         failures = 2
 

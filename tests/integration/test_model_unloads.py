@@ -1,4 +1,4 @@
-"""Models unloaded by RPC, and the end of a server that loads or unloads."""
+"""Models unloaded by RPC, and a server that stops while it loads or unloads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.wire import infer, rows_of_floats
 Code = grpc.StatusCode
 
 
-async def test_unload_refuses_new_requests_and_answers_those_that_are_there(tmp_path: Path) -> None:
+async def test_unload_refuses_new_requests_and_answers_those_already_accepted(tmp_path: Path) -> None:
     model = echo_model()
     config = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 100000000 }"
     async with serving(tmp_path, {"m": model}, config=config, settings=explicit(tmp_path, load=("m",))) as served:
@@ -62,9 +62,9 @@ async def test_unload_refuses_new_requests_and_answers_those_that_are_there(tmp_
         assert await ready(served)
 
 
-async def test_unload_where_there_can_be_no_threads_closes_the_model_once_there_can(tmp_path: Path) -> None:
+async def test_unload_when_no_thread_can_start_closes_the_model_once_one_can(tmp_path: Path) -> None:
     model = echo_model()
-    # Looking for GPUs leaves a thread behind that could do it.
+    # Looking for GPUs leaves a thread behind that could close the model.
     settings = explicit(tmp_path, allow_gpu_metrics=False)
     async with serving(tmp_path, {"m": model}, settings=settings) as served:
         await load(served, "m")
@@ -77,7 +77,7 @@ async def test_unload_where_there_can_be_no_threads_closes_the_model_once_there_
         await all_left(served)
 
 
-async def test_unload_forgets_what_was_counted_and_load_brings_it_back_from_zero(tmp_path: Path) -> None:
+async def test_unload_drops_the_models_metrics_and_load_restarts_them_at_zero(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path, load=("m",))) as served:
         assert await answers(served)
         assert await served.metric("nv_inference_count") == 1
@@ -88,7 +88,7 @@ async def test_unload_forgets_what_was_counted_and_load_brings_it_back_from_zero
         assert await served.metric("nv_inference_count") == 0
 
 
-async def test_load_after_unload_serves_while_the_unloaded_one_still_executes(tmp_path: Path) -> None:
+async def test_load_after_unload_serves_while_the_unloaded_model_still_executes(tmp_path: Path) -> None:
     old, new = echo_model(), echo_model()
     models = {"m": old}
     async with serving(tmp_path, models, settings=explicit(tmp_path, load=("m",))) as served:
@@ -121,7 +121,7 @@ async def test_unload_during_a_load_waits_for_it_and_then_unloads(tmp_path: Path
         assert await index(served) == [("m", "1", "UNAVAILABLE", "unloaded")]
 
 
-async def test_unload_of_a_model_that_failed_makes_the_server_ready(tmp_path: Path) -> None:
+async def test_unload_of_a_failed_model_makes_the_server_ready(tmp_path: Path) -> None:
     write_model(tmp_path, "m", "sequence_batching { }")
     async with serving(tmp_path, settings=explicit(tmp_path, load=("m",))) as served:
         assert not await ready(served)
@@ -131,7 +131,7 @@ async def test_unload_of_a_model_that_failed_makes_the_server_ready(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["nobody", "never"])
-async def test_unload_of_what_is_not_loaded_is_fine_and_changes_nothing(tmp_path: Path, name: str) -> None:
+async def test_unload_of_a_model_that_is_not_loaded_succeeds_and_changes_nothing(tmp_path: Path, name: str) -> None:
     models = {"m": echo_model(), "never": echo_model()}
     async with serving(tmp_path, models, settings=explicit(tmp_path, load=("m",))) as served:
         before = await index(served)
@@ -140,7 +140,7 @@ async def test_unload_of_what_is_not_loaded_is_fine_and_changes_nothing(tmp_path
         assert await answers(served)
 
 
-async def test_unload_twice_is_fine(tmp_path: Path) -> None:
+async def test_unload_twice_succeeds(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path, load=("m",))) as served:
         await unload(served, "m")
         await unload(served, "m")
@@ -148,7 +148,7 @@ async def test_unload_twice_is_fine(tmp_path: Path) -> None:
         assert await index(served) == [("m", "1", "UNAVAILABLE", "unloaded")]
 
 
-async def test_unload_with_dependents_is_taken_and_other_parameters_are_not(tmp_path: Path) -> None:
+async def test_unload_accepts_unload_dependents_and_refuses_other_parameters(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path, load=("m",))) as served:
         request = pb.RepositoryModelUnloadRequest(model_name="m")
         request.parameters["unload_dependents"].string_param = "yes"
@@ -166,7 +166,7 @@ async def test_unload_with_dependents_is_taken_and_other_parameters_are_not(tmp_
         assert not await model_ready(served)
 
 
-async def test_stop_during_a_load_does_not_wait_for_it_and_closes_what_it_brings(tmp_path: Path) -> None:
+async def test_stop_during_a_load_does_not_wait_for_it_and_closes_the_loaded_model(tmp_path: Path) -> None:
     model = slow_model()
     async with serving(tmp_path, {"m": model}, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
         task = await loading(served, model)
@@ -177,7 +177,7 @@ async def test_stop_during_a_load_does_not_wait_for_it_and_closes_what_it_brings
         assert model.open_instances == 0
 
 
-async def test_stop_waits_for_what_an_unloaded_model_still_executes(tmp_path: Path) -> None:
+async def test_stop_waits_for_the_executions_of_an_unloaded_model(tmp_path: Path) -> None:
     model = echo_model()
     async with serving(tmp_path, {"m": model}, settings=explicit(tmp_path, load=("m",))) as served:
         model.gate.close()
@@ -195,9 +195,7 @@ async def test_stop_waits_for_what_an_unloaded_model_still_executes(tmp_path: Pa
         assert model.closed
 
 
-async def test_stop_that_runs_out_of_time_gives_up_on_an_unloaded_model_without_closing_what_executes(
-    tmp_path: Path,
-) -> None:
+async def test_stop_that_times_out_gives_up_on_an_unloaded_model_without_closing_it(tmp_path: Path) -> None:
     model = echo_model()
     async with serving(tmp_path, {"m": model}, settings=explicit(tmp_path, load=("m",))) as served:
         model.gate.close()

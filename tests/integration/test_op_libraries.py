@@ -1,4 +1,4 @@
-"""Models that bring operators of their own: a real library, and those that are none or lie elsewhere."""
+"""Models with custom operators: a real library, files that are no libraries, and paths outside the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def allowing(root: Path) -> Settings:
 
 
 async def load_failure(settings: Settings) -> str:
-    """What the start of a server says that ends because its only model can't be loaded."""
+    """The error with which a server fails to start because its only model can't be loaded."""
     server = Server(settings)
     with pytest.raises(StartError) as caught:
         await server.start()
@@ -41,7 +41,7 @@ async def load_failure(settings: Settings) -> str:
 
 
 @pytest.mark.parametrize(("place", "name"), [("1/twice.so", "twice.so"), ("lib/twice.so", "lib/twice.so")])
-async def test_operators_of_a_library_in_the_version_or_the_model_are_used(
+async def test_operator_library_in_the_versions_or_the_models_folder_is_used(
     tmp_path: Path, place: str, name: str
 ) -> None:
     folder = write(tmp_path, name, "instance_group { count: 2 kind: KIND_CPU }")
@@ -54,7 +54,7 @@ async def test_operators_of_a_library_in_the_version_or_the_model_are_used(
         assert list(config.model_operations.op_library_filename) == [name]
 
 
-async def test_operators_are_refused_unless_the_server_allows_them(tmp_path: Path) -> None:
+async def test_operator_libraries_are_refused_unless_the_server_allows_them(tmp_path: Path) -> None:
     build_library(write(tmp_path, "twice.so") / "twice.so")
     models.write(models.mlp(), tmp_path / "other" / "1" / "model.onnx")
     async with serving(tmp_path) as served:
@@ -66,7 +66,7 @@ async def test_operators_are_refused_unless_the_server_allows_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["none.so", "../twice.so", "/lib/twice.so", "link.so", "1"])
-async def test_library_that_is_not_in_the_model_fails_the_load(tmp_path: Path, name: str) -> None:
+async def test_library_that_is_no_file_inside_the_model_fails_the_load(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path / "models", name)
     (tmp_path / "models" / "twice.so").touch()
     (tmp_path / "elsewhere.so").touch()
@@ -78,7 +78,7 @@ async def test_library_that_is_not_in_the_model_fails_the_load(tmp_path: Path, n
 
 
 @pytest.mark.parametrize(("content", "text"), [(b"", "file too short"), (b"no library" * 99, "invalid ELF header")])
-async def test_library_that_is_none_fails_the_load(tmp_path: Path, content: bytes, text: str) -> None:
+async def test_file_that_is_not_a_library_fails_the_load(tmp_path: Path, content: bytes, text: str) -> None:
     path = write(tmp_path, "broken.so") / "1" / "broken.so"
     path.write_bytes(content)
     said = await load_failure(allowing(tmp_path))

@@ -1,4 +1,4 @@
-"""Batches that don't fit into memory, of a model in memory and of one in ONNX Runtime, over gRPC."""
+"""Batches that don't fit into memory, of the in-memory test model and of one in ONNX Runtime, over gRPC."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def hungry(fits: int) -> MemoryModel:
-    """With room for so many rows."""
+    """A model with memory for `fits` rows."""
     model = echo_model()
     model.faults.raise_when(lambda inputs: len(inputs[0]) > fits, SHORT)
     return model
 
 
 @pytest.mark.parametrize("error", [SHORT, MemoryError("no room")], ids=["device", "host"])
-async def test_batch_that_does_not_fit_runs_again_in_smaller_ones_and_all_are_answered(
+async def test_batch_that_does_not_fit_is_rerun_in_smaller_ones_and_all_are_answered(
     tmp_path: Path, error: Exception
 ) -> None:
     model = echo_model()
@@ -50,7 +50,7 @@ async def test_batch_that_does_not_fit_runs_again_in_smaller_ones_and_all_are_an
         assert await served.metric("nv_inference_request_success") == 16
 
 
-async def test_where_failures_are_not_isolated_the_batch_fails_and_the_next_ones_are_smaller(tmp_path: Path) -> None:
+async def test_batch_fails_and_the_next_ones_are_smaller_when_failures_are_not_isolated(tmp_path: Path) -> None:
     model = hungry(8)
     async with serving(tmp_path, {"m": model}, config=MERGE + own(isolate_failures=False)) as served:
         full = [infer("m", {"a": rows_of_floats(1)}) for _ in range(16)]
@@ -61,7 +61,7 @@ async def test_where_failures_are_not_isolated_the_batch_fails_and_the_next_ones
         assert await served.metric("nv_inference_request_failure", 'model="m",reason="BACKEND",version="1"') == 16
 
 
-async def test_request_that_does_not_fit_alone_is_exhausted_and_those_beside_it_are_answered(tmp_path: Path) -> None:
+async def test_request_that_does_not_fit_alone_fails_and_those_in_its_batch_are_answered(tmp_path: Path) -> None:
     model = hungry(4)
     async with serving(tmp_path, {"m": model}, config=MERGE) as served:
         large = asyncio.create_task(failure_of(served.infer(infer("m", {"a": rows_of_floats(8)}))))
@@ -71,7 +71,7 @@ async def test_request_that_does_not_fit_alone_is_exhausted_and_those_beside_it_
 
 
 class HalfFull(MemoryModel):
-    """Its first instance has no memory for anything while it is `full`."""
+    """A model whose first instance has no memory for any batch while `full` is set."""
 
     full = False
 
@@ -88,7 +88,7 @@ class HalfFull(MemoryModel):
         return instance
 
 
-async def test_instance_without_memory_costs_no_request_that_another_has_memory_for(tmp_path: Path) -> None:
+async def test_instance_without_memory_fails_no_request_that_another_instance_can_run(tmp_path: Path) -> None:
     model = HalfFull(echo_model().spec, latency=lambda rows: 0.001)
     config = "max_batch_size: 4 dynamic_batching { } instance_group { count: 2 kind: KIND_CPU }"
     async with serving(tmp_path, {"m": model}, config=config) as served:
@@ -105,7 +105,7 @@ async def test_instance_without_memory_costs_no_request_that_another_has_memory_
         assert await served.metric("nv_inference_request_success") == 1_600
 
 
-async def test_onnx_model_whose_full_batches_do_not_fit_serves_everybody(tmp_path: Path) -> None:
+async def test_onnx_model_runs_smaller_batches_when_full_ones_do_not_fit(tmp_path: Path) -> None:
     models.write(models.hungry(3), tmp_path / "m" / "1" / "model.onnx")
     config = (
         'max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 60000000 } model_warmup { name: "none" }'

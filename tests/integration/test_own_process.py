@@ -1,4 +1,4 @@
-"""ONNX models that execute in processes of their own: whatever these end of, the server and all others go on."""
+"""ONNX models in their own processes: whatever ends such a process, the server and all other models keep serving."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.wire import infer
 INTERNAL = grpc.StatusCode.INTERNAL
 OWN = 'parameters { key: "paceline.own_process" value { string_value: "true" } }'
 FOUR = f"max_batch_size: 4 dynamic_batching {{ max_queue_delay_microseconds: 100000000 }} {OWN}"
-"""Batches leave when they are full, so that what shares one is known."""
+"""Batches leave when they are full, so that it is known which requests share one."""
 SMALLEST = -(2**63)
 
 
@@ -53,7 +53,7 @@ async def is_refused(served: Served) -> bool:
 
 
 def processes(name: str = "m") -> list[int]:
-    """Of the model of that name, below this one."""
+    """The ids of this process's children that run model `name`."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
@@ -66,7 +66,7 @@ def processes(name: str = "m") -> list[int]:
     return found
 
 
-async def test_input_that_ends_the_process_fails_its_request_and_nobody_elses(tmp_path: Path, frontends: int) -> None:
+async def test_input_that_crashes_the_process_fails_only_its_own_request(tmp_path: Path, frontends: int) -> None:
     write_quotient(tmp_path, FOUR)
     async with serving(tmp_path) as served:
         *good, (status, text) = await asyncio.gather(
@@ -78,11 +78,11 @@ async def test_input_that_ends_the_process_fails_its_request_and_nobody_elses(tm
             "model 'm': the model's process was killed by SIGFPE while it executed this batch",
         )
         assert await asyncio.gather(*(divide(served, 8, 2) for _ in range(4))) == [4] * 4
-        # One of a batch's, and one of hers alone.
+        # One lost by the whole batch, one by the faulty request alone.
         assert await served.metric("paceline_lost_instances") == 2
 
 
-async def test_model_that_ends_the_process_in_which_it_is_tried_executes_in_one_of_its_own(
+async def test_model_that_crashes_its_trial_process_runs_in_its_own_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
@@ -102,7 +102,7 @@ async def test_model_that_ends_the_process_in_which_it_is_tried_executes_in_one_
     assert "the process that ran it was killed by SIGFPE" in caplog.text
 
 
-async def test_model_that_is_told_not_to_stays_in_the_servers_process(tmp_path: Path) -> None:
+async def test_model_configured_without_its_own_process_stays_in_the_servers(tmp_path: Path) -> None:
     path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
     build_library(path.with_name("twice.so"), least=4)
     library = 'model_operations { op_library_filename: "twice.so" }'
@@ -113,7 +113,7 @@ async def test_model_that_is_told_not_to_stays_in_the_servers_process(tmp_path: 
         assert processes() == []
 
 
-async def test_each_instance_has_a_process_and_none_stays_when_the_model_is_unloaded(tmp_path: Path) -> None:
+async def test_each_instance_has_a_process_and_unloading_the_model_ends_them_all(tmp_path: Path) -> None:
     write_quotient(tmp_path, f"{OWN} instance_group {{ count: 3 kind: KIND_CPU }}")
     async with serving(tmp_path, settings=explicit(tmp_path, load=("m",))) as served:
         first = processes()
@@ -126,7 +126,7 @@ async def test_each_instance_has_a_process_and_none_stays_when_the_model_is_unlo
         await eventually_async(lambda: processes() == [], "the end of all processes")
 
 
-async def test_process_that_is_killed_while_it_has_nothing_to_do_costs_no_request(tmp_path: Path) -> None:
+async def test_process_killed_while_idle_costs_no_request(tmp_path: Path) -> None:
     write_quotient(tmp_path)
     async with serving(tmp_path) as served:
         for _ in range(3):
@@ -135,7 +135,7 @@ async def test_process_that_is_killed_while_it_has_nothing_to_do_costs_no_reques
             assert await asyncio.gather(*(divide(served, 8, 2) for _ in range(4))) == [4] * 4
 
 
-async def test_execution_that_hangs_in_an_operator_is_killed_and_nothing_of_it_stays(tmp_path: Path) -> None:
+async def test_execution_that_hangs_in_an_operator_is_killed_with_its_process(tmp_path: Path) -> None:
     path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
     build_library(path.with_name("twice.so"), endless=3)
     limit = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "300" } }'
@@ -150,7 +150,7 @@ async def test_execution_that_hangs_in_an_operator_is_killed_and_nothing_of_it_s
         await eventually_async(lambda: not served.server.repository.hangs, "nothing hangs")
 
 
-async def test_batch_without_memory_in_its_process_runs_again_smaller(tmp_path: Path) -> None:
+async def test_batch_without_memory_in_its_process_is_rerun_in_smaller_ones(tmp_path: Path) -> None:
     path = models.write(models.hungry(2), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text(FOUR)
     rows = [np.full((1, 1), number, np.float32) for number in range(4)]
@@ -163,7 +163,7 @@ async def test_batch_without_memory_in_its_process_runs_again_smaller(tmp_path: 
         assert await served.metric("paceline_lost_instances") == 0
 
 
-async def test_file_that_cannot_be_opened_fails_the_load_with_the_words_of_onnx_runtime(tmp_path: Path) -> None:
+async def test_invalid_model_file_fails_the_load_with_onnx_runtimes_message(tmp_path: Path) -> None:
     write_quotient(tmp_path, name="good")
     write_quotient(tmp_path).write_bytes(b"no model")
     async with serving(tmp_path) as served:
@@ -175,7 +175,7 @@ async def test_file_that_cannot_be_opened_fails_the_load_with_the_words_of_onnx_
         assert processes() == []
 
 
-async def test_library_that_ends_the_process_while_it_opens_fails_the_load(tmp_path: Path) -> None:
+async def test_library_that_ends_the_process_on_opening_fails_the_load(tmp_path: Path) -> None:
     path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
     source = path.with_name("deadly.c")
     build_library(path.with_name("twice.so"))
@@ -190,7 +190,7 @@ async def test_library_that_ends_the_process_while_it_opens_fails_the_load(tmp_p
         assert await divide(served, 8, 2, name="good") == 4
 
 
-async def test_process_that_finds_another_file_in_its_place_is_not_used(
+async def test_replacement_process_is_not_used_when_the_model_file_has_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_quotient(tmp_path)
@@ -206,7 +206,7 @@ async def test_process_that_finds_another_file_in_its_place_is_not_used(
             assert await divide(served, 8, 2) == 4
 
 
-async def test_model_of_a_clients_files_has_another_process_when_one_ends(
+async def test_model_uploaded_by_a_client_gets_another_process_when_one_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scratch = tmp_path / "scratch"
@@ -226,7 +226,7 @@ async def test_model_of_a_clients_files_has_another_process_when_one_ends(
         await eventually_async(lambda: not list(scratch.iterdir()), "all files are gone")
 
 
-def test_files_of_a_client_go_with_the_server_however_hasty_its_end(tmp_path: Path) -> None:
+def test_uploaded_files_are_removed_even_when_a_second_sigterm_ends_the_server(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (tmp_path / "models").mkdir()
@@ -246,7 +246,7 @@ def test_files_of_a_client_go_with_the_server_however_hasty_its_end(tmp_path: Pa
         eventually(lambda: not list(scratch.iterdir()), "the files are gone")
 
 
-async def test_all_models_have_processes_where_the_command_line_says_so(tmp_path: Path) -> None:
+async def test_backend_config_gives_models_their_own_process_unless_they_opt_out(tmp_path: Path) -> None:
     write_quotient(tmp_path, "", "apart")
     write_quotient(tmp_path, OWN.replace("true", "false"), "here")
     given = parse_backend_config(["onnxruntime,own-process=true"])

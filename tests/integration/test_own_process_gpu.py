@@ -1,5 +1,5 @@
-"""ONNX models on a GPU in processes of their own, on the stand-in (`tests/cuda/stand_in.py`): a context that is lost is
-that process's, and the next one has another."""
+"""ONNX models on a GPU in their own processes, on the stand-in (`tests/cuda/stand_in.py`): a lost context belongs to
+that process, and the next process has another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN = f'{GPUS % ""} parameters {{ key: "paceline.own_process" value {{ string_va
 
 
 @pytest.mark.parametrize("seed", ["", "3"], ids=["late", "random"])
-def test_crowd_gets_the_answers_of_the_cpu(seed: str, libraries: Path, tmp_path: Path) -> None:
+def test_concurrent_clients_get_the_cpus_answers(seed: str, libraries: Path, tmp_path: Path) -> None:
     with Served(tmp_path, libraries, OWN, STAND_IN_SEED=seed) as served:
         served.crowd(clients=16, requests=20)
         executions = served.metric("nv_inference_exec_count", model="m", version="1")
@@ -26,7 +26,7 @@ def test_crowd_gets_the_answers_of_the_cpu(seed: str, libraries: Path, tmp_path:
         assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
 
 
-def test_gpu_that_is_lost_and_comes_back_serves_on_without_a_new_server(libraries: Path, tmp_path: Path) -> None:
+def test_lost_gpu_serves_again_once_it_is_back_without_a_server_restart(libraries: Path, tmp_path: Path) -> None:
     lost = tmp_path / "lost"
     with Served(tmp_path / "models", libraries, OWN, STAND_IN_LOST=lost) as served:
         served.check(2)
@@ -42,10 +42,10 @@ def test_gpu_that_is_lost_and_comes_back_serves_on_without_a_new_server(librarie
         assert served.server.terminate() == 0
 
 
-def test_batch_beyond_the_devices_memory_fails_alone_and_later_ones_are_smaller(
+def test_request_beyond_the_devices_memory_fails_alone_and_later_ones_are_answered(
     libraries: Path, tmp_path: Path
 ) -> None:
-    # A row takes 512 KiB in between, half of it for each of two tensors.
+    # A row takes 512 KiB between the layers, half of it for each of two tensors.
     config = OWN.replace("max_batch_size: 16", "max_batch_size: 512")
     with Served(tmp_path, libraries, config, sizes=(4, 65536, 16), STAND_IN_MEMORY=96 * 2**20) as served:
         served.check(64)

@@ -1,4 +1,4 @@
-"""A repository with a bad model in it: the others serve, and everybody who asks is told what is wrong."""
+"""A repository with a bad model: the others serve, and requests for the bad one are answered with the reason."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_bad_model_is_unavailable_with_the_reason_while_others_serve(
         await check(served, reason)
 
 
-async def test_names_that_are_not_utf8_fail_their_models_alone_and_the_index_tells_of_all(tmp_path: Path) -> None:
+async def test_names_not_in_utf8_fail_only_their_models_and_the_index_lists_all(tmp_path: Path) -> None:
     for name in (b"r\xe9seau", b"weights"):
         (tmp_path / os.fsdecode(name) / "1").mkdir(parents=True)
     write_model(tmp_path, "good")
@@ -131,7 +131,7 @@ class Wordless(LoadError):
         (Wordless(), "Wordless"),
     ],
 )
-async def test_bad_model_that_raises_anything_at_all_is_unavailable_and_leaves_nothing_open(
+async def test_bad_model_raising_any_exception_is_unavailable_and_leaves_nothing_open(
     tmp_path: Path, error: Exception, reason: str
 ) -> None:
     bad = FailingModel(echo_model().spec, error)
@@ -142,7 +142,7 @@ async def test_bad_model_that_raises_anything_at_all_is_unavailable_and_leaves_n
     assert bad.open_instances == 0
 
 
-async def test_start_with_exit_on_error_closes_what_was_loaded_and_says_why(tmp_path: Path) -> None:
+async def test_start_with_exit_on_error_closes_the_loaded_models_and_says_why(tmp_path: Path) -> None:
     good, reason = echo_model(), ensemble(tmp_path)
     settings = Settings(paths=(tmp_path,), exit_on_error=True)
     with pytest.raises(StartError) as caught:
@@ -154,7 +154,7 @@ async def test_start_with_exit_on_error_closes_what_was_loaded_and_says_why(tmp_
 
 
 class Clinging(MemoryModel):
-    """Isn't given back before `gate` is set."""
+    """A model that isn't closed before `gate` is set."""
 
     def __init__(self) -> None:
         super().__init__(echo_model().spec)
@@ -166,7 +166,7 @@ class Clinging(MemoryModel):
         super().close()
 
 
-async def test_start_that_fails_waits_for_what_cannot_be_closed_no_longer_than_a_stop_does(tmp_path: Path) -> None:
+async def test_failed_start_waits_for_a_closing_model_no_longer_than_the_exit_timeout(tmp_path: Path) -> None:
     good, reason = Clinging(), ensemble(tmp_path)
     settings = Settings(paths=(tmp_path,), exit_on_error=True, exit_timeout_secs=0)
     with pytest.raises(StartError, match=reason):
@@ -177,7 +177,7 @@ async def test_start_that_fails_waits_for_what_cannot_be_closed_no_longer_than_a
     await eventually_async(lambda: good.closed, "what was under way ended")
 
 
-async def test_start_that_fails_says_why_although_it_is_told_to_end_meanwhile(tmp_path: Path) -> None:
+async def test_failed_start_says_why_although_it_is_cancelled_meanwhile(tmp_path: Path) -> None:
     good, reason = Clinging(), ensemble(tmp_path)
 
     async def start() -> None:
@@ -193,7 +193,7 @@ async def test_start_that_fails_says_why_although_it_is_told_to_end_meanwhile(tm
     await eventually_async(lambda: good.closed, "what was under way ended")
 
 
-async def test_start_with_bad_models_alone_fails_even_without_exit_on_error(tmp_path: Path) -> None:
+async def test_start_with_only_bad_models_fails_even_without_exit_on_error(tmp_path: Path) -> None:
     ensemble(tmp_path)
     with pytest.raises(StartError, match="failed to load model 'bad': ensemble_scheduling"):
         async with serving(tmp_path):

@@ -39,7 +39,7 @@ async def probe(served: Served, path: str) -> tuple[int, str]:
     return await asyncio.to_thread(get, served.server.metrics_port, path)
 
 
-async def test_server_that_serves_is_live_and_ready(tmp_path: Path) -> None:
+async def test_serving_server_is_live_and_ready(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}) as served:
         assert await probe(served, "/livez") == await probe(served, "/readyz") == (200, "ok\n")
         assert await asyncio.to_thread(get, served.server.metrics_port, "/readyz", "HEAD") == (200, "")
@@ -47,7 +47,7 @@ async def test_server_that_serves_is_live_and_ready(tmp_path: Path) -> None:
         assert (await served.metrics())["paceline_failed_models"] == 0
 
 
-async def test_server_with_a_model_that_failed_is_live_and_tells_which_one_it_was(tmp_path: Path) -> None:
+async def test_server_with_a_failed_model_is_live_but_not_ready_and_names_it(tmp_path: Path) -> None:
     write_model(tmp_path, "bad", "no_such_field: 1")
     async with serving(tmp_path, {"m": echo_model()}) as served:
         assert await probe(served, "/livez") == (200, "ok\n")
@@ -56,7 +56,7 @@ async def test_server_with_a_model_that_failed_is_live_and_tells_which_one_it_wa
         assert (metrics["paceline_ready"], metrics["paceline_failed_models"]) == (0, 1)
 
 
-async def test_log_says_at_what_ports_it_serves_and_whether_it_is_ready(
+async def test_log_states_the_ports_and_whether_the_server_is_ready(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_model(tmp_path, "bad", "no_such_field: 1")
@@ -80,13 +80,13 @@ async def test_log_says_at_what_ports_it_serves_and_whether_it_is_ready(
             assert said() == ["ready"]
 
 
-async def test_server_tells_of_a_model_whose_name_is_not_utf8(tmp_path: Path) -> None:
+async def test_readiness_probe_names_a_failed_model_whose_name_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xe9") / "1").mkdir(parents=True)
     async with serving(tmp_path, {"m": echo_model()}) as served:
         assert await probe(served, "/readyz") == (503, "models failed to load: '\\udce9'\n")
 
 
-async def test_server_becomes_unready_by_a_failing_load_and_ready_by_the_unload(tmp_path: Path) -> None:
+async def test_failed_load_makes_the_server_unready_until_the_model_is_unloaded(tmp_path: Path) -> None:
     write_model(tmp_path, "m", "no_such_field: 1")
     async with serving(tmp_path, settings=explicit(tmp_path)) as served:
         assert await probe(served, "/readyz") == (200, "ok\n")
@@ -98,7 +98,7 @@ async def test_server_becomes_unready_by_a_failing_load_and_ready_by_the_unload(
         assert (await served.metrics())["paceline_ready"] == 1
 
 
-async def test_server_that_stops_is_live_and_unready_while_it_answers_what_it_took(tmp_path: Path) -> None:
+async def test_stopping_server_is_live_but_not_ready_while_it_answers_accepted_requests(tmp_path: Path) -> None:
     model = echo_model()
     async with serving(tmp_path, {"m": model}) as served:
         model.gate.close()
@@ -115,7 +115,7 @@ async def test_server_that_stops_is_live_and_unready_while_it_answers_what_it_to
 
 
 class Slow(MemoryBackend):
-    """Opens nothing before `go_on` is set."""
+    """A backend that opens no model before `go_on` is set."""
 
     go_on = Event()
 
@@ -124,7 +124,7 @@ class Slow(MemoryBackend):
         return super().open(source, device)
 
 
-async def test_server_that_loads_is_live_and_not_yet_ready(tmp_path: Path) -> None:
+async def test_server_is_live_but_not_ready_while_loading(tmp_path: Path) -> None:
     write_model(tmp_path, "m")
     backend = Slow({"m": echo_model()})
     settings = Settings(paths=(tmp_path,), grpc_address="127.0.0.1", grpc_port=0, metrics_port=0)
@@ -141,7 +141,7 @@ async def test_server_that_loads_is_live_and_not_yet_ready(tmp_path: Path) -> No
     await server.stop(5)
 
 
-def test_loop_that_hangs_is_not_live() -> None:
+def test_hanging_loop_is_not_live() -> None:
     loop, hangs, go_on = asyncio.new_event_loop(), Event(), Event()
     thread = Thread(target=loop.run_forever)
     thread.start()
@@ -162,7 +162,7 @@ def test_loop_that_hangs_is_not_live() -> None:
     endpoint.close()
 
 
-def test_probe_that_is_not_there_is_404() -> None:
+def test_unknown_probe_path_is_404() -> None:
     endpoint = MetricsEndpoint(Metrics(), "127.0.0.1", 0)
     assert get(endpoint.port, "/livez")[0] == 404
     endpoint.close()

@@ -1,4 +1,4 @@
-"""The batcher in front of another server: what is merged, what comes back, and what travels along."""
+"""The batcher in front of another server: what is merged, what is passed on, and what comes back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def behind(tmp_path: Path, stub: Upstream, **given: Any) -> AsyncIterator[
 
 
 async def held(served: Served, stub: Upstream, *requests: pb.ModelInferRequest, **how: Any) -> list[Any]:
-    """Calls of which the first keeps the upstream busy, and the others wait here, in order."""
+    """Calls: the first one keeps the upstream busy, and the others, of `requests`, wait here in that order."""
     stub.gate.clear()
     before = stub.under_way
     calls = send(served, request(-1), timeout_s=None)
@@ -48,7 +48,7 @@ async def held(served: Served, stub: Upstream, *requests: pb.ModelInferRequest, 
     return calls
 
 
-async def test_requests_that_wait_travel_as_one_and_each_gets_its_share(tmp_path: Path) -> None:
+async def test_waiting_requests_are_sent_as_one_and_each_gets_its_share(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
         calls = await held(served, stub, request(1), request(2, rows=3), request(3))
@@ -61,7 +61,7 @@ async def test_requests_that_wait_travel_as_one_and_each_gets_its_share(tmp_path
             np.testing.assert_array_equal(answer["y"], -marked(mark, rows))
 
 
-async def test_outputs_that_nobody_wants_are_not_asked_for(tmp_path: Path) -> None:
+async def test_outputs_nobody_wants_are_not_requested_from_the_upstream(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
         one, two = request(1), request(2)
@@ -74,10 +74,10 @@ async def test_outputs_that_nobody_wants_are_not_asked_for(tmp_path: Path) -> No
         answers = [tensors_of(await call) for call in calls[1:]]
         assert [list(answer) for answer in answers] == [["y"], ["x"]]
         np.testing.assert_array_equal(answers[1]["x"], 2 * marked(2))
-        assert not stub.calls[-1].outputs  # all that there are
+        assert not stub.calls[-1].outputs  # none named: all of them
 
 
-async def test_shapes_that_differ_do_not_travel_together(tmp_path: Path) -> None:
+async def test_requests_of_different_shapes_are_sent_separately(tmp_path: Path) -> None:
     stub = Upstream()
     stub.inputs, stub.outputs = {"a": ("FP32", [-1, -1])}, {"x": ("FP32", [-1, -1]), "y": ("FP32", [-1, -1])}
     async with behind(tmp_path, stub) as served:
@@ -87,7 +87,7 @@ async def test_shapes_that_differ_do_not_travel_together(tmp_path: Path) -> None
         assert sorted(map(tuple, stub.marks)) == [(-1,), (1, 3), (2,)]
 
 
-async def test_max_batch_size_is_the_upstreams_where_it_tells_it(tmp_path: Path) -> None:
+async def test_max_batch_size_comes_from_the_upstreams_config_if_it_has_one(tmp_path: Path) -> None:
     stub = Upstream()
     stub.config = config_pb.ModelConfig(name="m", max_batch_size=2)
     async with behind(tmp_path, stub) as served:
@@ -99,7 +99,7 @@ async def test_max_batch_size_is_the_upstreams_where_it_tells_it(tmp_path: Path)
         assert (code, "expected a batch of 1 to 2 rows" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-async def test_flags_say_rows_and_delay_where_the_upstream_does_not(tmp_path: Path) -> None:
+async def test_flags_set_rows_and_delay_if_the_upstream_does_not(tmp_path: Path) -> None:
     stub = Upstream()
     flags = Settings(paths=(), batching=BatchDefaults(4, max_queue_delay_ns=60 * 10**9))
     async with behind(tmp_path, stub, settings=flags) as served:
@@ -107,7 +107,7 @@ async def test_flags_say_rows_and_delay_where_the_upstream_does_not(tmp_path: Pa
         assert [len(marks) for marks in stub.marks] == [4]
 
 
-async def test_request_of_more_rows_than_a_flag_says_travels_in_parts(tmp_path: Path) -> None:
+async def test_request_with_more_rows_than_the_flag_allows_is_sent_in_parts(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub, settings=Settings(paths=(), batching=BatchDefaults(4))) as served:
         many = request(0, rows=10)
@@ -118,7 +118,7 @@ async def test_request_of_more_rows_than_a_flag_says_travels_in_parts(tmp_path: 
 
 
 @pytest.mark.parametrize("why", ["flag", "config", "fixed axis"])
-async def test_model_that_does_not_batch_gets_requests_one_by_one_and_several_at_once(tmp_path: Path, why: str) -> None:
+async def test_model_that_does_not_batch_gets_separate_requests_several_at_a_time(tmp_path: Path, why: str) -> None:
     stub = Upstream()
     unbatched: tuple[str, ...] = ()
     if why == "flag":
@@ -136,7 +136,7 @@ async def test_model_that_does_not_batch_gets_requests_one_by_one_and_several_at
         assert sorted(map(tuple, stub.marks)) == [(0,), (1,), (2,), (3,), (4,)]
 
 
-async def test_batches_of_a_model_are_under_way_as_many_as_a_flag_says(tmp_path: Path) -> None:
+async def test_flag_sets_how_many_batches_of_a_model_are_under_way_at_once(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub, batches=2) as served:
         stub.gate.clear()
@@ -151,7 +151,7 @@ async def test_batches_of_a_model_are_under_way_as_many_as_a_flag_says(tmp_path:
         assert [sorted(marks) for marks in stub.marks[2:]] == [[3, 4]]
 
 
-async def test_deadline_of_a_batch_is_the_longest_and_each_member_keeps_its_own(tmp_path: Path) -> None:
+async def test_deadline_of_a_batch_is_the_longest_and_each_request_keeps_its_own(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
         stub.gates[1] = asyncio.Event()
@@ -170,7 +170,7 @@ async def test_deadline_of_a_batch_is_the_longest_and_each_member_keeps_its_own(
         assert tensors_of(await long)["x"][0, 0] == 4
 
 
-async def test_deadline_of_a_lone_request_travels(tmp_path: Path) -> None:
+async def test_deadline_of_a_lone_request_is_passed_on(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub, timeout_secs=7) as served:
         await served.infer(request(1), timeout_s=3)
@@ -182,7 +182,7 @@ async def test_deadline_of_a_lone_request_travels(tmp_path: Path) -> None:
         assert 5 < none < 8
 
 
-async def test_headers_that_differ_keep_requests_apart_and_travel(tmp_path: Path) -> None:
+async def test_requests_with_different_headers_are_sent_separately_with_them(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
         calls = await held(served, stub)
@@ -198,7 +198,7 @@ async def test_headers_that_differ_keep_requests_apart_and_travel(tmp_path: Path
         assert not any("cookie" in found for found in stub.headers)
 
 
-async def test_trace_of_a_request_travels_unless_its_batch_has_several(tmp_path: Path) -> None:
+async def test_trace_headers_are_passed_on_unless_the_batch_has_several_requests(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
 
@@ -218,7 +218,7 @@ async def test_trace_of_a_request_travels_unless_its_batch_has_several(tmp_path:
         assert stub.marks[2] == [0, 1]
 
 
-async def test_headers_to_pass_on_are_a_setting(tmp_path: Path) -> None:
+async def test_headers_to_pass_on_are_configurable(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub, headers=("X-Tenant",), tracing_headers=()) as served:
         metadata = (("x-tenant", "t"), ("authorization", "secret"), ("traceparent", "1"))
@@ -228,9 +228,7 @@ async def test_headers_to_pass_on_are_a_setting(tmp_path: Path) -> None:
         assert not {"authorization", "traceparent"} & found.keys()
 
 
-async def test_headers_of_a_stream_travel_with_each_of_its_requests_and_become_parameters_if_asked_for(
-    tmp_path: Path,
-) -> None:
+async def test_stream_headers_are_passed_on_with_each_request_and_as_parameters_if_configured(tmp_path: Path) -> None:
     stub, settings = Upstream(), Settings(paths=(), grpc_header_forward_pattern="^x-")
     async with behind(tmp_path, stub, settings=settings) as served:
         stream = Stream(served, metadata=[("authorization", "Bearer a"), ("x-tenant", "t")])
@@ -241,7 +239,7 @@ async def test_headers_of_a_stream_travel_with_each_of_its_requests_and_become_p
         assert [call.parameters["x-tenant"].string_param for call in stub.calls] == ["t"] * 2
 
 
-async def test_parameters_travel_and_keep_requests_apart_and_ours_do_not(tmp_path: Path) -> None:
+async def test_parameters_except_ours_are_passed_on_and_must_be_equal_in_a_batch(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
         hot, cold = request(1, temperature=2.5), request(2, temperature=0.5)
@@ -258,7 +256,7 @@ async def test_parameters_travel_and_keep_requests_apart_and_ours_do_not(tmp_pat
         assert stub.calls[2].parameters["temperature"].double_param == 0.5
 
 
-async def test_priorities_and_timeouts_that_the_upstream_knows_hold_in_the_queue_here(tmp_path: Path) -> None:
+async def test_priorities_and_timeouts_of_the_upstreams_config_apply_to_our_queue(tmp_path: Path) -> None:
     stub = Upstream()
     stub.config = text_format.Parse(
         "max_batch_size: 8 dynamic_batching { priority_levels: 2 default_priority_level: 2"
@@ -266,7 +264,7 @@ async def test_priorities_and_timeouts_that_the_upstream_knows_hold_in_the_queue
         config_pb.ModelConfig(name="m"),
     )
     async with behind(tmp_path, stub) as served:
-        # What differs in a parameter travels apart.
+        # Requests with different parameters are sent separately.
         late = [request(number, temperature=float(number)) for number in (1, 2)]
         first = request(3, temperature=3.0, priority=1)
         calls = await held(served, stub, *late, first)
@@ -280,7 +278,7 @@ async def test_priorities_and_timeouts_that_the_upstream_knows_hold_in_the_queue
 
 
 @pytest.mark.parametrize("merged", [False, True])
-async def test_outputs_left_out_with_optional_inputs_are_left_out_here(tmp_path: Path, merged: bool) -> None:
+async def test_outputs_omitted_upstream_with_optional_inputs_are_omitted_here(tmp_path: Path, merged: bool) -> None:
     def given(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
         answer = pb.ModelInferResponse(model_name="m")
         for one, raw in zip(call.inputs, call.raw_input_contents, strict=True):
@@ -302,7 +300,7 @@ async def test_outputs_left_out_with_optional_inputs_are_left_out_here(tmp_path:
             assert list(answer) == ["x"]
             np.testing.assert_array_equal(answer["x"], marked(mark, 1))
         assert stub.marks == [[-1], [1, 2, 3] if merged else [1]]
-        # Where all inputs are there, an output that isn't is a fault.
+        # If all inputs are present, a missing output is an error.
         whole = request(5)
         whole.inputs.add(name="b", datatype="FP32", shape=[1, 2])
         whole.raw_input_contents.append(whole.raw_input_contents[0])
@@ -314,7 +312,7 @@ async def test_outputs_left_out_with_optional_inputs_are_left_out_here(tmp_path:
         )
 
 
-async def test_id_of_a_request_travels_with_it_alone(tmp_path: Path) -> None:
+async def test_id_of_a_request_is_passed_on_only_if_it_is_sent_alone(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
         one, two = request(1), request(2)
@@ -326,7 +324,7 @@ async def test_id_of_a_request_travels_with_it_alone(tmp_path: Path) -> None:
         assert [call.id for call in stub.calls] == ["first", "", ""]
 
 
-async def test_requests_of_a_stream_travel_with_its_headers(tmp_path: Path) -> None:
+async def test_requests_of_a_stream_are_sent_with_its_headers(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
         stream = served.stub.ModelStreamInfer(metadata=(("authorization", "Bearer s"),), timeout=20)
@@ -337,9 +335,7 @@ async def test_requests_of_a_stream_travel_with_its_headers(tmp_path: Path) -> N
         assert stub.headers[0]["authorization"] == "Bearer s"
 
 
-async def test_tensors_that_fronts_have_read_reach_the_upstream_from_their_memory(
-    tmp_path: Path, frontends: int
-) -> None:
+async def test_tensors_read_by_fronts_are_sent_upstream_from_the_fronts_memory(tmp_path: Path, frontends: int) -> None:
     if frontends == 1:
         pytest.skip("there is no other memory")
     stub = Upstream()

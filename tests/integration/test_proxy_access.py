@@ -1,4 +1,4 @@
-"""The proxy and who may call: TLS and a token towards its upstream, and what it learns of our callers'."""
+"""The proxy and access control: its TLS and token towards the upstream, and which of the callers' tokens that gets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TWO = {"a": np.ones((1, 2), np.float32)}
 
 @dataclass(frozen=True)
 class World:
-    """A server with mutual TLS that takes the token OURS alone, to stand in front of."""
+    """An upstream with mutual TLS that accepts only the token OURS."""
 
     target: str
     folder: Path
@@ -82,7 +82,7 @@ def test_proxy_speaks_tls_with_its_own_certificate_and_token(world: World) -> No
         ("no token", "with a token that this server knows"),
     ],
 )
-def test_proxy_that_is_not_believed_or_does_not_believe_is_not_ready_and_says_why(
+def test_proxy_that_distrusts_or_is_refused_by_its_upstream_is_not_ready_and_says_why(
     world: World, fault: str, words: str
 ) -> None:
     roots = world.others.roots if fault == "stranger's roots" else world.ours.roots
@@ -112,7 +112,7 @@ def test_proxy_that_is_not_believed_or_does_not_believe_is_not_ready_and_says_wh
         (("--upstream-token-file=README.md",), "README.md: expected a token and nothing else"),
     ],
 )
-def test_files_that_are_no_good_keep_the_proxy_from_starting(args: Sequence[str], words: str) -> None:
+def test_missing_or_invalid_files_keep_the_proxy_from_starting(args: Sequence[str], words: str) -> None:
     command = [sys.executable, "-m", "server", "serve", "--grpc-port=0", "--metrics-port=0", "--upstream=127.0.0.1:1"]
     done = subprocess.run([*command, *args], cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -127,7 +127,7 @@ def asks(target: str, token: str) -> None:
 @pytest.mark.parametrize(
     ("args", "learns"),
     [
-        ((), f"Bearer {HERS}"),  # whom the token is for is somebody else's business
+        ((), f"Bearer {HERS}"),  # the proxy checks no tokens: this one may be for the upstream
         (("--grpc-token-file={tokens}",), None),
         (("--grpc-token-file={tokens}", "--upstream-header=authorization"), f"Bearer {HERS}"),
         (("--upstream-token-file={own}",), f"Bearer {OURS}"),
@@ -135,14 +135,16 @@ def asks(target: str, token: str) -> None:
     ],
     ids=["by default", "ours to check", "asked for", "own", "own and ours to check"],
 )
-async def test_upstream_learns_no_token_that_is_for_us(tmp_path: Path, args: Sequence[str], learns: str | None) -> None:
+async def test_upstream_gets_no_token_meant_for_us_unless_configured(
+    tmp_path: Path, args: Sequence[str], learns: str | None
+) -> None:
     (tmp_path / "tokens").write_text(line_of("edge", HERS))
     (tmp_path / "own").write_text(OURS)
     given = [one.format(tokens=tmp_path / "tokens", own=tmp_path / "own") for one in args]
     stub = Upstream()
     async with upstream(stub) as target:
         proxy = ServerProcess(args=["--upstream", target, "--upstream-model=m", *given])
-        proxy.start()  # here, as it lives as long as the thread that starts it
+        proxy.start()  # in this thread, as the process lives only as long as the thread that starts it
         try:
             await asyncio.to_thread(proxy.wait_ready)
             await asyncio.to_thread(asks, proxy.target, HERS)
@@ -155,10 +157,10 @@ async def test_upstream_learns_no_token_that_is_for_us(tmp_path: Path, args: Seq
     ("header", "travels"),
     [("authorization", False), ("x-tenant-bin", True), ("traceparent", True)],
 )
-async def test_header_that_cannot_be_sent_is_its_callers_fault_or_left_out_and_nobodys_line(
+async def test_header_that_cannot_be_sent_fails_its_request_or_is_left_out_without_a_warning(
     tmp_path: Path, header: str, travels: bool
 ) -> None:
-    """gRPC receives what it doesn't send. Of a trace, which accompanies a request, nothing is missed."""
+    """gRPC accepts values that it refuses to send. A trace only accompanies its request, which can do without."""
     stub, passed = Upstream(), ["--upstream-header=authorization", "--upstream-header=x-tenant-bin"]
     value = "AAAA" if header.endswith("-bin") else "a\x01\u00e9"
     data = request(1).SerializeToString()

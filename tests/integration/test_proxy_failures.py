@@ -1,4 +1,4 @@
-"""The batcher in front of a server that refuses, errs, hangs and answers nonsense."""
+"""The batcher in front of a server that refuses, fails, hangs and answers nonsense."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rows(call: pb.ModelInferRequest) -> list[float]:
 
 
 class Wordless(grpc.GenericRpcHandler):
-    """Ends each call well, and sends no message: to a caller who awaits one, a stream of none looks like that."""
+    """Ends each call with OK but without a message: to a unary caller, an empty stream looks like that."""
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any]:
         async def say_nothing(request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -47,7 +47,7 @@ class Wordless(grpc.GenericRpcHandler):
         return grpc.unary_stream_rpc_method_handler(say_nothing)
 
 
-async def test_answer_without_a_message_is_an_error_and_keeps_nobody_from_starting(
+async def test_answer_without_a_message_is_an_error_and_does_not_prevent_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = grpc.aio.server()
@@ -72,7 +72,7 @@ async def test_answer_without_a_message_is_an_error_and_keeps_nobody_from_starti
 
 @pytest.mark.usefixtures("frontends")
 @pytest.mark.parametrize("code", [Code.INVALID_ARGUMENT, Code.INTERNAL, Code.UNKNOWN, Code.FAILED_PRECONDITION])
-async def test_request_that_the_upstream_refuses_fails_alone_with_the_upstreams_status(
+async def test_request_refused_by_the_upstream_fails_alone_with_the_upstreams_status(
     tmp_path: Path, code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub = Upstream()
@@ -92,8 +92,8 @@ async def test_request_that_the_upstream_refuses_fails_alone_with_the_upstreams_
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_words_of_the_upstream_of_any_length_keep_their_status(tmp_path: Path) -> None:
-    """Triton's are tracebacks; headers beyond gRPC's default limit would be dropped, and the status with them."""
+async def test_upstream_error_messages_of_any_length_keep_their_status(tmp_path: Path) -> None:
+    """Triton's are tracebacks. Headers beyond gRPC's default limit would be dropped, and the status with them."""
     stub = Upstream()
     stub.abort = poison(2, Code.INTERNAL, "begin " + "Zeile ü\n" * 5_000 + "end")
     async with behind(tmp_path, stub) as served:
@@ -113,7 +113,7 @@ async def test_words_of_the_upstream_of_any_length_keep_their_status(tmp_path: P
      Code.NOT_FOUND, Code.UNIMPLEMENTED, Code.ABORTED],
     ids=lambda code: code.name,
 )  # fmt: skip
-async def test_refusal_of_whatever_comes_is_everybodys_and_is_not_tried_again(
+async def test_refusal_not_due_to_a_request_fails_the_whole_batch_without_a_rerun(
     tmp_path: Path, code: grpc.StatusCode
 ) -> None:
     stub = Upstream()
@@ -130,7 +130,7 @@ async def test_refusal_of_whatever_comes_is_everybodys_and_is_not_tried_again(
         assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
 
 
-async def test_batch_larger_than_the_upstreams_messages_travels_in_halves(tmp_path: Path) -> None:
+async def test_batch_beyond_the_upstreams_message_limit_is_sent_in_halves(tmp_path: Path) -> None:
     stub = Upstream()
     async with (
         upstream(stub, options=[("grpc.max_receive_message_length", 1000)]) as target,
@@ -191,7 +191,7 @@ def one_raw(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
     ],
     ids=["rows", "missing", "bytes", "datatype", "raw"],
 )
-async def test_answer_that_does_not_fit_is_an_error_and_the_next_one_is_looked_at_anew(
+async def test_malformed_answer_is_an_error_and_does_not_affect_the_next_one(
     tmp_path: Path, answer: Any, said: str
 ) -> None:
     stub = Upstream()
@@ -223,7 +223,7 @@ async def test_answer_in_typed_contents_is_understood(tmp_path: Path) -> None:
         assert [float(tensors_of(await call)["y"][0, 1]) for call in calls] == [1, -1, -2]
 
 
-async def test_upstream_that_hangs_costs_no_more_than_the_flag_says(tmp_path: Path) -> None:
+async def test_hanging_upstream_costs_no_more_than_the_configured_timeout(tmp_path: Path) -> None:
     stub = Upstream()
     stub.gates[1] = asyncio.Event()
     async with behind(tmp_path, stub, timeout_secs=0.3) as served:
@@ -231,11 +231,11 @@ async def test_upstream_that_hangs_costs_no_more_than_the_flag_says(tmp_path: Pa
         code, text = await failure_of(call)
         assert code is Code.DEADLINE_EXCEEDED
         assert text.startswith("model 'm': upstream ")
-        assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4  # and the place is free again
+        assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4  # the hanging call's place is free again
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_call_is_cancelled_when_the_last_who_waits_for_it_is_gone(tmp_path: Path) -> None:
+async def test_upstream_call_is_cancelled_once_its_last_caller_is_gone(tmp_path: Path) -> None:
     stub = Upstream()
     stub.gates[1] = asyncio.Event()
     async with behind(tmp_path, stub) as served:
@@ -247,7 +247,7 @@ async def test_call_is_cancelled_when_the_last_who_waits_for_it_is_gone(tmp_path
         await eventually_async(lambda: served.waiting("m") == 1, "waiting")
         assert stub.under_way == 1
         waiting[1].cancel()
-        assert tensors_of(await behind_them)["x"][0, 0] == 6  # theirs was the only place
+        assert tensors_of(await behind_them)["x"][0, 0] == 6  # theirs was the only call allowed at a time
         assert stub.under_way == 0
         statistics = await served.stub.ModelStatistics(pb.ModelStatisticsRequest(name="m"))
         assert statistics.model_stats[0].inference_stats.fail.count == 2
@@ -273,7 +273,7 @@ async def test_poisoned_request_behind_a_paceline_upstream_fails_alone(tmp_path:
         ]
 
 
-async def test_stop_answers_what_the_upstream_still_computes(tmp_path: Path) -> None:
+async def test_stop_answers_requests_that_the_upstream_still_computes(tmp_path: Path) -> None:
     stub = Upstream()
     stub.gates[1] = asyncio.Event()
     async with behind(tmp_path, stub) as served:
@@ -286,7 +286,7 @@ async def test_stop_answers_what_the_upstream_still_computes(tmp_path: Path) -> 
         assert await stopping
 
 
-async def test_max_queue_and_other_settings_hold_in_front_of_an_upstream(tmp_path: Path) -> None:
+async def test_queue_timeout_applies_in_front_of_an_upstream(tmp_path: Path) -> None:
     stub = Upstream()
     settings = Settings(paths=())
     short_wait = replace(settings, batching=replace(settings.batching, queue_timeout_ns=50_000_000))

@@ -1,4 +1,4 @@
-"""Which models the batcher serves in front of another server, and when: as that comes, goes, is silent and changes."""
+"""Which models the batcher serves in front of another server, as that appears, vanishes, falls silent and changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READY_M = pb.RepositoryIndexResponse.ModelIndex(name="m", state="READY")
 
 
 async def refusals_of(served: Served, name: str) -> list[tuple[grpc.StatusCode, str]]:
-    """What each RPC that tells of a model says to `name`."""
+    """Status and message of each RPC about the model `name`."""
     return [
         await failure_of(served.infer(request(1, model=name))),
         await failure_of(served.stub.ModelMetadata(pb.ModelMetadataRequest(name=name), timeout=20)),
@@ -39,7 +39,7 @@ async def refusals_of(served: Served, name: str) -> list[tuple[grpc.StatusCode, 
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_upstream_not_ready_is_this_server_not_ready_until_it_is_again(tmp_path: Path) -> None:
+async def test_server_is_not_ready_while_its_upstream_is_not(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
         repository = served.server.repository
@@ -54,13 +54,13 @@ async def test_upstream_not_ready_is_this_server_not_ready_until_it_is_again(tmp
         stub.model_ready = True
         await eventually_async(lambda: repository.ready, "ready again")
         assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
-        stub.ready = False  # for reasons of its own: its models serve
+        stub.ready = False  # the server itself: its models keep serving
         await eventually_async(lambda: not repository.ready, "not ready")
         assert (await served.stub.ModelReady(pb.ModelReadyRequest(name="m"))).ready
         assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
 
 
-async def test_upstream_that_comes_later_than_this_server_is_served_then(tmp_path: Path) -> None:
+async def test_upstream_that_starts_after_this_server_is_served_once_it_is_up(tmp_path: Path) -> None:
     stub = Upstream()
     async with upstream(stub) as target:
         pass
@@ -73,7 +73,7 @@ async def test_upstream_that_comes_later_than_this_server_is_served_then(tmp_pat
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_models_are_unavailable_with_the_reason_until_the_upstream_has_told_of_its_own(tmp_path: Path) -> None:
+async def test_models_are_unavailable_with_the_reason_until_the_upstream_lists_its_models(tmp_path: Path) -> None:
     stub = Upstream()
     stub.index = [READY_M]
     async with upstream(stub) as target:
@@ -100,7 +100,7 @@ async def test_models_are_unavailable_with_the_reason_until_the_upstream_has_tol
         assert {code for code, _ in await refusals_of(served, "other")} == {Code.NOT_FOUND}
 
 
-async def test_upstream_that_has_never_been_ready_may_have_models_that_it_does_not_tell_of_yet(tmp_path: Path) -> None:
+async def test_unlisted_model_is_unavailable_until_the_upstream_has_been_ready_once(tmp_path: Path) -> None:
     stub = Upstream()
     stub.index, stub.ready = [], False
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
@@ -116,10 +116,10 @@ async def test_upstream_that_has_never_been_ready_may_have_models_that_it_does_n
 
 @pytest.mark.usefixtures("frontends")
 @pytest.mark.parametrize("state", [None, "LOADING", "UNAVAILABLE"])
-async def test_model_that_an_upstream_that_is_not_ready_does_not_tell_of_any_more_is_unavailable_until_it_is(
+async def test_model_no_longer_listed_as_ready_is_unavailable_while_its_upstream_is_not_ready(
     tmp_path: Path, state: str | None
 ) -> None:
-    """As one that was started again, or stands itself in front of one that is gone."""
+    """Such an upstream was restarted, or is itself a proxy whose upstream is gone."""
     stub = Upstream()
     stub.index = [READY_M]
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
@@ -140,7 +140,7 @@ async def test_model_that_an_upstream_that_is_not_ready_does_not_tell_of_any_mor
 
 
 @pytest.mark.parametrize("models", [(), ("m",)], ids=["of the index", "named"])
-async def test_probe_and_log_tell_why_the_upstream_is_not_served(
+async def test_probe_and_log_say_why_the_upstream_is_not_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, models: tuple[str, ...]
 ) -> None:
     stub = Upstream()
@@ -168,7 +168,7 @@ async def test_probe_and_log_tell_why_the_upstream_is_not_served(
                 assert await probe(served, "/readyz") == (503, f"{why}\n")
 
 
-async def test_model_that_is_away_is_so_with_a_reason_also_while_nothing_is_said_of_it(tmp_path: Path) -> None:
+async def test_unready_model_has_a_reason_even_while_its_readiness_checks_go_unanswered(tmp_path: Path) -> None:
     class Mute(Upstream):
         mute = False
         looks = 0
@@ -197,7 +197,7 @@ async def test_model_that_is_away_is_so_with_a_reason_also_while_nothing_is_said
 
 
 class Silent(Upstream):
-    """Once it has got a request it answers no question; `peers` are the connections over which it was asked."""
+    """Fails readiness checks once it has received a request; `peers` are the connections over which they came."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,8 +211,8 @@ class Silent(Upstream):
         return await super().ServerReady(call, context)
 
 
-async def test_upstream_that_answers_no_question_while_it_computes_is_not_taken_for_gone(tmp_path: Path) -> None:
-    """As servers do that compute on their event loop."""
+async def test_upstream_that_answers_no_readiness_check_while_it_computes_is_not_taken_for_gone(tmp_path: Path) -> None:
+    """Servers that compute on their event loop behave like this."""
 
     stub = Silent()
     async with behind(tmp_path, stub) as served:
@@ -222,10 +222,8 @@ async def test_upstream_that_answers_no_question_while_it_computes_is_not_taken_
         await eventually_async(lambda: not served.server.repository.ready, "silence without any answer is the end")
 
 
-async def test_upstream_that_is_silent_is_looked_for_over_new_connections_and_calls_under_way_go_on(
-    tmp_path: Path,
-) -> None:
-    """A machine that is gone closes no connection; where its address is another's by then, a new one leads there."""
+async def test_silent_upstream_is_checked_over_new_connections_while_calls_under_way_continue(tmp_path: Path) -> None:
+    """A vanished machine closes no connection. If its address is another machine's by then, a new one leads there."""
     stub = Silent()
     stub.gates[1] = asyncio.Event()
     async with behind(tmp_path, stub, timeout_secs=20) as served:
@@ -253,8 +251,8 @@ async def test_upstream_without_an_index_needs_its_models_named(tmp_path: Path) 
         assert (code, way_out in text) == (Code.UNAVAILABLE, True)
 
 
-async def test_upstream_whose_index_is_restricted_is_told_of_with_the_way_out(tmp_path: Path) -> None:
-    """As PyTriton's is by default."""
+async def test_restricted_index_of_an_upstream_is_reported_with_the_flag_that_helps(tmp_path: Path) -> None:
+    """PyTriton's is, by default."""
 
     class Restricted(Upstream):
         async def RepositoryIndex(self, call: Any, context: Any) -> pb.RepositoryIndexResponse:
@@ -272,7 +270,7 @@ async def test_upstream_whose_index_is_restricted_is_told_of_with_the_way_out(tm
 
 
 @pytest.mark.parametrize("state", ["READY", "State.READY"])  # the latter is MLServer's
-async def test_models_of_the_index_come_change_and_go_with_the_upstreams(tmp_path: Path, state: str) -> None:
+async def test_models_of_the_index_are_added_changed_and_removed_with_the_upstreams(tmp_path: Path, state: str) -> None:
     stub = Upstream()
     line = pb.RepositoryIndexResponse.ModelIndex
     stub.index = [
@@ -295,11 +293,11 @@ async def test_models_of_the_index_come_change_and_go_with_the_upstreams(tmp_pat
         assert (await failure_of(served.infer(request(1))))[0] is Code.NOT_FOUND
 
 
-async def test_model_that_was_not_ready_and_goes_from_the_index_is_waited_for_no_longer(tmp_path: Path) -> None:
+async def test_unready_model_removed_from_the_index_is_no_longer_waited_for(tmp_path: Path) -> None:
     stub = Upstream()
     stub.index = [pb.RepositoryIndexResponse.ModelIndex(name=name, state="READY") for name in ("m", "going")]
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
-        # ModelReady of the stub knows `m` alone, as it is while a model is being unloaded.
+        # The stub's ModelReady knows only `m`, as if `going` were being unloaded.
         assert list(served.server.repository.failures) == ["going"]
         stub.index = stub.index[:1]
         await eventually_async(lambda: served.server.repository.ready, "readiness")
@@ -316,7 +314,7 @@ async def test_model_that_was_not_ready_and_goes_from_the_index_is_waited_for_no
         (("2", "10"), "2", "2"),
     ],
 )
-async def test_versions_are_the_upstreams_numbers_or_not(
+async def test_versions_are_the_upstreams_whether_numbers_or_not(
     tmp_path: Path, versions: tuple[str, ...], asked: str, sent: str
 ) -> None:
     stub = Upstream()
@@ -334,7 +332,7 @@ async def test_versions_are_the_upstreams_numbers_or_not(
         assert sum(one.inference_count for one in statistics.model_stats) == 1
 
 
-async def test_upstream_that_was_away_between_looks_is_asked_what_its_models_are(tmp_path: Path) -> None:
+async def test_upstream_is_asked_for_its_models_again_after_a_call_finds_it_unavailable(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub, health_secs=60) as served:
         stub.inputs = {"a": ("FP32", [-1, 3])}
@@ -348,7 +346,7 @@ async def test_upstream_that_was_away_between_looks_is_asked_what_its_models_are
 
 
 class OfMany(Upstream):
-    """Has any model."""
+    """An upstream whose index has the given models, all of them ready or none."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -361,7 +359,7 @@ class OfMany(Upstream):
         return pb.ModelReadyResponse(ready=self.model_ready)
 
 
-async def test_model_that_nothing_is_heard_of_does_not_hold_up_the_others(tmp_path: Path) -> None:
+async def test_model_whose_readiness_check_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
     silent, answer = asyncio.Event(), asyncio.Event()
 
     class Silent(OfMany):
@@ -384,13 +382,13 @@ async def test_model_that_nothing_is_heard_of_does_not_hold_up_the_others(tmp_pa
         await eventually_async(lambda: served.server.repository.find("silent", ""), "the silent one")
 
 
-async def test_model_that_there_was_no_room_for_is_served_when_another_goes(
+async def test_model_beyond_max_models_is_served_once_another_is_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub = OfMany("m", "n")
     settings = Settings(paths=(), limits=Limits(models=1))
     async with upstream(stub) as target, proxying(tmp_path, target, settings=settings) as served:
-        # Whichever was the first to answer.
+        # The served one is whichever answered first.
         other = "n" if served.server.repository.find("m", "") else "m"
         code, text = await failure_of(served.infer(request(1, model=other)))
         assert (code, "as many as --max-models allows" in text) == (Code.UNAVAILABLE, True)
@@ -402,7 +400,7 @@ async def test_model_that_there_was_no_room_for_is_served_when_another_goes(
         assert tensors_of(await served.infer(request(1, model=other)))["x"][0, 0] == 2
 
 
-async def test_reasons_of_many_models_are_a_few_and_how_many_more(tmp_path: Path) -> None:
+async def test_probe_gives_the_reasons_of_five_models_and_counts_the_others(tmp_path: Path) -> None:
     stub = OfMany(*(f"m{number}" for number in range(8)))
     stub.model_ready = False
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
@@ -411,14 +409,14 @@ async def test_reasons_of_many_models_are_a_few_and_how_many_more(tmp_path: Path
         assert await probe(served, "/readyz") == (503, f"{told}; and 3 more\n")
 
 
-async def test_version_of_thousands_of_digits_is_served_as_any_other(tmp_path: Path) -> None:
+async def test_version_of_thousands_of_digits_is_served_like_any_other(tmp_path: Path) -> None:
     stub = Upstream()
     stub.versions = ("1" * 5000,)  # int() refuses so many
     async with behind(tmp_path, stub) as served:
         assert (await served.infer(request(1))).model_version == "1" * 5000
 
 
-async def test_model_that_cannot_be_served_is_unavailable_with_the_reason(tmp_path: Path) -> None:
+async def test_unsupported_model_is_unavailable_with_the_reason(tmp_path: Path) -> None:
     stub = Upstream()
     stub.inputs = {"a": ("COMPLEX", [-1])}
     async with behind(tmp_path, stub) as served:
@@ -429,10 +427,10 @@ async def test_model_that_cannot_be_served_is_unavailable_with_the_reason(tmp_pa
         await eventually_async(lambda: served.server.repository.ready, "ready")
 
 
-def test_upstream_killed_with_a_batch_under_way_and_started_again_is_served_again(tmp_path: Path) -> None:
-    """Real processes: what vanishes is a connection, and it is another server that comes back."""
+def test_upstream_killed_with_a_batch_under_way_is_served_again_after_a_restart(tmp_path: Path) -> None:
+    """With real processes: a connection breaks, and the server that comes back is another one."""
     slow = 'dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "60000" } }'
-    write_identity(tmp_path / "slow", extra=slow, dims="[ -1 ]")  # free, so that it isn't warmed up
+    write_identity(tmp_path / "slow", extra=slow, dims="[ -1 ]")  # a free dimension, so that it isn't warmed up
     write_identity(tmp_path / "fast")
     one = infer("echo", {"INPUT0": rows_of_floats(1, 16)})
     pending = 'nv_inference_pending_request_count{model="echo",version="1"}'

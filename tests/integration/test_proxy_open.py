@@ -1,4 +1,4 @@
-"""The batcher in front of models that don't tell their tensors, as those of custom predictors."""
+"""The batcher in front of models that don't declare their tensors, such as custom predictors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def behind_silent(tmp_path: Path, stub: Upstream, **given: Any) -> AsyncIt
         yield served
 
 
-async def test_requests_that_look_alike_travel_together(tmp_path: Path) -> None:
+async def test_requests_that_look_alike_are_sent_together(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind_silent(tmp_path, stub) as served:
         told = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
@@ -62,7 +62,7 @@ def constant(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
 
 
 @pytest.mark.parametrize("outputs", [{}, {"x": ("FP32", [2])}], ids=["silent", "outputs"])
-async def test_requests_without_tensors_travel_alone(tmp_path: Path, outputs: Any) -> None:
+async def test_requests_without_tensors_are_sent_alone(tmp_path: Path, outputs: Any) -> None:
     stub = Upstream()
     stub.answer = constant
     stub.inputs, stub.outputs = {}, outputs
@@ -74,7 +74,7 @@ async def test_requests_without_tensors_travel_alone(tmp_path: Path, outputs: An
         assert len(stub.calls) == 3
 
 
-async def test_tensors_of_different_rows_travel_alone(tmp_path: Path) -> None:
+async def test_requests_whose_tensors_differ_in_rows_are_sent_alone(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind_silent(tmp_path, stub) as served:
         odd = []
@@ -89,7 +89,7 @@ async def test_tensors_of_different_rows_travel_alone(tmp_path: Path) -> None:
 
 
 def summed(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
-    """`x` is that of all rows together."""
+    """The answer of `double`, but with `x` summed over all rows."""
     answer = double(call)
     total = tensors_of(answer)["x"].sum(axis=0)
     answer.outputs[0].shape[:] = [2]
@@ -97,7 +97,7 @@ def summed(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
     return answer
 
 
-async def test_answers_that_have_not_the_rows_of_the_batch_are_asked_for_again_alone(tmp_path: Path) -> None:
+async def test_requests_are_sent_again_alone_if_the_answer_lacks_the_rows_of_the_batch(tmp_path: Path) -> None:
     stub = Upstream()
     stub.answer = summed
     async with behind_silent(tmp_path, stub) as served:
@@ -107,7 +107,7 @@ async def test_answers_that_have_not_the_rows_of_the_batch_are_asked_for_again_a
         assert answers == [[-2, -2], [6, 6], [12, 12]]
 
 
-async def test_request_of_more_rows_than_a_batch_travels_in_parts(tmp_path: Path) -> None:
+async def test_request_with_more_rows_than_a_batch_is_sent_in_parts(tmp_path: Path) -> None:
     stub = Upstream()
     settings = Settings(paths=(), batching=BatchDefaults(4))
     async with behind_silent(tmp_path, stub, settings=settings) as served:
@@ -131,9 +131,7 @@ def integers(answer: pb.ModelInferResponse) -> None:
 
 @pytest.mark.parametrize("spoil", [one_output_less, renamed_output, integers])
 @pytest.mark.parametrize("spoilt", [0, 1], ids=["first", "second"])
-async def test_parts_whose_answers_have_not_the_same_outputs_are_an_error(
-    tmp_path: Path, spoil: Any, spoilt: int
-) -> None:
+async def test_parts_answered_with_different_outputs_are_an_error(tmp_path: Path, spoil: Any, spoilt: int) -> None:
     stub = Upstream()
 
     def answer(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
@@ -151,7 +149,7 @@ async def test_parts_whose_answers_have_not_the_same_outputs_are_an_error(
         assert tensors_of(await served.infer(request(1, rows=4)))["x"][3, 0] == 2
 
 
-async def test_parts_whose_answers_have_not_their_rows_are_an_error_and_no_shorter_answer(tmp_path: Path) -> None:
+async def test_parts_answered_without_their_rows_are_an_error_and_no_shorter_answer(tmp_path: Path) -> None:
     stub = Upstream()
 
     stub.answer = summed
@@ -163,7 +161,7 @@ async def test_parts_whose_answers_have_not_their_rows_are_an_error_and_no_short
         assert tensors_of(await served.infer(request(1, rows=4)))["x"].shape == (2,)
 
 
-async def test_unbatched_ones_travel_alone(tmp_path: Path) -> None:
+async def test_requests_of_unbatched_models_are_sent_alone(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind_silent(tmp_path, stub, unbatched=("m",), calls=1) as served:
         calls = await held(served, stub, request(1), request(2))
@@ -172,7 +170,7 @@ async def test_unbatched_ones_travel_alone(tmp_path: Path) -> None:
         assert stub.marks == [[-1], [1], [2]]
 
 
-async def test_typed_answers_are_made_for_who_asks(tmp_path: Path) -> None:
+async def test_typed_contents_are_returned_if_requested(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind_silent(tmp_path, stub) as served:
         answer = await served.infer(request(1, binary_data_output=False))
@@ -204,7 +202,7 @@ def greedy(one: pb.ModelInferRequest) -> None:
 
 
 @pytest.mark.parametrize("spoil", [nothing, strange, cut, crowded, greedy])
-async def test_requests_that_are_none_are_refused_here(tmp_path: Path, spoil: Any) -> None:
+async def test_invalid_requests_are_refused_without_an_upstream_call(tmp_path: Path, spoil: Any) -> None:
     stub = Upstream()
     async with behind_silent(tmp_path, stub) as served:
         bad = request(1)
@@ -214,8 +212,8 @@ async def test_requests_that_are_none_are_refused_here(tmp_path: Path, spoil: An
         assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
 
 
-async def test_tensors_whose_names_are_large_are_served_and_not_remembered(tmp_path: Path) -> None:
-    """A hundred layouts are; of a MB each they would be a burden for good."""
+async def test_tensors_with_huge_names_are_served_and_not_remembered(tmp_path: Path) -> None:
+    """A hundred layouts are remembered; of a MB each, they would take up memory for good."""
     stub = Upstream()
     stub.gate.set()
     async with behind_silent(tmp_path, stub) as served:

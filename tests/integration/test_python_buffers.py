@@ -1,4 +1,4 @@
-"""Batches that are made right where a Python model's process finds them: out of messages and of shared memory."""
+"""Batches assembled directly where a Python model's process reads them, from messages and from shared memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def executions(served: Served) -> int:
 
 
 @pytest.mark.parametrize("frontends", [1, 2])
-async def test_batches_of_wide_rows_answer_each_its_own(tmp_path: Path, frontends: int) -> None:
+async def test_batches_of_wide_rows_give_each_request_its_own_answer(tmp_path: Path, frontends: int) -> None:
     write(tmp_path, FULL)
     async with serving(tmp_path, settings=settings(tmp_path, allow_python_models=True, frontends=frontends)) as served:
         for rows in ([2, 2, 2], [1, 2, 3], [ROWS]):
@@ -89,7 +89,7 @@ async def test_batches_of_wide_rows_answer_each_its_own(tmp_path: Path, frontend
         assert await executions(served) == 3
 
 
-async def test_inputs_that_a_model_keeps_stay_what_they_were(tmp_path: Path) -> None:
+async def test_inputs_kept_by_a_model_are_not_overwritten(tmp_path: Path) -> None:
     write(tmp_path, FULL)
     async with serving(tmp_path, settings=settings(tmp_path, allow_python_models=True)) as served:
         for number in range(5):
@@ -104,7 +104,7 @@ def memory() -> SharedObject:  # type: ignore[misc]
         yield made
 
 
-async def test_batch_out_of_shared_memory_and_messages_is_one(tmp_path: Path, memory: SharedObject) -> None:
+async def test_requests_in_shared_memory_and_messages_share_one_batch(tmp_path: Path, memory: SharedObject) -> None:
     write(tmp_path, FULL)
     given = [wide(1, 3.0), wide(3, 50.0), wide(2, 900.0)]
     memory.put(given[0])
@@ -118,7 +118,7 @@ async def test_batch_out_of_shared_memory_and_messages_is_one(tmp_path: Path, me
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-async def test_request_out_of_shared_memory_alone_is_padded_and_answered(
+async def test_lone_request_in_shared_memory_is_padded_and_answered(
     tmp_path: Path, memory: SharedObject, rows: int
 ) -> None:
     sizes = 'parameters { key: "paceline.batch_sizes" value { string_value: "4" } }'
@@ -132,7 +132,7 @@ async def test_request_out_of_shared_memory_alone_is_padded_and_answered(
 
 
 @pytest.mark.parametrize("rows", [[ROWS], [4, 2]], ids=str)
-async def test_what_lies_in_shared_memory_is_read_into_a_buffer_of_the_instance(
+async def test_tensors_in_shared_memory_are_read_into_a_buffer_of_the_instance(
     tmp_path: Path, memory: SharedObject, monkeypatch: pytest.MonkeyPatch, rows: list[int]
 ) -> None:
     shapes: list[tuple[int, ...]] = []
@@ -156,7 +156,7 @@ async def test_what_lies_in_shared_memory_is_read_into_a_buffer_of_the_instance(
     assert shapes == [(ROWS, WIDTH)]
 
 
-async def test_request_whose_memory_is_gone_fails_alone(tmp_path: Path, memory: SharedObject) -> None:
+async def test_request_whose_shared_memory_is_gone_fails_alone(tmp_path: Path, memory: SharedObject) -> None:
     write(tmp_path, FULL)
     given = wide(3, 40.0)
     memory.put(given)

@@ -1,4 +1,4 @@
-"""The code of docs/guides/python-client.md, run as it stands there against a server."""
+"""The code of docs/guides/python-client.md, run against a server; only the address is replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def blocks(served: Served) -> list[str]:
     return [one.replace("127.0.0.1:8001", served.target) for one in found]
 
 
-async def test_code_of_the_guide_runs_as_it_stands_there(tmp_path: Path) -> None:
+async def test_code_of_the_guide_runs(tmp_path: Path) -> None:
     spec = ModelSpec((TensorSpec("bytes", "INT32", (-1, 2048)),), (TensorSpec("target_label", "INT32", (-1, 2048)),))
     printed: list[tuple[Any, ...]] = []
     names: dict[str, Any] = {"print": lambda *words: printed.append(words)}
@@ -38,7 +38,7 @@ async def test_code_of_the_guide_runs_as_it_stands_there(tmp_path: Path) -> None
     assert (label.shape, outputs) == ((1, 2048), ["target_label"])
 
 
-def test_guide_names_all_that_the_client_has() -> None:
+def test_guide_names_all_methods_and_errors_of_the_client() -> None:
     from clients import InferenceClient, errors
 
     methods = {name for name in vars(InferenceClient) if not name.startswith("_")} - {"close"}

@@ -1,4 +1,4 @@
-"""The example of docs/guides/python-models.md, done as the guide says."""
+"""The example of docs/guides/python-models.md, trained and served as the guide says."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ GUIDE = REPO / "docs" / "guides" / "python-models.md"
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """The example's, its classifier trained."""
+    """The example's repository, with a trained classifier."""
     shutil.copytree(EXAMPLE / "models", tmp_path / "models")
     folder = tmp_path / "models" / "flowers" / "1"
     subprocess.run([sys.executable, str(EXAMPLE / "train.py"), str(folder)], check=True, timeout=60)
     return tmp_path / "models"
 
 
-def test_example_answers_many_at_once_as_the_classifier_does(repository: Path) -> None:
+def test_example_gives_many_concurrent_requests_the_classifiers_answers(repository: Path) -> None:
     random = np.random.default_rng(7)
     measurements = random.uniform(0, 8, (200, 4)).astype(np.float32)
     stored = np.load(repository / "flowers" / "1" / "classifier.npz")
@@ -43,7 +43,7 @@ def test_example_answers_many_at_once_as_the_classifier_does(repository: Path) -
 
 
 @pytest.mark.parametrize("path", ["models/flowers/1/model.py", "models/flowers/config.pbtxt"])
-def test_guide_shows_the_files_of_the_example_as_they_are(path: str) -> None:
+def test_guide_shows_the_files_of_the_example_unchanged(path: str) -> None:
     shown = GUIDE.read_text(encoding="utf-8")
     for paragraph in (EXAMPLE / path).read_text(encoding="utf-8").strip().split("\n\n"):
         assert paragraph in shown

@@ -1,4 +1,4 @@
-"""Python models, served: who may load them, how they batch, and what callers see when they fail."""
+"""Python models: who may load them, how they batch, and what callers see when they fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INTERNAL = grpc.StatusCode.INTERNAL
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 CONFIG = 'backend: "python"'
 FOUR = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 100000000 }"
-"""Batches leave when they are full, so that what shares one is known."""
+"""Batches leave when they are full, so that it is known which requests share one."""
 
 
 def allowing(root: Path) -> Settings:
@@ -36,7 +36,7 @@ def allowing(root: Path) -> Settings:
 
 
 def write(root: Path, config: str | None = None, name: str = "m") -> Path:
-    """The puppet in a repository; its folder."""
+    """Write the puppet model into a repository. The model's folder."""
     puppet.write_puppet(root / name / "1")
     if config is not None:
         (root / name / "config.pbtxt").write_text(f"{CONFIG} {config}")
@@ -48,7 +48,7 @@ def request(*elements: int) -> pb.ModelInferRequest:
 
 
 def loads(root: Path) -> int:
-    """How often it was loaded."""
+    """How often the model was loaded."""
     return len((root / "m" / "1" / "loads").read_text().splitlines())
 
 
@@ -58,7 +58,7 @@ def numbers(response: pb.ModelInferResponse) -> list[int]:
 
 
 async def together(served: Served, *elements: int) -> list[Any]:
-    """One request each; answers, or status and message."""
+    """Answers, or status and message, of one request for each element, all at once."""
 
     async def one(element: int) -> object:
         try:
@@ -80,7 +80,9 @@ async def test_python_model_is_refused_unless_the_server_allows_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("platform", ['backend: "python"', 'platform: "python"'])
-async def test_python_model_by_any_name_is_refused_unless_the_server_allows_it(tmp_path: Path, platform: str) -> None:
+async def test_python_model_by_backend_or_platform_is_refused_unless_the_server_allows_it(
+    tmp_path: Path, platform: str
+) -> None:
     folder = write(tmp_path)
     (folder / "config.pbtxt").write_text(platform)
     server = Server(Settings(paths=(tmp_path,), grpc_port=0, metrics_port=None))
@@ -91,7 +93,7 @@ async def test_python_model_by_any_name_is_refused_unless_the_server_allows_it(t
 
 @pytest.mark.parametrize("allowed", [False, True])
 @pytest.mark.parametrize("config", ["{}", '{"backend": "python"}', '{"platform": "python"}'])
-async def test_python_model_of_a_clients_files_is_never_loaded(tmp_path: Path, allowed: bool, config: str) -> None:
+async def test_python_model_uploaded_by_a_client_is_never_loaded(tmp_path: Path, allowed: bool, config: str) -> None:
     (tmp_path / "m").mkdir()
     code = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
     async with serving(tmp_path, settings=explicit(tmp_path, allow_python_models=allowed)) as served:
@@ -101,7 +103,7 @@ async def test_python_model_of_a_clients_files_is_never_loaded(tmp_path: Path, a
     assert not (tmp_path / "ran").exists()
 
 
-async def test_python_model_of_the_repository_takes_a_clients_configuration_but_no_program(tmp_path: Path) -> None:
+async def test_python_model_in_the_repository_accepts_a_clients_configuration_but_no_program(tmp_path: Path) -> None:
     write(tmp_path)
     program = '{"parameters": {"paceline.python_executable": {"string_value": "/bin/true"}}}'
     async with serving(tmp_path, settings=explicit(tmp_path, allow_python_models=True)) as served:
@@ -114,7 +116,7 @@ async def test_python_model_of_the_repository_takes_a_clients_configuration_but_
         assert numbers(await served.infer(request(1))) == [10]
 
 
-async def test_python_model_without_configuration_says_all_itself(tmp_path: Path) -> None:
+async def test_python_model_without_configuration_declares_everything_itself(tmp_path: Path) -> None:
     write(tmp_path)
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
         config = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"), timeout=20)).config
@@ -127,14 +129,14 @@ async def test_python_model_without_configuration_says_all_itself(tmp_path: Path
         assert numbers(await served.infer(request(1, 2))) == [10, 20]
 
 
-async def test_python_model_beside_onnx_is_not_what_is_served(tmp_path: Path) -> None:
+async def test_python_model_beside_an_onnx_model_is_not_served(tmp_path: Path) -> None:
     folder = write(tmp_path)
     models.write(models.identity("INT64", ("batch", 1)), folder / "1" / "model.onnx")
     async with serving(tmp_path) as served:
         assert numbers(await served.infer(request(7))) == [7]
 
 
-async def test_python_model_of_one_folder_is_served(tmp_path: Path) -> None:
+async def test_python_model_without_a_version_folder_is_served(tmp_path: Path) -> None:
     folder = puppet.write_puppet(tmp_path / "m").parent
     async with serving(folder, settings=allowing(folder)) as served:
         assert numbers(await served.infer(request(7))) == [70]
@@ -161,7 +163,7 @@ async def test_python_model_without_batch_axis_gets_requests_one_by_one(tmp_path
         assert numbers(await served.infer(request(*range(100)))) == [10 * number for number in range(100)]
 
 
-async def test_python_model_that_declares_nothing_gets_what_batch_input_makes(tmp_path: Path) -> None:
+async def test_python_model_that_declares_nothing_gets_the_tensors_of_batch_input(tmp_path: Path) -> None:
     config = """
         max_batch_size: 4
         input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
@@ -177,7 +179,7 @@ async def test_python_model_that_declares_nothing_gets_what_batch_input_makes(tm
         assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [7]
 
 
-async def test_python_model_that_contradicts_its_configuration_fails_its_load(tmp_path: Path) -> None:
+async def test_python_model_that_contradicts_its_configuration_fails_to_load(tmp_path: Path) -> None:
     write(
         tmp_path,
         """
@@ -190,7 +192,7 @@ async def test_python_model_that_contradicts_its_configuration_fails_its_load(tm
         await Server(Settings(paths=(tmp_path,), grpc_port=0, metrics_port=None, allow_python_models=True)).start()
 
 
-async def test_exception_of_a_python_model_is_that_of_the_request_at_fault(tmp_path: Path) -> None:
+async def test_exception_in_a_python_model_fails_only_the_request_at_fault(tmp_path: Path) -> None:
     write(tmp_path, FOUR)
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
         *good, (status, text) = await together(served, 1, 2, 3, puppet.RAISE)
@@ -199,7 +201,7 @@ async def test_exception_of_a_python_model_is_that_of_the_request_at_fault(tmp_p
         assert "ValueError: this is no good" in text
 
 
-async def test_request_a_python_model_has_too_little_memory_for_makes_no_batches_smaller(tmp_path: Path) -> None:
+async def test_memory_error_of_a_python_model_does_not_make_batches_smaller(tmp_path: Path) -> None:
     write(tmp_path, FOUR)
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
         *good, (status, _) = await together(served, 1, 2, 3, puppet.MEMORY)
@@ -208,7 +210,7 @@ async def test_request_a_python_model_has_too_little_memory_for_makes_no_batches
         assert await served.metric("paceline_allowed_batch_rows") == 4
 
 
-async def test_crash_of_a_python_model_fails_the_request_at_fault_alone(tmp_path: Path, frontends: int) -> None:
+async def test_crash_of_a_python_model_fails_only_the_request_at_fault(tmp_path: Path, frontends: int) -> None:
     write(tmp_path, FOUR)
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
         *good, (status, text) = await together(served, 1, 2, 3, puppet.SEGFAULT)
@@ -219,7 +221,7 @@ async def test_crash_of_a_python_model_fails_the_request_at_fault_alone(tmp_path
     assert loads(tmp_path) == 3, "at the start, for those who were in its batch, and for what came later"
 
 
-async def test_crash_of_a_python_model_fails_its_batch_where_failures_are_not_isolated(tmp_path: Path) -> None:
+async def test_crash_of_a_python_model_fails_its_batch_if_failures_are_not_isolated(tmp_path: Path) -> None:
     once = 'parameters { key: "paceline.isolate_failures" value { string_value: "false" } }'
     write(tmp_path, f"{FOUR} {once}")
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
@@ -229,7 +231,7 @@ async def test_crash_of_a_python_model_fails_its_batch_where_failures_are_not_is
     assert loads(tmp_path) == 2
 
 
-async def test_crash_of_one_instance_leaves_the_others_and_other_models_alone(tmp_path: Path) -> None:
+async def test_crash_of_one_instance_does_not_affect_the_others(tmp_path: Path) -> None:
     folder = write(tmp_path, "max_batch_size: 1 instance_group { count: 2 kind: KIND_CPU }")
     write_model(tmp_path, "memory")
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
@@ -240,20 +242,20 @@ async def test_crash_of_one_instance_leaves_the_others_and_other_models_alone(tm
         assert (await crash)[0] is INTERNAL
 
 
-async def test_death_of_a_process_that_executes_nothing_costs_no_request(tmp_path: Path) -> None:
+async def test_death_of_an_idle_process_costs_no_request(tmp_path: Path) -> None:
     write(tmp_path)
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
         for number in range(1, 4):
             (pid,) = numbers(await served.infer(request(puppet.PID)))
             os.kill(pid, signal.SIGKILL)
-            # Some of them reach a process that is dying, some find none.
+            # Some requests reach the dying process, others find none.
             assert await together(served, 1, 2, 3) == [[10], [20], [30]]
             assert await served.metric("paceline_lost_instances") == number
         os.kill(numbers(await served.infer(request(puppet.PID)))[0], signal.SIGKILL)
         await eventually_async(lambda: loads(tmp_path) == 5, "another process, although nobody asks")
 
 
-async def test_model_of_which_no_process_can_be_started_is_unavailable_and_unready_until_one_can(
+async def test_model_is_unavailable_and_not_ready_until_a_process_of_it_can_be_started(
     tmp_path: Path, frontends: int
 ) -> None:
     folder = write(tmp_path)
@@ -261,7 +263,7 @@ async def test_model_of_which_no_process_can_be_started_is_unavailable_and_unrea
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
         (folder / "1" / "broken").touch()
         assert (await failure_of(served.infer(request(puppet.EXIT))))[0] is INTERNAL
-        # Who comes while the first attempt runs waits for it.
+        # A request that arrives during the first attempt waits for it.
         assert await failure_of(served.infer(request(1))) == (
             grpc.StatusCode.UNAVAILABLE,
             "model 'm': no instance of the model is left; the server keeps trying to start another",
@@ -275,7 +277,7 @@ async def test_model_of_which_no_process_can_be_started_is_unavailable_and_unrea
         assert numbers(await served.infer(request(1))) == [10]
 
 
-async def test_instance_whose_process_cannot_be_started_again_gets_no_requests_while_others_do(tmp_path: Path) -> None:
+async def test_instance_whose_process_cannot_be_restarted_gets_no_requests_while_others_do(tmp_path: Path) -> None:
     folder = write(tmp_path, "max_batch_size: 1 instance_group { count: 2 kind: KIND_CPU }")
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
         (folder / "1" / "broken").touch()
@@ -284,7 +286,7 @@ async def test_instance_whose_process_cannot_be_started_again_gets_no_requests_w
         assert served.server.repository.ready
 
 
-async def test_model_that_ends_of_its_warm_up_is_served_cold(tmp_path: Path) -> None:
+async def test_model_whose_warm_up_ends_its_process_is_served_cold(tmp_path: Path) -> None:
     folder = write(tmp_path)
     path = folder / "1" / "model.py"
     path.write_text(
@@ -296,11 +298,11 @@ async def test_model_that_ends_of_its_warm_up_is_served_cold(tmp_path: Path) -> 
             os.kill(numbers(await served.infer(request(puppet.PID)))[0], signal.SIGKILL)
             assert await together(served, *range(1, 5)) == [[10], [20], [30], [40]]
             assert await served.metric("paceline_lost_instances") == number
-        # By the load, by the first one's replacement, which was warmed up in vain, and each replacement.
+        # By the load, by the first replacement, which was warmed up in vain, and by each replacement after that.
         assert loads(tmp_path) == 5
 
 
-async def test_replacements_whose_loads_hang_hold_up_nothing_else(tmp_path: Path) -> None:
+async def test_replacements_that_hang_while_loading_hold_up_nothing_else(tmp_path: Path) -> None:
     folder = write(tmp_path, "instance_group { count: 10 kind: KIND_CPU }")
     write(tmp_path, name="other")
     async with serving(tmp_path, settings=explicit(tmp_path, load=("*",), allow_python_models=True)) as served:
@@ -320,10 +322,10 @@ async def test_replacements_whose_loads_hang_hold_up_nothing_else(tmp_path: Path
         await eventually_async(lambda: not served.server.repository.hangs, "all gone")
 
 
-async def test_processes_that_end_before_they_were_of_use_are_started_ever_more_seldom(tmp_path: Path) -> None:
+async def test_processes_that_end_before_serving_are_restarted_at_growing_intervals(tmp_path: Path) -> None:
     folder = write(tmp_path)
     path = folder / "1" / "model.py"
-    # Of such dims nothing is made up for a warm-up, which would be of use.
+    # For such dims no warm-up data is made up. A warm-up would count as serving.
     path.write_text(path.read_text().replace('"INT64", [-1, 1]', '"INT64", [-1, -1]'))
     async with serving(tmp_path, settings=explicit(tmp_path, load=("m",), allow_python_models=True)) as served:
         dying = """
@@ -349,12 +351,14 @@ Model = Ending
         assert second - first > 0.1
         assert third - second > 0.2
         assert fourth - third > 0.4
-        # Nobody waits for the pauses of what goes.
+        # The unload doesn't wait for these intervals.
         await unload(served, "m")
         await eventually_async(lambda: not served.server.repository.hangs, "all of it gone")
 
 
-async def test_output_of_a_python_model_is_in_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_printed_output_of_a_python_model_is_in_the_servers_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path)
     with caplog.at_level(logging.INFO, "paceline"):
         async with serving(tmp_path, settings=allowing(tmp_path)) as served:

@@ -1,4 +1,4 @@
-"""Requests that must not wait, or not any longer: refused, expired and cancelled ones, none of which is executed."""
+"""Requests that may not wait, or no longer: refused, expired and cancelled ones, and their neighbours."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def failures(served: Served, reason: str) -> float:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-async def test_queue_at_its_limit_refuses_exactly_what_exceeds_it(tmp_path: Path, limit: int) -> None:
+async def test_full_queue_refuses_exactly_the_requests_beyond_its_limit(tmp_path: Path, limit: int) -> None:
     async with held(tmp_path, config(f"max_queue_size: {limit}")) as (served, model):
         accepted = await waiting(served, limit)
         for _ in range(3):
@@ -73,7 +73,7 @@ async def test_queue_at_its_limit_refuses_exactly_what_exceeds_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("columns", [2, 5_000], ids=["small", "large"])
-async def test_queue_at_its_limit_refuses_requests_wherever_they_were_read(
+async def test_full_queue_refuses_requests_whichever_process_read_them(
     tmp_path: Path, frontends: int, columns: int
 ) -> None:
     one = infer("m", {"a": rows_of_floats(1, columns)})
@@ -99,7 +99,7 @@ async def test_queue_limit_counts_requests_and_not_rows(tmp_path: Path) -> None:
         await asyncio.gather(*accepted)
 
 
-async def test_queue_place_of_a_cancelled_request_is_free_again(tmp_path: Path) -> None:
+async def test_cancelled_request_frees_its_place_in_the_queue(tmp_path: Path) -> None:
     async with held(tmp_path, config("max_queue_size: 1")) as (served, model):
         (first,) = await waiting(served, 1)
         first.cancel()
@@ -156,7 +156,7 @@ async def test_queue_timeout_that_passes_during_a_delay_ends_the_wait_early(tmp_
     assert model.batches == [(4,)]
 
 
-async def test_rpc_deadline_that_passes_in_the_queue_means_never_executed(tmp_path: Path) -> None:
+async def test_request_whose_rpc_deadline_passes_in_the_queue_is_never_executed(tmp_path: Path) -> None:
     async with held(tmp_path, config()) as (served, model):
         code, _ = await failure_of(served.infer(ONE, timeout_s=0.1))
         assert code is Code.DEADLINE_EXCEEDED
@@ -165,7 +165,7 @@ async def test_rpc_deadline_that_passes_in_the_queue_means_never_executed(tmp_pa
     assert len(model.batches) == 2
 
 
-async def test_rpc_deadline_that_has_passed_on_arrival_means_never_queued(tmp_path: Path) -> None:
+async def test_request_whose_rpc_deadline_has_passed_on_arrival_is_never_queued(tmp_path: Path) -> None:
     async with held(tmp_path, config()) as (served, model):
         code, _ = await failure_of(served.infer(ONE, timeout_s=0))
         assert code is Code.DEADLINE_EXCEEDED
@@ -173,7 +173,7 @@ async def test_rpc_deadline_that_has_passed_on_arrival_means_never_queued(tmp_pa
     assert len(model.batches) == 2
 
 
-async def test_rpc_deadline_of_one_does_not_hurry_its_neighbours(tmp_path: Path) -> None:
+async def test_rpc_deadline_of_one_request_does_not_hurry_its_neighbours(tmp_path: Path) -> None:
     async with held(tmp_path, config()) as (served, model):
         patient = await waiting(served, 2)
         assert (await failure_of(served.infer(ONE, timeout_s=0.05)))[0] is Code.DEADLINE_EXCEEDED
@@ -184,7 +184,7 @@ async def test_rpc_deadline_of_one_does_not_hurry_its_neighbours(tmp_path: Path)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
-async def test_cancel_in_the_queue_takes_one_out_and_leaves_its_neighbours(tmp_path: Path, victim: int) -> None:
+async def test_cancel_in_the_queue_removes_one_request_and_leaves_its_neighbours(tmp_path: Path, victim: int) -> None:
     async with held(tmp_path, config()) as (served, model):
         calls = await waiting(served, 4)
         calls[victim].cancel()

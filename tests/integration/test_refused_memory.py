@@ -1,4 +1,4 @@
-"""What is left of a call that was refused: nothing, and nothing that only the garbage collector would find."""
+"""Refused calls leave nothing in memory, not even garbage that only the collector would find."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def uncollected() -> Iterator[None]:
 
 
 def _refusals() -> int:
-    """What gRPC raised to end a call, and whatever hangs on it: the call, the handler's frame, the request."""
+    """How many errors that gRPC raised to end calls exist. Each holds the call, the handler's frame and the request."""
     return sum(isinstance(one, grpc.aio.AbortError) for one in gc.get_objects())
 
 
@@ -42,7 +42,7 @@ async def test_refused_calls_leave_nothing_to_the_garbage_collector(
     async with serving(tmp_path, {"m": echo_model()}) as served:
         if known:
             await served.infer(good)
-        before = _refusals()  # of other tests of this process, whose errors somebody holds
+        before = _refusals()  # of other tests in this process, whose errors are still referenced
         for _ in range(20):
             assert (await failure_of(served.infer(bad)))[0] is grpc.StatusCode.INVALID_ARGUMENT
         missing = served.stub.ModelMetadata(pb.ModelMetadataRequest(name="missing"))
@@ -51,16 +51,16 @@ async def test_refused_calls_leave_nothing_to_the_garbage_collector(
         for _ in range(10):
             unknown = health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=20)
             assert (await failure_of(unknown))[0] is grpc.StatusCode.NOT_FOUND
-        # gRPC has the last ones in hand.
+        # gRPC still holds the last ones.
         await eventually_async(lambda: _refusals() < before + 5, "refusals are gone")
 
 
 def _overrides() -> int:
-    """Contents of models that clients have sent, which may have hundreds of MB."""
+    """How many contents of models sent by clients exist; each may have hundreds of MB."""
     return sum(isinstance(one, Override) for one in gc.get_objects())
 
 
-async def test_loads_that_fail_leave_nothing_to_the_garbage_collector(tmp_path: Path, uncollected: None) -> None:
+async def test_failed_loads_leave_nothing_to_the_garbage_collector(tmp_path: Path, uncollected: None) -> None:
     settings = Settings(paths=(tmp_path,), model_control_mode=ControlMode.EXPLICIT)
     request = pb.RepositoryModelLoadRequest(model_name="m")
     request.parameters["config"].string_param = '{"backend": "onnxruntime"}'

@@ -1,4 +1,4 @@
-"""Many clients and one reload after the other: nobody is refused, nobody gets a wrong answer, nothing stays open."""
+"""Many clients during one reload after another: no request is refused or answered wrongly, and nothing stays open."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = """max_batch_size: 8
 
 
 def generation(number: int) -> MemoryModel:
-    """A model that adds its number, one in a hundred thousands."""
+    """A model that adds 1000 times `number` to its input."""
 
     def compute(inputs: Tensors) -> Tensors:
         return [array + np.float32(number * 1000) for array in inputs]
@@ -34,7 +34,7 @@ def generation(number: int) -> MemoryModel:
 
 
 class Traffic:
-    """Clients that ask in a loop. Every fourth one's requests are larger than a batch."""
+    """Clients that send requests in a loop. Every fourth client's requests are larger than a batch."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -58,7 +58,7 @@ class Traffic:
             self.answered += 1
 
     async def more(self, answers: int) -> None:
-        """Return once so many more requests are answered."""
+        """Return once `answers` more requests are answered."""
         goal = self.answered + answers
         while self.answered < goal:
             await asyncio.sleep(0)
@@ -76,7 +76,7 @@ async def test_reload_under_load_loses_and_refuses_no_request(tmp_path: Path, mo
         traffic = Traffic(served)
         clients = [asyncio.create_task(traffic.client(number)) for number in range(CLIENTS)]
         for number, model in enumerate(generations[1:], 1):
-            # One for each of the clients may be of the generation before; one more can't be.
+            # One answer for each client may be from the generation before; one more can't be.
             await traffic.more(CLIENTS + 1)
             models["m"] = model
             if mode == "explicit":
@@ -98,7 +98,7 @@ async def test_reload_under_load_loses_and_refuses_no_request(tmp_path: Path, mo
         assert served.waiting("m") == 0
 
 
-async def test_reload_that_fails_under_load_is_not_felt(tmp_path: Path) -> None:
+async def test_failed_reload_under_load_affects_no_request(tmp_path: Path) -> None:
     class Broken(MemoryModel):
         def instance(self, *args: object) -> object:  # type: ignore[override]
             raise LoadError("no memory")

@@ -1,4 +1,4 @@
-"""Whatever changes the server's state or touches its machine is off until it is switched on."""
+"""RPCs that change the server's state or touch its machine are off by default."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ async def state(served: Served) -> list[Message]:
     return [await getattr(served.stub, rpc)(message, timeout=20) for rpc, message in asked]
 
 
-def test_each_rpc_is_known_to_be_harmless_or_to_be_off() -> None:
+def test_each_rpc_is_listed_as_harmless_or_as_off_by_default() -> None:
     assert HARMLESS | set(CHANGING) == {method.name for method in SERVICE.methods}
     assert not HARMLESS & set(CHANGING)
 
 
 @pytest.mark.parametrize("rpc", CHANGING)
-async def test_rpc_that_changes_something_is_off_and_says_what_to_switch_on(tmp_path: Path, rpc: str) -> None:
+async def test_rpc_that_changes_something_is_off_by_default_and_names_its_flag(tmp_path: Path, rpc: str) -> None:
     message, switch = CHANGING[rpc]
     with shared_object(4) as there:
         if isinstance(message, pb.SystemSharedMemoryRegisterRequest):

@@ -1,4 +1,4 @@
-"""System shared memory over the wire: registering, and requests whose tensors lie there."""
+"""System shared memory over gRPC: registering regions, and requests whose tensors are stored there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def memory() -> Iterator[SharedObject]:
 
 @pytest.fixture
 async def served(tmp_path: Path, memory: SharedObject) -> AsyncIterator[Served]:
-    """Model `m` returns FP32 rows, `t` texts; region `r` is the whole of `memory`."""
+    """Model `m` returns FP32 rows, `t` BYTES, `b` BOOL; region `r` is the whole of `memory`."""
     models = {"m": echo_model("FP32"), "t": echo_model("BYTES", 1), "b": echo_model("BOOL")}
     async with serving(tmp_path, models, config=BATCHED, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)
@@ -41,7 +41,7 @@ async def served(tmp_path: Path, memory: SharedObject) -> AsyncIterator[Served]:
 # ---- Switched off ----------------------------------------------------------------------------------------------------
 
 
-async def test_switched_off_registering_is_unimplemented_and_says_what_to_switch_on(tmp_path: Path) -> None:
+async def test_registering_while_switched_off_is_unimplemented_and_names_the_flag(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}) as served:
         calls = [
             served.stub.SystemSharedMemoryRegister(pb.SystemSharedMemoryRegisterRequest(name="r")),
@@ -66,14 +66,14 @@ async def test_switched_off_registering_is_unimplemented_and_says_what_to_switch
         assert not [name for name in metadata.extensions if "shared_memory" in name]
 
 
-async def test_switched_on_the_extension_is_advertised(served: Served) -> None:
+async def test_extension_is_advertised_when_switched_on(served: Served) -> None:
     assert "system_shared_memory" in (await served.stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
 
 
 # ---- Registering -----------------------------------------------------------------------------------------------------
 
 
-async def test_register_status_tells_what_was_registered(served: Served, memory: SharedObject) -> None:
+async def test_status_reports_the_registered_regions(served: Served, memory: SharedObject) -> None:
     await register(served, "part", memory.key[1:], 100, 7)
     assert await regions(served) == {"r": (memory.key, 0, 4096), "part": (memory.key[1:], 7, 100)}
     assert await regions(served, "part") == {"part": (memory.key[1:], 7, 100)}
@@ -84,7 +84,7 @@ async def test_register_status_tells_what_was_registered(served: Served, memory:
     )
 
 
-async def test_register_a_name_twice_already_exists_and_leaves_the_first(served: Served, memory: SharedObject) -> None:
+async def test_registering_a_name_twice_fails_and_keeps_the_first_region(served: Served, memory: SharedObject) -> None:
     code, text = await failure_of(register(served, "r", memory.key, 10))
     assert code is Code.ALREADY_EXISTS
     assert text.startswith("shared memory region 'r' already in manager")
@@ -116,7 +116,7 @@ async def test_register_a_name_twice_already_exists_and_leaves_the_first(served:
         ("n", None, 1, 2**64 - 1, f"got {2**64 - 1} bytes from offset 1"),
     ],
 )
-async def test_register_what_is_not_there_is_refused_and_changes_nothing(
+async def test_invalid_registration_is_refused_and_changes_nothing(
     served: Served, memory: SharedObject, name: str, key: str | None, offset: int, size: int, text: str
 ) -> None:
     before = held_by()
@@ -127,7 +127,7 @@ async def test_register_what_is_not_there_is_refused_and_changes_nothing(
     assert held_by() == before
 
 
-async def test_register_more_regions_than_allowed_is_refused_until_one_goes(
+async def test_registering_more_regions_than_allowed_is_refused_until_one_is_unregistered(
     tmp_path: Path, memory: SharedObject
 ) -> None:
     allowed = settings(tmp_path, max_client_shm_regions=2)
@@ -143,7 +143,7 @@ async def test_register_more_regions_than_allowed_is_refused_until_one_goes(
         assert (await regions(served)).keys() == {"2", "3"}
 
 
-async def test_unregister_takes_one_or_all_and_unknown_names_are_fine(served: Served, memory: SharedObject) -> None:
+async def test_unregister_removes_one_or_all_and_ignores_unknown_names(served: Served, memory: SharedObject) -> None:
     await register(served, "s", memory.key, 8)
     await unregister(served, "nosuch")
     await unregister(served, "s")
@@ -155,7 +155,7 @@ async def test_unregister_takes_one_or_all_and_unknown_names_are_fine(served: Se
     await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
 
 
-async def test_cuda_without_a_driver_is_refused_and_the_rest_works(served: Served) -> None:
+async def test_cuda_registration_without_a_driver_is_refused_and_the_rest_works(served: Served) -> None:
     extensions = (await served.stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
     if "cuda_shared_memory" in extensions:
         pytest.skip("there is a GPU")
@@ -183,7 +183,7 @@ async def test_system_region_asked_for_as_a_cuda_one_is_not_found(served: Served
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-async def test_infer_input_and_output_in_shared_memory_leave_the_message_empty(
+async def test_infer_with_input_and_output_in_shared_memory_leaves_the_message_empty(
     served: Served, memory: SharedObject, rows: int
 ) -> None:
     sent = rows_of_floats(rows, first=5)
@@ -200,7 +200,7 @@ async def test_infer_input_and_output_in_shared_memory_leave_the_message_empty(
     assert not answer.outputs[0].HasField("contents")
 
 
-async def test_infer_with_typed_outputs_tells_those_in_shared_memory_from_the_others(
+async def test_infer_with_typed_outputs_leaves_those_in_shared_memory_out_of_the_message(
     served: Served, memory: SharedObject
 ) -> None:
     memory.put(rows_of_floats(1, first=3))
@@ -211,13 +211,13 @@ async def test_infer_with_typed_outputs_tells_those_in_shared_memory_from_the_ot
     assert memory.get(ROW, 512) == rows_of_floats(1, first=3).tobytes()
 
 
-async def test_infer_output_over_its_own_input_replaces_it(served: Served, memory: SharedObject) -> None:
+async def test_infer_output_may_overwrite_its_own_input(served: Served, memory: SharedObject) -> None:
     memory.put(rows_of_floats(2, first=1))
     await served.infer(in_region(2, target=4))
     assert memory.get(20) == rows_of_floats(2, first=1).tobytes()[:4] + rows_of_floats(2, first=1).tobytes()
 
 
-async def test_infer_region_with_an_offset_counts_from_there(served: Served, memory: SharedObject) -> None:
+async def test_infer_offset_counts_from_the_regions_own_offset(served: Served, memory: SharedObject) -> None:
     await register(served, "late", memory.key, 32, 4097 - 33)
     memory.put(rows_of_floats(1, first=7), 4064 + 16)
     answer = await served.infer(in_region(offset=16, region="late", target=24))
@@ -226,7 +226,7 @@ async def test_infer_region_with_an_offset_counts_from_there(served: Served, mem
 
 
 @pytest.mark.parametrize("elements", [[b""], [b"\x00a\x00"], ["grün".encode(), b"x" * 300]])
-async def test_infer_texts_go_through_shared_memory_both_ways(
+async def test_infer_bytes_tensors_pass_through_shared_memory_both_ways(
     served: Served, memory: SharedObject, elements: list[bytes]
 ) -> None:
     array = np.empty((len(elements), 1), object)
@@ -242,7 +242,9 @@ async def test_infer_texts_go_through_shared_memory_both_ways(
 
 
 @pytest.mark.parametrize("length", [0, 5, 2**32 - 1])
-async def test_infer_text_whose_length_lies_is_refused(served: Served, memory: SharedObject, length: int) -> None:
+async def test_infer_bytes_element_with_a_wrong_length_is_refused(
+    served: Served, memory: SharedObject, length: int
+) -> None:
     memory.put(length.to_bytes(4, "little") + b"abcd")
     request = Request(model_name="t")
     lies_in(request, "a", "BYTES", [1, 1], "r", 8)
@@ -272,7 +274,7 @@ def three_in_out() -> MemoryModel:
 
 
 @pytest.mark.parametrize("inside", range(8))
-async def test_infer_any_mixture_of_raw_and_shared_memory_is_put_together_by_order(
+async def test_infer_any_mixture_of_raw_and_shared_memory_tensors_keeps_their_order(
     tmp_path: Path, memory: SharedObject, inside: int
 ) -> None:
     sent = [rows_of_floats(1, first=10 * index) for index in range(3)]
@@ -294,7 +296,7 @@ async def test_infer_any_mixture_of_raw_and_shared_memory_is_put_together_by_ord
         assert bool(answer.raw_output_contents[index]) == bool(inside >> index & 1)
 
 
-async def test_infer_shared_memory_beside_typed_contents_is_fine(tmp_path: Path, memory: SharedObject) -> None:
+async def test_infer_shared_memory_beside_typed_contents_is_accepted(tmp_path: Path, memory: SharedObject) -> None:
     request = Request(model_name="m")
     for index, name in enumerate("abc"):
         memory.put(rows_of_floats(1, first=index), 0)
@@ -309,7 +311,7 @@ async def test_infer_shared_memory_beside_typed_contents_is_fine(tmp_path: Path,
     assert got == [[0, 0], [2, 3], [2, 2]]
 
 
-async def test_infer_without_parameters_for_memory_is_as_ever(served: Served) -> None:
+async def test_infer_without_shared_memory_parameters_is_unaffected(served: Served) -> None:
     sent = rows_of_floats(2)
     answer = await served.infer(infer("m", {"a": sent}, outputs=["x"]))
     assert answer.raw_output_contents[0] == sent.tobytes()
@@ -377,10 +379,10 @@ BAD: list[tuple[Change, str]] = [
         ("t", "BYTES", "model 't': input 'a': expected at most 2147483647 bytes of BYTES"),
     ],
 )
-async def test_infer_reads_no_more_at_once_than_there_can_be(
+async def test_infer_of_impossibly_large_tensors_is_refused(
     served: Served, memory: SharedObject, model: str, datatype: str, text: str
 ) -> None:
-    memory.resize(2**60)  # none of which is backed by memory
+    memory.resize(2**60)  # not backed by memory
     await register(served, "huge", memory.key, 2**60)
     request = pb.ModelInferRequest(model_name=model)
     lies_in(request, "a", datatype, [1, 2 if model == "b" else 1], "huge", 2**60)
@@ -390,7 +392,7 @@ async def test_infer_reads_no_more_at_once_than_there_can_be(
 
 
 @pytest.mark.parametrize(("change", "text"), BAD)
-async def test_infer_fault_in_where_a_tensor_lies_is_refused_and_writes_nothing(
+async def test_infer_with_an_invalid_place_of_a_tensor_is_refused_and_writes_nothing(
     served: Served, memory: SharedObject, change: Change, text: str
 ) -> None:
     memory.put(b"\x07" * 4096)
@@ -402,7 +404,9 @@ async def test_infer_fault_in_where_a_tensor_lies_is_refused_and_writes_nothing(
     assert memory.get(4096) == b"\x07" * 4096
 
 
-async def test_infer_output_of_known_size_is_refused_before_it_is_queued(tmp_path: Path, memory: SharedObject) -> None:
+async def test_infer_with_too_little_room_for_an_output_of_known_size_is_never_queued(
+    tmp_path: Path, memory: SharedObject
+) -> None:
     model = MemoryModel(ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),)))
     async with serving(tmp_path, {"m": model}, config=BATCHED, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)
@@ -416,7 +420,7 @@ async def test_infer_output_of_known_size_is_refused_before_it_is_queued(tmp_pat
 
 
 @pytest.mark.parametrize("where", ["inputs", "outputs"])
-async def test_infer_region_that_is_not_registered_is_not_found(served: Served, where: str) -> None:
+async def test_infer_with_an_unregistered_region_is_not_found(served: Served, where: str) -> None:
     request = in_region(target=0)
     said("region", "other", where)(request)
     code, text = await failure_of(served.infer(request))

@@ -1,4 +1,4 @@
-"""System shared memory and batching: who shares a batch, memory that is taken away, tensors that are more than rows."""
+"""System shared memory and batching: who shares a batch, memory that is taken away, tensors that are adapted."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def memory() -> Iterator[SharedObject]:
 
 @pytest.fixture
 async def served(tmp_path: Path, memory: SharedObject) -> AsyncIterator[Served]:
-    """Model `m` returns FP32 rows, `t` texts; region `r` is the whole of `memory`."""
+    """Model `m` returns FP32 rows, `t` BYTES, `b` BOOL; region `r` is the whole of `memory`."""
     models = {"m": echo_model("FP32"), "t": echo_model("BYTES", 1), "b": echo_model("BOOL")}
     async with serving(tmp_path, models, config=BATCHED, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)
         yield served
 
 
-async def test_batch_of_messages_and_shared_memory_is_one_and_each_gets_its_own(
+async def test_requests_in_messages_and_shared_memory_share_a_batch_and_get_their_answers(
     tmp_path: Path, memory: SharedObject
 ) -> None:
     script = Script()
@@ -58,9 +58,7 @@ async def test_batch_of_messages_and_shared_memory_is_one_and_each_gets_its_own(
     assert memory.get(8, 640) == marked(3).tobytes()
 
 
-async def test_batch_reads_what_lies_there_when_it_executes_and_not_before(
-    tmp_path: Path, memory: SharedObject
-) -> None:
+async def test_batch_reads_shared_memory_when_it_executes_and_not_before(tmp_path: Path, memory: SharedObject) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=BATCHED, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)
@@ -71,7 +69,7 @@ async def test_batch_reads_what_lies_there_when_it_executes_and_not_before(
         assert (await call).raw_output_contents[0] == marked(2).tobytes()
 
 
-async def test_batch_written_to_meanwhile_answers_what_it_read(tmp_path: Path, memory: SharedObject) -> None:
+async def test_batch_overwritten_while_it_executes_answers_what_it_read(tmp_path: Path, memory: SharedObject) -> None:
     model = echo_model()
     async with serving(tmp_path, {"m": model}, config=BATCHED, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)
@@ -86,7 +84,7 @@ async def test_batch_written_to_meanwhile_answers_what_it_read(tmp_path: Path, m
 
 @pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("victims", [[0], [1], [3], [0, 2], [0, 1, 2, 3]])
-async def test_cut_short_in_the_queue_fails_that_client_and_its_batch_mates_never_notice(
+async def test_truncating_a_region_fails_its_queued_requests_and_not_their_batch_mates(
     tmp_path: Path, memory: SharedObject, isolate: bool, victims: list[int]
 ) -> None:
     script = Script()
@@ -109,7 +107,7 @@ async def test_cut_short_in_the_queue_fails_that_client_and_its_batch_mates_neve
                 else:
                     assert (await call).raw_output_contents[0] == marked(mark).tobytes()
             left = [mark for mark in range(4) if mark not in victims]
-            # What is missing is filled up like padding: a batch may have to have an allowed size.
+            # Missing rows are filled like padding, as the batch may need one of the allowed sizes.
             assert script.served == ([left + left[-1:] * len(victims)] if left else [])
             counted = totals(await served.metrics())
             assert (counted["success"], counted["OTHER"]) == (5 - len(victims), len(victims))
@@ -118,7 +116,7 @@ async def test_cut_short_in_the_queue_fails_that_client_and_its_batch_mates_neve
         assert (await served.infer(in_region())).raw_output_contents[0] == marked(0).tobytes()
 
 
-async def test_cut_short_before_its_output_is_written_fails_that_client_alone(
+async def test_truncating_a_region_before_its_output_is_written_fails_the_request(
     tmp_path: Path, memory: SharedObject
 ) -> None:
     model = echo_model()
@@ -136,7 +134,7 @@ async def test_cut_short_before_its_output_is_written_fails_that_client_alone(
         await served.infer(in_region(target=2048))
 
 
-async def test_output_too_small_for_a_size_that_only_execution_tells_writes_nothing(
+async def test_too_little_room_for_a_size_known_only_after_execution_writes_nothing(
     served: Served, memory: SharedObject
 ) -> None:
     text = np.array([[b"x" * 50]], object)
@@ -147,7 +145,7 @@ async def test_output_too_small_for_a_size_that_only_execution_tells_writes_noth
     assert memory.get(4096) == bytes(4096)
 
 
-async def test_unlinked_memory_serves_its_requests_to_the_end(tmp_path: Path, memory: SharedObject) -> None:
+async def test_unlinked_shared_memory_keeps_serving_requests(tmp_path: Path, memory: SharedObject) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=BATCHED, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)
@@ -162,7 +160,7 @@ async def test_unlinked_memory_serves_its_requests_to_the_end(tmp_path: Path, me
 
 
 @pytest.mark.parametrize("name", ["r", ""])
-async def test_unregistered_in_flight_stays_until_the_last_request_that_uses_it_ends(
+async def test_region_unregistered_in_use_stays_until_the_last_request_that_uses_it_ends(
     tmp_path: Path, memory: SharedObject, name: str
 ) -> None:
     script = Script()
@@ -180,13 +178,13 @@ async def test_unregistered_in_flight_stays_until_the_last_request_that_uses_it_
 
 
 async def eventually_gone(served: Served) -> None:
-    """A moment after its answer, the thread that read for a request lets go."""
+    """The thread that read for a request lets go of the region a moment after its answer."""
     await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
     assert await regions(served) == {}
     assert (await failure_of(served.infer(in_region())))[0] is Code.NOT_FOUND
 
 
-async def test_registered_anew_while_the_old_one_is_in_use_both_do_their_work(
+async def test_region_registered_again_while_the_old_one_is_in_use_leaves_both_working(
     tmp_path: Path, memory: SharedObject
 ) -> None:
     script = Script()
@@ -207,7 +205,7 @@ async def test_registered_anew_while_the_old_one_is_in_use_both_do_their_work(
 
 
 async def test_failed_and_cancelled_requests_hold_nothing_open(tmp_path: Path, memory: SharedObject) -> None:
-    """Not even until the garbage collector comes by."""
+    """Not even until the next garbage collection."""
     model = echo_model()
     async with serving(tmp_path, {"m": model}, config=BATCHED, settings=settings(tmp_path)) as served:
         gc.disable()
@@ -242,7 +240,7 @@ async def test_failed_and_cancelled_requests_of_a_stream_hold_nothing_open(
         try:
             await register(served, "r", memory.key, 4096)
             stream = Stream(served)
-            for _ in range(3):  # from the second on they are like one before
+            for _ in range(3):  # from the second on, each is like the one before
                 model.faults.distort_next(lambda outputs: [])
                 await stream.send(in_region())
                 assert (await stream.message()).error_message
@@ -292,7 +290,7 @@ async def test_split_request_in_shared_memory_is_answered_exactly(tmp_path: Path
     assert max(map(len, script.seen)) == 8
 
 
-async def test_padded_batch_out_of_shared_memory_repeats_its_last_row(tmp_path: Path, memory: SharedObject) -> None:
+async def test_padded_batch_from_shared_memory_repeats_its_last_row(tmp_path: Path, memory: SharedObject) -> None:
     script = Script()
     text = f"{BATCHED} {own(batch_sizes='1,4,8')}"
     async with serving(tmp_path, {"m": script.model}, config=text, settings=settings(tmp_path)) as served:
@@ -306,7 +304,7 @@ async def test_padded_batch_out_of_shared_memory_repeats_its_last_row(tmp_path: 
     assert script.served == [[1, 1, 2, 2]]
 
 
-async def test_bound_of_bytes_counts_what_lies_in_shared_memory(tmp_path: Path, memory: SharedObject) -> None:
+async def test_max_queue_bytes_counts_tensors_in_shared_memory(tmp_path: Path, memory: SharedObject) -> None:
     text = f"{BATCHED} {own(max_queue_bytes=16)}"
     async with serving(tmp_path, {"m": echo_model()}, config=text, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)
@@ -331,7 +329,7 @@ IDENTITY = """
         ("INT32", [2], "is_shape_tensor: true", "is_shape_tensor: true", "SHAPE"),
     ],
 )
-async def test_adapted_tensors_come_out_of_shared_memory_and_go_back(
+async def test_adapted_tensors_are_read_from_and_written_to_shared_memory(
     tmp_path: Path, memory: SharedObject, datatype: str, dims: list[int], of_input: str, of_output: str, more: str
 ) -> None:
     scatter = 'batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "x" source_input: "a" }'

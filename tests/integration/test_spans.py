@@ -92,7 +92,7 @@ async def test_request_is_a_server_span_in_its_callers_trace_with_queue_and_comp
     assert compute.links == [collector.one("batch m").id]
 
 
-async def test_batch_is_a_trace_of_its_own_linked_to_its_requests(tmp_path: Path, collector: Collector) -> None:
+async def test_batch_has_a_separate_trace_linked_to_its_requests(tmp_path: Path, collector: Collector) -> None:
     async with traced(tmp_path, collector, config=TOGETHER) as served:
         await asyncio.gather(call(served, request(1), SAMPLED), call(served, request(3)))
     batch = collector.one("batch m")
@@ -113,14 +113,14 @@ async def test_batch_is_a_trace_of_its_own_linked_to_its_requests(tmp_path: Path
     assert {span.links[0] for span in collector.named("compute")} == {batch.id}
 
 
-async def test_caller_that_does_not_keep_its_trace_has_no_spans(tmp_path: Path, collector: Collector) -> None:
+async def test_unsampled_caller_has_no_spans(tmp_path: Path, collector: Collector) -> None:
     async with traced(tmp_path, collector) as served:
         await call(served, request(), UNSAMPLED)
     assert collector.spans == []
 
 
 @pytest.mark.parametrize(("how", "expected"), [({"rate": 0}, 1), ({"rate": 2}, 3), ({"rate": 1, "count": 1}, 2)])
-async def test_callers_that_keep_their_traces_are_traced_whatever_rate_and_count(
+async def test_sampled_callers_are_traced_regardless_of_rate_and_count(
     tmp_path: Path, collector: Collector, how: dict[str, int], expected: int
 ) -> None:
     async with traced(tmp_path, collector, **how) as served:
@@ -133,7 +133,9 @@ async def test_callers_that_keep_their_traces_are_traced_whatever_rate_and_count
 
 
 @pytest.mark.parametrize("header", ["", "00-0-0-01", "ff", "00-" + "0" * 32 + f"-{SPAN}-01", "x" * 1000])
-async def test_context_that_is_none_is_a_request_without_one(tmp_path: Path, collector: Collector, header: str) -> None:
+async def test_request_with_an_invalid_trace_context_starts_a_new_trace(
+    tmp_path: Path, collector: Collector, header: str
+) -> None:
     async with traced(tmp_path, collector) as served:
         await call(served, request(), ("traceparent", header))
     span = collector.one("infer m")
@@ -141,7 +143,7 @@ async def test_context_that_is_none_is_a_request_without_one(tmp_path: Path, col
     assert span.trace != TRACE
 
 
-async def test_level_off_traces_nobody_until_a_client_switches_it_on(tmp_path: Path, collector: Collector) -> None:
+async def test_level_off_traces_nothing_until_a_client_switches_it_on(tmp_path: Path, collector: Collector) -> None:
     async with traced(tmp_path, collector, timestamps=False) as served:
         await call(served, request(id="before"), SAMPLED)
         change = pb.TraceSettingRequest(model_name="m")
@@ -152,7 +154,7 @@ async def test_level_off_traces_nobody_until_a_client_switches_it_on(tmp_path: P
     assert collector.one("infer m").attributes["paceline.request.id"] == "after"
 
 
-async def test_requests_of_a_stream_are_spans_of_the_streams_caller(tmp_path: Path, collector: Collector) -> None:
+async def test_requests_of_a_stream_are_child_spans_of_the_streams_caller(tmp_path: Path, collector: Collector) -> None:
     async with traced(tmp_path, collector) as served:
         stream = served.stub.ModelStreamInfer(iter([request(id="a"), request(id="b")]), metadata=(SAMPLED,), timeout=20)
         assert [answer.infer_response.id async for answer in stream] == ["a", "b"]
@@ -174,7 +176,7 @@ async def test_failed_batch_is_an_error_in_its_span_and_those_of_its_requests(
     assert (batch.attributes["error.type"], batch.attributes["error.message"]) == ("ExecutionError", "no good")
 
 
-async def test_request_run_again_after_its_neighbour_failed_has_each_execution(
+async def test_request_rerun_after_its_neighbour_failed_has_spans_of_each_execution(
     tmp_path: Path, collector: Collector
 ) -> None:
     model = echo_model()
@@ -191,7 +193,7 @@ async def test_request_run_again_after_its_neighbour_failed_has_each_execution(
     assert len(collector.named("batch m")) == 3
 
 
-async def test_request_in_parts_has_a_queue_and_compute_for_each(tmp_path: Path, collector: Collector) -> None:
+async def test_split_request_has_queue_and_compute_spans_for_each_part(tmp_path: Path, collector: Collector) -> None:
     config = 'max_batch_size: 2 parameters { key: "paceline.split_oversized" value { string_value: "true" } }'
     async with traced(tmp_path, collector, config=config) as served:
         await call(served, request(5))
@@ -207,7 +209,7 @@ async def test_request_in_parts_has_a_queue_and_compute_for_each(tmp_path: Path,
         (infer("m", {"b": rows_of_floats(1)}), 3, UNSET, "InvalidRequest"),
     ],
 )
-async def test_refused_request_is_a_span_with_its_status_and_no_parts(
+async def test_refused_request_is_a_span_with_its_status_and_no_children(
     tmp_path: Path, collector: Collector, message: pb.ModelInferRequest, number: int, status: int, error: str
 ) -> None:
     async with traced(tmp_path, collector) as served:
@@ -217,13 +219,11 @@ async def test_refused_request_is_a_span_with_its_status_and_no_parts(
     assert span.attributes["error.type"] == error
 
 
-async def test_request_whose_time_passes_in_the_queue_shows_that_it_waited(
-    tmp_path: Path, collector: Collector
-) -> None:
+async def test_request_that_times_out_in_the_queue_has_a_queue_span(tmp_path: Path, collector: Collector) -> None:
     model = echo_model()
     config = "dynamic_batching { default_queue_policy { allow_timeout_override: true } }"
     late_request = request(id="late")
-    late_request.parameters["timeout"].int64_param = 1000  # of its own: the one that keeps it waiting has all the time
+    late_request.parameters["timeout"].int64_param = 1000  # for this one only: the request it waits for has no timeout
     async with traced(tmp_path, collector, model, config) as served:
         model.gate.close()
         busy = asyncio.create_task(call(served, request(id="busy")))
@@ -236,7 +236,7 @@ async def test_request_whose_time_passes_in_the_queue_shows_that_it_waited(
     assert (late.status, [child.name for child in collector.children(late)]) == (ERROR, ["queue"])
 
 
-async def test_cancelled_request_ends_its_span_and_leaves_nothing(tmp_path: Path, collector: Collector) -> None:
+async def test_cancelled_request_ends_its_span_and_the_next_is_unaffected(tmp_path: Path, collector: Collector) -> None:
     model = echo_model()
     async with traced(tmp_path, collector, model) as served:
         model.gate.close()
@@ -262,7 +262,7 @@ def infer_once(server: ServerProcess, *headers: tuple[str, str]) -> None:
         stub.ModelInfer(message, timeout=20, metadata=headers)
 
 
-def test_command_traces_with_flags_and_opentelemetrys_own_variables(tmp_path: Path, collector: Collector) -> None:
+def test_serve_command_traces_by_flags_and_opentelemetrys_variables(tmp_path: Path, collector: Collector) -> None:
     write_identity(tmp_path)
     args = ("--trace-config", "mode=opentelemetry", "--trace-config", "level=TIMESTAMPS", "--trace-config", "rate=0")
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_SERVICE_NAME": "vision"}
@@ -273,7 +273,7 @@ def test_command_traces_with_flags_and_opentelemetrys_own_variables(tmp_path: Pa
     assert (span.trace, span.parent, span.resource["service.name"]) == (TRACE, SPAN, "vision")
 
 
-def test_collector_that_is_not_there_costs_no_request_and_no_long_end(tmp_path: Path) -> None:
+def test_missing_collector_fails_no_request_and_hardly_delays_the_stop(tmp_path: Path) -> None:
     write_identity(tmp_path)
     given = ("url=http://127.0.0.1:1", "level=TIMESTAMPS", "rate=1", "bsp_schedule_delay=1")
     with ServerProcess(tmp_path, args=[part for one in given for part in ("--trace-config", one)]) as server:

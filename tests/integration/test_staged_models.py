@@ -1,4 +1,4 @@
-"""Models whose batches are staged, as a GPU's are, behind a real server; what computes is the CPU."""
+"""Models whose batches are staged as for a GPU, in a real server; the CPU computes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CONFIG = """
     input { name: "INPUT0" data_type: TYPE_FP32 dims: 2 } output { name: "OUTPUT0" data_type: TYPE_FP32 dims: 2 }
     %s
 """
-# A name that no thread of another test has, even if it hangs for ever.
+# A name that no other test's thread has, not even one that hangs forever.
 LABELS = 'model="staged",version="1"'
 SIZES = 'parameters { key: "paceline.batch_sizes" value { string_value: "1,4,8" } }'
 LIMIT = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "300" } }'
 
 
 class Gated(HostAccelerator):
-    """A device on which nothing gets done while its gate is closed."""
+    """An accelerator on which nothing completes while its gate is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def threads() -> set[str]:
 
 
 @pytest.mark.parametrize("more", ["", SIZES])
-async def test_model_is_warm_in_all_sizes_and_answers_each_its_own(more: str, tmp_path: Path) -> None:
+async def test_model_is_warm_in_all_sizes_and_gives_each_request_its_own_answer(more: str, tmp_path: Path) -> None:
     write(tmp_path, more)
     accelerator = HostAccelerator()
     backend = OnnxBackend(accelerators=lambda device: accelerator)
@@ -86,7 +86,7 @@ async def test_model_is_warm_in_all_sizes_and_answers_each_its_own(more: str, tm
             sent = [(n, 1 + n % 3) for n in range(60)]
             answers = await asyncio.gather(*(served.infer(asking(n, rows)) for n, rows in sent))
             assert [answer(one) for one in answers] == [[-n, -n] * rows for n, rows in sent]
-        # What answers hold while they leave comes on top of the two slots' own.
+        # Buffers that answers hold while they leave come on top of the two slots' own.
         assert accelerator.allocations <= allocations + 8
         assert await served.metric("nv_inference_count", LABELS) == 3 * sum(rows for _, rows in sent)
     assert threads() == set()
@@ -114,7 +114,7 @@ async def test_hang_in_one_slot_has_the_instance_replaced(tmp_path: Path) -> Non
     assert threads() == set()
 
 
-async def test_model_of_open_dims_stays_cold_and_says_what_helps(
+async def test_model_with_open_dims_stays_cold_and_the_log_says_what_helps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path)

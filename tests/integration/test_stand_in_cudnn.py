@@ -1,5 +1,5 @@
-"""Convolutional models by ONNX Runtime's CUDA provider on the stand-in (`tests/cuda/stand_in.py`). The CPU's answers
-are the measure."""
+"""Convolutional models of ONNX Runtime's CUDA provider on the stand-in (`tests/cuda/stand_in.py`), compared with the
+CPU's answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GRAPHED = f"""{EXACT % 'parameters { key: "enable_cuda_graph" value: "1" }'} {SI
 
 
 class Net:
-    """Nodes and weights as they come; `x` is the name of what the last node made."""
+    """A model under construction: its nodes and weights; `x` is the name of the last node's output."""
 
     def __init__(self, seed: int = 1) -> None:
         self._chance = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ class Net:
 
 
 def convnet() -> onnx.ModelProto:
-    """A bit of all that image models are made of, for images of 3 x 19 x 14."""
+    """A bit of everything that image models consist of, for images of 3 x 19 x 14."""
     net = Net()
     x = net.add("Relu", net.conv("INPUT0", (8, 3, 5, 3), strides=[2, 1], pads=[2, 1, 2, 1]))
     x = net.add("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
@@ -101,7 +101,7 @@ def signals() -> onnx.ModelProto:
 
 
 class ServedNet(Served):
-    """`model` in the place of the perceptron."""
+    """`Served` with `model` instead of the perceptron."""
 
     def __init__(self, folder: Path, libraries: Path, model: onnx.ModelProto, config: str, seed: str = "") -> None:
         super().__init__(folder, libraries, config, STAND_IN_SEED=seed)
@@ -112,7 +112,7 @@ class ServedNet(Served):
 
 @pytest.mark.parametrize("seed", ["", "3"], ids=["late", "random"])
 @pytest.mark.parametrize("config", [EXACT % "", GRAPHED], ids=["plain", "graphs"])
-def test_convolutions_are_those_of_the_cpu_whatever_the_batch(
+def test_convolutions_match_the_cpus_in_batches_of_any_size(
     config: str, seed: str, libraries: Path, tmp_path: Path
 ) -> None:
     with ServedNet(tmp_path, libraries, convnet(), f"{GPUS % ''} {config}", seed) as served:
@@ -123,15 +123,17 @@ def test_convolutions_are_those_of_the_cpu_whatever_the_batch(
         assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
 
 
-def test_convolutions_of_signals_are_those_of_the_cpu(libraries: Path, tmp_path: Path) -> None:
+def test_convolutions_of_signals_match_the_cpus(libraries: Path, tmp_path: Path) -> None:
     with ServedNet(tmp_path, libraries, signals(), f"{GPUS % ''} {EXACT % ''}") as served:
         for number, rows in enumerate(ROWS):
             served.check(rows, number)
 
 
 @pytest.mark.parametrize("apart", ["", OWN_PROCESS], ids=["here", "own-process"])
-def test_images_that_are_too_small_are_refused_and_harm_nobody(apart: str, libraries: Path, tmp_path: Path) -> None:
-    """ONNX Runtime itself would answer the second one by what lies behind it in the GPU's memory."""
+def test_too_small_images_are_refused_without_affecting_other_requests(
+    apart: str, libraries: Path, tmp_path: Path
+) -> None:
+    """ONNX Runtime itself would answer the second such image with what is stored behind it in the GPU's memory."""
     net = Net()
     net.conv(net.add("Relu", net.conv("INPUT0", (4, 3, 3, 3))), (2, 4, 5, 5))
     model = net.model((3, "h", "w"), (2, "i", "j"))
@@ -152,7 +154,7 @@ def test_images_that_are_too_small_are_refused_and_harm_nobody(apart: str, libra
 
 
 def in_a_process(source: str, *arguments: object, libraries: Path) -> list[str]:
-    """What it says, line by line. `session` there opens a model on the GPU, `plans` tells how many have been made."""
+    """The output of `source`, by line. There, `session` opens a model on the GPU, and `plans` counts the plans made."""
     head = """
 import ctypes, sys
 import numpy as np, onnxruntime as ort
@@ -174,8 +176,8 @@ def ask(of, *shape):
     return [*run.stdout.splitlines(), *run.stderr.splitlines()]
 
 
-def test_onnxruntime_keeps_a_plan_for_the_last_shape_of_each_convolution_alone(libraries: Path, tmp_path: Path) -> None:
-    """`bench/gpu_models.py` has ResNets in batches of one size for that."""
+def test_onnxruntime_keeps_only_the_plan_for_each_convolutions_last_shape(libraries: Path, tmp_path: Path) -> None:
+    """This is why `bench/gpu_models.py` has ResNets in batches of one size."""
     path = models.write(convnet(), tmp_path / "m.onnx")
     source = """
 opened, before = session(sys.argv[1]), 0
@@ -189,8 +191,8 @@ for rows in (4, 4, 8, 8, 4, 8, 1, 1, 4):
     assert in_a_process(source, path, libraries=libraries) == [str(one) for one in expected]
 
 
-def test_onnxruntime_that_fuses_biases_answers_wrongly(libraries: Path, tmp_path: Path) -> None:
-    """Why `fuse_conv_bias` is refused. Where this fails there is a version that may have it."""
+def test_onnxruntime_answers_wrongly_with_fused_biases(libraries: Path, tmp_path: Path) -> None:
+    """Why `fuse_conv_bias` is refused. If this test fails, there is a version that may be allowed it."""
     path = models.write(convnet(), tmp_path / "m.onnx")
     source = """
 for fused in "01":
@@ -209,7 +211,7 @@ for fused in "01":
     ],
     ids=["three axes", "channels last"],
 )
-def test_what_the_stand_in_cannot_convolve_is_refused_by_name(
+def test_convolutions_unsupported_by_the_stand_in_fail_with_its_message(
     options: dict[str, str], shape: tuple[int, ...], said: str, libraries: Path, tmp_path: Path
 ) -> None:
     net = Net()
@@ -227,8 +229,8 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("config", ["", GRAPHED, OWN_PROCESS], ids=["plain", "graphs", "own process"])
-def test_model_that_convolves_is_refused_where_cudnn_is_missing(config: str, libraries: Path, tmp_path: Path) -> None:
-    """Its session opens all the same, and each request would fail."""
+def test_convolutional_model_is_refused_if_cudnn_is_missing(config: str, libraries: Path, tmp_path: Path) -> None:
+    """Its session opens all the same, but each request would fail."""
     without = tmp_path / "libraries"
     shutil.copytree(libraries, without, ignore=shutil.ignore_patterns("libcudnn*"))
     net = Net()

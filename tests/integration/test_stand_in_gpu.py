@@ -1,5 +1,5 @@
-"""The CUDA path on a GPU that isn't one (`tests/cuda/stand_in.py`): ONNX Runtime's own provider, from the wheel, on
-libraries that carry out what it queues as late, or in an order as random, as CUDA allows."""
+"""The CUDA path on a stand-in for a GPU (`tests/cuda/stand_in.py`): ONNX Runtime's own provider, from the wheel, on
+libraries that execute the queued work as late, or in as random an order, as CUDA allows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("seed", ["", "1", "2"], ids=["late", "random-1", "random-2"])
-def test_what_needs_a_gpu_passes(seed: str, libraries: Path, tmp_path: Path) -> None:
+def test_tests_marked_gpu_pass(seed: str, libraries: Path, tmp_path: Path) -> None:
     files = [str(one) for one in (REPO / "tests").rglob("test_*.py") if "mark.gpu" in one.read_text()]
     run = _python("pytest", *_OPTIONS, "--basetemp", str(tmp_path / "their"), *files, libraries=libraries, seed=seed)
     said = f"{run.stdout[-8000:]}\n{run.stderr[-4000:]}"
@@ -54,7 +54,7 @@ def test_what_needs_a_gpu_passes(seed: str, libraries: Path, tmp_path: Path) -> 
     assert [one for one in reasons if not any(known in one for known in _WITHOUT)] == [], said
 
 
-def test_gpu_benchmark_runs_through_with_graphs(libraries: Path, tmp_path: Path) -> None:
+def test_gpu_benchmark_completes_with_graphs(libraries: Path, tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     options = ("--device", "cuda", "--quick", "--models", "fp32", "--graphs", "--out", str(out))
     run = _python("bench.gpu", *options, libraries=libraries)
@@ -88,7 +88,7 @@ def write(folder: Path, name: str, config: str, sizes: tuple[int, ...] = (64, 25
 
 
 class Served:
-    """A server on the stand-in with a perceptron `m` of `sizes`, what the CPU answers, and what else is in `folder`."""
+    """A server on the stand-in with a perceptron `m` of `sizes` and other models in `folder`; `cpu` runs `m` too."""
 
     FLAGS = ("--model-control-mode", "explicit", "--load-model", "*", "--exit-timeout-secs", "2")
 
@@ -140,7 +140,7 @@ class Served:
 
 @pytest.mark.parametrize("seed", ["", "3"], ids=["late", "random"])
 @pytest.mark.parametrize("config", [GPUS % "", f"{GPUS % ''} {GRAPHS}"], ids=["plain", "graphs"])
-def test_crowd_gets_the_answers_of_the_cpu(config: str, seed: str, libraries: Path, tmp_path: Path) -> None:
+def test_concurrent_clients_get_the_cpus_answers(config: str, seed: str, libraries: Path, tmp_path: Path) -> None:
     with Served(tmp_path, libraries, config, STAND_IN_SEED=seed) as served:
         served.crowd(clients=16, requests=40)
         executions = served.metric("nv_inference_exec_count", model="m", version="1")
@@ -148,7 +148,7 @@ def test_crowd_gets_the_answers_of_the_cpu(config: str, seed: str, libraries: Pa
         assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
 
 
-def test_model_that_says_nothing_of_devices_is_on_the_gpu_and_the_log_tells(libraries: Path, tmp_path: Path) -> None:
+def test_model_without_an_instance_group_runs_on_the_gpu_and_the_log_says_so(libraries: Path, tmp_path: Path) -> None:
     with Served(tmp_path, libraries, "max_batch_size: 16") as served:
         served.check(3)
         assert "KIND_AUTO instances run on GPU 0" in served.said
@@ -159,7 +159,9 @@ def test_model_that_says_nothing_of_devices_is_on_the_gpu_and_the_log_tells(libr
         assert served.metric("nv_gpu_power_usage", **labels) == 100
 
 
-def test_gpu_that_keeps_time_gives_the_same_answers_and_tells_how_busy_it_is(libraries: Path, tmp_path: Path) -> None:
+def test_gpu_whose_kernels_take_time_answers_the_same_and_reports_its_utilization(
+    libraries: Path, tmp_path: Path
+) -> None:
     clock = tmp_path / "clock"
     with Served(tmp_path / "models", libraries, GPUS % "", STAND_IN_KERNEL_US=200, STAND_IN_CLOCK=clock) as served:
         busy: list[float] = []
@@ -172,7 +174,7 @@ def test_gpu_that_keeps_time_gives_the_same_answers_and_tells_how_busy_it_is(lib
         eventually(some_of_the_time, "busy")
 
 
-def test_libraries_in_the_folders_of_pypis_packages_are_found(libraries: Path, tmp_path: Path) -> None:
+def test_libraries_in_the_folders_of_pypi_packages_are_found(libraries: Path, tmp_path: Path) -> None:
     driver, packages = tmp_path / "driver", tmp_path / "site" / "nvidia"
     for library in libraries.glob("*.so.*"):
         name = library.name
@@ -193,10 +195,10 @@ def test_instances_on_two_gpus_share_the_load(libraries: Path, tmp_path: Path) -
             eventually(lambda one=uuid: served.metric("nv_gpu_memory_used_bytes", gpu_uuid=one) > 0, uuid)
 
 
-def test_batch_beyond_the_devices_memory_fails_alone_and_later_ones_are_smaller(
+def test_request_beyond_the_devices_memory_fails_alone_and_later_ones_are_answered(
     libraries: Path, tmp_path: Path
 ) -> None:
-    # A row takes 512 KiB in between, half of it for each of two tensors.
+    # A row takes 512 KiB between the layers, half of it for each of two tensors.
     config = "max_batch_size: 512 dynamic_batching { } instance_group { kind: KIND_GPU }"
     with Served(tmp_path, libraries, config, sizes=(4, 65536, 16), STAND_IN_MEMORY=96 * 2**20) as served:
         served.check(64)
@@ -208,7 +210,7 @@ def test_batch_beyond_the_devices_memory_fails_alone_and_later_ones_are_smaller(
         assert served.stub.ServerReady(pb.ServerReadyRequest()).ready
 
 
-def test_lost_gpu_fails_its_batch_and_then_all_until_the_process_begins_anew(libraries: Path, tmp_path: Path) -> None:
+def test_lost_gpu_fails_its_batch_and_then_all_requests(libraries: Path, tmp_path: Path) -> None:
     lost = tmp_path / "lost"
     with Served(tmp_path / "models", libraries, GPUS % "", STAND_IN_LOST=lost) as served:
         served.check(2)
@@ -224,7 +226,7 @@ def test_lost_gpu_fails_its_batch_and_then_all_until_the_process_begins_anew(lib
 
 
 @pytest.mark.parametrize("config", [GPUS % "", f"{GPUS % ''} {GRAPHS}"], ids=["plain", "graphs"])
-def test_model_whose_gpu_is_lost_while_it_is_idle_is_unloaded_and_others_go_on(
+def test_model_whose_gpu_is_lost_while_idle_is_unloaded_and_others_keep_serving(
     config: str, libraries: Path, tmp_path: Path
 ) -> None:
     lost = tmp_path / "lost"
@@ -237,7 +239,7 @@ def test_model_whose_gpu_is_lost_while_it_is_idle_is_unloaded_and_others_go_on(
         assert served.server.terminate() == 0
 
 
-def test_gpu_that_hangs_while_a_model_of_it_is_unloaded_stops_nobody_else(libraries: Path, tmp_path: Path) -> None:
+def test_gpu_that_hangs_while_its_model_is_unloaded_blocks_no_other_model(libraries: Path, tmp_path: Path) -> None:
     hangs = tmp_path / "hangs"
     write(tmp_path / "models", "other", GPUS % "gpus: 1")
     write(tmp_path / "models", "idle", GPUS % "gpus: 0")
@@ -252,7 +254,7 @@ def test_gpu_that_hangs_while_a_model_of_it_is_unloaded_stops_nobody_else(librar
         served.server.terminate()
 
 
-def test_outputs_of_open_size_are_kept_for_nobody(libraries: Path, tmp_path: Path) -> None:
+def test_buffers_for_outputs_of_open_size_are_not_kept(libraries: Path, tmp_path: Path) -> None:
     node = models.helper.make_node("Neg", ["INPUT0"], ["OUTPUT0"])
     tensors = [models.tensor(name, "FP32", ["batch", "n"]) for name in ("INPUT0", "OUTPUT0")]
     models.write(models.model([node], tensors[:1], tensors[1:]), tmp_path / "open" / "1" / "model.onnx")
@@ -264,7 +266,7 @@ def test_outputs_of_open_size_are_kept_for_nobody(libraries: Path, tmp_path: Pat
             assert answer.raw_output_contents[0] == (-given).tobytes()
 
 
-def test_arena_of_the_gpu_is_shrunk_when_nothing_uses_it(libraries: Path, tmp_path: Path) -> None:
+def test_arena_shrinkage_on_the_gpu_does_not_disturb_concurrent_clients(libraries: Path, tmp_path: Path) -> None:
     shrinks = 'parameters { key: "memory.enable_memory_arena_shrinkage" value { string_value: "gpu:0" } }'
     config = f"max_batch_size: 128 instance_group {{ kind: KIND_GPU }} {shrinks}"
     with Served(tmp_path, libraries, config, sizes=(64, 2048, 16)) as served:
@@ -272,7 +274,7 @@ def test_arena_of_the_gpu_is_shrunk_when_nothing_uses_it(libraries: Path, tmp_pa
         assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
 
 
-def test_options_of_the_cuda_accelerator_are_those_that_onnxruntime_has(libraries: Path) -> None:
+def test_options_of_the_cuda_accelerator_are_those_of_onnxruntime(libraries: Path) -> None:
     source = """
 import onnxruntime as ort
 from backends.onnx.provider_options import _CUDA

@@ -1,4 +1,4 @@
-"""ModelStatistics over the wire, after traffic of which each batch is known; the metrics beside it."""
+"""ModelStatistics over gRPC after traffic whose batches are all known, and the metrics that must agree with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def asked(served: Served, name: str = "m", version: str = "") -> list[pb.M
 
 
 def sizes(statistics: pb.ModelStatistics) -> dict[int, int]:
-    """Executions by rows, in the order told."""
+    """Executions by rows, in the order reported."""
     for batch in statistics.batch_stats:
         assert batch.compute_input.count == batch.compute_infer.count == batch.compute_output.count
     return {batch.batch_size: batch.compute_infer.count for batch in statistics.batch_stats}
@@ -65,7 +65,7 @@ async def assert_metrics_agree(served: Served, statistics: pb.ModelStatistics) -
 # ---- Which models ----------------------------------------------------------------------------------------------------
 
 
-async def test_statistics_of_a_model_without_traffic_are_there_and_zero(tmp_path: Path) -> None:
+async def test_statistics_of_a_model_without_traffic_exist_and_are_zero(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}) as served:
         (one,) = await asked(served)
     assert (one.name, one.version, one.last_inference, one.inference_count, one.execution_count) == ("m", "1", 0, 0, 0)
@@ -74,7 +74,7 @@ async def test_statistics_of_a_model_without_traffic_are_there_and_zero(tmp_path
     assert not one.response_stats
 
 
-async def test_statistics_without_a_name_are_those_of_all_models_and_versions_in_order(tmp_path: Path) -> None:
+async def test_statistics_without_a_name_are_those_of_all_models_and_versions_sorted(tmp_path: Path) -> None:
     (write_model(tmp_path, "b", "version_policy { all { } }") / "10").mkdir()
     (tmp_path / "b" / "9").mkdir()
     async with serving(tmp_path, {"b": echo_model(), "a": echo_model()}) as served:
@@ -84,7 +84,7 @@ async def test_statistics_without_a_name_are_those_of_all_models_and_versions_in
         assert [one.version for one in await asked(served, "b", "9")] == ["9"]
 
 
-async def test_statistics_of_versions_are_counted_apart(tmp_path: Path) -> None:
+async def test_statistics_of_versions_are_counted_separately(tmp_path: Path) -> None:
     (write_model(tmp_path, "m", "version_policy { all { } }") / "2").mkdir()
     async with serving(tmp_path, {"m": echo_model()}) as served:
         await served.infer(infer("m", {"a": rows_of_floats(3)}, version="1"))
@@ -107,7 +107,7 @@ async def test_statistics_of_versions_are_counted_apart(tmp_path: Path) -> None:
         ),
     ],
 )
-async def test_statistics_of_what_is_not_served_are_refused(
+async def test_statistics_of_models_or_versions_not_served_are_refused(
     tmp_path: Path, name: str, version: str, code: grpc.StatusCode, text: str
 ) -> None:
     write_model(tmp_path, "broken", "max_batch_size: -1")
@@ -116,12 +116,12 @@ async def test_statistics_of_what_is_not_served_are_refused(
         assert [one.name for one in await asked(served, "")] == ["m"]
 
 
-async def test_statistics_are_advertised(tmp_path: Path) -> None:
+async def test_statistics_extension_is_advertised(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}) as served:
         assert "statistics" in (await served.stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
 
 
-# ---- What they say ---------------------------------------------------------------------------------------------------
+# ---- Their contents --------------------------------------------------------------------------------------------------
 
 
 async def test_statistics_after_known_batches_are_exact(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ async def test_statistics_after_known_batches_are_exact(tmp_path: Path) -> None:
             calls = await queued(served, (request(mark) for mark in range(5)))
         await asyncio.gather(*calls)
         (one,) = await asked(served)
-        assert sizes(one) == {1: 2, 4: 1}  # the one that kept it busy, four together, the fifth
+        assert sizes(one) == {1: 2, 4: 1}  # the one that kept the model busy, four together, the fifth
         assert (one.inference_count, one.execution_count) == (6, 3)
         names = ("success", "queue", "compute_input", "compute_infer", "compute_output")
         assert counts(one) == dict.fromkeys(names, 6)
@@ -156,7 +156,7 @@ async def test_statistics_of_padded_batches_count_the_rows_of_requests(tmp_path:
         assert seen['paceline_execution_us_count{model="m",up_to_rows="8",version="1"}'] == 1
 
 
-async def test_statistics_of_times_are_those_that_the_model_took(tmp_path: Path) -> None:
+async def test_statistics_of_times_are_what_the_model_took(tmp_path: Path) -> None:
     script = Script()
     script.model.latency = lambda rows: 0.03
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
@@ -173,14 +173,12 @@ async def test_statistics_of_times_are_those_that_the_model_took(tmp_path: Path)
     assert stats.compute_infer.ns == alone.compute_infer.ns + 4 * together.compute_infer.ns
     assert stats.compute_input.ns == alone.compute_input.ns + 4 * together.compute_input.ns
     assert stats.compute_output.ns == alone.compute_output.ns + 4 * together.compute_output.ns
-    assert stats.queue.ns >= 4 * 20_000_000  # four waited for the one that kept it busy
+    assert stats.queue.ns >= 4 * 20_000_000  # four waited for the one that kept the model busy
     parts = (stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output)
     assert stats.success.ns >= sum(part.ns for part in parts)
 
 
-async def test_statistics_of_requests_cancelled_in_the_queue_are_failures_and_nothing_was_executed(
-    tmp_path: Path,
-) -> None:
+async def test_statistics_count_requests_cancelled_in_the_queue_as_failures_without_execution(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         async with busy(served, script):
@@ -196,7 +194,7 @@ async def test_statistics_of_requests_cancelled_in_the_queue_are_failures_and_no
         assert seen['paceline_dropped_requests{model="m",reason="cancelled",version="1"}'] == 1
 
 
-async def test_statistics_of_requests_cancelled_while_they_execute_are_failures_whose_rows_were_executed(
+async def test_statistics_count_requests_cancelled_while_executing_as_failures_with_executed_rows(
     tmp_path: Path,
 ) -> None:
     script = Script()
@@ -221,9 +219,7 @@ async def test_statistics_of_requests_cancelled_while_they_execute_are_failures_
         assert seen['paceline_dropped_requests{model="m",reason="cancelled",version="1"}'] == 0
 
 
-async def test_statistics_of_a_deadline_that_passes_during_the_execution_count_a_cancelled_request(
-    tmp_path: Path,
-) -> None:
+async def test_statistics_count_a_deadline_passed_during_execution_as_a_cancelled_request(tmp_path: Path) -> None:
     script = Script()
     gate = script.hold(0)
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
@@ -236,7 +232,7 @@ async def test_statistics_of_a_deadline_that_passes_during_the_execution_count_a
         assert totals(await assert_metrics_agree(served, one))["CANCELED"] == 1
 
 
-async def test_statistics_of_failed_executions_are_failures_with_their_time_and_no_batches(tmp_path: Path) -> None:
+async def test_statistics_of_failed_executions_are_failures_with_their_time_but_no_batches(tmp_path: Path) -> None:
     script = Script()
     script.errors[13.0] = ExecutionError("unlucky")
     script.model.latency = lambda rows: 0.01
@@ -251,7 +247,7 @@ async def test_statistics_of_failed_executions_are_failures_with_their_time_and_
         assert totals(await assert_metrics_agree(served, one))["BACKEND"] == 3
 
 
-async def test_statistics_of_a_batch_that_ran_again_in_halves_count_each_request_once(tmp_path: Path) -> None:
+async def test_statistics_of_a_batch_rerun_in_halves_count_each_request_once(tmp_path: Path) -> None:
     script = Script()
     script.errors[13.0] = ExecutionError("unlucky")
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
@@ -282,7 +278,7 @@ async def test_statistics_of_a_split_request_count_it_once_and_its_parts_as_batc
         assert seen['paceline_dropped_requests{model="m",reason="cancelled",version="1"}'] == 13
 
 
-async def test_statistics_after_every_kind_of_end_have_each_request_once(tmp_path: Path) -> None:
+async def test_statistics_after_every_kind_of_outcome_count_each_request_once(tmp_path: Path) -> None:
     script = Script()
     script.errors[13.0] = ExecutionError("unlucky")
     policy = "default_queue_policy { max_queue_size: 4 allow_timeout_override: true }"
@@ -312,11 +308,11 @@ async def test_statistics_after_every_kind_of_end_have_each_request_once(tmp_pat
     ]  # fmt: skip
 
 
-async def test_statistics_of_requests_that_come_while_the_server_stops_are_rejected(tmp_path: Path) -> None:
+async def test_statistics_count_requests_that_arrive_while_the_server_stops_as_rejected(tmp_path: Path) -> None:
     script = Script()
     gate = script.hold(0)
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
-        # New calls might come when the port is closed already.
+        # New calls might arrive when the port is already closed.
         stream = Stream(served)
         await stream.send(request(0))
         await asyncio.to_thread(gate.wait_entered, 1)
@@ -349,8 +345,8 @@ async def test_metrics_of_pending_requests_by_priority_level(tmp_path: Path) -> 
     assert [after[name] for name in names] == [0, 0, 0]
 
 
-async def test_metrics_of_a_queue_fill_and_empty_by_batch(tmp_path: Path) -> None:
-    """L0_metrics/metrics_queue_size_test: what waits doesn't count what executes, and never exceeds the bound."""
+async def test_metrics_of_a_queue_rise_and_fall_by_batch(tmp_path: Path) -> None:
+    """L0_metrics/metrics_queue_size_test: the waiting requests exclude executing ones and never exceed the bound."""
     script = Script()
     gates = [script.hold(mark) for mark in (0.0, 4.0)]
     text = "max_batch_size: 4 dynamic_batching { default_queue_policy { max_queue_size: 8 } }"
@@ -366,7 +362,7 @@ async def test_metrics_of_a_queue_fill_and_empty_by_batch(tmp_path: Path) -> Non
         await asyncio.gather(*calls)
 
 
-async def test_metrics_bear_the_tags_of_the_configuration(tmp_path: Path) -> None:
+async def test_metrics_have_the_configured_tags_as_labels(tmp_path: Path) -> None:
     tags = 'metric_tags { key: "team" value: "blue" } metric_tags { key: "cost_center" value: "7" }'
     async with serving(tmp_path, {"m": echo_model()}, config=tags) as served:
         await served.infer(infer("m", {"a": rows_of_floats(2)}))
@@ -375,7 +371,7 @@ async def test_metrics_bear_the_tags_of_the_configuration(tmp_path: Path) -> Non
         assert await served.metric("nv_model_load_duration_secs", f'{labels},version="1"') > 0
 
 
-async def test_metrics_with_a_tag_that_no_label_can_bear_fail_the_load(tmp_path: Path) -> None:
+async def test_metric_tag_with_an_invalid_label_name_fails_the_load(tmp_path: Path) -> None:
     write_model(tmp_path, "m", 'metric_tags { key: "my-team" value: "blue" }')
     async with serving(tmp_path, {"m": echo_model(), "n": echo_model()}) as served:
         code, text = await failure_of(served.infer(infer("m", {"a": np.zeros((1, 2), np.float32)})))
@@ -384,7 +380,7 @@ async def test_metrics_with_a_tag_that_no_label_can_bear_fail_the_load(tmp_path:
         assert "got 'my-team'" in text
 
 
-async def test_gpus_are_left_out_where_there_is_no_driver_and_one_line_says_why(
+async def test_gpu_metrics_are_left_out_without_a_driver_and_one_log_line_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     try:
@@ -398,9 +394,7 @@ async def test_gpus_are_left_out_where_there_is_no_driver_and_one_line_says_why(
     assert told == [f"no GPU metrics: {reason}"]
 
 
-async def test_gpus_that_nobody_wants_to_know_of_are_not_looked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_gpus_are_not_looked_for_if_gpu_metrics_are_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings(paths=(tmp_path,), allow_gpu_metrics=False)
     with caplog.at_level(logging.INFO, "paceline.server"):
         async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:

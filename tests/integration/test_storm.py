@@ -32,7 +32,7 @@ def poisoned(inputs: Tensors) -> bool:
 
 
 async def one(served: Served, kind: str, number: int) -> str:
-    """Send one request of `kind`; how it ended, "wrong" if that can't be."""
+    """Send one request of `kind`. Its outcome, "wrong" for an answer that differs from the request."""
     columns = 1 + number % 3
     first = POISON if kind == "poisoned" else float(number)
     request = infer("m", {"a": rows_of_floats(1 + number % 4, columns, first=first)})
@@ -52,7 +52,7 @@ async def one(served: Served, kind: str, number: int) -> str:
 
 
 POSSIBLE = {
-    "good": {"OK", "INTERNAL", "RESOURCE_EXHAUSTED"},  # INTERNAL beside a poisoned one
+    "good": {"OK", "INTERNAL", "RESOURCE_EXHAUSTED"},  # INTERNAL in a batch with a poisoned one
     "bad": {"INVALID_ARGUMENT"},
     "cancelled": {"cancelled", "OK", "INTERNAL", "RESOURCE_EXHAUSTED"},
     "hasty": {"DEADLINE_EXCEEDED", "OK", "INTERNAL", "RESOURCE_EXHAUSTED"},
@@ -62,7 +62,7 @@ POSSIBLE = {
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("isolates", [True, False], ids=["isolating", "failing whole"])
-async def test_storm_leaves_each_request_with_a_possible_end_and_the_server_as_new(
+async def test_storm_gives_each_request_a_possible_outcome_and_leaves_the_server_clean(
     tmp_path: Path, seed: int, isolates: bool
 ) -> None:
     dice = random.Random(seed)
@@ -81,11 +81,11 @@ async def test_storm_leaves_each_request_with_a_possible_end_and_the_server_as_n
         statistics = served.server.repository.get("m", "").statistics
 
         def ended_in_execution() -> int:
-            """All but those that were refused before the queue or dropped from it, for whatever reason."""
+            """All requests but those refused before the queue or dropped from it, for whatever reason."""
             refused = statistics.failures[FailureReason.OTHER] + sum(statistics.drops.values())
             return statistics.requests.count + statistics.failed - refused
 
-        # Whatever was executed was counted once, however often it was executed.
+        # Each executed request was counted once, however often it was executed.
         if isolates:
             assert ended_in_execution() <= sum(map(len, model.batches))
         else:

@@ -52,7 +52,7 @@ async def overtaking(tmp_path: Path, script: Script) -> AsyncIterator[Served]:
 # ---- Answers ---------------------------------------------------------------------------------------------------------
 
 
-async def test_stream_answers_each_request_as_a_call_of_its_own_would_be(served: Served) -> None:
+async def test_stream_answers_each_request_like_a_unary_call(served: Served) -> None:
     one = infer("m", {"a": marked(3, 2)}, id="grün/7", outputs=["x"], parameters={"binary_data_output": False})
     alone = await served.infer(one)
     stream = Stream(served)
@@ -65,9 +65,7 @@ async def test_stream_answers_each_request_as_a_call_of_its_own_would_be(served:
     assert (await stream.rest(), await stream.status()) == ([], (Code.OK, ""))
 
 
-async def test_stream_of_requests_in_flight_makes_batches_with_other_streams_and_calls(
-    served: Served, script: Script
-) -> None:
+async def test_stream_requests_share_batches_with_other_streams_and_unary_calls(served: Served, script: Script) -> None:
     streams = [Stream(served), Stream(served)]
     async with busy(served, script):
         for number, stream in enumerate(streams):
@@ -95,7 +93,7 @@ async def test_stream_answers_in_the_order_of_its_requests_whichever_is_done_fir
     for number, mark in enumerate(order):
         gates[mark].open()
         done = set(order[: number + 1])
-        # What may leave now is all that comes before the first one still executing.
+        # All answers before the first request still executing may leave now.
         free = next((mark for mark in range(8) if mark not in done), 8)
         read += await stream.many(free - len(read))
         assert read == list(range(free))
@@ -103,7 +101,7 @@ async def test_stream_answers_in_the_order_of_its_requests_whichever_is_done_fir
     assert await stream.rest() == []
 
 
-async def test_stream_answer_that_need_not_keep_the_order_leaves_at_once(overtaking: Served, script: Script) -> None:
+async def test_stream_sends_unordered_answers_at_once(overtaking: Served, script: Script) -> None:
     gates = {mark: script.hold(mark) for mark in range(4)}
     stream = Stream(overtaking)
     await stream.send(*(request(mark, paceline_unordered=mark % 2 == 1) for mark in gates))
@@ -115,7 +113,7 @@ async def test_stream_answer_that_need_not_keep_the_order_leaves_at_once(overtak
     assert await stream.rest() == []
 
 
-async def test_stream_error_that_need_not_keep_the_order_leaves_at_once(overtaking: Served, script: Script) -> None:
+async def test_stream_sends_unordered_errors_at_once(overtaking: Served, script: Script) -> None:
     gate = script.hold(0)
     stream = Stream(overtaking)
     await stream.send(request(0), request(1, model="nope", paceline_unordered=True))
@@ -124,7 +122,7 @@ async def test_stream_error_that_need_not_keep_the_order_leaves_at_once(overtaki
     assert await stream.next() == 0
 
 
-async def test_stream_request_in_parts_keeps_its_place(tmp_path: Path, script: Script) -> None:
+async def test_split_stream_request_keeps_its_place(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=MERGE + own(split_oversized=True)) as served:
         stream = Stream(served)
         await stream.send(request(1), request(2, rows=11), request(3))
@@ -133,7 +131,7 @@ async def test_stream_request_in_parts_keeps_its_place(tmp_path: Path, script: S
     assert [list(one.infer_response.outputs[0].shape) for one in messages] == [[1, 2], [11, 2], [1, 2]]
 
 
-async def test_stream_tells_about_batches_if_asked_to(served: Served) -> None:
+async def test_stream_answers_include_batch_info_if_requested(served: Served) -> None:
     stream = Stream(served)
     await stream.send(request(1, paceline_batch_info=True))
     assert (await stream.message()).infer_response.parameters["paceline_batch_rows"].int64_param == 1
@@ -142,7 +140,7 @@ async def test_stream_tells_about_batches_if_asked_to(served: Served) -> None:
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
-async def test_stream_errors_come_in_their_place_and_leave_the_stream_open(served: Served, script: Script) -> None:
+async def test_stream_errors_keep_their_place_and_leave_the_stream_open(served: Served, script: Script) -> None:
     script.errors[5] = RuntimeError("no fives")
     stream = Stream(served)
     await stream.send(request(1), BAD, request(2), b"\xff", request(5), request(1, model="nope"), request(3))
@@ -173,7 +171,7 @@ async def test_stream_error_names_its_request(served: Served) -> None:
     [(BAD, Code.INVALID_ARGUMENT, BAD_TEXT), (b"\xff", Code.INVALID_ARGUMENT, NO_MESSAGE)],
     ids=["request", "bytes"],
 )
-async def test_stream_that_asks_for_it_ends_at_the_first_error_with_its_status(
+async def test_stream_with_triton_grpc_error_ends_at_the_first_error_with_its_status(
     served: Served, script: Script, bad: pb.ModelInferRequest | bytes, code: Code, text: str
 ) -> None:
     stream = Stream(served, metadata=[("triton_grpc_error", "true")])
@@ -184,7 +182,7 @@ async def test_stream_that_asks_for_it_ends_at_the_first_error_with_its_status(
     gate.open()
 
 
-async def test_stream_that_ends_at_an_error_takes_back_what_is_queued(served: Served, script: Script) -> None:
+async def test_stream_that_ends_at_an_error_cancels_its_queued_requests(served: Served, script: Script) -> None:
     stream = Stream(served, metadata=[("triton_grpc_error", "true")])
     async with busy(served, script):
         await stream.send(request(1, paceline_unordered=True), request(2, model="nope", paceline_unordered=True))
@@ -195,7 +193,7 @@ async def test_stream_that_ends_at_an_error_takes_back_what_is_queued(served: Se
 
 
 @pytest.mark.parametrize("value", ["false", "", "1"])
-async def test_stream_with_another_value_of_that_header_stays_open(served: Served, value: str) -> None:
+async def test_stream_with_another_value_of_triton_grpc_error_stays_open(served: Served, value: str) -> None:
     stream = Stream(served, metadata=[("triton_grpc_error", value)])
     await stream.send(BAD, request(1))
     assert await stream.many(2) == [("INVALID_ARGUMENT", BAD_TEXT), 1]
@@ -214,7 +212,7 @@ async def test_stream_request_refused_by_a_full_queue_fails_alone(tmp_path: Path
 # ---- Ends ------------------------------------------------------------------------------------------------------------
 
 
-async def test_stream_half_closed_is_answered_to_the_last_and_then_ends_well(served: Served, script: Script) -> None:
+async def test_half_closed_stream_is_answered_completely_and_then_ends_with_ok(served: Served, script: Script) -> None:
     stream = Stream(served)
     async with busy(served, script):
         await stream.send(*(request(mark) for mark in range(6)))
@@ -224,13 +222,13 @@ async def test_stream_half_closed_is_answered_to_the_last_and_then_ends_well(ser
     assert await stream.status() == (Code.OK, "")
 
 
-async def test_stream_without_requests_ends_well(served: Served) -> None:
+async def test_stream_without_requests_ends_with_ok(served: Served) -> None:
     stream = Stream(served)
     await stream.end()
     assert (await stream.rest(), await stream.status()) == ([], (Code.OK, ""))
 
 
-async def test_stream_cancelled_takes_all_its_requests_along_and_nobody_elses(served: Served, script: Script) -> None:
+async def test_cancelled_stream_cancels_all_its_requests_and_no_others(served: Served, script: Script) -> None:
     mine, other = Stream(served), Stream(served)
     async with busy(served, script):
         await other.send(request(100))
@@ -244,7 +242,7 @@ async def test_stream_cancelled_takes_all_its_requests_along_and_nobody_elses(se
     assert (counted["success"], counted["CANCELED"]) == (2, 10)
 
 
-async def test_stream_request_taken_back_leaves_the_queue_and_says_so_in_its_place(
+async def test_cancelled_stream_request_leaves_the_queue_and_is_reported_in_its_place(
     served: Served, script: Script
 ) -> None:
     def named(mark: float, name: str, **parameters: object) -> pb.ModelInferRequest:
@@ -266,7 +264,7 @@ async def test_stream_request_taken_back_leaves_the_queue_and_says_so_in_its_pla
     assert totals(await served.metrics())["CANCELED"] == 2
 
 
-async def test_stream_cancelled_takes_the_parts_of_a_split_request_along(tmp_path: Path, script: Script) -> None:
+async def test_cancelled_stream_cancels_all_parts_of_a_split_request(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=MERGE + own(split_oversized=True)) as served:
         stream = Stream(served)
         async with busy(served, script):
@@ -277,7 +275,7 @@ async def test_stream_cancelled_takes_the_parts_of_a_split_request_along(tmp_pat
     assert script.served == []
 
 
-async def test_stream_deadline_is_that_of_each_of_its_requests(served: Served, script: Script) -> None:
+async def test_stream_deadline_applies_to_each_of_its_requests(served: Served, script: Script) -> None:
     script.model.latency = lambda rows: 0.4
     for _ in range(3):
         await served.infer(request(0))
@@ -291,7 +289,7 @@ async def test_stream_deadline_is_that_of_each_of_its_requests(served: Served, s
     assert script.seen == [[0], [0], [0]]
 
 
-async def test_stream_request_may_have_a_deadline_of_its_own(served: Served, script: Script) -> None:
+async def test_stream_request_may_have_its_own_deadline(served: Served, script: Script) -> None:
     stream = Stream(served)
     async with busy(served, script):
         await stream.send(request(1, paceline_deadline_us=50_000, paceline_unordered=True), request(2))
@@ -302,7 +300,7 @@ async def test_stream_request_may_have_a_deadline_of_its_own(served: Served, scr
     assert script.served == [[2]]
 
 
-async def test_stream_deadline_passed_takes_its_requests_along(served: Served, script: Script) -> None:
+async def test_stream_whose_deadline_passes_cancels_its_requests(served: Served, script: Script) -> None:
     stream = Stream(served, timeout_s=0.3)
     async with busy(served, script):
         await stream.send(request(1), request(2))
@@ -312,7 +310,7 @@ async def test_stream_deadline_passed_takes_its_requests_along(served: Served, s
     assert script.served == []
 
 
-async def test_stream_cancelled_in_the_midst_of_traffic_loses_nobodys_answers(served: Served, script: Script) -> None:
+async def test_streams_cancelled_amid_traffic_lose_no_answers_of_other_streams(served: Served, script: Script) -> None:
     script.model.latency = lambda rows: 0.001
     streams = [Stream(served) for _ in range(8)]
     for stretch in range(10):
@@ -328,7 +326,7 @@ async def test_stream_cancelled_in_the_midst_of_traffic_loses_nobodys_answers(se
     await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
 
 
-async def test_stream_of_many_models_serves_each(tmp_path: Path) -> None:
+async def test_stream_of_requests_for_several_models_serves_each(tmp_path: Path) -> None:
     scripts = {name: Script() for name in ("m", "n")}
     write_model(tmp_path, "n", MERGE)
     async with serving(tmp_path, {name: each.model for name, each in scripts.items()}, config=MERGE) as served:

@@ -1,4 +1,4 @@
-"""Streams under load, with readers that are slow or gone, and at the end of the server."""
+"""Streams under load, with slow or vanished readers, and while the server stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGE = 100_000
 
 @asynccontextmanager
 async def stopping(served: Served) -> AsyncIterator[asyncio.Task[bool]]:
-    """A server that stops, once whoever speaks gRPC with these clients knows."""
+    """Stop the server. The block begins once the process that speaks gRPC with these clients knows."""
     watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
     await watch.read()
     task = asyncio.create_task(served.server.stop(30))
@@ -44,29 +44,29 @@ def script() -> Script:
     return Script()
 
 
-async def test_stream_has_at_most_so_many_requests_under_way(tmp_path: Path, script: Script) -> None:
+async def test_stream_has_at_most_the_configured_number_of_requests_under_way(tmp_path: Path, script: Script) -> None:
     settings = Settings(paths=(tmp_path,), grpc_max_stream_requests=3)
     async with serving(tmp_path, {"m": script.model}, config=MERGE, settings=settings) as served:
         stream, other = Stream(served), Stream(served)
         async with busy(served, script):
             await stream.send(*(request(mark) for mark in range(10)))
             await eventually_async(lambda: served.waiting("m") == 3, "three requests waiting")
-            # The bound is the stream's own, and by now the fourth would have been read if it could be.
+            # The bound is per stream, and by now the fourth request would have been read if it could be.
             await other.send(request(100))
             await eventually_async(lambda: served.waiting("m") == 4, "four requests waiting")
         assert await stream.many(10) == list(range(10))
         assert await other.next() == 100
 
 
-async def test_stream_whose_answers_nobody_reads_is_not_read_on(tmp_path: Path, script: Script) -> None:
+async def test_stream_whose_answers_nobody_reads_is_not_read_further(tmp_path: Path, script: Script) -> None:
     settings = Settings(paths=(tmp_path,), grpc_max_stream_requests=4)
-    # Else its window may grow to tens of MB, by how fast other answers come.
+    # Otherwise its window may grow to tens of MB, depending on how fast other answers come.
     steady = [("grpc.http2.bdp_probe", 0)]
     async with serving(tmp_path, {"m": script.model}, config=MERGE, settings=settings, options=steady) as served:
         stream = Stream(served)
         sending = asyncio.create_task(stream.send(*(request(mark, columns=LARGE) for mark in range(60))))
         await eventually_async(lambda: len(script.seen) > 0, "the first execution")
-        # It stands still once nothing changes any more while others are answered.
+        # The stream stands still once nothing changes any more while others are answered.
         before = -1
         while (now := sum(map(len, script.seen))) != before:
             before = now
@@ -74,17 +74,17 @@ async def test_stream_whose_answers_nobody_reads_is_not_read_on(tmp_path: Path, 
                 assert mark_of(await served.infer(request(mark))) == mark
             before += 20
         taken = [mark for batch in script.seen for mark in batch if mark < 100]
-        # 4 under way, and what the two ends' buffers hold of 400 kB answers.
+        # 4 under way, and the 400 kB answers that the buffers of both ends hold.
         assert len(taken) < 30
         assert await stream.many(60) == list(range(60))
         await sending
 
 
-async def test_streams_whose_clients_go_while_answers_are_being_written_leave_nothing(
+async def test_streams_whose_clients_leave_while_answers_are_written_leave_nothing_behind(
     tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture, frontends: int
 ) -> None:
     text = "max_batch_size: 32 dynamic_batching { }"
-    # gRPC takes 64 KiB for a client that reads nothing, whatever the machine has time for.
+    # gRPC then buffers 64 KiB for a client that reads nothing, however much time the machine has.
     options = [("grpc.http2.bdp_probe", 0)]
     async with (
         serving(tmp_path, {"m": script.model}, config=text) as served,
@@ -101,15 +101,15 @@ async def test_streams_whose_clients_go_while_answers_are_being_written_leave_no
                 stream.call.cancel()
         assert mark_of(await served.infer(request(99))) == 99
         assert await served.metric("nv_inference_pending_request_count") == 0
-        # Each counted once, those too whose answers were there and not yet written.
+        # Each is counted once, also those whose answers existed but weren't written yet.
         counted = totals(await served.metrics())
         assert sum(counted.values()) == counted["success"] + counted["CANCELED"] == 3 * 3 * 40 + 1
-        # Where there are fronts, an answer is given when its front has it.
+        # With fronts, a request counts as answered once its front has the answer.
         assert counted["CANCELED"] > 0 or frontends > 1
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_streams_64_at_once_each_get_their_own_answers_in_order(tmp_path: Path, script: Script) -> None:
+async def test_64_concurrent_streams_each_get_their_own_answers_in_order(tmp_path: Path, script: Script) -> None:
     text = "max_batch_size: 32 dynamic_batching { } instance_group { count: 2 }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
 
@@ -127,10 +127,10 @@ async def test_streams_64_at_once_each_get_their_own_answers_in_order(tmp_path: 
     assert max(map(len, script.seen)) > 3
 
 
-# ---- The server's end ------------------------------------------------------------------------------------------------
+# ---- Stopping the server ---------------------------------------------------------------------------------------------
 
 
-async def test_stop_answers_what_streams_have_under_way_and_refuses_the_rest_in_the_stream(
+async def test_stop_answers_stream_requests_under_way_and_refuses_the_rest_in_the_stream(
     tmp_path: Path, script: Script
 ) -> None:
     async with serving(tmp_path, {"m": script.model}, config=MERGE, options=TRIES_CANCELLED_AGAIN) as served:
@@ -139,7 +139,7 @@ async def test_stop_answers_what_streams_have_under_way_and_refuses_the_rest_in_
             await stream.send(request(1), request(2))
             await eventually_async(lambda: served.waiting("m") == 2, "two requests waiting")
             async with stopping(served) as stop:
-                # By the server, or by its port that is closed.
+                # Refused by the server, or by its closed port.
                 assert (await failure_of(Stream(served).next()))[0] is Code.UNAVAILABLE
                 await stream.send(request(3, paceline_unordered=True))
                 assert await stream.next() == ("UNAVAILABLE", "the server is stopping")
@@ -150,7 +150,7 @@ async def test_stop_answers_what_streams_have_under_way_and_refuses_the_rest_in_
     assert script.served == [[1, 2]]
 
 
-async def test_stop_is_not_held_up_by_streams_that_are_open(tmp_path: Path, script: Script) -> None:
+async def test_stop_is_not_held_up_by_idle_streams(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         Stream(served)  # without requests
         used = Stream(served)
@@ -163,7 +163,7 @@ async def test_stop_is_not_held_up_by_streams_that_are_open(tmp_path: Path, scri
         assert await used.status() == (Code.UNAVAILABLE, "the server is stopping")
 
 
-async def test_stop_that_runs_out_of_time_tells_streams_too(tmp_path: Path, script: Script) -> None:
+async def test_stop_that_times_out_fails_the_requests_of_streams_too(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         gate = script.hold(1)
         stream = Stream(served)

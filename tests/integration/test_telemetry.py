@@ -1,4 +1,4 @@
-"""What ONNX Runtime would tell its makers of the models that are served, which it does by default."""
+"""Telemetry about served models, which ONNX Runtime sends to its makers by default: it is switched off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN = 'parameters { key: "paceline.own_process" value { string_value: "true" } }
 
 
 def everywhere(folder: Path, told: str) -> dict[str, str]:
-    """The places where it keeps what it hasn't sent yet."""
+    """Variables for all places where ONNX Runtime keeps unsent telemetry; `told` is ORT_DISABLE_TELEMETRY."""
     folder.mkdir(exist_ok=True)
     return {"TMPDIR": str(folder), "HOME": str(folder), "XDG_CACHE_HOME": str(folder), "ORT_DISABLE_TELEMETRY": told}
 
@@ -29,7 +29,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_nothing_is_told_of_models_that_are_served(tmp_path: Path) -> None:
+def test_nothing_is_reported_about_served_models(tmp_path: Path) -> None:
     path = models.write(models.mlp(), tmp_path / "models" / "here" / "1" / "model.onnx")
     models.write(models.mlp(), tmp_path / "models" / "apart" / "1" / "model.onnx")
     (tmp_path / "models" / "apart" / "config.pbtxt").write_text(OWN)

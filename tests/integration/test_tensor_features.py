@@ -1,7 +1,7 @@
-"""ONNX models whose configuration reshapes, joins and cuts tensors, over the wire: who shares a batch, and what each
-gets.
+"""ONNX models whose configuration reshapes, joins and splits tensors, over gRPC: which requests share a batch, and what
+each gets.
 
-Batches are made to form without a clock: the preferred size leaves at once, anything else after longer than a test
+Batches form regardless of the clock: the preferred size leaves at once, anything else only after longer than a test
 lasts.
 """
 
@@ -25,13 +25,13 @@ from tests.wire import Array, infer
 
 
 def write(repository: Path, model: onnx.ModelProto, config: str) -> None:
-    """Model `m` from `model`, with `config`."""
+    """Write `model` as `m`, with `config`."""
     models.write(model, repository / "m" / "1" / "model.onnx")
     (repository / "m" / "config.pbtxt").write_text(config)
 
 
 def together(requests: int, rows: int = 16) -> str:
-    """A batch leaves when it has so many rows."""
+    """Configuration: a batch leaves when it has `requests` rows."""
     return (
         f"max_batch_size: {rows} "
         f"dynamic_batching {{ preferred_batch_size: {requests} max_queue_delay_microseconds: 100000000 }} "
@@ -55,7 +55,7 @@ def outputs(response: pb.ModelInferResponse) -> dict[str, Array]:
 
 
 async def answers(served: Served, requests: Sequence[pb.ModelInferRequest]) -> list[dict[str, Array]]:
-    """What each of the requests is answered, all in flight at once."""
+    """The outputs of each of `requests`, all in flight at once."""
     return [outputs(response) for response in await asyncio.gather(*map(served.infer, requests))]
 
 
@@ -73,7 +73,7 @@ RAGGED_IO = tensor("input", "INPUT0", "-1", "allow_ragged_batch: true") + tensor
 SCATTER = 'batch_output { target_name: "OUTPUT0" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "INPUT0" }'
 
 
-async def test_ragged_requests_of_different_lengths_share_a_batch_and_get_their_own(tmp_path: Path) -> None:
+async def test_ragged_requests_of_different_lengths_share_a_batch_and_get_their_answers(tmp_path: Path) -> None:
     write(tmp_path, models.ragged(), together(8) + RAGGED_IO + SCATTER)
     given = [floats(1, size, first=100 * size) for size in (16, 8, 1, 0, 5, 3)] + [floats(2, 3)]
     async with serving(tmp_path) as served:
@@ -110,7 +110,7 @@ async def test_identity_backend_serves_ragged_batches_too(tmp_path: Path) -> Non
     assert [answer["OUTPUT0"].tolist() for answer in got] == [array.tolist() for array in given]
 
 
-# Two requests, of two rows of 3 x 1 elements and of one row of 2 x 2: what each of their three rows is shown.
+# What the model gets for each of the three rows of two requests: two rows of 3 x 1 elements, and one row of 2 x 2.
 MADE = {
     BatchInputKind.ELEMENT_COUNT: [[6, 4]] * 3,
     BatchInputKind.ACCUMULATED_ELEMENT_COUNT: [[6, 10]] * 3,
@@ -123,9 +123,7 @@ MADE = {
 
 @pytest.mark.parametrize("datatype", ["INT32", "FP32"])
 @pytest.mark.parametrize("kind", BatchInputKind)
-async def test_batch_input_of_each_kind_is_what_the_model_sees(
-    tmp_path: Path, kind: BatchInputKind, datatype: str
-) -> None:
+async def test_batch_input_of_each_kind_reaches_the_model(tmp_path: Path, kind: BatchInputKind, datatype: str) -> None:
     config = (
         together(3)
         + tensor("input", "RAGGED", "-1, -1", "allow_ragged_batch: true")
@@ -152,7 +150,7 @@ async def test_batch_input_of_each_kind_is_what_the_model_sees(
     )
 
 
-async def test_reshape_clients_and_model_each_have_their_own_shape(tmp_path: Path) -> None:
+async def test_reshape_gives_clients_and_model_their_own_shapes(tmp_path: Path) -> None:
     config = (
         together(3)
         + tensor("input", "INPUT0", "4", "reshape { shape: [ 2, 2 ] }")
@@ -174,14 +172,14 @@ async def test_reshape_clients_and_model_each_have_their_own_shape(tmp_path: Pat
     )
 
 
-async def test_reshape_of_a_model_without_batch_axis_is_that_of_the_whole_tensor(tmp_path: Path) -> None:
+async def test_reshape_of_a_model_without_batch_axis_applies_to_the_whole_tensor(tmp_path: Path) -> None:
     config = tensor("input", "INPUT0", "1", "reshape { }") + tensor("output", "OUTPUT0", "1", "reshape { }")
     write(tmp_path, models.scalar(), config)
     async with serving(tmp_path) as served:
         assert outputs(await served.infer(infer("m", {"INPUT0": floats(1)})))["OUTPUT0"].tolist() == [2]
 
 
-async def test_rows_of_rank_zero_without_configuration_are_vectors_of_one_to_clients(tmp_path: Path) -> None:
+async def test_rows_of_rank_zero_without_configuration_are_one_element_vectors_to_clients(tmp_path: Path) -> None:
     models.write(models.identity("FP32", ["batch"]), tmp_path / "m" / "1" / "model.onnx")
     async with serving(tmp_path) as served:
         answer = outputs(await served.infer(infer("m", {"INPUT0": floats(3, 1)})))
@@ -189,7 +187,7 @@ async def test_rows_of_rank_zero_without_configuration_are_vectors_of_one_to_cli
     np.testing.assert_array_equal(answer["OUTPUT0"], floats(3, 1), strict=True)
 
 
-async def test_optional_input_left_out_is_the_graphs_default(tmp_path: Path) -> None:
+async def test_omitted_optional_input_is_the_graphs_default(tmp_path: Path) -> None:
     config = (
         tensor("input", "INPUT0", "-1")
         + tensor("input", "BIAS", "-1", "optional: true")
@@ -210,7 +208,7 @@ async def test_optional_input_left_out_is_the_graphs_default(tmp_path: Path) -> 
     )
 
 
-async def test_optional_inputs_of_the_identity_backend_batch_with_equal_sets(tmp_path: Path) -> None:
+async def test_identity_backend_batches_only_equal_sets_of_optional_inputs(tmp_path: Path) -> None:
     config = "".join(
         tensor("input", f"INPUT{i}", "2", "optional: true" if i else "") + tensor("output", f"OUTPUT{i}", "2")
         for i in range(2)

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS: who is spoken with, and certificates that change while the server runs."""
+"""TLS and mutual TLS: who may connect, and certificates that change while the server runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def settings(folder: Path, pair: Pair, roots: Path | None = None, *, mutual: boo
 
 
 def channel(served: Served, roots: Path, own: Pair | None = None) -> grpc.aio.Channel:
-    """A connection of its own, by somebody who believes `roots` and, if asked, shows `own`."""
+    """A separate connection, by a client that trusts `roots` and shows `own` if asked for a certificate."""
     pair = (own.key.read_bytes(), own.certificate.read_bytes()) if own else (None, None)
     credentials = grpc.ssl_channel_credentials(roots.read_bytes(), *pair)
     return grpc.aio.secure_channel(served.target, credentials, [("grpc.use_local_subchannel_pool", 1)])
@@ -56,7 +56,7 @@ async def refusal(connection: grpc.aio.Channel) -> Code:
 
 
 def shown(served: Served) -> str:
-    """The certificate that a new connection gets, as PEM without what may stand around it."""
+    """The certificate that a new connection gets, as PEM without any text around it."""
     host, _, port = served.target.rpartition(":")
     return ssl.get_server_certificate((host, int(port)))
 
@@ -65,7 +65,7 @@ def pem(pair: Pair) -> str:
     return pair.certificate.read_text()
 
 
-async def test_tls_is_spoken_with_who_trusts_the_certificate_and_nobody_else(tmp_path: Path) -> None:
+async def test_tls_serves_only_clients_that_trust_the_certificate(tmp_path: Path) -> None:
     ours, others = Authority(tmp_path), Authority(tmp_path, "others")
     async with serving(tmp_path, {"m": Script().model}, settings=settings(tmp_path, ours.sign("server"))) as served:
         async with channel(served, ours.roots) as connection:
@@ -77,7 +77,7 @@ async def test_tls_is_spoken_with_who_trusts_the_certificate_and_nobody_else(tmp
             assert await infer(connection, 2) == 2
 
 
-async def test_mutual_tls_is_for_clients_with_a_certificate_of_ours(tmp_path: Path) -> None:
+async def test_mutual_tls_serves_only_clients_with_a_certificate_of_ours(tmp_path: Path) -> None:
     ours, others = Authority(tmp_path), Authority(tmp_path, "others")
     server = settings(tmp_path, ours.sign("server"), ours.roots, mutual=True)
     async with serving(tmp_path, {"m": Script().model}, settings=server) as served:
@@ -88,7 +88,7 @@ async def test_mutual_tls_is_for_clients_with_a_certificate_of_ours(tmp_path: Pa
             assert await infer(connection, 1) == 1
 
 
-async def test_our_client_takes_certificates_as_credentials_and_a_token_as_metadata(tmp_path: Path) -> None:
+async def test_our_client_accepts_certificates_as_credentials_and_a_token_as_metadata(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
     own, tokens = ours.sign("client"), tmp_path / "tokens"
     tokens.write_text(line_of("edge", "good"))
@@ -106,7 +106,7 @@ async def test_our_client_takes_certificates_as_credentials_and_a_token_as_metad
                 await client.infer("m", {"a": np.array([[7.0]], np.float32)})
 
 
-async def test_connection_that_does_not_come_to_speak_tls_goes_as_one_without_a_call_does(tmp_path: Path) -> None:
+async def test_connection_without_a_tls_handshake_is_closed_like_an_idle_one(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
     server = replace(settings(tmp_path, ours.sign("server")), connections=Connections(max_idle_ms=1_000))
     async with serving(tmp_path, {"m": Script().model}, settings=server) as served:
@@ -119,7 +119,7 @@ async def test_connection_that_does_not_come_to_speak_tls_goes_as_one_without_a_
             assert await infer(connection, 1) == 1
 
 
-async def test_certificate_replaced_is_shown_to_new_connections_and_old_ones_go_on(tmp_path: Path) -> None:
+async def test_replaced_certificate_is_shown_to_new_connections_while_old_ones_continue(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
     first, second = ours.sign("server"), ours.sign("next")
     before, after = pem(first), pem(second)
@@ -135,7 +135,7 @@ async def test_certificate_replaced_is_shown_to_new_connections_and_old_ones_go_
                 assert await infer(new, 3) == 3
 
 
-async def test_certificate_without_its_key_is_not_shown_until_the_key_is_there(tmp_path: Path) -> None:
+async def test_new_certificate_is_not_shown_until_its_key_is_present(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
     first, second = ours.sign("server"), ours.sign("next")
     before, after = pem(first), pem(second)
@@ -150,7 +150,7 @@ async def test_certificate_without_its_key_is_not_shown_until_the_key_is_there(t
         assert await asyncio.to_thread(shown, served) == after
 
 
-async def test_root_replaced_decides_about_new_clients(tmp_path: Path) -> None:
+async def test_replaced_root_decides_about_new_clients(tmp_path: Path) -> None:
     ours, others = Authority(tmp_path), Authority(tmp_path, "others")
     roots = tmp_path / "roots.crt"
     roots.write_bytes(ours.roots.read_bytes())
@@ -181,7 +181,7 @@ async def test_root_replaced_decides_about_new_clients(tmp_path: Path) -> None:
         ("bad root", "expected certificates as PEM in"),
     ],
 )
-async def test_files_that_are_no_good_keep_the_server_from_starting(tmp_path: Path, fault: str, reason: str) -> None:
+async def test_missing_or_invalid_files_keep_the_server_from_starting(tmp_path: Path, fault: str, reason: str) -> None:
     ours = Authority(tmp_path)
     pair, roots = ours.sign("server"), tmp_path / "roots.crt"
     roots.write_bytes(ours.roots.read_bytes())
@@ -194,7 +194,7 @@ async def test_files_that_are_no_good_keep_the_server_from_starting(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("mode", "warnings"), [(0o600, 0), (0o640, 0), (0o644, 1)])
-def test_key_that_everybody_can_read_is_a_warning(tmp_path: Path, mode: int, warnings: int) -> None:
+def test_world_readable_key_is_a_warning(tmp_path: Path, mode: int, warnings: int) -> None:
     pair = Authority(tmp_path).sign("server")
     pair.key.chmod(mode)
     write_identity(tmp_path / "models")
@@ -212,13 +212,13 @@ def test_certificates_that_could_not_be_read_are_read_at_the_next_handshake(tmp_
     certificates.credentials()
     assert certificates._if_changed() is None
     pair.replace(ours.sign("another"))
-    with limited(resource.RLIMIT_NOFILE, 3):  # more are open
+    with limited(resource.RLIMIT_NOFILE, 3):  # more are open already
         assert certificates._if_changed() is None
     assert certificates._if_changed() is not None
     assert certificates._if_changed() is None
 
 
-def test_certificate_out_of_its_time_is_a_warning_at_the_start_and_when_it_is_replaced(tmp_path: Path) -> None:
+def test_certificate_outside_its_validity_is_a_warning_at_the_start_and_on_replacement(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
     pair = ours.sign_expired("server")
     pair.key.chmod(0o600)
@@ -233,7 +233,7 @@ def test_certificate_out_of_its_time_is_a_warning_at_the_start_and_when_it_is_re
         line["message"] for line in server.log if line["message"].startswith("TLS:")
     ]
     assert expired == f"TLS: {pair.certificate}: certificate has expired; clients will refuse to connect"
-    # The reasons are OpenSSL's, and later ones say more.
+    # The reasons are OpenSSL's, and later versions of it say more.
     assert early.startswith(f"TLS: {pair.certificate}: certificate is not yet valid")
     assert early.endswith("; clients will refuse to connect")
     assert used_good == used_early == used

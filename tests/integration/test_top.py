@@ -1,4 +1,4 @@
-"""`paceline top` against real servers: one that serves, one that isn't there, one that goes and comes back."""
+"""`paceline top` against real servers: one that serves, a missing one, one that goes away and comes back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def top_once(port: int | None, *args: str) -> Result:
     return CliRunner().invoke(main, command)
 
 
-async def test_once_prints_one_table_of_what_happens(tmp_path: Path) -> None:
+async def test_once_prints_one_table_of_the_current_activity(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model(), "idle": echo_model()}) as served:
         stop = asyncio.Event()
 
@@ -62,7 +62,7 @@ async def test_once_of_a_server_without_models_says_so(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no models")
 
 
-def test_once_without_a_server_is_one_line_and_status_1() -> None:
+def test_once_without_a_server_prints_one_line_and_exits_with_status_1() -> None:
     result = top_once(free_port())
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("Error: no answer from http://127.0.0.1:")
@@ -98,7 +98,9 @@ def other_server(status: int, body: bytes) -> Iterator[int]:
         (200, b"\x1b[2J{\x07=\r1} x\n", "no metrics at"),
     ],
 )
-def test_once_at_another_server_is_one_line_and_status_1(status: int, body: bytes, fault: str) -> None:
+def test_once_at_another_kind_of_server_prints_one_line_and_exits_with_status_1(
+    status: int, body: bytes, fault: str
+) -> None:
     with other_server(status, body) as port:
         result = top_once(port)
     assert (result.exit_code, result.stdout) == (1, "")
@@ -116,7 +118,7 @@ def test_once_reads_nothing_but_http(given: str) -> None:
 
 ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
 
-# Shells have what they start in the background ignore SIGINT, these tests included, and what they start in turn.
+# Programs that a shell starts in the background ignore SIGINT, and so do their children: these tests and `top`.
 TOP = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -128,7 +130,7 @@ main()
 @contextmanager
 def started(port: int, stdout: int) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-c", TOP, "top", "--interval", "0.1", "--metrics", f"127.0.0.1:{port}"]
-    # In a group of its own, as shells have it: orphaned groups aren't stopped by SIGTSTP.
+    # In its own process group, as under a shell: orphaned groups aren't stopped by SIGTSTP.
     process = subprocess.Popen(command, cwd=REPO, stdout=stdout, stdin=subprocess.DEVNULL, process_group=0)
     try:
         yield process
@@ -146,7 +148,7 @@ def watching(port: int, stdout: int) -> Iterator[None]:
 
 
 class Reader:
-    """What is written to a file descriptor."""
+    """Collects the text that arrives at a file descriptor, in a thread."""
 
     def __init__(self, descriptor: int) -> None:
         self.text = ""
@@ -175,7 +177,7 @@ def infer_once(server: ServerProcess, times: int) -> None:
             client.infer("echo", {"INPUT0": np.ones((1, 16), np.float32)})
 
 
-def test_view_survives_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
+def test_view_survives_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     write_identity(tmp_path)
     port = free_port()
     end, start = os.pipe()
@@ -198,7 +200,7 @@ def test_view_survives_a_server_that_goes_and_comes_back(tmp_path: Path) -> None
     assert min(rates, default=0.0) >= 0
 
 
-def test_view_in_a_terminal_has_a_screen_of_its_own_and_leaves_none(tmp_path: Path) -> None:
+def test_view_in_a_terminal_uses_the_alternate_screen_and_leaves_it_at_the_end(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path) as server:
         ours, theirs = pty.openpty()
@@ -211,7 +213,7 @@ def test_view_in_a_terminal_has_a_screen_of_its_own_and_leaves_none(tmp_path: Pa
     assert reader.text.endswith(LEFT)
 
 
-def test_view_in_a_terminal_gives_the_screen_back_while_it_is_stopped_and_when_it_is_terminated() -> None:
+def test_view_in_a_terminal_restores_the_screen_while_suspended_and_on_termination() -> None:
     ours, theirs = pty.openpty()
     reader = Reader(ours)
     with started(free_port(), theirs) as process:
@@ -231,7 +233,9 @@ def test_view_in_a_terminal_gives_the_screen_back_while_it_is_stopped_and_when_i
 
 
 @pytest.mark.parametrize(("args", "ending"), [((), ">/dev/full"), (("--once",), ">/dev/full"), ((), ">&-")])
-def test_top_that_cannot_be_shown_is_one_line_and_status_2(args: tuple[str, ...], ending: str) -> None:
+def test_top_that_cannot_write_its_output_prints_one_line_and_exits_with_status_2(
+    args: tuple[str, ...], ending: str
+) -> None:
     with other_server(200, b"paceline_ready 1\n") as port:
         command = [sys.executable, "-m", "server", "top", "--interval", "0.1", "--metrics", f"127.0.0.1:{port}", *args]
         done = subprocess.run(["sh", "-c", f'"$@" {ending}', "sh", *command], cwd=REPO, capture_output=True, timeout=60)

@@ -25,7 +25,7 @@ def settings(folder: Path, **how: Any) -> Settings:
 
 
 def traces(folder: Path, name: str = "t.json") -> list[tuple[str, dict[str, int]]]:
-    """By request id, its times."""
+    """The ids of the traced requests, each with its times by name, in ns."""
     content = json.loads((folder / name).read_text())
     times = [{one["name"]: one["ns"] for one in entry["timestamps"]} for entry in content[1::2]]
     return list(zip([entry["request_id"] for entry in content[::2]], times, strict=True))
@@ -43,7 +43,7 @@ async def test_requests_of_a_batch_share_the_times_of_its_execution(tmp_path: Pa
         assert list(one.values()) == sorted(one.values())
 
 
-async def test_requests_that_fail_are_not_traced_and_count_for_nothing(tmp_path: Path) -> None:
+async def test_failed_requests_are_not_traced_and_do_not_use_up_the_count(tmp_path: Path) -> None:
     model = echo_model()
     async with serving(tmp_path / "models", {"m": model}, settings=settings(tmp_path, count=1)) as served:
         model.faults.raise_next(ExecutionError("no"))
@@ -53,14 +53,14 @@ async def test_requests_that_fail_are_not_traced_and_count_for_nothing(tmp_path:
     assert [name for name, _ in traces(tmp_path, "t.json.0")] == ["good"]
 
 
-async def test_request_in_parts_is_traced_once(tmp_path: Path) -> None:
+async def test_split_request_is_traced_once(tmp_path: Path) -> None:
     config = 'max_batch_size: 2 parameters { key: "paceline.split_oversized" value { string_value: "true" } }'
     async with serving(tmp_path / "models", {"m": echo_model()}, config=config, settings=settings(tmp_path)) as served:
         await served.infer(infer("m", {"a": rows_of_floats(5)}, id="long"))
     assert [name for name, _ in traces(tmp_path)] == ["long"]
 
 
-async def test_file_that_cannot_be_written_keeps_the_server_from_starting(tmp_path: Path) -> None:
+async def test_unwritable_trace_file_keeps_the_server_from_starting(tmp_path: Path) -> None:
     (tmp_path / "models" / "m").mkdir(parents=True)
     there = TraceConfig(tmp_path / "none" / "t.json")
     server = Server(

@@ -1,4 +1,4 @@
-"""Models whose word on themselves isn't to be relied on, served without a configuration: what they are is tried."""
+"""Models without a configuration whose metadata can't be trusted: the server finds out by trial runs."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ async def test_model_whose_rows_depend_on_each_other_is_not_batched(tmp_path: Pa
 
 
 @pytest.mark.parametrize("config", ["max_batch_size: 8", "dynamic_batching { }"])
-async def test_model_that_is_told_to_batch_does_so_untried(tmp_path: Path, config: str) -> None:
+async def test_model_configured_to_batch_does_so_without_a_trial(tmp_path: Path, config: str) -> None:
     path = models.write(models.over_rows("cumulate"), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text(config)
     async with serving(tmp_path) as served:
         assert await _limit(served) > 0
 
 
-async def test_model_that_ends_the_process_in_which_it_is_tried_is_served_one_by_one(
+async def test_model_that_crashes_its_trial_process_is_served_one_by_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
@@ -68,7 +68,7 @@ async def test_model_that_ends_the_process_in_which_it_is_tried_is_served_one_by
 
 
 @pytest.mark.parametrize("own", ["", 'parameters { key: "paceline.own_process" value { string_value: "true" } }'])
-async def test_model_that_was_quantized_dynamically_is_batched_and_the_log_says_what_that_does(
+async def test_dynamically_quantized_model_is_batched_and_the_log_says_what_that_does(
     own: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 100000000 preferred_batch_size: 2 }"
@@ -92,7 +92,7 @@ async def test_model_that_was_quantized_dynamically_is_batched_and_the_log_says_
     ],
     ids=["one-by-one", "no-batch-axis"],
 )
-async def test_model_that_was_quantized_dynamically_may_be_kept_from_company(
+async def test_dynamically_quantized_model_may_be_configured_not_to_be_batched(
     config: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = models.write(models.dynamically_quantized(), tmp_path / "m" / "1" / "model.onnx")
@@ -111,9 +111,7 @@ def _alone_by_index(model: onnx.ModelProto) -> Callable[[int], Array]:
     return lambda number: session.run(None, {"INPUT0": np.array([[number]], np.int64)})[0].ravel()
 
 
-async def test_model_without_a_configuration_whose_output_has_other_dims_than_it_says_is_served_and_batched(
-    tmp_path: Path,
-) -> None:
+async def test_unconfigured_model_with_wrongly_declared_output_dims_is_served_and_batched(tmp_path: Path) -> None:
     model = models.claims((1, 3))
     models.write(model, tmp_path / "m" / "1" / "model.onnx")
     inputs = [rows_of_floats(1 + i % 3, 3, first=i) for i in range(8)]
@@ -130,9 +128,7 @@ async def test_model_without_a_configuration_whose_output_has_other_dims_than_it
 
 
 @pytest.mark.parametrize("dims", [("batch", 4), (2, 3), (1, 3)])
-async def test_output_of_other_dims_than_the_model_says_may_be_free_in_a_configuration(
-    tmp_path: Path, dims: models.Dims
-) -> None:
+async def test_wrongly_declared_output_dims_may_be_free_in_a_configuration(tmp_path: Path, dims: models.Dims) -> None:
     path = models.write(models.claims(dims), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text("""
         input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }
@@ -142,7 +138,7 @@ async def test_output_of_other_dims_than_the_model_says_may_be_free_in_a_configu
         assert [one.shape for one in await _answers(served, [rows_of_floats(5, 3)])] == [(5, 3)]
 
 
-async def test_output_that_no_message_can_carry_may_be_left_out(tmp_path: Path) -> None:
+async def test_output_that_no_message_can_carry_may_be_left_out_of_the_configuration(tmp_path: Path) -> None:
     model = models.map_output()
     model.graph.node.append(onnx.helper.make_node("ArgMax", ["INPUT0"], ["OUTPUT1"], axis=1, keepdims=0))
     model.graph.output.append(models.tensor("OUTPUT1", "INT64", ["batch"]))

@@ -1,4 +1,4 @@
-"""What shapes of ONNX models don't say: how many axes a tensor has, and what names of dimensions mean."""
+"""What the shapes of ONNX models leave open: how many axes a tensor has, and what dimension names mean."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def answer(served: Served, array: Array) -> Array:
 
 
 async def check(served: Served, model: onnx.ModelProto, inputs: list[Array]) -> None:
-    """Each one's answer, alone and in company, is ONNX Runtime's, in its shape."""
+    """Assert that each answer, alone and among other requests, is ONNX Runtime's, in the same shape."""
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     alone = [await answer(served, one) for one in inputs]
     company = await asyncio.gather(*(answer(served, one) for one in inputs * 4))
@@ -60,7 +60,7 @@ async def shapes_of(served: Served) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("frontends", [1, 2])
-async def test_input_of_unknown_rank_takes_any_and_is_not_batched(tmp_path: Path, frontends: int) -> None:
+async def test_input_of_unknown_rank_accepts_any_rank_and_is_not_batched(tmp_path: Path, frontends: int) -> None:
     model = models.shapeless()
     write(tmp_path, model)
     async with serving(tmp_path, settings=Settings(paths=(tmp_path,), frontends=frontends)) as served:
@@ -78,7 +78,7 @@ async def test_input_of_unknown_rank_takes_any_and_is_not_batched(tmp_path: Path
         ((7,), "input 'INPUT0': expected 28 bytes for FP32 of shape [7], got 24"),
     ],
 )
-async def test_faulty_shape_for_an_input_of_unknown_rank_is_refused(
+async def test_invalid_shape_for_an_input_of_unknown_rank_is_refused(
     tmp_path: Path, dims: tuple[int, ...], words: str
 ) -> None:
     write(tmp_path, models.shapeless())
@@ -90,7 +90,7 @@ async def test_faulty_shape_for_an_input_of_unknown_rank_is_refused(
         assert (await answer(served, floats(2, 3))).shape == (2, 3)
 
 
-async def test_scalar_input_takes_scalars_only(tmp_path: Path) -> None:
+async def test_scalar_input_accepts_only_scalars(tmp_path: Path) -> None:
     write(tmp_path, models.scalar())
     async with serving(tmp_path) as served:
         code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats(1)})))
@@ -99,9 +99,7 @@ async def test_scalar_input_takes_scalars_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frontends", [1, 2])
-async def test_scalar_is_a_vector_of_one_to_clients_where_a_configuration_says_so(
-    tmp_path: Path, frontends: int
-) -> None:
+async def test_scalar_is_a_one_element_vector_to_clients_if_configured(tmp_path: Path, frontends: int) -> None:
     text = '{ name: "%s" data_type: TYPE_FP32 dims: [ 1 ] }'
     write(tmp_path, models.scalar(), f"input {text % 'INPUT0'} output {text % 'OUTPUT0'}")
     async with serving(tmp_path, settings=Settings(paths=(tmp_path,), frontends=frontends)) as served:
@@ -112,7 +110,7 @@ async def test_scalar_is_a_vector_of_one_to_clients_where_a_configuration_says_s
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-async def test_output_that_the_model_calls_a_scalar_may_be_a_vector_of_one_already(
+async def test_output_declared_as_a_scalar_may_be_a_one_element_vector_already(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
     write(tmp_path, models.called_scalar(shape), 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }')
@@ -121,15 +119,13 @@ async def test_output_that_the_model_calls_a_scalar_may_be_a_vector_of_one_alrea
 
 
 @pytest.mark.parametrize("dims", ["2", "-1"])
-async def test_output_that_the_model_calls_a_scalar_has_the_dims_that_a_configuration_says(
-    tmp_path: Path, dims: str
-) -> None:
+async def test_output_declared_as_a_scalar_has_the_configured_dims(tmp_path: Path, dims: str) -> None:
     write(tmp_path, models.called_scalar((2,)), f'output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ {dims} ] }}')
     async with serving(tmp_path) as served:
         np.testing.assert_array_equal(await answer(served, floats(2)), floats(2))
 
 
-async def test_input_of_unknown_rank_has_the_dims_that_a_configuration_says(tmp_path: Path) -> None:
+async def test_input_of_unknown_rank_has_the_configured_dims(tmp_path: Path) -> None:
     write(tmp_path, models.shapeless(), 'input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2, -1 ] }')
     async with serving(tmp_path) as served:
         assert (await answer(served, floats(2, 5))).shape == (2, 5)
@@ -151,7 +147,7 @@ async def test_input_of_unknown_rank_has_the_dims_that_a_configuration_says(tmp_
     ],
     ids=["with dims", "without"],
 )
-async def test_input_of_unknown_rank_has_rows_where_a_configuration_says_so(
+async def test_input_of_unknown_rank_has_rows_if_configured(
     tmp_path: Path, config: str, shapes: list[list[int]], inputs: list[tuple[int, ...]]
 ) -> None:
     model = models.shapeless()
@@ -165,7 +161,7 @@ async def test_input_of_unknown_rank_has_rows_where_a_configuration_says_so(
         assert (code, "expected a leading batch dimension" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-async def test_output_of_unknown_rank_is_returned_as_it_is(tmp_path: Path) -> None:
+async def test_output_of_unknown_rank_is_returned_unchanged(tmp_path: Path) -> None:
     model = models.shapeless("Squeeze", ["n", "m"])
     write(tmp_path, model)
     async with serving(tmp_path) as served:
@@ -173,7 +169,7 @@ async def test_output_of_unknown_rank_is_returned_as_it_is(tmp_path: Path) -> No
         assert (await told(served)).max_batch_size == 0
 
 
-async def test_output_of_unknown_rank_is_cut_by_rows_and_has_to_have_them(tmp_path: Path) -> None:
+async def test_output_of_unknown_rank_is_split_by_rows_and_must_have_them(tmp_path: Path) -> None:
     write(tmp_path, models.shapeless("Squeeze", ["n", "m", "k"]), "max_batch_size: 8")
     async with serving(tmp_path) as served:
         assert (await answer(served, floats(2, 3, 1))).shape == (2, 3)
@@ -185,7 +181,7 @@ async def test_output_of_unknown_rank_is_cut_by_rows_and_has_to_have_them(tmp_pa
         assert (await answer(served, floats(2, 3, 4))).shape == (2, 3, 4)
 
 
-async def test_output_of_unknown_rank_is_batched_where_a_trial_shows_its_rows(tmp_path: Path) -> None:
+async def test_output_of_unknown_rank_is_batched_if_a_trial_shows_its_rows(tmp_path: Path) -> None:
     model = models.hidden_rank()
     write(tmp_path, model)
     async with serving(tmp_path) as served:
@@ -194,7 +190,7 @@ async def test_output_of_unknown_rank_is_batched_where_a_trial_shows_its_rows(tm
         assert await shapes_of(served) == [[-1, 3], [-1]]
 
 
-async def test_output_of_unknown_rank_has_the_dims_that_a_configuration_says(tmp_path: Path) -> None:
+async def test_output_of_unknown_rank_has_the_configured_dims(tmp_path: Path) -> None:
     config = 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }'
     write(tmp_path, models.shapeless(), config)
     async with serving(tmp_path) as served:
@@ -203,7 +199,7 @@ async def test_output_of_unknown_rank_has_the_dims_that_a_configuration_says(tmp
         assert (code, "expected shape [-1, 3], got [3]" in text) == (grpc.StatusCode.INTERNAL, True)
 
 
-async def test_tensors_of_unknown_rank_may_lie_in_shared_memory(tmp_path: Path) -> None:
+async def test_tensors_of_unknown_rank_may_be_in_shared_memory(tmp_path: Path) -> None:
     write(tmp_path, models.shapeless())
     one = floats(2, 3)
     with shared_object(64) as region:
@@ -218,7 +214,7 @@ async def test_tensors_of_unknown_rank_may_lie_in_shared_memory(tmp_path: Path) 
             np.testing.assert_array_equal(np.frombuffer(region.get(24, 32), np.float32), -one.ravel())
 
 
-async def test_configuration_that_is_told_serves_any_rank_again(tmp_path: Path) -> None:
+async def test_reported_configuration_serves_any_rank_again(tmp_path: Path) -> None:
     model = models.shapeless()
     write(tmp_path / "one", model)
     async with serving(tmp_path / "one") as served:
@@ -241,7 +237,7 @@ async def test_proxy_passes_any_rank_on(tmp_path: Path, config: str | None, shap
         await check(served, model, [floats(*shape) for shape in shapes])
 
 
-async def test_dimensions_of_one_name_that_differ_are_the_models_to_refuse_and_harm_nobody_else(tmp_path: Path) -> None:
+async def test_unequal_sizes_of_a_named_dimension_fail_in_the_model_without_affecting_others(tmp_path: Path) -> None:
     dims = ["batch", "length"]
     node = onnx.helper.make_node("Mul", ["INPUT0", "INPUT1"], ["OUTPUT0"])
     inputs = [models.tensor(f"INPUT{number}", "FP32", dims) for number in range(2)]
