@@ -1,6 +1,6 @@
-"""Certificates for tests, made by the `openssl` of the machine.
+"""Certificates for tests, made by the machine's `openssl`.
 
-Lives here: authorities, and what they sign. Must not: assertions about behaviour.
+Lives here: authorities, and the certificates that they sign. Must not: assertions about behaviour.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Pair:
     key: Path
 
     def replace(self, other: Pair) -> None:
-        """Have the files say what those of `other` do, one after the other."""
+        """Overwrite the two files with those of `other`, one after the other."""
         self.certificate.write_bytes(other.certificate.read_bytes())
         self.key.write_bytes(other.key.read_bytes())
 
 
 class Authority:
-    """Signs certificates, which lie in `folder`."""
+    """Signs certificates, which are stored in `folder`."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
@@ -58,7 +58,7 @@ class Authority:
         return self.pair.certificate
 
     def sign(self, name: str) -> Pair:
-        """A certificate for whoever is reached at 127.0.0.1 and localhost, or calls from there."""
+        """A certificate for a server at 127.0.0.1 and localhost, or for a client that calls from there."""
         pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
         signer = ("-CA", self.pair.certificate, "-CAkey", self.pair.key)
         names = ("-addext", _NAMES, "-addext", "basicConstraints=CA:FALSE")
@@ -66,15 +66,15 @@ class Authority:
         return pair
 
     def sign_expired(self, name: str) -> Pair:
-        """The same, no good since yesterday."""
+        """The same, expired since yesterday."""
         return self._sign_between(name, -2, -1)
 
     def sign_for_tomorrow(self, name: str) -> Pair:
-        """The same, no good before tomorrow."""
+        """The same, valid from tomorrow."""
         return self._sign_between(name, 1, 4)
 
     def _sign_between(self, name: str, first_day: int, last_day: int) -> Pair:
-        """The same, good from one day to another, counted from now."""
+        """The same, valid between two days, counted from now."""
         pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
         request, settings = self._folder / f"{name}.csr", self._folder / f"{name}.cnf"
         _run(*_REQUEST, "-subj", f"/CN={name}", "-addext", _NAMES, "-keyout", pair.key, "-out", request)
@@ -93,8 +93,8 @@ class Authority:
         locked.replace(pair.key)
 
     def spoil(self, path: Path, how: str, pair: Pair) -> None:
-        """Make a file be no good: "no" is not there, "piped" a pipe, "bad" not PEM, "other" another's key, and "locked"
-        has a password, as the key of `pair`."""
+        """Make a file unusable: "no" deletes it, "piped" makes it a pipe, "bad" isn't PEM, "other" holds another
+        certificate's key, and "locked" puts a password on the key of `pair`."""
         if how == "no":
             path.unlink()
         elif how == "piped":

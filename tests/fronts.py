@@ -1,6 +1,6 @@
 """The processes that speak gRPC for a server, as the operating system sees them.
 
-Lives here: which there are, and a channel to each of them. Must not: assertions about behaviour.
+Lives here: finding them, and a channel to each. Must not: assertions about behaviour.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def fronts_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, and it hasn't ended."""
+    """Whether the process exists, and hasn't ended."""
     try:
         return _stat(pid)[0] not in "ZX"
     except OSError:

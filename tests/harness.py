@@ -1,4 +1,4 @@
-"""Real servers for tests: a process with its ports read from its log, ended with the test whatever happens.
+"""Real servers for tests: a process whose ports are read from its log, ended with the test whatever happens.
 
 Lives here: starting, waiting for it to serve by reading the log, ending. Must not: assertions about behaviour.
 """
@@ -30,7 +30,7 @@ _SERVES = re.compile(r"(?:ready|serving, not ready: .*): gRPC on .*:(\d+)(?:, me
 class ServerProcess:
     """`paceline serve PATHS` on free loopback ports. Entering returns once it serves, ready or not; leaving ends it.
 
-    `module` is what is run with these arguments, or `program`, which has to become that process, as signals go there.
+    `module` is run with these arguments, or `program`, which has to become that process, as signals are sent to it.
     `log` holds its log records so far, each a dict of time, level, logger and message.
     """
 
@@ -98,13 +98,13 @@ class ServerProcess:
         self._process.send_signal(number)
 
     def wait(self, timeout_s: float = 60) -> int:
-        """The exit status, once it has ended and everything it said is in `stderr`."""
+        """The exit status, once it has ended and all its output is in `stderr`."""
         status = self._process.wait(timeout_s)
         self._reader.join(timeout_s)
         return status
 
     def terminate(self, timeout_s: float = 60) -> int:
-        """End it the orderly way; its exit status."""
+        """End it gracefully; its exit status."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         return self.wait(timeout_s)
@@ -137,7 +137,8 @@ class ServerProcess:
 def write_identity(
     repository: Path, name: str = "echo", *, extra: str = "", dims: str = "[ 16 ]", rows: int = 8
 ) -> Path:
-    """A model that returns its FP32 input INPUT0 as OUTPUT0, batched dynamically; `extra` is more configuration."""
+    """Write a model that returns its FP32 input INPUT0 as OUTPUT0; `extra` is more configuration, by default dynamic
+    batching."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(f"""
@@ -154,12 +155,12 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _die_with_parent() -> None:
-    """Bound to the thread that starts the process: start servers on one that lives as long as they should."""
+    """The parent is the thread that starts the process: start servers on one that lives as long as they should."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def has_ipv6() -> bool:
-    """Whether this machine has an address to listen on."""
+    """Whether this machine has an IPv6 address to listen on."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

@@ -1,7 +1,7 @@
-"""Small ONNX models, made on the spot: what tests serve and what they check answers against.
+"""Small ONNX models, built on the fly: tests serve them, and check answers against them.
 
 Lives here: one function per model, each naming its tensors INPUT0, INPUT1, …, OUTPUT0, … as Triton's own test models
-do, with a free batch axis in front unless it says otherwise. Must not: anything of the server. `write` puts one on
+do, with a free batch axis in front unless it says otherwise. Must not: anything of the server. `write` writes one to
 disk.
 """
 
@@ -158,7 +158,7 @@ def fixed_batch(rows: int = 4, size: int = 3) -> onnx.ModelProto:
 
 
 def quotient() -> onnx.ModelProto:
-    """OUTPUT0 = INPUT0 / INPUT1, INT64 [batch, 1]. The smallest number by -1 ends ONNX Runtime's process."""
+    """OUTPUT0 = INPUT0 / INPUT1, INT64 [batch, 1]. Dividing the smallest number by -1 kills ONNX Runtime's process."""
     return model(
         [helper.make_node("Div", ["INPUT0", "INPUT1"], ["OUTPUT0"])],
         [tensor(name, "INT64", ["batch", 1]) for name in ("INPUT0", "INPUT1")],
@@ -167,8 +167,8 @@ def quotient() -> onnx.ModelProto:
 
 
 def dynamically_quantized() -> onnx.ModelProto:
-    """OUTPUT0 = a table's rows that INPUT0 [batch, 1], INT64 0 to 3, names, FP32 [batch, 1, 2], each rounded by the
-    largest number of all."""
+    """OUTPUT0, FP32 [batch, 1, 2]: the rows of a table that INPUT0 [batch, 1], INT64 0 to 3, selects, each rounded by
+    the largest number of all."""
     table = np.array([[1, 2], [3, 4], [5, 600], [7, 8]], np.float32)
     return model(
         [
@@ -192,7 +192,7 @@ def matrix_product() -> onnx.ModelProto:
 
 
 def ragged(step: float = 1.0) -> onnx.ModelProto:
-    """OUTPUT0 = INPUT0 + a step, FP32, of all elements of a batch one after the other: no batch axis."""
+    """OUTPUT0 = INPUT0 + `step`, FP32, for all elements of a batch, concatenated: no batch axis."""
     return model(
         [helper.make_node("Add", ["INPUT0", "step"], ["OUTPUT0"])],
         [tensor("INPUT0", "FP32", ["elements"])],
@@ -202,8 +202,8 @@ def ragged(step: float = 1.0) -> onnx.ModelProto:
 
 
 def batch_input_echo(datatype: str = "INT32", rank: int = 1) -> onnx.ModelProto:
-    """For each row of ROWS, FP32 [1], all that is in MADE, of `datatype`, as OUTPUT0, FP32: whole if MADE is a vector,
-    the row's own row if it is a matrix. RAGGED, FP32, is only there to be measured."""
+    """OUTPUT0, FP32: for each row of ROWS, FP32 [1], all of MADE, of `datatype`, if MADE is a vector, and the row's own
+    row of it if it is a matrix. RAGGED, FP32, is only there to be measured."""
     return model(
         [
             helper.make_node("Cast", ["MADE"], ["made"], to=TensorProto.FLOAT),
@@ -235,7 +235,7 @@ def transpose() -> onnx.ModelProto:
 def with_default(
     datatype: str = "FP32", default: Sequence[float | str] = (10.0,), batched: bool = False
 ) -> onnx.ModelProto:
-    """OUTPUT0 = INPUT0, OUTPUT1 = BIAS, which is `default` where it isn't given; both [-1] unless `batched`."""
+    """OUTPUT0 = INPUT0, OUTPUT1 = BIAS, which is `default` if it isn't given; both [-1] unless `batched`."""
     dims: Dims = ["batch", None] if batched else [None]
     value = helper.make_tensor(
         "BIAS", ELEMENT_TYPES[datatype], [1, len(default)] if batched else [len(default)], default
@@ -252,8 +252,8 @@ def with_default(
 
 
 def reshape() -> onnx.ModelProto:
-    """OUTPUT0 = INPUT0, FP32 [6], in the shape that SHAPE, INT64 [3], says, the batch axis being its first number (0 or
-    -1: as it is)."""
+    """OUTPUT0 = INPUT0, FP32 [6], in the shape given by SHAPE, INT64 [3], whose first number is the batch axis (0 or
+    -1: unchanged)."""
     return model(
         [helper.make_node("Reshape", ["INPUT0", "SHAPE"], ["OUTPUT0"])],
         [tensor("INPUT0", "FP32", ["batch", 6]), tensor("SHAPE", "INT64", [3])],
@@ -262,7 +262,7 @@ def reshape() -> onnx.ModelProto:
 
 
 def scalar() -> onnx.ModelProto:
-    """OUTPUT0 = INPUT0 + INPUT0, FP32 of rank 0: nothing that a batch axis could be."""
+    """OUTPUT0 = INPUT0 + INPUT0, FP32 of rank 0: there is no axis that could be a batch axis."""
     return model(
         [helper.make_node("Add", ["INPUT0", "INPUT0"], ["OUTPUT0"])],
         [tensor("INPUT0", "FP32", [])],
@@ -271,8 +271,8 @@ def scalar() -> onnx.ModelProto:
 
 
 def called_scalar(shape: Sequence[int]) -> onnx.ModelProto:
-    """OUTPUT0 = INPUT0, FP32 of one axis, in `shape`, although it is said to be of rank 0. ONNX Runtime knows no
-    better, as the shape comes of what is computed."""
+    """OUTPUT0 = INPUT0, FP32 of one axis, in `shape`, although declared to be of rank 0. ONNX Runtime can't know
+    better, as the shape is computed."""
     size = numpy_helper.from_array(np.array([*shape, 0], np.int64), "shape")
     ends = [numpy_helper.from_array(np.array([value], np.int64), name) for name, value in (("zero", 0), ("end", -1))]
     nodes = [
@@ -307,7 +307,7 @@ def sequence_input() -> onnx.ModelProto:
 
 
 def map_output() -> onnx.ModelProto:
-    """An output that is a sequence of maps, as classifiers of classic machine learning have it."""
+    """An output that is a sequence of maps, as classifiers of classic machine learning have."""
     element = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
     return model(
         [helper.make_node("ZipMap", ["INPUT0"], ["OUTPUT0"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])],
@@ -327,8 +327,8 @@ def float8_output() -> onnx.ModelProto:
 
 
 def hungry(rows: int) -> onnx.ModelProto:
-    """INPUT0 [batch, 1] FP32 as it came, by way of a tensor of 2^47 bytes, which no machine has, if it has more than
-    `rows` rows."""
+    """OUTPUT0 = INPUT0, FP32 [batch, 1]; with more than `rows` rows by way of a tensor of 2^47 bytes a row, which no
+    machine has."""
     constants = [
         numpy_helper.from_array(np.array(value, np.int64), name)
         for name, value in (("zero", [0]), ("most", [rows]), ("one", [1]), ("huge", [1 << 45]), ("axes", [1]))
@@ -346,8 +346,8 @@ def hungry(rows: int) -> onnx.ModelProto:
 
 
 def over_rows(kind: str) -> onnx.ModelProto:
-    """OUTPUT0, FP32, of which each row depends on all rows of INPUT0 [batch, 3]: `softmax`, `cumulate` or `compare`
-    (with every other row), or for which there may be one row only: `reshape`."""
+    """OUTPUT0, FP32, whose rows depend on other rows of INPUT0 [batch, 3]: `softmax`, `cumulate` or `compare` (with
+    every other row), or which may have one row only: `reshape`."""
     nodes = {
         "softmax": [helper.make_node("Softmax", ["INPUT0"], ["OUTPUT0"], axis=0)],
         "cumulate": [helper.make_node("CumSum", ["INPUT0", "axis"], ["OUTPUT0"])],
@@ -379,7 +379,7 @@ def dice() -> onnx.ModelProto:
 
 
 def claims(dims: Dims) -> onnx.ModelProto:
-    """OUTPUT0 = -INPUT0, FP32 [batch, 3], of which the model says that it has `dims`."""
+    """OUTPUT0 = -INPUT0, FP32 [batch, 3], which the model declares with `dims`."""
     return model(
         [helper.make_node("Neg", ["INPUT0"], ["negated"]), helper.make_node("Reshape", ["negated", "s"], ["OUTPUT0"])],
         [tensor("INPUT0", "FP32", ["batch", 3])],
@@ -389,7 +389,7 @@ def claims(dims: Dims) -> onnx.ModelProto:
 
 
 def shapeless(kind: str = "Neg", dims: Dims | None = None) -> onnx.ModelProto:
-    """OUTPUT0 = the operator `kind` of INPUT0, FP32, without shapes: any rank goes, unless INPUT0 has `dims`."""
+    """OUTPUT0 = the operator `kind` of INPUT0, FP32, without shapes: any rank is accepted, unless INPUT0 has `dims`."""
     return model(
         [helper.make_node(kind, ["INPUT0"], ["OUTPUT0"])],
         [helper.make_tensor_value_info("INPUT0", TensorProto.FLOAT, dims)],
@@ -398,7 +398,7 @@ def shapeless(kind: str = "Neg", dims: Dims | None = None) -> onnx.ModelProto:
 
 
 def hidden_rank() -> onnx.ModelProto:
-    """OUTPUT0 = INPUT0, FP32 [batch, 3], in a way that nobody can tell its rank from before it has run."""
+    """OUTPUT0 = INPUT0, FP32 [batch, 3], computed so that its rank is unknown before it has run."""
     return model(
         [
             helper.make_node("Shape", ["INPUT0"], ["shape"]),
@@ -435,9 +435,8 @@ def endless() -> onnx.ModelProto:
 
 
 def classifier() -> onnx.ModelProto:
-    """What skl2onnx makes of scikit-learn's classifiers unless told otherwise: INPUT0, FP32 [batch, 2], to a label,
-    OUTPUT0, INT64 [batch], 1 if the second column is larger, else 0; and to OUTPUT1, a map of labels to scores for
-    each row."""
+    """What skl2onnx makes of scikit-learn's classifiers by default: INPUT0, FP32 [batch, 2], to a label, OUTPUT0, INT64
+    [batch], 1 if the second column is larger, else 0; and to OUTPUT1, a map of labels to scores for each row."""
     element = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
     return model(
         [

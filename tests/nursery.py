@@ -1,10 +1,10 @@
-"""Fronts for servers inside of the test's process, forked by a process that has imported what they need.
+"""Fronts for servers inside the test's process, forked by a process that has imported what they need.
 
-Half a second of processor time, for each of the fronts of hundreds of tests, goes into starting Python and importing.
-What is forked here calls the product's own main function, with descriptors, environment, folder and output as it would
-get them. That fronts are started as the product starts them is for tests whose servers are processes of their own.
+Starting Python and importing takes half a second of CPU time for each front, and hundreds of tests have some. A forked
+front calls the product's own main function, with descriptors, environment, folder and output as it would get them. That
+fronts are started as the product starts them is left to tests whose servers are separate processes.
 
-Lives here: that process, and what it forks. Must not: assertions about behaviour.
+Lives here: that process, and the fronts that it forks. Must not: assertions about behaviour.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MAX_BYTES, _MAX_DESCRIPTORS = 2**20, 16
 
 
 async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
-    """What `server.fronts.pool.start_front` does, sooner."""
+    """Do what `server.fronts.pool.start_front` does, faster."""
     return _Forked(*await asyncio.to_thread(_fork, _nursery(), descriptors))
 
 
 class _Forked:
-    """A process of which `told` says how it ended."""
+    """A process whose exit status arrives on `told`."""
 
     def __init__(self, pid: int, told: socket.socket) -> None:
         self.returncode: int | None = None
@@ -52,7 +52,7 @@ class _Forked:
         return self.returncode
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and that is about to be told
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which is about to be reported
             if self.returncode is None:
                 os.kill(self._pid, signal.SIGKILL)
 
@@ -74,7 +74,7 @@ def _fork(nursery: socket.socket, descriptors: tuple[int, int, int]) -> tuple[in
 
 @cache
 def _nursery() -> socket.socket:
-    """Where to ask. It ends with this process, whose end is that of the connection."""
+    """The connection to the forking process, which ends with this process, as the connection does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = f"import sys; sys.path[:] = {sys.path!r}; from tests.nursery import main; main({theirs.fileno()})"
     with theirs:
@@ -93,7 +93,7 @@ def _nursery() -> socket.socket:
 
 
 def main(descriptor: int) -> None:
-    """Fork a front for each message, and tell of its end, until there is nobody to tell."""
+    """Fork a front for each message, and report its end, until the connection ends."""
     import gc
 
     import server.fronts.process  # noqa: F401
@@ -140,7 +140,7 @@ def _tell_ends(children: dict[int, int]) -> None:
 
 
 def _be_front(environment: dict[str, str], folder: str, out: int, err: int, descriptors: list[int]) -> None:
-    """What a process that is started has, and this one not yet. Doesn't return."""
+    """Set up what a newly started process has, and run the front. Doesn't return."""
     from server.fronts.process import main as front
 
     try:

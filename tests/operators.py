@@ -1,7 +1,7 @@
-"""A library with an operator of its own for ONNX Runtime, made on the spot by the system's C compiler.
+"""A library with a custom operator for ONNX Runtime, built on the fly by the system's C compiler.
 
 Lives here: the operator `Twice` of domain `test`, and a model that uses it. ONNX Runtime's wheel comes without headers:
-what is needed of its C interface, which only ever grows at the end, is spelled out by position.
+the needed parts of its C interface, which only ever grows at the end, are spelled out by position.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ void *RegisterCustomOps(void *options, struct base *runtime) {
 
 
 def build_library(path: Path, least: int = 0, endless: int = -1) -> Path:
-    """Compile the library to `path`, or skip the test where there is no compiler. With fewer than `least` elements its
-    operator ends the process, as integer divisions by zero do, and with `endless` of them it comes to no end."""
+    """Compile the library to `path`, or skip the test where there is no compiler. With fewer than `least` elements, its
+    operator kills the process, as integer divisions by zero do, and with `endless` of them it never ends."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -88,7 +88,7 @@ def build_library(path: Path, least: int = 0, endless: int = -1) -> Path:
 
 
 def twice() -> onnx.ModelProto:
-    """OUTPUT0 = 2 * INPUT0, FP32 [-1], by the operator of the library."""
+    """OUTPUT0 = 2 * INPUT0, FP32 [-1], computed by the library's operator."""
     made = models.model(
         [helper.make_node("Twice", ["INPUT0"], ["OUTPUT0"], domain="test")],
         [models.tensor("INPUT0", "FP32", ["batch", None])],

@@ -1,4 +1,4 @@
-"""Waiting for what happens elsewhere: by asking again until it is so, never by a sleep that hopes.
+"""Waiting for what happens elsewhere: by polling until a condition holds, never by a fixed sleep.
 
 Lives here: the one bounded loop that tests may wait in.
 """
@@ -23,7 +23,7 @@ def eventually(holds: Callable[[], object], what: str, timeout_s: float = 20) ->
 
 
 async def eventually_async(holds: Callable[[], object], what: str, timeout_s: float = 20) -> None:
-    """The same for tests on an event loop, which goes on meanwhile."""
+    """The same for tests on an event loop, which keeps running meanwhile."""
     until_s = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until_s, f"within {timeout_s} s expected: {what}"

@@ -12,11 +12,12 @@ from contextlib import ExitStack
 __all__ = ["free_port"]
 
 _NOT_EPHEMERAL = range(15_000, 32_000)
-"""Below what Linux gives those who ask for any port: they come and go in other tests while these are free."""
+"""Below Linux's ephemeral ports, which other tests take and release while these stay free."""
 
 
 def free_port(count: int = 1) -> int:
-    """One that is free now, the first of `count` in a row, and stays so between a server's end and its next start."""
+    """A port that is free now, the first of `count` in a row, and stays so between a server's end and its next
+    start."""
     for port in random.sample(_NOT_EPHEMERAL, 100):
         with ExitStack() as stack:
             try:

@@ -1,6 +1,6 @@
-"""A Python model that does what its requests say, for tests of what happens to it.
+"""A Python model that does what its requests ask, for tests of what happens then.
 
-Lives here: the file, and numbers for what it can do. Must not: assertions.
+Lives here: its source, and numbers for what it can do. Must not: assertions.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ __all__ = [
 ]  # fmt: skip
 
 PID, PRINT, RAISE, MEMORY, EXIT, SEGFAULT, HANG, GRAB, ROWS, TYPE, NOT_A_DICT, MISSING_OUTPUT = range(-1, -13, -1)
-"""Elements of INPUT0 that tell what to do: answer with the process's number, print, raise, …, hang, hang without
-letting go of the interpreter, answer with other rows, another type, no dict, no output."""
+"""Elements of INPUT0 that select what to do: answer with the process's id, print, raise, …, hang, hang without
+releasing the GIL, answer with other rows, another type, no dict, no output."""
 
 _SOURCE = """
 import ctypes, os, pathlib, threading
@@ -69,9 +69,9 @@ class Model:
 
 
 def write_puppet(folder: Path) -> Path:
-    """Write `model.py` into `folder`, making it; its path. It appends a line to the file `loads` beside it each time it
-    is loaded, refuses to be while there is a file `broken`, makes a file `hangs` before it does, and `closed` at its
-    end."""
+    """Write `model.py` into `folder`, which is made; its path. The model appends a line to the file `loads` beside it
+    each time it is loaded, can't be loaded while there is a file `broken`, makes a file `hangs` before it hangs, and
+    `closed` at its end."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.py"
     path.write_text(_SOURCE)

@@ -15,8 +15,8 @@ __all__ = ["limited", "without_threads"]
 
 @contextmanager
 def limited(which: int, value: int) -> Iterator[None]:
-    """`which` is one of `resource`'s, such as RLIMIT_FSIZE: the size of files stands for that of memory too, which it
-    would hurt the machine to fill."""
+    """`which` is one of `resource`'s limits, such as RLIMIT_FSIZE: the size of files stands in for that of memory too,
+    as filling memory would hurt the machine."""
     before = resource.getrlimit(which)
     resource.setrlimit(which, (value, before[1]))
     try:
@@ -27,7 +27,7 @@ def limited(which: int, value: int) -> Iterator[None]:
 
 @contextmanager
 def without_threads() -> Iterator[None]:
-    """No thread can be started: the stack of each would be larger than what can be addressed."""
+    """No thread can be started: the stack of each would be larger than the address space."""
     before = threading.stack_size(1 << 62)
     try:
         yield

@@ -1,6 +1,6 @@
 """Shared memory objects as clients make them, by plain system calls.
 
-Lives here: making, cutting short, unlinking, and what a process holds open. Must not: anything of the server.
+Lives here: making, truncating, unlinking, and counting what a process holds open. Must not: anything of the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ FOLDER = Path("/dev/shm")
 
 
 class SharedObject:
-    """A POSIX shared memory object, `key` being what a client would register. `held_by` counts by the prefix."""
+    """A POSIX shared memory object; a client would register its `key`. `held_by` counts those with the default
+    prefix."""
 
     def __init__(self, size: int, prefix: str = "paceline-test-") -> None:
         self.key = f"/{prefix}{secrets.token_hex(6)}"
@@ -47,7 +48,7 @@ class SharedObject:
 
 @contextmanager
 def shared_object(size: int) -> Iterator[SharedObject]:
-    """One that is gone when the block ends, whatever happens in it."""
+    """An object that is removed when the block ends, whatever happens in it."""
     made = SharedObject(size)
     try:
         yield made
@@ -74,13 +75,13 @@ def lies_in(
     size: int,
     offset: int = 0,
 ) -> None:
-    """One more input, in shared memory, whether it makes sense or not."""
+    """Add an input in shared memory, whether it makes sense or not."""
     tensor = request.inputs.add(name=name, datatype=datatype, shape=shape)
     _say_where(tensor, region, size, offset)
 
 
 def wanted_in(request: pb.ModelInferRequest, name: str, region: str, size: int, offset: int = 0) -> None:
-    """One more wanted output, in shared memory."""
+    """Ask for an output in shared memory."""
     _say_where(request.outputs.add(name=name), region, size, offset)
 
 

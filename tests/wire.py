@@ -1,7 +1,7 @@
-"""Requests as a stranger to this code base would make them: straight from the protocol's text, by numpy and struct.
+"""Requests as a third party would make them: straight from the protocol's text, with numpy and struct.
 
 Lives here: building messages, faulty ones included, and reading raw answers. Must not: `protos.tensors` or `clients`,
-against which these stand as a second opinion.
+for which these are an independent check.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Change = Callable[[pb.ModelInferRequest], None]
-"""Of a request that was good."""
+"""A change to a good request."""
 
 _NAMES = {
     "?": "BOOL",
@@ -70,7 +70,7 @@ def infer(
 
 
 def add_raw(request: pb.ModelInferRequest, name: str, datatype: str, shape: Sequence[int], data: bytes) -> None:
-    """One more input, whether it makes sense or not."""
+    """Add an input, whether it makes sense or not."""
     request.inputs.add(name=name, datatype=datatype, shape=shape)
     request.raw_input_contents.append(data)
 
@@ -83,12 +83,12 @@ def raw_bytes(array: Array) -> bytes:
 
 
 def bytes_element(element: bytes, length: int | None = None) -> bytes:
-    """One element of BYTES; `length` is what its prefix claims, by default the truth."""
+    """One element of BYTES; `length` is the length in its prefix, by default the true one."""
     return struct.pack("<I", len(element) if length is None else length) + element
 
 
 def parameter(value: object) -> pb.InferParameter:
-    """`value` in the field that its Python type suggests; a message as it is."""
+    """`value` in the field that its Python type suggests; a message unchanged."""
     if isinstance(value, pb.InferParameter):
         return value
     if isinstance(value, bool):

@@ -1,8 +1,8 @@
-"""A user's own program: what protoc made of our two .proto files, grpcio, and nothing else.
+"""A user's own program: what protoc generated from our two .proto files, grpcio, and nothing else.
 
-It is copied beside freshly generated stubs and run by itself: `python bare_client.py TARGET`. It asks a server of the
-zoo's models for everything in the Open Inference Protocol and prints the answers as one JSON document. Must not: import
-anything of this project, or numpy.
+It is copied beside freshly generated stubs and run on its own: `python bare_client.py TARGET`. It sends a server of the
+zoo's models every kind of request of the Open Inference Protocol and prints the answers as one JSON document. Must not:
+import anything of this project, or numpy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(target: str) -> None:
 
 
 def own_modules() -> dict[str, str]:
-    """Where the modules in use come from that could be this project's."""
+    """Where the modules in use that could be this project's were loaded from."""
     folders = ("protos", "server", "scheduler", "backends", "clients", "numpy")
     stubs = {name: str(Path(sys.modules[name].__file__ or "").parent) for name in ("inference_pb2", "model_config_pb2")}
     return stubs | {name: "must not be here" for name in folders if name in sys.modules}
@@ -81,7 +81,7 @@ def refusal(rpc: Callable[..., Any], request: Any) -> list[str]:
     try:
         rpc(request, timeout=20)
     except grpc.RpcError as error:
-        call: Any = error  # which it is, too
+        call: Any = error  # it is one as well
         return [call.code().name, call.details()]
     return ["OK", ""]
 

@@ -1,4 +1,4 @@
-"""Real servers that tests of all modules share, and NVIDIA's two clients behind one awaitable face."""
+"""Real servers that tests of all modules share, and NVIDIA's two clients behind one awaitable interface."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.harness import ServerProcess
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], ServerProcess]]:
-    """Servers of all models of the zoo by how many processes speak gRPC for them, each started when it is asked for
-    first."""
+    """Servers of all models of the zoo, by the number of processes that speak gRPC for them. Each is started on first
+    use."""
     with ExitStack() as stack:
 
         @cache
@@ -31,7 +31,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int]
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["alone", "fronts"])
 def server(request: pytest.FixtureRequest, servers: Callable[[int], ServerProcess]) -> ServerProcess:
-    """A server of all models of the zoo, that speaks gRPC itself, or has two processes for it."""
+    """A server of all models of the zoo, which speaks gRPC itself or has two processes for it."""
     return servers(request.param)
 
 

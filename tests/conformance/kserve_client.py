@@ -1,6 +1,6 @@
-"""KServe's own gRPC client, in an environment of its own: `kserve_client.py TARGET MODEL ROWS` prints JSON.
+"""KServe's own gRPC client, in its own environment: `kserve_client.py TARGET MODEL ROWS` prints JSON.
 
-ROWS requests of one row each go out at the same time; then come requests that have to fail.
+ROWS requests of one row each are sent at the same time, then requests that have to fail.
 """
 
 import asyncio

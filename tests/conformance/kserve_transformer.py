@@ -1,6 +1,6 @@
-"""A transformer as KServe's users write one: doubles what comes in, adds one to what comes out.
+"""A transformer as KServe's users write one: doubles the input, and adds one to the output.
 
-Takes the flags that KServe gives a transformer, and calls its predictor by KServe's own client.
+Takes the flags that KServe gives a transformer, and calls its predictor with KServe's own client.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Models behind NVIDIA's Triton, as PyTriton starts it: `pytriton_models.py PORT`, until SIGTERM.
+"""Models behind NVIDIA's Triton, started by PyTriton: `pytriton_models.py PORT`, until SIGTERM.
 
-Run by the Python of an environment that has PyTriton, and nothing of this product."""
+Run by the Python of an environment that has PyTriton and nothing of this product."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from pytriton.triton import Triton, TritonConfig
 
 NEVER = -1000.0
-"""A row that begins with less makes the whole execution fail, and one of more than 1000 makes it take so many ms."""
+"""A row whose first value is below this makes the whole execution fail; one above 1000 makes it take so many ms."""
 
 
 @batch
@@ -48,7 +48,7 @@ def several(a):
 
 
 def main(port: int) -> None:
-    # Triton's Python backend links to a libpython by its name: let it find the one of this interpreter.
+    # Triton's Python backend links to a libpython by name: let it find this interpreter's.
     os.environ["LD_LIBRARY_PATH"] = str(sysconfig.get_config_var("LIBDIR"))
     addresses = {"grpc_address": "127.0.0.1", "http_address": "127.0.0.1"}
     config = TritonConfig(grpc_port=port, http_port=port + 1, allow_metrics=False, **addresses)

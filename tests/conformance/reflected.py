@@ -1,6 +1,8 @@
-"""A client that knows nothing but server reflection: it learns services and messages from the server, calls with JSON.
+"""A client that knows nothing but server reflection: it learns services and messages from the server, and calls with
+JSON.
 
-It is what grpcurl and its like do, in Python. Must not: import generated code other than reflection's own.
+grpcurl and similar programs do the same; this one is in Python. Must not: import generated code other than reflection's
+own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ PROTOCOLS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.Ser
 
 
 class ReflectionStream:
-    """One open reflection stream. Iterating it yields what comes unasked, until the server ends the stream."""
+    """One open reflection stream. Iterating it yields further responses until the server ends the stream."""
 
     def __init__(self, channel: grpc.Channel, protocol: str, timeout_s: float = 20) -> None:
         call = channel.stream_stream(
@@ -55,13 +57,13 @@ class ReflectionStream:
         return [service.name for service in self.ask(list_services="*").list_services_response.service]
 
     def files(self, **request: str) -> list[descriptor_pb2.FileDescriptorProto]:
-        """The files that the answer to `request` carries."""
+        """The files in the response to `request`."""
         response = self.ask(**request).file_descriptor_response
         return [descriptor_pb2.FileDescriptorProto.FromString(file) for file in response.file_descriptor_proto]
 
 
 class ReflectedClient:
-    """Calls any unary method of any service with JSON, given as dicts."""
+    """Calls any unary method of any service with JSON, as dicts."""
 
     def __init__(self, channel: grpc.Channel, protocol: str) -> None:
         self._channel = channel
@@ -70,7 +72,7 @@ class ReflectedClient:
         self._known: set[str] = set()
 
     def call(self, method: str, request: dict[str, Any], timeout_s: float = 20) -> dict[str, Any]:
-        """What `package.Service/Method` answers to `request`. Raises grpc.RpcError."""
+        """The response of `package.Service/Method` to `request`. Raises grpc.RpcError."""
         descriptor = self._method(method)
         message = json_format.ParseDict(request, self._message(descriptor.input_type), descriptor_pool=self._pool)
         rpc = self._channel.unary_unary(
@@ -91,7 +93,8 @@ class ReflectedClient:
         return message_factory.GetMessageClass(descriptor)()
 
     def _learn(self, stream: ReflectionStream, **request: str) -> None:
-        """Add the first file of an answer, asking for each that it depends on: others in the answer are a courtesy."""
+        """Add the first file of a response, and ask for each that it depends on: servers needn't send any others
+        along."""
         file = stream.files(**request)[0]
         if file.name in self._known:
             return

@@ -1,8 +1,9 @@
-"""Answers that are ONNX Runtime's own.
+"""Answers equal ONNX Runtime's own.
 
-The same inputs go through the server and through an `InferenceSession` of this process. A kernel may choose its path by
-the size of the batch, so bits are equal only where the batches are: for a request alone, and for requests whose batch
-is forced. Where company is left to chance, elementwise models still have to agree to the bit, others to rounding.
+The same inputs go through the server and through an `InferenceSession` of this process. A kernel may choose its
+algorithm by the size of the batch, so bits are equal only where the batches are: for a request alone, and for requests
+whose batch is forced. Where batches form by chance, elementwise models still have to agree to the bit, others within
+rounding.
 """
 
 from __future__ import annotations
@@ -39,34 +40,38 @@ def pair(datatype: str, rows: int) -> dict[str, Array]:
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 @pytest.mark.parametrize("rows", [1, 5, 32])
 @pytest.mark.parametrize(("model", "datatype"), zoo.SIMPLE.items())
-async def test_add_sub_alone_is_onnxruntimes_to_the_bit(triton: Triton, model: str, datatype: str, rows: int) -> None:
+async def test_add_sub_alone_equals_onnxruntime_to_the_bit(
+    triton: Triton, model: str, datatype: str, rows: int
+) -> None:
     sent = pair(datatype, rows)
     result = await triton.infer(model, tensors(sent))
     assert_same_bits(outputs_of(result), zoo.answer(model, sent))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 16, 31, 32])
-async def test_mlp_alone_is_onnxruntimes_to_the_bit(triton: Triton, rows: int) -> None:
+async def test_mlp_alone_equals_onnxruntime_to_the_bit(triton: Triton, rows: int) -> None:
     sent = {"INPUT0": normal(rows, rows, 16)}
     result = await triton.infer("mlp", tensors(sent))
     assert_same_bits(outputs_of(result), zoo.answer("mlp", sent))
 
 
 @pytest.mark.parametrize(("n", "k", "m"), [(1, 1, 1), (2, 3, 4), (1, 64, 5), (17, 9, 1), (3, 0, 2)])
-async def test_free_dimensions_each_shape_is_onnxruntimes_to_the_bit(triton: Triton, n: int, k: int, m: int) -> None:
+async def test_free_dimensions_of_any_shape_equal_onnxruntime_to_the_bit(
+    triton: Triton, n: int, k: int, m: int
+) -> None:
     sent = {"INPUT0": normal(1, 2, n, k), "INPUT1": normal(2, 2, k, m)}
     result = await triton.infer("product", tensors(sent))
     assert_same_bits(outputs_of(result), zoo.answer("product", sent))
 
 
-async def test_text_alone_is_onnxruntimes_to_the_byte(triton: Triton) -> None:
+async def test_text_alone_equals_onnxruntime_to_the_byte(triton: Triton) -> None:
     sent = {"INPUT0": zoo.samples("BYTES")}
     result = await triton.infer("identity_bytes", tensors(sent))
     assert_same_bits(outputs_of(result), zoo.answer("identity_bytes", sent))
 
 
 @pytest.mark.parametrize(("model", "shape", "names"), [("unbatched", (16,), 2), ("scalar", (), 1)])
-async def test_model_without_batch_axis_is_onnxruntimes_to_the_bit(
+async def test_model_without_batch_axis_equals_onnxruntime_to_the_bit(
     triton: Triton, model: str, shape: tuple[int, ...], names: int
 ) -> None:
     sent = {f"INPUT{i}": normal(i, *shape) for i in range(names)}
@@ -76,10 +81,10 @@ async def test_model_without_batch_axis_is_onnxruntimes_to_the_bit(
 
 
 @pytest.mark.parametrize("rows", [(6,), (1, 5), (3, 2, 1), (1, 1, 2, 2), (2, 2, 2)])
-async def test_mlp_in_a_forced_batch_is_onnxruntimes_of_that_batch_to_the_bit(
+async def test_mlp_in_a_forced_batch_equals_onnxruntime_on_that_batch_to_the_bit(
     triton: Triton, server: ServerProcess, rows: tuple[int, ...]
 ) -> None:
-    """`mlp_six` runs nothing but six rows at a time, within the minute that this test would wait."""
+    """`mlp_six` only runs six rows at a time, within the minute that this test would wait."""
     sent = [normal(seed, count, 16) for seed, count in enumerate(rows)]
     batches, executed_rows = executed(server, "mlp_six")
     calls = [triton.infer("mlp_six", tensors({"INPUT0": array}), client_timeout=30) for array in sent]
@@ -89,7 +94,7 @@ async def test_mlp_in_a_forced_batch_is_onnxruntimes_of_that_batch_to_the_bit(
 
 
 def _is_one_batch(sent: Sequence[Array], got: Sequence[Array]) -> bool:
-    """Whether the slices of one run over all that was sent, in some order of arrival, are what came back."""
+    """Whether one run over all that was sent, in some order of arrival, gives what came back."""
     for order in permutations(range(len(sent))):
         whole = zoo.answer("mlp_six", {"INPUT0": np.concatenate([sent[i] for i in order])})["OUTPUT0"]
         if np.concatenate([got[i] for i in order]).tobytes() == whole.tobytes():
@@ -97,7 +102,7 @@ def _is_one_batch(sent: Sequence[Array], got: Sequence[Array]) -> bool:
     return False
 
 
-async def test_add_sub_in_chance_batches_is_onnxruntimes_to_the_bit(triton: Triton) -> None:
+async def test_add_sub_in_chance_batches_equals_onnxruntime_to_the_bit(triton: Triton) -> None:
     sent = [
         {"INPUT0": normal(seed, 1 + seed % 4, 16), "INPUT1": normal(-seed % 99, 1 + seed % 4, 16)} for seed in range(40)
     ]
@@ -106,7 +111,7 @@ async def test_add_sub_in_chance_batches_is_onnxruntimes_to_the_bit(triton: Trit
         assert_same_bits(outputs_of(result), zoo.answer("simple_fp32", arrays))
 
 
-async def test_mlp_in_chance_batches_is_onnxruntimes_within_rounding(triton: Triton) -> None:
+async def test_mlp_in_chance_batches_equals_onnxruntime_within_rounding(triton: Triton) -> None:
     sent = [normal(seed, 1 + seed % 4, 16) for seed in range(40)]
     results = await asyncio.gather(*(triton.infer("mlp", tensors({"INPUT0": array})) for array in sent))
     for array, result in zip(sent, results, strict=True):

@@ -1,6 +1,6 @@
-"""Stubs that plain protoc makes of our .proto files, used by a program that knows nothing else of us.
+"""Stubs that plain protoc generates from our .proto files, used by a program that knows nothing else of the project.
 
-The program is `bare_client.py`; it runs in a process of its own, among freshly generated files in a clean folder.
+The program is `bare_client.py`; it runs in its own process, among freshly generated files in a clean folder.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ def raw_outputs(response: dict[str, Any]) -> list[bytes]:
     return [base64.b64decode(data) for data in response["rawOutputContents"]]
 
 
-def test_program_modules_in_use_are_the_fresh_stubs_alone(said: dict[str, Any], folder: Path) -> None:
+def test_program_uses_only_the_freshly_generated_stubs(said: dict[str, Any], folder: Path) -> None:
     assert said["modules"] == {"inference_pb2": str(folder), "model_config_pb2": str(folder)}
 
 
 @pytest.mark.parametrize(("rpc", "answer"), [("live", {"live": True}), ("ready", {"ready": True})])
-def test_health_rpcs_server_started_say_so(said: dict[str, Any], rpc: str, answer: dict[str, bool]) -> None:
+def test_health_rpcs_report_a_started_server_live_and_ready(
+    said: dict[str, Any], rpc: str, answer: dict[str, bool]
+) -> None:
     assert said[rpc] == answer
     assert said["model ready"] == {"ready": True}
 
@@ -74,7 +76,7 @@ def test_model_metadata_describes_every_tensor(said: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["typed", "raw"])
-def test_infer_inputs_typed_or_raw_outputs_come_raw(said: dict[str, Any], how: str) -> None:
+def test_infer_typed_or_raw_inputs_gets_raw_outputs(said: dict[str, Any], how: str) -> None:
     response = said[how]
     assert (response["modelName"], response["modelVersion"], response["id"]) == ("simple", "1", "7")
     assert response["outputs"] == [
@@ -83,7 +85,7 @@ def test_infer_inputs_typed_or_raw_outputs_come_raw(said: dict[str, Any], how: s
     assert raw_outputs(response) == [struct.pack("<16i", *values) for values in (SUM, DIFFERENCE)]
 
 
-def test_infer_without_binary_data_output_outputs_come_typed(said: dict[str, Any]) -> None:
+def test_infer_without_binary_data_output_gets_typed_outputs(said: dict[str, Any]) -> None:
     response = said["typed output"]
     assert "rawOutputContents" not in response
     assert [output["contents"] for output in response["outputs"]] == [
@@ -91,7 +93,7 @@ def test_infer_without_binary_data_output_outputs_come_typed(said: dict[str, Any
     ]
 
 
-def test_infer_text_typed_comes_back_length_prefixed(said: dict[str, Any]) -> None:
+def test_infer_typed_text_comes_back_length_prefixed(said: dict[str, Any]) -> None:
     assert raw_outputs(said["text"]) == [b"\x05\0\0\0gr\xc3\xbcn\0\0\0\0"]
 
 

@@ -1,6 +1,7 @@
-"""`buf curl`, a client written in Go by others, which has no .proto file of ours: all it knows comes by reflection.
+"""`buf curl`, a third-party client written in Go, which has no .proto file of ours: it learns everything by reflection.
 
-It is looked for in PACELINE_BUF, then where `make witness` puts it, then on the PATH. Nothing beyond loopback is asked.
+It is looked for in PACELINE_BUF, then where `make witness` puts it, then on the PATH. It connects to nothing beyond
+loopback.
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ def simple(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reflect", ["grpc-v1", "grpc-v1alpha"])
-def test_list_services_by_either_reflection_names_all(buf: Buf, reflect: str) -> None:
+def test_list_services_names_all_by_either_reflection_version(buf: Buf, reflect: str) -> None:
     done = buf("", None, "--list-services", "--reflect-protocol", reflect)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == sorted([INFERENCE, HEALTH, *PROTOCOLS])
 
 
-def test_list_methods_names_those_of_every_service(buf: Buf) -> None:
+def test_list_methods_names_the_methods_of_both_services(buf: Buf) -> None:
     done = buf("", None, "--list-methods")
     assert done.returncode == 0, done.stderr
     listed = done.stdout.split()
@@ -86,7 +87,7 @@ def test_list_methods_names_those_of_every_service(buf: Buf) -> None:
 
 
 @pytest.mark.parametrize("reflect", ["grpc-v1", "grpc-v1alpha"])
-def test_infer_typed_json_by_either_reflection_gets_raw_outputs(buf: Buf, reflect: str) -> None:
+def test_infer_typed_json_gets_raw_outputs_by_either_reflection_version(buf: Buf, reflect: str) -> None:
     response = answer(buf(f"/{INFERENCE}/ModelInfer", simple(), "--reflect-protocol", reflect))
     assert (response["modelName"], response["id"]) == ("simple", "7")
     raw = [list(struct.unpack("<16i", base64.b64decode(data))) for data in response["rawOutputContents"]]

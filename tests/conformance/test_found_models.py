@@ -1,7 +1,7 @@
-"""Models as they are found in the wild, without a configuration: the answers are ONNX Runtime's, alone and in company.
+"""Models as found in the wild, without a configuration: answers equal ONNX Runtime's, one by one and concurrently.
 
-Lives here: what exporters and people do to models that ours don't. Each is asked one request after the other, then all
-at once, several times.
+Lives here: what exporters and people do to models that ours don't. Each model gets its requests one after the other,
+then all at once, several times.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _states() -> onnx.ModelProto:
 
 
 def _loop() -> onnx.ModelProto:
-    """The rank of its output is known to nobody before it has run."""
+    """Nobody knows the rank of its output before it has run."""
     body = helper.make_graph(
         [_node("Identity", "go", "on"), _node("Add", "x x", "y")],
         "body",
@@ -155,14 +155,14 @@ def _found(*, transposed: bool) -> onnx.ModelProto:
 
 
 def _square() -> onnx.ModelProto:
-    """A name of a dimension that is there twice: no batch axis, as rows are columns too."""
+    """The same dimension name twice: no batch axis, as rows are columns too."""
     dims = ["n", "n"]
     nodes = [_node("Transpose", "INPUT0", "t"), _node("Add", "INPUT0 t")]
     return model(nodes, [tensor("INPUT0", "FP32", dims)], [tensor("OUTPUT0", "FP32", dims)])
 
 
 def _masked() -> onnx.ModelProto:
-    """Names that are the same in two inputs."""
+    """The same dimension names in two inputs."""
     dims = ["batch", "length"]
     return model(
         [_node("Mul", "INPUT0 mask")],
@@ -177,14 +177,14 @@ def _mean() -> onnx.ModelProto:
 
 
 def _centered() -> onnx.ModelProto:
-    """By the mean of the whole batch, which for such rows is nearly that of each."""
+    """By the mean of the whole batch, which for these rows is nearly the mean of each."""
     dims = ["batch", 3000]
     nodes = [_node("ReduceMean", "INPUT0", "mean"), _node("Sub", "INPUT0 mean")]
     return model(nodes, [tensor("INPUT0", "FP32", dims)], [tensor("OUTPUT0", "FP32", dims)])
 
 
 def _looked_up() -> onnx.ModelProto:
-    """For as many rows as indices, too."""
+    """It runs with as many rows as indices, too."""
     nodes = [_node("Mul", "which two", "even"), _node("Gather", "rows even")]
     inputs = [tensor("rows", "FP32", ["n", 3]), tensor("which", "INT64", ["k"])]
     return model(nodes, inputs, [tensor("OUTPUT0", "FP32", ["k", 3])], [_constant("two", np.int64(2))])
@@ -253,7 +253,7 @@ async def stub(target: str) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("name", FOUND)
-async def test_found_model_answers_as_onnxruntime_alone_and_in_company(stub: Any, name: str) -> None:
+async def test_found_model_answers_as_onnxruntime_alone_and_concurrently(stub: Any, name: str) -> None:
     found, requests = FOUND[name]
     session = ort.InferenceSession(found.SerializeToString(), providers=["CPUExecutionProvider"])
     expected = [session.run(None, dict(request)) for request in requests]

@@ -1,4 +1,4 @@
-"""`grpc.health.v1`, asked by the standard's own stubs: what load balancers and Kubernetes probes see."""
+"""`grpc.health.v1`, called with the standard's own stubs: what load balancers and Kubernetes probes see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
-# Waits for company that never comes, until the server stops; then takes its time.
+# Waits for more requests that never come, until the server stops; then takes its time.
 SLOW = """
 dynamic_batching { preferred_batch_size: 8 max_queue_delay_microseconds: 600000000 }
 parameters { key: "execute_delay_ms" value { string_value: "1500" } }
@@ -30,7 +30,7 @@ parameters { key: "execute_delay_ms" value { string_value: "1500" } }
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server that the test may end. Its grace is longer than any test waits."""
+    """A server that the test may end. Its grace period is longer than any test waits."""
     write_identity(tmp_path, "slow", extra=SLOW)
     with ServerProcess(tmp_path, args=["--exit-timeout-secs", "600"]) as started:
         yield started
@@ -50,7 +50,7 @@ def watch(health: Any, service: str = "") -> Any:
 
 
 @pytest.mark.parametrize("service", ["", INFERENCE])
-def test_check_server_started_is_serving(server: ServerProcess, service: str) -> None:
+def test_check_started_server_is_serving(server: ServerProcess, service: str) -> None:
     with grpc.insecure_channel(server.target) as channel:
         assert check(health_of(channel), service) == SERVING
 
@@ -74,7 +74,7 @@ def test_check_unknown_service_is_not_found(server: ServerProcess, service: str)
         assert raised.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
 
 
-def test_watch_unknown_service_is_service_unknown_and_stays_open(server: ServerProcess) -> None:
+def test_watch_unknown_service_reports_service_unknown_and_stays_open(server: ServerProcess) -> None:
     with grpc.insecure_channel(server.target) as channel:
         watching = watch(health_of(channel), "nosuch")
         assert next(watching).status == SERVICE_UNKNOWN
@@ -83,7 +83,7 @@ def test_watch_unknown_service_is_service_unknown_and_stays_open(server: ServerP
         watching.cancel()
 
 
-def test_watch_sigterm_while_a_request_executes_says_not_serving_and_ends_first(own_server: ServerProcess) -> None:
+def test_watch_on_sigterm_reports_not_serving_and_ends_before_the_executing_request(own_server: ServerProcess) -> None:
     sent = {"INPUT0": np.ones((1, 16), np.float32)}
     called = Callbacks()
     with (
@@ -95,7 +95,7 @@ def test_watch_sigterm_while_a_request_executes_says_not_serving_and_ends_first(
         client.async_infer("slow", tensors(sent), called)
         wait_for_queued(own_server, "slow", 1)
         own_server.signal(signal.SIGTERM)
-        # Each stream goes on to its end, which the server sets.
+        # Each stream is read to its end, which the server sets.
         assert [[answer.status for answer in stream] for stream in watching] == [[NOT_SERVING], [NOT_SERVING]]
         assert called.none_yet
         result, error = called.next()
@@ -104,12 +104,12 @@ def test_watch_sigterm_while_a_request_executes_says_not_serving_and_ends_first(
         assert own_server.wait(30) == 0
 
 
-def test_watch_two_at_once_one_leaves_the_other_still_learns_of_the_end(own_server: ServerProcess) -> None:
+def test_watch_still_reports_the_end_after_another_watcher_has_left(own_server: ServerProcess) -> None:
     with grpc.insecure_channel(own_server.target) as channel:
         leaver, stayer = (watch(health_of(channel)) for _ in range(2))
         assert [next(leaver).status, next(stayer).status] == [SERVING, SERVING]
         leaver.cancel()
-        # The cancellation travels ahead of this on the same connection.
+        # The cancellation is sent ahead of this on the same connection.
         assert check(health_of(channel)) == SERVING
         own_server.signal(signal.SIGTERM)
         assert [answer.status for answer in stayer] == [NOT_SERVING]

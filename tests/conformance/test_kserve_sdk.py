@@ -1,7 +1,8 @@
-"""KServe's SDK in front of the server: its gRPC client, and a transformer written with it whose predictor this is.
+"""KServe's SDK in front of the server: its gRPC client, and a transformer written with it whose predictor is this
+server.
 
 The SDK is looked for in PACELINE_KSERVE_PYTHON, the Python of an environment that has it, else where `make
-witness-kserve` puts it. Nothing beyond loopback is asked.
+witness-kserve` puts it. It connects to nothing beyond loopback.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def python() -> str:
 
 @pytest.fixture
 def predictor(tmp_path: Path) -> Iterator[ServerProcess]:
-    """As KServe starts it: `resnet` is the InferenceService's name, for one model without one of its own."""
+    """As KServe starts it: `resnet` is the InferenceService's name, given to the one model, which has no name
+    itself."""
     write_identity(tmp_path, "models", extra=ALL_TOGETHER, rows=ROWS)
     env = {"STORAGE_URI": str(tmp_path / "models"), "INFERENCE_SERVICE_NAME": "resnet"}
     with ServerProcess(env=env) as server:
@@ -51,7 +53,7 @@ def predictor(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def environment() -> dict[str, str]:
-    """Nothing of this process's path: the SDK has an environment of its own."""
+    """Without this process's path: the SDK has its own environment."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
@@ -73,7 +75,7 @@ def test_kserve_grpc_client_is_served_in_one_batch(python: str, predictor: Serve
 
 @pytest.fixture
 def transformer(python: str, tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """Its HTTP and gRPC addresses; between it and the predictor is nothing but gRPC."""
+    """Its HTTP and gRPC addresses; it reaches the predictor by gRPC only."""
     write_identity(tmp_path, "models")
     env = {"STORAGE_URI": str(tmp_path / "models"), "INFERENCE_SERVICE_NAME": "resnet"}
     http, rpc = free_port(), free_port()
@@ -99,7 +101,7 @@ def answers(port: int) -> bool:
             return False
 
 
-def test_kserve_transformer_has_the_server_for_a_predictor(transformer: tuple[str, str]) -> None:
+def test_kserve_transformer_uses_the_server_as_predictor(transformer: tuple[str, str]) -> None:
     http, rpc = transformer
     with InferenceClient(rpc) as client:
         given = np.arange(16, dtype=np.float32).reshape(1, 16)
@@ -114,9 +116,9 @@ def test_kserve_transformer_has_the_server_for_a_predictor(transformer: tuple[st
     assert answer["outputs"][0]["data"] == [4.0] * 16
 
 
-def test_kserve_transformer_goes_on_after_a_request_that_the_predictor_refuses(transformer: tuple[str, str]) -> None:
+def test_kserve_transformer_keeps_serving_after_the_predictor_refused_a_request(transformer: tuple[str, str]) -> None:
     _, rpc = transformer
     with InferenceClient(rpc) as client:
-        with pytest.raises(ClientError, match="INTERNAL"):  # whatever the predictor said, the SDK's word for it
+        with pytest.raises(ClientError, match="INTERNAL"):  # the SDK's status, whatever the predictor answered
             client.infer("resnet", {"INPUT0": np.zeros((1, 3), np.float32)})
         assert (client.infer("resnet", {"INPUT0": np.zeros((1, 16), np.float32)})["OUTPUT0"] == 1).all()

@@ -1,4 +1,4 @@
-"""NVIDIA's client loads and unloads models, lists them and brings configurations and files along; blocking and
+"""NVIDIA's client loads and unloads models, lists them, and sends configurations and files along; blocking and
 asyncio."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROW = np.arange(16, dtype=np.float32).reshape(1, 16)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server in explicit mode that has loaded nothing of `echo` and `simple`."""
+    """A server in explicit mode that has loaded neither `echo` nor `simple`."""
     write_identity(tmp_path)
     models.write(models.add_sub("FP32"), tmp_path / "simple" / "1" / "model.onnx")
     with ServerProcess(tmp_path, args=("--model-control-mode", "explicit")) as started:
@@ -78,12 +78,12 @@ async def test_index_as_json_leaves_out_what_is_empty(triton: Triton) -> None:
     }
 
 
-async def test_load_of_the_unknown_says_so(triton: Triton) -> None:
+async def test_load_of_an_unknown_model_fails_with_the_reason(triton: Triton) -> None:
     with pytest.raises(InferenceServerException, match="failed to load 'nosuch', failed to poll from model repository"):
         await triton.load_model("nosuch")
 
 
-async def test_load_with_a_configuration_that_is_none_says_so(triton: Triton) -> None:
+async def test_load_with_an_invalid_configuration_fails_with_the_reason(triton: Triton) -> None:
     with pytest.raises(InferenceServerException, match="failed to load 'echo', load parameter 'config'"):
         await triton.load_model("echo", config="max_batch_size: 16")
 
@@ -104,7 +104,7 @@ async def test_load_with_a_configuration_holds_until_the_next_load(triton: Trito
     assert (await triton.infer("echo", three)).as_numpy("OUTPUT0").shape == (3, 16)
 
 
-async def test_load_with_files_serves_these_alone(triton: Triton) -> None:
+async def test_load_with_files_serves_only_these(triton: Triton) -> None:
     content = models.add_sub("FP32").SerializeToString()
     files = {"file:1/model.onnx": content, "file:3/model.onnx": content}
     with pytest.raises(InferenceServerException, match="config"):
@@ -118,7 +118,7 @@ async def test_load_with_files_serves_these_alone(triton: Triton) -> None:
     assert np.array_equal(result.as_numpy("OUTPUT0"), ROW + ROW)
 
 
-async def test_load_with_files_that_lead_outside_is_refused(triton: Triton, tmp_path: Path) -> None:
+async def test_load_with_files_outside_the_models_folder_is_refused(triton: Triton, tmp_path: Path) -> None:
     await triton.load_model("echo")
     config = json.dumps({"backend": "onnxruntime"})
     for path in ("file:../../escaped", f"file:{tmp_path}/escaped", "file:1/../../../escaped"):
@@ -139,6 +139,6 @@ async def test_load_of_a_broken_model_keeps_the_old_one(triton: Triton, tmp_path
     assert np.array_equal(result.as_numpy("OUTPUT0"), ROW + ROW)
 
 
-async def test_server_metadata_says_that_models_can_be_controlled(triton: Triton) -> None:
+async def test_server_metadata_announces_model_control(triton: Triton) -> None:
     extensions = (await triton.get_server_metadata()).extensions
     assert {"model_repository", "model_repository(unload_dependents)"} <= set(extensions)

@@ -1,6 +1,6 @@
 """The example client in JavaScript, on gRPC's implementation for Node: a second language, from the .proto file alone.
 
-Its packages are looked for where `make witness` puts them. Nothing beyond loopback is asked.
+Its packages are looked for where `make witness` puts them. It connects to nothing beyond loopback.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def test_node_client_reads_metadata(printed: dict[str, Any]) -> None:
     ]
 
 
-def test_node_client_infers_by_a_call(printed: dict[str, Any]) -> None:
+def test_node_client_infers_with_a_unary_call(printed: dict[str, Any]) -> None:
     assert printed["answer"] == {"id": "", "model": "simple", "version": "1", "outputs": OUTPUTS}
 
 
-def test_node_client_infers_on_a_stream_where_one_request_fails_alone(printed: dict[str, Any]) -> None:
+def test_node_client_streams_requests_of_which_one_fails_alone(printed: dict[str, Any]) -> None:
     first, failed, last = printed["streamed"]
     assert [answer["outputs"] for answer in (first, last)] == [OUTPUTS, OUTPUTS]
     assert (first["id"], last["id"]) == ("a", "c")
@@ -74,7 +74,7 @@ def test_node_client_infers_on_a_stream_where_one_request_fails_alone(printed: d
     [(["nosuch"], 1, "NOT_FOUND: "), ([], 2, "usage: "), (["identity_bytes"], 1, "got BYTES")],
     ids=["unknown model", "usage", "datatype"],
 )
-def test_node_client_says_what_went_wrong(
+def test_node_client_reports_errors(
     node: Run, server: ServerProcess, arguments: list[str], status: int, said: str
 ) -> None:
     done = node(server.target, *arguments)

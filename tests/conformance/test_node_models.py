@@ -1,5 +1,5 @@
-"""The models of one operator each that ONNX comes with, their first dimensions made free: what a trial takes for
-stackable has to be so. Among them is each way for rows to have to do with each other that an operator has."""
+"""The one-operator models that ONNX ships with, their first dimensions made free: those that a trial finds stackable
+have to be stackable. Among them is every kind of dependence between rows that an operator can have."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from backends.onnx.backend import OnnxBackend
 from tests.unit.backends.onnx_models import batched
 
 MISTAKEN = {
-    # Rows that are looked up in each other, where what is looked up are integers, too: zeros among zeros.
+    # Looks up rows by integer indices, and the rows are integers too: zeros among zeros.
     "test_gathernd_example_int32",
-    # Which rows come out at all depends on what is in them. It is told when it happens.
+    # Which rows come out at all depends on their contents. It is reported when it happens.
     "test_strnormalizer_export_monday_casesensintive_nochangecase",
 }
-"""Those that a trial takes for stackable although they aren't."""
+"""Those that a trial wrongly finds stackable."""
 
 Rows = Mapping[str, Array]
 
 _OF_EACH = 2
-"""Models of an operator. All of them take two minutes."""
+"""Models per operator. All of them take two minutes."""
 
 
 @pytest.mark.timeout(600)
-def test_models_of_one_operator_that_a_trial_takes_for_stackable_are(tmp_path: Path) -> None:
+def test_models_of_one_operator_that_a_trial_finds_stackable_are_stackable(tmp_path: Path) -> None:
     wrong, stacked = set(), 0
     for name, model, rows in _models():
         if (found := _stacked_and_alone(model, rows, tmp_path)) is not None:
@@ -48,7 +48,7 @@ def test_models_of_one_operator_that_a_trial_takes_for_stackable_are(tmp_path: P
 def _models() -> Iterator[tuple[str, onnx.ModelProto, Rows]]:
     """With the rows that they come with."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # infinities are among what they are tested with
+        warnings.simplefilter("ignore")  # their test data includes infinities
         cases = collect_testcases(None)
     seen: Counter[str] = Counter()
     for case in cases:
@@ -64,12 +64,12 @@ def _models() -> Iterator[tuple[str, onnx.ModelProto, Rows]]:
 
 
 def _rows_of(value: object) -> object:
-    """None for what has none."""
+    """None for values without rows."""
     return value.shape[0] if isinstance(value, np.ndarray) and value.ndim else None
 
 
 def _is_freed(model: onnx.ModelProto) -> bool:
-    """Make all first dimensions free, and those that outputs have; False for what isn't a tensor."""
+    """Make the first dimension of inputs and all dimensions of outputs free; False if one isn't a tensor."""
     for tensor in (*model.graph.input, *model.graph.output):
         if not tensor.type.HasField("tensor_type"):
             return False
@@ -85,8 +85,8 @@ def _for_onnxruntime(array: Array) -> Array:
 
 
 def _stacked_and_alone(model: onnx.ModelProto, rows: Rows, folder: Path) -> bool | None:
-    """Whether other rows behind them change what comes of `rows`, and the other way round; None if it isn't stackable,
-    or doesn't run, or not the same way twice."""
+    """Whether the results of `rows` and of other rows are the same stacked as alone; None if the model isn't stackable,
+    doesn't run, or isn't repeatable."""
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
     options = ort.SessionOptions()

@@ -1,8 +1,8 @@
-"""perf_analyzer, NVIDIA's own load generator, measures our server as it would Triton: in each of its ways to send.
+"""perf_analyzer, NVIDIA's own load generator, measures our server as it would Triton, in each of its sending modes.
 
 It asks for metadata and configuration, registers shared memory, sends, and asks for statistics before and after each of
-its windows. What it reports of the server has to agree with what the server itself says of the whole run, of which its
-windows are a part. How fast it was is nobody's business here. `make witness` fetches it.
+its windows. What it reports about the server has to agree with the server's own numbers for the whole run, of which its
+windows are a part. How fast it was doesn't matter here. `make witness` fetches it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.harness import REPO, ServerProcess
 PROGRAM = Path(os.environ.get("PACELINE_PERF_ANALYZER", REPO / ".witness" / "perf_analyzer" / "perf_analyzer"))
 pytestmark = pytest.mark.skipif(not PROGRAM.is_file(), reason=f"no {PROGRAM}: make witness, or PACELINE_PERF_ANALYZER")
 
-# The first three windows of 200 ms in a row that have requests, taken as they are, however much they differ: where the
-# machine is busy some have none.
+# The first three windows of 200 ms in a row that have requests count, however much they differ: on a busy machine some
+# have none.
 BRIEF = ("-p", "200", "-r", "200", "-s", "1000000000")
 PARTS = {
     "Server Queue": "queue",
@@ -51,7 +51,7 @@ _ONE_THREAD = (
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What it says of one concurrency or rate: the row of its table, and the server's part of its report."""
+    """Its report on one concurrency or rate: the row of its table, and the server's part of its output."""
 
     row: Mapping[str, str]
     rows: int
@@ -64,7 +64,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How it is started, and what is to be seen: levels, rows a request."""
+    """How it is started, and what it has to report: levels, rows per request."""
 
     args: tuple[str, ...]
     levels: tuple[str, ...] = ("1",)
@@ -110,7 +110,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def analyze(
     target: str, report: Path, model: str, *args: str, libraries: Path = PROGRAM.parent
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, its table in the file `report`."""
+    """Run it to its end; it writes its table to the file `report`."""
     command = [str(PROGRAM), "-m", model, "-u", target, "-i", "grpc", "-f", str(report), "--verbose-csv", *args]
     folders = f"{libraries}:{PROGRAM.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     env = os.environ | {"LD_LIBRARY_PATH": folders}
@@ -118,7 +118,7 @@ def analyze(
 
 
 def levels_of(said: str, report: Path, column: str) -> dict[str, Level]:
-    """By concurrency or rate: its table is in the order of throughput, what it says in that of measuring."""
+    """By concurrency or rate: its table is ordered by throughput, its output in the order of measuring."""
     with report.open(encoding="utf-8", newline="") as file:
         table = {row[column]: row for row in csv.DictReader(file)}
     blocks = {name: [int(number) for number in numbers] for name, *numbers in _SERVER.findall(said)}
@@ -138,7 +138,7 @@ def batches(one: Any) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_its_report_is_whole_and_agrees_with_the_servers_statistics(
+def test_perf_analyzer_report_is_complete_and_agrees_with_the_servers_statistics(
     server: ServerProcess, tmp_path: Path, case: Case
 ) -> None:
     before = statistics(server, case.model)
@@ -153,16 +153,16 @@ def test_its_report_is_whole_and_agrees_with_the_servers_statistics(
 
 
 def check_level(level: Level) -> None:
-    """Throughput, and no column empty."""
+    """Throughput is positive, and no column is empty."""
     assert float(level.row["Inferences/Second"]) > 0
     assert level.rows >= level.executions > 0
     assert level.requests > 0
     assert tuple(int(level.row[column]) for column in PARTS) == level.parts_us
-    # Rounded down to microseconds each: stacking and splitting may take less than one.
+    # Each rounded down to microseconds: stacking and splitting may take less than one.
     assert int(level.row["Server Queue"]) > 0
     assert int(level.row["Server Compute Infer"]) > 0
-    # What it has left of the server's time and of the client's. A request counts in the window in which it is answered,
-    # and its batch in that in which it is executed, so that the parts may be more than the whole: then it says 0.
+    # The rest of the server's time and of the client's. A request counts in the window in which it is answered, and its
+    # batch in the one in which it is executed, so the parts may exceed the whole: then it reports 0.
     left_us = max(0, level.latency_us - sum(level.parts_us))
     assert abs(level.overhead_us - left_us) <= 2 * len(PARTS)
     assert int(level.row["Network+Server Send/Recv"]) >= 0
@@ -170,7 +170,7 @@ def check_level(level: Level) -> None:
 
 
 def check_run(levels: list[Level], before: Any, after: Any, rows: int) -> None:
-    """The server has counted at least what the windows did, in nothing but requests of `rows` rows."""
+    """The server has counted at least what the windows did, in requests of `rows` rows only."""
     ours, then = after.inference_stats, before.inference_stats
     requests = ours.success.count - then.success.count
     assert sum(level.requests for level in levels) <= requests
@@ -193,7 +193,7 @@ def check_run(levels: list[Level], before: Any, after: Any, rows: int) -> None:
 
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Nothing that it may ask for is switched on."""
+    """None of what it may ask for is switched on."""
     with ServerProcess(write_repository(tmp_path_factory.mktemp("closed") / "models")) as started:
         yield started
 
@@ -207,7 +207,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     ],
     ids=["model", "shared memory", "traces"],
 )
-def test_what_is_refused_ends_it_with_our_reason(
+def test_refused_request_ends_the_run_with_our_reason(
     closed: ServerProcess, tmp_path: Path, args: tuple[str, ...], reason: str
 ) -> None:
     done = analyze(closed.target, tmp_path / "report.csv", "mlp", *BRIEF, *args)
@@ -216,8 +216,8 @@ def test_what_is_refused_ends_it_with_our_reason(
     assert analyze(closed.target, tmp_path / "report.csv", "mlp", *BRIEF).returncode == 0
 
 
-def test_it_has_its_tensors_in_cuda_shared_memory(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """On a GPU that isn't one, of which both have the libraries."""
+def test_tensors_in_cuda_shared_memory(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """On a stand-in GPU, whose libraries both programs load."""
     libraries = stand_in.libraries(tmp_path_factory.mktemp("gpu"))
     models.write(models.mlp(), tmp_path / "models" / "mlp" / "1" / "model.onnx")
     config = "max_batch_size: 16 dynamic_batching { } instance_group { kind: KIND_GPU }"

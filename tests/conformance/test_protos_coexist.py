@@ -1,8 +1,8 @@
-"""Outside witnesses for the protos: tritonclient in the same process, and plain protoc in a clean folder.
+"""Independent references for the protos: tritonclient in the same process, and plain protoc in a clean folder.
 
-tritonclient describes a file of the same package, with the same messages and the same service, and enters it into
-protobuf's default pool. Importing it beside our modules is one half of the test, agreeing with it byte by byte the
-other.
+tritonclient describes a file of the same package, with the same messages and the same service, and adds it to
+protobuf's default pool. Half of the test is importing it beside our modules, the other half agreeing with it byte by
+byte.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def file_facts(descriptor: FileDescriptor) -> Facts:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_descriptors_everything_of_tritonclient_is_identical_in_ours(
-    ours: FileDescriptor, theirs: FileDescriptor
-) -> None:
+def test_descriptors_contain_all_of_tritonclients_unchanged(ours: FileDescriptor, theirs: FileDescriptor) -> None:
     present, expected = file_facts(ours), file_facts(theirs)
     assert len(expected) > 100
     for name in sorted(present.keys() - expected.keys()):
@@ -97,7 +95,7 @@ def test_descriptors_everything_of_tritonclient_is_identical_in_ours(
     assert not wrong, "\n".join(f"{name}: expected {facts}, got {got}" for name, (facts, got) in wrong.items())
 
 
-def test_descriptors_ours_adds_the_open_inference_properties() -> None:
+def test_descriptors_add_the_open_inference_properties() -> None:
     added = file_facts(inference_pb2.DESCRIPTOR).keys() - file_facts(triton_service.DESCRIPTOR).keys()
     assert "inference.ModelMetadataResponse.properties" in added
 
@@ -116,7 +114,7 @@ SCALARS: dict[int, Any] = {
 
 
 def fill(message: Message, choice: int) -> Message:
-    """Fills every field of `message`, down to the leaves; `choice` says which member of each oneof."""
+    """Fills every field of `message`, down to the leaves; `choice` selects the member of each oneof."""
     for field in message.DESCRIPTOR.fields:
         oneof = field.containing_oneof
         if oneof is None or oneof.fields[choice % len(oneof.fields)] is field:
@@ -216,7 +214,7 @@ class OurEcho(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 class TheirEcho(triton_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Answers with tritonclient's messages: what was sent, and some statistics and a configuration."""
+    """Answers with tritonclient's messages: the inputs it received, and some statistics and a configuration."""
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         response = triton_service.ModelInferResponse(model_name=request.model_name, id=request.id)
@@ -245,7 +243,7 @@ def add_their_echo(server: grpc.Server) -> None:
     triton_grpc.add_GRPCInferenceServiceServicer_to_server(TheirEcho(), server)
 
 
-def test_infer_tritonclient_asks_our_service_and_reads_every_datatype_back() -> None:
+def test_tritonclient_infers_on_our_service_and_reads_every_datatype_back() -> None:
     echo = OurEcho()
     sent = arrays()
     inputs = [triton.InferInput(name, array.shape, name) for name, array in sent.items()]
@@ -264,14 +262,14 @@ def test_infer_tritonclient_asks_our_service_and_reads_every_datatype_back() -> 
     assert request.parameters["text"].string_param == "ä"
 
 
-def test_infer_tritonclient_raw_bytes_equal_ours_for_every_datatype() -> None:
+def test_tritonclients_raw_bytes_equal_ours_for_every_datatype() -> None:
     for name, array in arrays().items():
         tensor = triton.InferInput(name, array.shape, name)
         tensor.set_data_from_numpy(array)
         assert tensor._get_content() == encode_raw(array, DATATYPES[name]), name
 
 
-def test_infer_our_stub_asks_tritonclients_service_and_reads_every_datatype_back() -> None:
+def test_our_stub_infers_on_tritonclients_service_and_reads_every_datatype_back() -> None:
     sent = arrays()
     request = inference_pb2.ModelInferRequest(model_name="echo", id="7")
     for name, array in sent.items():
@@ -287,7 +285,7 @@ def test_infer_our_stub_asks_tritonclients_service_and_reads_every_datatype_back
         np.testing.assert_array_equal(decoded, result.as_numpy(tensor.name))
 
 
-def test_config_and_statistics_our_stub_reads_tritonclients_messages() -> None:
+def test_our_stub_reads_tritonclients_configuration_and_statistics() -> None:
     with serving(add_their_echo) as address, grpc.insecure_channel(address) as channel:
         stub = our_stub(channel)
         config = stub.ModelConfig(inference_pb2.ModelConfigRequest(name="m"), timeout=30).config
@@ -308,9 +306,7 @@ def run_python(program: str, cwd: Path, **environment: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["upb", "python"])
-def test_plain_protoc_in_a_clean_folder_makes_stubs_that_import_beside_ours(
-    tmp_path: Path, implementation: str
-) -> None:
+def test_stubs_made_by_plain_protoc_import_beside_ours(tmp_path: Path, implementation: str) -> None:
     sources = tmp_path / "sources"
     output = tmp_path / "output"
     sources.mkdir()
@@ -358,13 +354,15 @@ assert protos.tensors.decode_raw(b"\\x01\\x02", datatype, shape).sum() == 3
 @pytest.mark.parametrize(
     "imports", [OURS + OUR_CODEC + THEIRS, THEIRS + OURS + OUR_CODEC], ids=["ours first", "theirs first"]
 )
-def test_import_each_order_and_implementation_works(tmp_path: Path, imports: str, implementation: str) -> None:
+def test_import_works_in_each_order_and_protobuf_implementation(
+    tmp_path: Path, imports: str, implementation: str
+) -> None:
     running = "from google.protobuf.internal import api_implementation\nassert api_implementation.Type() == "
     program = imports + running + repr(implementation) + EXCHANGE
     run_python(program, tmp_path, PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=implementation)
 
 
-def test_pool_service_in_ours_and_theirs_are_different_objects_of_the_same_name() -> None:
+def test_our_service_descriptor_and_tritonclients_are_different_objects_of_the_same_name() -> None:
     ours = POOL.FindServiceByName("inference.GRPCInferenceService")
     theirs = triton_service.DESCRIPTOR.services_by_name["GRPCInferenceService"]
     assert ours is not theirs

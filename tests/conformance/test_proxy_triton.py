@@ -1,4 +1,4 @@
-"""The batcher in front of NVIDIA's Triton itself, which PyTriton brings along (`make bench-rivals`; else skipped)."""
+"""The batcher in front of NVIDIA's Triton itself, which PyTriton contains (`make bench-rivals`; else skipped)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ COUNT = 40
 
 
 def named(*models: str) -> list[str]:
-    """Flags: PyTriton restricts the index."""
+    """Flags that name the models: PyTriton restricts the index."""
     return [word for model in models for word in ("--upstream-model", model)]
 
 
 @contextmanager
 def triton_on(port: int, log: Path) -> Iterator[int]:
-    """Triton with the models of `pytriton_models.py`, ready; the number of its group of processes."""
+    """Triton with the models of `pytriton_models.py`, ready; yields the id of its process group."""
     python = RIVALS / "pytriton" / "bin" / "python"
     if not (RIVALS / "pytriton" / "installed").exists():
         pytest.skip("PyTriton is not installed: make bench-rivals")
@@ -70,7 +70,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def proxy(triton: str) -> Iterator[ServerProcess]:
-    """One call at a time: Triton would join two that are under way, and fail them together."""
+    """One call at a time: Triton would join two concurrent calls, and fail them together."""
     flags = ["--upstream-health-secs", "0.1", "--upstream-batches", "1", *named(*MODELS)]
     with ServerProcess(args=["--upstream", triton, *flags]) as server:
         yield server
@@ -106,7 +106,7 @@ def executions(stub: Any, model: str = "double") -> int:
     return sum(one.execution_count for one in told)
 
 
-def test_models_are_told_as_triton_tells_them(stub: Any, triton: str) -> None:
+def test_models_are_described_as_triton_describes_them(stub: Any, triton: str) -> None:
     with grpc.insecure_channel(triton) as channel:
         behind: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         for name in MODELS:
@@ -117,15 +117,15 @@ def test_models_are_told_as_triton_tells_them(stub: Any, triton: str) -> None:
             assert (ours.max_batch_size, ours.backend) == (theirs.max_batch_size, theirs.backend)
 
 
-def test_concurrent_requests_get_their_own_answers_of_fewer_calls(stub: Any) -> None:
+def test_concurrent_requests_get_their_own_answers_from_fewer_calls(stub: Any) -> None:
     before = executions(stub)
     calls = [stub.ModelInfer.future(infer("double", {"a": rows_of(mark)}), timeout=60) for mark in range(COUNT)]
     assert [doubled(call.result()) for call in calls] == [[2.0 * mark] for mark in range(COUNT)]
     assert executions(stub) - before < COUNT
 
 
-def test_row_that_fails_its_batch_fails_alone_with_tritons_words(stub: Any) -> None:
-    """The words are a traceback, and longer than gRPC's default for headers."""
+def test_row_that_fails_its_batch_fails_alone_with_tritons_error_text(stub: Any) -> None:
+    """The text is a traceback, longer than gRPC's default limit for headers."""
     marks = [*range(6), -2000, *range(6)]
     calls = [stub.ModelInfer.future(infer("double", {"a": rows_of(mark)}), timeout=60) for mark in marks]
     bad = calls.pop(6)
@@ -136,7 +136,7 @@ def test_row_that_fails_its_batch_fails_alone_with_tritons_words(stub: Any) -> N
     assert "Failed to process the request(s) for model 'double" in text
 
 
-def test_texts_of_any_length_and_halves_of_floats_pass(stub: Any) -> None:
+def test_texts_of_any_length_and_fp16_values_pass(stub: Any) -> None:
     texts = [b"a", b"", "gr\u00fc\u00dfe".encode(), b"z" * 3000]
     calls = [stub.ModelInfer.future(infer("shout", {"text": np.array([[text]], object)}), timeout=60) for text in texts]
     said = [call.result().raw_output_contents[0][4:] for call in calls]
@@ -146,7 +146,7 @@ def test_texts_of_any_length_and_halves_of_floats_pass(stub: Any) -> None:
     np.testing.assert_array_equal(np.frombuffer(answer.raw_output_contents[0], "<f2"), [3, -4])
 
 
-def test_model_without_batch_axis_gets_requests_as_they_are(stub: Any) -> None:
+def test_model_without_batch_axis_gets_requests_unchanged(stub: Any) -> None:
     sizes = range(1, 9)
     calls = [stub.ModelInfer.future(infer("total", {"n": np.ones(size, np.float32)}), timeout=60) for size in sizes]
     sums = [float(np.frombuffer(call.result().raw_output_contents[0], "<f4")[0]) for call in calls]
@@ -176,7 +176,7 @@ def test_deadline_is_kept_and_others_are_served_afterwards(stub: Any) -> None:
     assert doubled(stub.ModelInfer(infer("double", {"a": rows_of(3)}), timeout=60)) == [6.0]
 
 
-async def test_stream_and_client_that_joins_requests_are_served(proxy: ServerProcess, stub: Any) -> None:
+async def test_stream_and_coalescing_client_are_served(proxy: ServerProcess, stub: Any) -> None:
     async with AsyncInferenceClient(proxy.target, transport="stream") as client:
         answers = [await client.infer("double", {"a": rows_of(mark)}) for mark in range(3)]
         assert [float(one["x"][0, 0]) for one in answers] == [0, 2, 4]
@@ -186,7 +186,7 @@ async def test_stream_and_client_that_joins_requests_are_served(proxy: ServerPro
         assert (await client.infer("double", {"a": rows_of(5)}))["x"][0, 0] == 10
 
 
-def test_second_batcher_in_front_of_the_first_tells_and_answers_the_same(proxy: ServerProcess, stub: Any) -> None:
+def test_second_batcher_in_front_of_the_first_describes_and_answers_the_same(proxy: ServerProcess, stub: Any) -> None:
     flags = ["--upstream", proxy.target, "--upstream-batches", "1", "--upstream-health-secs", "0.1"]
     with ServerProcess(args=flags) as second, grpc.insecure_channel(second.target) as channel:
         chained: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -199,7 +199,7 @@ def test_second_batcher_in_front_of_the_first_tells_and_answers_the_same(proxy: 
         assert [doubled(call.result()) for call in calls] == [[2.0], [4.0], [6.0]]
 
 
-def test_index_that_is_restricted_and_answers_that_are_several_are_told_of(triton: str) -> None:
+def test_restricted_index_is_logged_and_decoupled_model_is_refused(triton: str) -> None:
     with ServerProcess(args=["--upstream", triton, "--upstream-health-secs", "0.1"]) as server:
         eventually(lambda: any("--upstream-model" in line["message"] for line in server.log), "the way out is logged")
     flags = ["--upstream", triton, "--upstream-health-secs", "0.1", *named("double", "several")]
@@ -212,7 +212,7 @@ def test_index_that_is_restricted_and_answers_that_are_several_are_told_of(trito
         assert "decoupled" in text
 
 
-def test_triton_killed_amid_a_batch_is_unavailable_and_served_again_when_it_is_back(tmp_path: Path) -> None:
+def test_triton_killed_during_a_batch_is_unavailable_until_it_is_back(tmp_path: Path) -> None:
     port = free_port(count=2)
     flags = ["--upstream", f"127.0.0.1:{port}", "--upstream-health-secs", "0.1", *named("double")]
     with ServerProcess(args=flags) as proxy, grpc.insecure_channel(proxy.target) as channel:

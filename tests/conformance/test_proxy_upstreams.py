@@ -1,5 +1,5 @@
-"""The batcher in front of other servers of the protocol, each a process of its own: MLServer, the KServe SDK's model
-server, and another paceline. Where one isn't installed (`make bench-rivals`) its tests skip."""
+"""The batcher in front of other servers of the protocol, each in its own process: MLServer, the KServe SDK's model
+server, and another paceline. Where one isn't installed (`make bench-rivals`), its tests are skipped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Proxied:
         self.expected = lambda rows: session.run(None, {models.INPUT: rows})[0]
 
     def executions(self) -> int:
-        """Batches that went upstream."""
+        """Batches that were sent upstream."""
         request = pb.ModelStatisticsRequest(name="tiny")
         return sum(one.execution_count for one in self.stub.ModelStatistics(request).model_stats)
 
@@ -56,7 +56,7 @@ def proxied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         upstream: Any = start(Side(name, "tiny", ((16,),)), {"tiny": file}, folder)
     except NotInstalledError as error:
         pytest.skip(f"{name} is {error}")
-    # The SDK has no RepositoryIndex, and MLServer's tells of what lies in its folder alone.
+    # The SDK has no RepositoryIndex, and MLServer's lists only what is in its folder.
     named = [] if name == "paceline" else ["--upstream-model", "tiny"]
     flags = ["--upstream-health-secs", "0.1", "--max-queue-delay-microseconds", "20000", *named]
     with (
@@ -73,7 +73,7 @@ def rows_of(seed: int, rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.random.default_rng(seed).random((rows, 16), np.float32)
 
 
-def test_concurrent_requests_get_their_own_answers_of_fewer_batches(proxied: Proxied) -> None:
+def test_concurrent_requests_get_their_own_answers_from_fewer_batches(proxied: Proxied) -> None:
     before = proxied.executions()
     inputs = [rows_of(seed, 1 + seed % 3) for seed in range(COUNT)]
     calls = [proxied.stub.ModelInfer.future(infer("tiny", {models.INPUT: rows}), timeout=60) for rows in inputs]
@@ -84,7 +84,7 @@ def test_concurrent_requests_get_their_own_answers_of_fewer_batches(proxied: Pro
     assert 0 < proxied.executions() - before < COUNT / 2
 
 
-def test_request_that_the_model_cannot_take_fails_and_the_others_do_not(proxied: Proxied) -> None:
+def test_request_of_the_wrong_shape_fails_alone(proxied: Proxied) -> None:
     good = [infer("tiny", {models.INPUT: rows_of(seed, 1)}) for seed in range(8)]
     bad = infer("tiny", {models.INPUT: rows_of(0, 1)[:, :15]})
     calls = [proxied.stub.ModelInfer.future(one, timeout=60) for one in (*good, bad)]
@@ -96,10 +96,10 @@ def test_request_that_the_model_cannot_take_fails_and_the_others_do_not(proxied:
     assert "model 'tiny': " in error.details()
 
 
-def test_upstream_that_ends_makes_the_proxy_not_ready(proxied: Proxied) -> None:
-    """The last of the module: nothing is behind the proxy any more."""
+def test_proxy_is_not_ready_after_its_upstream_has_ended(proxied: Proxied) -> None:
+    """The last test of the module: afterwards, nothing is behind the proxy any more."""
     pid: int = proxied.upstream.pid
-    # Other servers lead a group of their own, with workers that wouldn't end with them.
+    # Other servers lead their own process group, with workers that wouldn't end with them.
     (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
     eventually(lambda: not proxied.stub.ServerReady(pb.ServerReadyRequest()).ready, "not ready", 60)
     with pytest.raises(grpc.RpcError) as caught:
@@ -124,7 +124,7 @@ class Double(MLModel):
 
 @contextmanager
 def mlserver_of(folder: Path) -> Iterator[str]:
-    """`mlserver start` on a folder with one model, of a version that is no number; its target."""
+    """`mlserver start` on a folder with one model whose version isn't a number; yields its target."""
     python = RIVALS / "mlserver" / "bin" / "python"
     if not (RIVALS / "mlserver" / "installed").exists():
         pytest.skip("mlserver is not installed: make bench-rivals")
@@ -139,7 +139,7 @@ def mlserver_of(folder: Path) -> Iterator[str]:
     (folder / "double.py").write_text(_DOUBLE)
     code = "import sys; sys.argv = ['mlserver', 'start', '.']; from mlserver.cli import main; main()"
     with (folder / "log").open("wb") as log:
-        # It has workers of its own, which wouldn't end with it.
+        # It has its own workers, which wouldn't end with it.
         process = subprocess.Popen(
             [python, "-c", code],
             cwd=folder,

@@ -1,4 +1,4 @@
-"""Server reflection, under both names: enough for a client that has no .proto file to list, describe and call."""
+"""Server reflection, under both names, lets a client without any .proto file list, describe and call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_list_services_names_all_four(stream: ReflectionStream) -> None:
     assert sorted(stream.services()) == sorted([INFERENCE, HEALTH, *PROTOCOLS])
 
 
-def test_list_services_each_is_described(stream: ReflectionStream) -> None:
+def test_every_listed_service_is_described(stream: ReflectionStream) -> None:
     for name in stream.services():
         package, _, service = name.rpartition(".")
         file = stream.files(file_containing_symbol=name)[0]
@@ -74,18 +74,18 @@ def test_list_services_each_is_described(stream: ReflectionStream) -> None:
         ("inference.TYPE_FP32", "model_config.proto"),
     ],
 )
-def test_file_containing_symbol_each_kind_of_symbol_is_found(stream: ReflectionStream, symbol: str, file: str) -> None:
+def test_file_containing_symbol_finds_each_kind_of_symbol(stream: ReflectionStream, symbol: str, file: str) -> None:
     assert stream.files(file_containing_symbol=symbol)[0].name == file
 
 
-def test_file_by_filename_brings_what_it_depends_on(stream: ReflectionStream) -> None:
+def test_file_by_filename_includes_its_dependencies(stream: ReflectionStream) -> None:
     files = stream.files(file_by_filename="inference.proto")
     assert [file.name for file in files] == ["inference.proto", "model_config.proto"]
     assert files[0].dependency == ["model_config.proto"]
     assert [file.name for file in stream.files(file_by_filename="model_config.proto")] == ["model_config.proto"]
 
 
-def test_files_are_those_that_protoc_reads(stream: ReflectionStream, tmp_path: Path) -> None:
+def test_files_equal_those_that_protoc_reads(stream: ReflectionStream, tmp_path: Path) -> None:
     compiled = tmp_path / "set"
     protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I", "protos", "--include_imports"]
     command = [*protoc, f"--descriptor_set_out={compiled}", "inference.proto"]
@@ -98,7 +98,7 @@ def test_files_are_those_that_protoc_reads(stream: ReflectionStream, tmp_path: P
 
 
 def _forget_json_names(messages: object) -> None:
-    """protoc spells out the names that follow from the fields' own."""
+    """protoc writes out JSON names even where they follow from the fields' names."""
     for message in messages:  # type: ignore[attr-defined]
         for field in message.field:
             field.ClearField("json_name")
@@ -117,7 +117,7 @@ def _forget_json_names(messages: object) -> None:
     ],
     ids=str,
 )
-def test_ask_for_what_is_not_there_gets_an_error_and_the_stream_goes_on(
+def test_unknown_name_gets_an_error_and_the_stream_continues(
     stream: ReflectionStream, request_: dict[str, object]
 ) -> None:
     response = stream.ask(**request_)
@@ -126,7 +126,7 @@ def test_ask_for_what_is_not_there_gets_an_error_and_the_stream_goes_on(
     assert INFERENCE in stream.services()
 
 
-def test_ask_nothing_is_an_error_response(stream: ReflectionStream) -> None:
+def test_empty_request_gets_an_error_response(stream: ReflectionStream) -> None:
     assert stream.ask(host="h").error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 
@@ -147,7 +147,7 @@ def simple_fp32(**more: object) -> dict[str, object]:
     return {"model_name": "simple_fp32", "id": "7", "inputs": inputs, **more}
 
 
-def test_infer_typed_json_outputs_are_raw_by_default(client: ReflectedClient) -> None:
+def test_infer_typed_json_gets_raw_outputs_by_default(client: ReflectedClient) -> None:
     answer = client.call(f"{INFERENCE}/ModelInfer", simple_fp32())
     assert (answer["modelName"], answer["modelVersion"], answer["id"]) == ("simple_fp32", "1", "7")
     raw = [struct.unpack("<16f", base64.b64decode(data)) for data in answer["rawOutputContents"]]
@@ -180,7 +180,7 @@ def test_infer_without_binary_data_output_is_readable_json(client: ReflectedClie
         ("BYTES", "bytes_contents", [base64.b64encode("grün".encode()).decode(), ""]),
     ],
 )
-def test_infer_each_datatype_typed_json_comes_back_as_it_went(
+def test_infer_typed_json_of_each_datatype_comes_back_unchanged(
     client: ReflectedClient, datatype: str, field: str, values: list[object]
 ) -> None:
     tensor = {"name": "INPUT0", "datatype": datatype, "shape": [1, 2], "contents": {field: values}}
@@ -200,7 +200,7 @@ def test_model_metadata_in_json_has_free_dimensions(client: ReflectedClient) -> 
     assert answer["inputs"][0] == {"name": "INPUT0", "datatype": "FP32", "shape": ["-1", "16"]}
 
 
-def test_infer_unknown_model_is_not_found_by_name(client: ReflectedClient) -> None:
+def test_infer_unknown_model_is_not_found_and_named(client: ReflectedClient) -> None:
     with pytest.raises(grpc.RpcError, match="'nosuch'") as raised:
         client.call(f"{INFERENCE}/ModelInfer", {"model_name": "nosuch"})
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
@@ -214,15 +214,17 @@ def test_health_check_in_json_is_serving(client: ReflectedClient) -> None:
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["used", "idle"])
-def test_stream_left_open_at_sigterm_is_ended_and_holds_nothing_up(tmp_path: Path, protocol: str, used: bool) -> None:
-    """The grace is longer than the test would wait."""
+def test_stream_open_at_sigterm_is_ended_without_delaying_the_shutdown(
+    tmp_path: Path, protocol: str, used: bool
+) -> None:
+    """The grace period is longer than the test would wait."""
     write_identity(tmp_path)
     with (
         ServerProcess(tmp_path, args=["--exit-timeout-secs", "600"]) as server,
         grpc.insecure_channel(server.target) as channel,
         ReflectionStream(channel, protocol, timeout_s=60) as stream,
     ):
-        # An answer on the same connection says that the stream, opened before, has arrived.
+        # An answer on the same connection shows that the server has seen the stream, which was opened before.
         assert stream.services() if used else ReflectedClient(channel, protocol).call(f"{HEALTH}/Check", {})
         server.signal(signal.SIGTERM)
         assert list(stream) == []

@@ -1,5 +1,5 @@
-"""Model repositories as they are written for Triton, with much of what a `config.pbtxt` can say at once, served as they
-are by a real process, and NVIDIA's clients on what becomes of them."""
+"""Model repositories as written for Triton, using many fields of `config.pbtxt` at once, served unchanged by a real
+process, and checked with NVIDIA's clients."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ model_metrics {
 model_transaction_policy { decoupled: false }
 response_cache { enable: false }
 """
-# Elements of requests of any length, one after the other, two requests a batch.
+# Elements of requests of any length, concatenated, two requests per batch.
 RAGGED = """
 backend: "onnxruntime"
 version_policy: { latest: { num_versions: 2 } }
@@ -133,13 +133,13 @@ SERVED = {
 
 
 def write_apart(model: onnx.ModelProto, path: Path) -> None:
-    """Its weights in a file of their own, beside it."""
+    """Write the model with its weights in a separate file beside it."""
     path.parent.mkdir(parents=True)
     onnx.save_model(model, path, save_as_external_data=True, location=f"{path.stem}.weights", size_threshold=0)
 
 
 def write_repositories(folder: Path) -> list[Path]:
-    """Two of them."""
+    """Write two repositories; their paths."""
     one, other = folder / "one", folder / "other"
     for version in (1, 2, 3):
         write_apart(models.mlp(seed=version), one / "classifier" / str(version) / "net.onnx")
@@ -173,22 +173,22 @@ def samples(rows: int, seed: int = 0) -> Array:
 
 
 def answer(version: int, sent: Array) -> Array:
-    """ONNX Runtime's own."""
+    """ONNX Runtime's own answer."""
     session = ort.InferenceSession(models.mlp(seed=version).SerializeToString(), providers=["CPUExecutionProvider"])
     (output,) = session.run(["OUTPUT0"], {"INPUT0": sent.reshape(-1, 16)})
     return np.asarray(output)
 
 
 async def executions(triton: Triton, model: str, version: str) -> dict[int, int]:
-    """By their rows."""
+    """Executions by their rows."""
     (one,) = (await triton.get_inference_statistics(model, version)).model_stats
     return {batch.batch_size: batch.compute_infer.count for batch in one.batch_stats}
 
 
-# ---- What is there ---------------------------------------------------------------------------------------------------
+# ---- What is served --------------------------------------------------------------------------------------------------
 
 
-async def test_models_of_all_repositories_serve_in_the_versions_of_their_policies(triton: Triton) -> None:
+async def test_models_of_all_repositories_serve_the_versions_of_their_policies(triton: Triton) -> None:
     assert await triton.is_server_ready()
     found: dict[str, list[str]] = {}
     for line in (await triton.get_model_repository_index()).models:
@@ -205,7 +205,7 @@ async def test_models_of_all_repositories_serve_in_the_versions_of_their_policie
 async def test_configuration_comes_back_with_all_that_was_written(triton: Triton) -> None:
     written = text_format.Parse(CLASSIFIER, triton_config.ModelConfig())
     told = (await triton.get_model_config("classifier", "1")).config
-    # Names of groups, and a device for each, are what it adds here.
+    # The server adds names of groups, and a device for each.
     assert [(one.name, one.count, one.kind) for one in told.instance_group] == [
         ("cpus", 2, triton_config.ModelInstanceGroup.KIND_CPU)
     ]
@@ -216,7 +216,7 @@ async def test_configuration_comes_back_with_all_that_was_written(triton: Triton
         assert getattr(told, field.name) == getattr(written, field.name), field.name
 
 
-# ---- What it does ----------------------------------------------------------------------------------------------------
+# ---- Answers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("version", "served"), [("1", 1), ("3", 3), ("", 3)])
@@ -227,7 +227,7 @@ async def test_each_version_answers_with_its_own_weights(triton: Triton, version
     np.testing.assert_allclose(result.as_numpy("OUTPUT0"), answer(served, sent), rtol=1e-5, atol=1e-6)
 
 
-async def test_requests_that_make_up_a_preferred_size_share_a_batch_and_one_gets_classes(triton: Triton) -> None:
+async def test_requests_that_add_up_to_a_preferred_size_share_a_batch_and_one_gets_classes(triton: Triton) -> None:
     before = await executions(triton, "classifier", "1")
     one, other = samples(3, 1), samples(1, 2)
     wanted = [tritonclient.grpc.InferRequestedOutput("OUTPUT0", class_count=2)]
@@ -246,13 +246,13 @@ async def test_requests_that_make_up_a_preferred_size_share_a_batch_and_one_gets
 
 
 async def test_queue_policy_of_the_lower_level_lets_requests_shorten_their_timeout(triton: Triton) -> None:
-    """Alone it would wait for ten minutes."""
+    """Without it, the request would wait for ten minutes."""
     with pytest.raises(InferenceServerException) as raised:
         await triton.infer("classifier", tensors({"INPUT0": samples(1)}), priority=2, timeout=20_000)
     assert raised.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
 
-async def test_ragged_requests_share_a_batch_and_get_as_much_as_they_brought(triton: Triton) -> None:
+async def test_ragged_requests_share_a_batch_and_get_outputs_of_their_own_length(triton: Triton) -> None:
     before = await executions(triton, "ragged", "2")
     sent = [np.full((1, size), size, np.float32) for size in (3, 5)]
     results = await asyncio.gather(
@@ -280,16 +280,16 @@ async def test_optional_input_may_be_left_out(triton: Triton) -> None:
     assert_same_bits(outputs_of(given), {"OUTPUT0": sent, "OUTPUT1": bias})
 
 
-async def test_model_without_configuration_in_a_folder_with_its_weights_answers(triton: Triton) -> None:
+async def test_model_in_a_folder_with_its_weights_answers_without_a_configuration(triton: Triton) -> None:
     sent = samples(2)
     result = await triton.infer("bare", tensors({"INPUT0": sent.reshape(2, 16)}))
     np.testing.assert_allclose(result.as_numpy("OUTPUT0"), answer(0, sent), rtol=1e-5, atol=1e-6)
 
 
-# ---- What is told of it ----------------------------------------------------------------------------------------------
+# ---- Metrics and logs ------------------------------------------------------------------------------------------------
 
 
-def test_metrics_of_each_version_bear_the_tags(server: ServerProcess) -> None:
+def test_metrics_of_each_version_carry_the_tags(server: ServerProcess) -> None:
     metrics = server.metrics()
     tagged = [f'{{_team="search",_tier="1",model="classifier",version="{version}"}}' for version in (1, 3)]
     assert all(f"nv_inference_count{labels}" in metrics for labels in tagged)
@@ -309,7 +309,7 @@ def test_warm_up_ran_each_sample_on_each_instance_before_the_server_was_ready(se
 # ---- Changes ---------------------------------------------------------------------------------------------------------
 
 
-async def test_model_is_replaced_with_another_configuration_and_comes_back_as_it_was(triton: Triton) -> None:
+async def test_model_is_replaced_with_another_configuration_and_restored(triton: Triton) -> None:
     override = json_format.MessageToDict(text_format.Parse(CLASSIFIER, triton_config.ModelConfig()))
     override["versionPolicy"] = {"latest": {"numVersions": 1}}
     await triton.load_model("classifier", config=json.dumps(override))

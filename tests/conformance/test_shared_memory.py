@@ -45,7 +45,7 @@ async def triton(request: pytest.FixtureRequest, server: ServerProcess) -> Async
 
 @contextmanager
 def created(size: int) -> Iterator[tuple[str, Any]]:
-    """A region made by the client's helper, and its key."""
+    """A region made by the client's helper; yields its key and handle."""
     key = f"/paceline-test-{secrets.token_hex(6)}"
     handle = shm.create_shared_memory_region("data", key, size, create_only=True)
     try:
@@ -53,7 +53,7 @@ def created(size: int) -> Iterator[tuple[str, Any]]:
         yield key, handle
     finally:
         with warnings.catch_warnings():
-            # Arrays from get_contents_as_numpy may outlive the mapping; that is between client and helper.
+            # Arrays from get_contents_as_numpy may outlive the mapping; that is a matter of client and helper.
             warnings.simplefilter("ignore")
             shm.destroy_shared_memory_region(handle)
     assert key not in shm.mapped_shared_memory_regions()
@@ -76,7 +76,7 @@ def wanted(name: str, region: str, size: int, offset: int = 0) -> tritonclient.g
 
 
 def copied(handle: Any, dtype: Any, shape: list[int], offset: int = 0) -> Array:
-    """What lies there; a copy, so that the mapping can be closed."""
+    """A copy of the data there, so that the mapping can be closed."""
     return np.array(shm.get_contents_as_numpy(handle, dtype, shape, offset))
 
 
@@ -85,7 +85,7 @@ async def test_extension_is_advertised(triton: Triton) -> None:
 
 
 async def test_unregister_all_of_both_kinds_comes_first_and_succeeds(triton: Triton) -> None:
-    """As perf_analyzer does, without asking whether there is a GPU."""
+    """perf_analyzer does this, without asking whether there is a GPU."""
     await triton.unregister_system_shared_memory()
     await triton.unregister_cuda_shared_memory()
     assert not (await triton.get_system_shared_memory_status()).regions
@@ -121,7 +121,7 @@ async def test_add_sub_in_regions_of_their_own_registered_at_an_offset(triton: T
 
 
 @pytest.mark.parametrize("datatype", [one for one in zoo.DATATYPES if one not in ("BYTES", "BF16")])
-async def test_identity_of_each_datatype_returns_the_very_bits(triton: Triton, datatype: str) -> None:
+async def test_identity_of_each_datatype_returns_identical_bits(triton: Triton, datatype: str) -> None:
     sent = zoo.samples(datatype)
     with created(2 * sent.nbytes) as (key, handle):
         shm.set_shared_memory_region(handle, [sent])
@@ -135,7 +135,7 @@ async def test_identity_of_each_datatype_returns_the_very_bits(triton: Triton, d
         assert_same_bits({"x": got}, {"x": sent})
 
 
-async def test_texts_through_the_clients_own_serialization(triton: Triton) -> None:
+async def test_texts_serialized_by_the_clients_own_helper(triton: Triton) -> None:
     sent = zoo.samples("BYTES")
     serialized = serialize_byte_tensor(sent)
     size = len(serialized.item())
@@ -152,7 +152,7 @@ async def test_texts_through_the_clients_own_serialization(triton: Triton) -> No
         assert result.get_output("OUTPUT0").parameters["shared_memory_byte_size"].int64_param == size
 
 
-async def test_region_made_twice_by_key_is_the_same_memory(triton: Triton) -> None:
+async def test_region_created_twice_with_one_key_is_the_same_memory(triton: Triton) -> None:
     with created(64) as (key, handle):
         again = shm.create_shared_memory_region("other", key, 64)
         shm.set_shared_memory_region(again, [A])
@@ -167,7 +167,7 @@ async def test_region_made_twice_by_key_is_the_same_memory(triton: Triton) -> No
     ("size", "offset", "text"),
     [(65, 0, "invalid args"), (64, 1, "invalid args"), (1, 64, "invalid args"), (0, 65, "invalid args")],
 )
-async def test_register_out_of_bound_is_refused(triton: Triton, size: int, offset: int, text: str) -> None:
+async def test_register_out_of_bounds_is_refused(triton: Triton, size: int, offset: int, text: str) -> None:
     with created(64) as (key, _):
         with pytest.raises(
             InferenceServerException, match=rf"failed to register shared memory region.*{text}"
@@ -251,7 +251,7 @@ time.sleep(600)
 """
 
 
-async def test_client_killed_leaves_its_region_until_somebody_unregisters_it(
+async def test_killed_clients_region_stays_registered_until_it_is_unregistered(
     triton: Triton, server: ServerProcess
 ) -> None:
     key = f"/paceline-test-{secrets.token_hex(6)}"
@@ -261,7 +261,7 @@ async def test_client_killed_leaves_its_region_until_somebody_unregisters_it(
         assert client.stdout.readline() == b"registered\n"
         client.kill()
         client.wait()
-        # The name of the memory, too, goes with the client: its own resource tracker unlinks it.
+        # The client's own resource tracker unlinks the name of the memory as well.
         assert "doomed" in (await triton.get_system_shared_memory_status()).regions
         result = await triton.infer("simple", [lying("INPUT0", A, "doomed", 64), brought("INPUT1", B)])
         assert_same_bits({"x": result.as_numpy("OUTPUT0")}, {"x": B})

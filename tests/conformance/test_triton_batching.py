@@ -1,6 +1,7 @@
-"""The tables of Triton's tests of its batcher, asked by NVIDIA's client: what groups, what leaves at once, what waits.
+"""The tables of Triton's tests of its batcher, run with NVIDIA's client: what is grouped, what leaves at once, what
+waits.
 
-Where Triton waits for its delay of ten seconds, these tests see the request wait and then let the queue go.
+Where Triton waits for its delay of ten seconds, these tests observe that the request waits, and then flush the queue.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Sent = tuple[int, int]  # rows and columns
 
 
 class Asked:
-    """NVIDIA's client and the server that it asks, of one model `m`."""
+    """NVIDIA's client and the server that it calls, with one model `m`."""
 
     def __init__(self, served: Served, client: Any, script: Script) -> None:
         self.served = served
@@ -41,7 +42,7 @@ class Asked:
 
     @property
     def batches(self) -> list[tuple[int, ...]]:
-        """Rows of each request, batch by batch, without what only kept the model busy."""
+        """Rows of each request, batch by batch, without those that only kept the model busy."""
         pairs = zip(self.script.model.batches, self.script.seen, strict=False)
         return [rows for rows, marks in pairs if BUSY not in marks]
 
@@ -55,7 +56,7 @@ class Asked:
         return answer
 
     async def send(self, *sizes: Sent, **options: Any) -> list[Call]:
-        """One after the other, each once the one before has arrived."""
+        """One after the other, each once the previous one has arrived."""
         calls = []
         for mark, (rows, columns) in enumerate(sizes):
             expected = self.arrived + 1
@@ -68,7 +69,7 @@ class Asked:
         self.served.server.repository.get("m", "").batcher.flush()
 
     async def status(self) -> tuple[dict[int, int], int, int, int]:
-        """What Triton's own tests ask for: executions by rows; requests, rows and executions."""
+        """What Triton's own tests query: executions by rows; requests, rows and executions."""
         (one,) = (await self._client.get_inference_statistics("m")).model_stats
         sizes = {batch.batch_size: batch.compute_infer.count for batch in one.batch_stats}
         return sizes, one.inference_stats.success.count, one.inference_count, one.execution_count
@@ -108,7 +109,8 @@ TABLE: dict[str, tuple[list[Sent], list[tuple[int, ...]], list[tuple[int, ...]]]
     "multi_batch_not_preferred": (sized(1, 3), [], [(1, 3)]),
     "multi_batch_gt_max_preferred": (sized(3, 7), [(3,), (7,)], []),
     "multi_batch_sum_gt_max_preferred": (sized(3, 4), [(3,)], [(4,)]),
-    # With shapes that differ, Triton lets go what waits when another shape comes; here each shape goes its own way.
+    # With different shapes, Triton sends off what waits when another shape arrives; here each shape is batched
+    # separately.
     "multi_batch_different_shape": ([(1, 16), (1, 8)], [], [(1,), (1,)]),
     "multi_batch_not_preferred_different_shape": ([(1, 16), (3, 16), (1, 8)], [], [(1, 3), (1,)]),
     "multi_batch_preferred_different_shape": ([(1, 16), (3, 16), (1, 8), (5, 8)], [(1, 5)], [(1, 3)]),
@@ -116,14 +118,14 @@ TABLE: dict[str, tuple[list[Sent], list[tuple[int, ...]], list[tuple[int, ...]]]
 
 
 @pytest.mark.parametrize(("sizes", "at_once", "later"), TABLE.values(), ids=TABLE)
-async def test_triton_table_of_requests_that_come_one_by_one_groups_as_it_says(
+async def test_tritons_table_for_requests_sent_one_by_one_gives_the_same_batches(
     tmp_path: Path, sizes: list[Sent], at_once: list[tuple[int, ...]], later: list[tuple[int, ...]]
 ) -> None:
     async with asked(tmp_path, STANDARD) as subject:
         calls = await subject.send(*sizes)
         waiting = sum(map(len, later))
         await eventually_async(lambda: subject.served.waiting("m") == waiting, f"{waiting} requests waiting")
-        # What has left the queue is on its way to the model.
+        # Requests that have left the queue are on their way to the model.
         await eventually_async(lambda: len(subject.batches) >= len(at_once), f"{len(at_once)} batches in the model")
         assert subject.batches == at_once
         subject.release()
@@ -145,7 +147,7 @@ DELAYED: dict[str, tuple[str, list[int], list[tuple[int, ...]], list[tuple[int, 
 
 
 @pytest.mark.parametrize(("batching", "rows", "at_once", "later"), DELAYED.values(), ids=DELAYED)
-async def test_triton_table_of_requests_behind_a_busy_model_groups_as_it_says(
+async def test_tritons_table_for_requests_behind_a_busy_model_gives_the_same_batches(
     tmp_path: Path, batching: str, rows: list[int], at_once: list[tuple[int, ...]], later: list[tuple[int, ...]]
 ) -> None:
     async with asked(tmp_path, batching) as subject:
@@ -160,8 +162,8 @@ async def test_triton_table_of_requests_behind_a_busy_model_groups_as_it_says(
         assert await subject.status() == status_after([(7,), *at_once, *later])
 
 
-async def test_triton_delay_exceeded_fills_the_batch_above_the_largest_preferred_size(tmp_path: Path) -> None:
-    """multi_batch_delayed_use_max_batch: 3 and 4 have waited too long when 1 comes; all 8 leave together."""
+async def test_delay_exceeded_fills_the_batch_above_the_largest_preferred_size_as_in_triton(tmp_path: Path) -> None:
+    """multi_batch_delayed_use_max_batch: 3 and 4 rows have waited too long when 1 arrives; all 8 leave together."""
     async with asked(tmp_path, "preferred_batch_size: [ 2, 6 ] max_queue_delay_microseconds: 1000") as subject:
         async with busy(subject.served, subject.script, rows=7):
             calls = await subject.send(*sized(3, 4))
@@ -173,7 +175,7 @@ async def test_triton_delay_exceeded_fills_the_batch_above_the_largest_preferred
         assert subject.batches == [(3, 4, 1)]
 
 
-async def test_triton_no_delay_executes_the_first_alone_and_the_rest_together(tmp_path: Path) -> None:
+async def test_no_delay_executes_the_first_alone_and_the_rest_together_as_in_triton(tmp_path: Path) -> None:
     """max_queue_delay_only_default: twelve requests, two executions."""
     async with asked(tmp_path, "", rows=100) as subject:
         gate = subject.script.hold(0)
@@ -187,7 +189,7 @@ async def test_triton_no_delay_executes_the_first_alone_and_the_rest_together(tm
 
 
 @pytest.mark.parametrize(("priority", "first"), [(1, [2, 0]), (0, [0, 1])])
-async def test_priority_of_the_client_goes_first_and_completes_the_preferred_size(
+async def test_clients_priority_is_served_first_and_completes_the_preferred_size(
     tmp_path: Path, priority: int, first: list[int]
 ) -> None:
     """priority_levels: 2 and 1 rows at the default, then 2 at priority 1, which leave with the first 2."""
@@ -202,7 +204,7 @@ async def test_priority_of_the_client_goes_first_and_completes_the_preferred_siz
         assert list(dict.fromkeys(marks))[:2] == first
 
 
-async def test_priority_of_64_bits_arrives_whole(tmp_path: Path) -> None:
+async def test_priority_of_64_bits_arrives_unchanged(tmp_path: Path) -> None:
     top = 2**64 - 1
     async with asked(tmp_path, f"priority_levels: {top} default_priority_level: {top - 1}", rows=1) as subject:
         async with busy(subject.served, subject.script):
@@ -215,7 +217,7 @@ async def test_priority_of_64_bits_arrives_whole(tmp_path: Path) -> None:
         assert [batch[0] for batch in subject.script.served] == [3, 2, 1, 0]
 
 
-async def test_timeout_of_the_client_is_in_microseconds_and_rejects(tmp_path: Path) -> None:
+async def test_clients_timeout_is_in_microseconds_and_rejects(tmp_path: Path) -> None:
     queue = "default_queue_policy { default_timeout_microseconds: 60000000 allow_timeout_override: true }"
     async with asked(tmp_path, queue) as subject:
         async with busy(subject.served, subject.script):
@@ -240,7 +242,7 @@ async def test_queue_of_eight_behind_a_busy_model_refuses_two_of_ten(tmp_path: P
             assert "Exceeds maximum queue size" in one.message()
 
 
-async def test_cancel_by_the_client_in_the_queue_is_never_executed(tmp_path: Path) -> None:
+async def test_request_cancelled_by_the_client_in_the_queue_is_never_executed(tmp_path: Path) -> None:
     async with asked(tmp_path, "", rows=4) as subject:
         async with busy(subject.served, subject.script):
             calls = await subject.send(*sized(1, 1, 1))
@@ -253,7 +255,7 @@ async def test_cancel_by_the_client_in_the_queue_is_never_executed(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A real process of models that return their input, configured in different ways."""
+    """A real server process with models that return their input, configured in different ways."""
     repository = tmp_path_factory.mktemp("repository")
     write_identity(repository, "preferring", extra=f"dynamic_batching {{ {STANDARD} }}")
     write_identity(repository, "waiting", extra="dynamic_batching { max_queue_delay_microseconds: 100000 }")
@@ -275,7 +277,7 @@ def rows_of(mark: int, rows: int = 1) -> dict[str, np.ndarray[Any, Any]]:
     return {"INPUT0": marked(mark, rows, 16)}
 
 
-def test_process_two_that_make_a_preferred_size_leave_together(
+def test_process_two_requests_that_add_up_to_a_preferred_size_leave_together(
     process: ServerProcess, client: tritonclient.grpc.InferenceServerClient
 ) -> None:
     callbacks = [Callbacks(), Callbacks()]
@@ -288,7 +290,7 @@ def test_process_two_that_make_a_preferred_size_leave_together(
     assert executed(process, "preferring") == (1, 2)
 
 
-def test_process_delay_is_kept_by_an_idle_model_and_not_by_one_without(
+def test_process_idle_model_keeps_its_queue_delay_and_one_without_does_not_wait(
     process: ServerProcess, client: tritonclient.grpc.InferenceServerClient
 ) -> None:
     for model in ("waiting", "plain"):
@@ -302,7 +304,7 @@ def test_process_delay_is_kept_by_an_idle_model_and_not_by_one_without(
     assert waited_us["plain"] < waited_us["waiting"]
 
 
-def test_process_batch_sizes_pad_and_say_so(
+def test_process_batch_sizes_pad_and_the_response_reports_it(
     process: ServerProcess, client: tritonclient.grpc.InferenceServerClient
 ) -> None:
     result = client.infer("batch_sizes", tensors(rows_of(7, rows=3)), parameters={"paceline_batch_info": True})

@@ -37,14 +37,14 @@ async def test_statistics_of_one_model_name_it_and_its_version(triton: Triton, v
     assert (one.name, one.version) == ("simple_fp64", "1")
 
 
-async def test_statistics_without_a_name_are_those_of_every_model(triton: Triton) -> None:
+async def test_statistics_without_a_name_cover_every_model(triton: Triton) -> None:
     found = [(one.name, one.version) for one in (await triton.get_inference_statistics()).model_stats]
     assert found == sorted(found)
     assert {("simple", "1"), ("mlp", "1"), ("patient", "1")} <= set(found)
     assert len(found) == len(zoo.SIMPLE) + len(zoo.DATATYPES) + 12
 
 
-async def test_statistics_as_json_have_numbers_as_texts_of_64_bits(triton: Triton) -> None:
+async def test_statistics_as_json_have_64_bit_numbers_as_strings(triton: Triton) -> None:
     await triton.infer("counted", tensors({name: np.ones((2, 16), np.int64) for name in ("INPUT0", "INPUT1")}))
     (one,) = (await triton.get_inference_statistics("counted", as_json=True))["model_stats"]
     assert int(one["inference_count"]) == 2 * int(one["execution_count"])
@@ -52,8 +52,9 @@ async def test_statistics_as_json_have_numbers_as_texts_of_64_bits(triton: Trito
     assert [batch["batch_size"] for batch in one["batch_stats"]] == ["2"]
 
 
-async def test_statistics_of_a_window_are_what_was_sent_in_it(triton: Triton) -> None:
-    """What perf_analyzer does: ask, send, ask, and divide the difference of the times by that of the counts."""
+async def test_statistics_of_a_window_match_the_requests_sent_in_it(triton: Triton) -> None:
+    """As perf_analyzer does: query, send, query, and divide the difference of the times by the difference of the
+    counts."""
     before = await window(triton, "simple")
     await asyncio.gather(*(triton.infer("simple", rows(1 + number % 3)) for number in range(30)))
     after = await window(triton, "simple")
@@ -73,7 +74,7 @@ async def test_statistics_of_a_window_are_what_was_sent_in_it(triton: Triton) ->
 
 
 @pytest.mark.parametrize(("model", "version", "status"), [("nosuch", "", "NOT_FOUND"), ("simple", "9", "NOT_FOUND")])
-async def test_statistics_of_what_is_not_there_are_refused(
+async def test_statistics_of_an_unknown_model_or_version_are_refused(
     triton: Triton, model: str, version: str, status: str
 ) -> None:
     with pytest.raises(InferenceServerException, match=f"'{model}'") as raised:
@@ -81,8 +82,8 @@ async def test_statistics_of_what_is_not_there_are_refused(
     assert raised.value.status() == f"StatusCode.{status}"
 
 
-async def test_metrics_are_found_by_the_patterns_of_tritons_tests(triton: Triton, server: ServerProcess) -> None:
-    """Their scripts look for the labels in this order, and for digits right behind them."""
+async def test_metrics_match_the_patterns_of_tritons_tests(triton: Triton, server: ServerProcess) -> None:
+    """Their scripts expect the labels in this order, and digits right after them."""
     with pytest.raises(InferenceServerException):
         await triton.infer("product", rows(1))
     url = f"http://127.0.0.1:{server.metrics_port}/metrics"

@@ -56,7 +56,7 @@ def test_stream_answers_come_in_order_and_say_that_they_are_final(
     assert called.none_yet
 
 
-def test_stream_stopped_without_cancelling_answers_what_was_sent_before(
+def test_stream_stopped_without_cancelling_answers_earlier_requests(
     client: tritonclient.grpc.InferenceServerClient,
 ) -> None:
     called = Callbacks()
@@ -85,20 +85,20 @@ def test_stream_stopped_with_cancelling_takes_its_requests_out_of_the_queue(
     wait_for_queued(server, "patient", 0)
 
 
-def test_stream_timeout_passed_takes_its_requests_out_of_the_queue(
+def test_stream_timeout_removes_its_requests_from_the_queue(
     client: tritonclient.grpc.InferenceServerClient, server: ServerProcess
 ) -> None:
     called = Callbacks()
     client.start_stream(called, stream_timeout=0.3)
     client.async_stream_infer("patient", tensors(PATIENT))
     result, error = called.next()
-    while error.status() is None:  # the request's own, in the stream
+    while error.status() is None:  # the request's own error, in the stream
         result, error = called.next()
     assert (result, error.status()) == (None, "StatusCode.DEADLINE_EXCEEDED")
     wait_for_queued(server, "patient", 0)
 
 
-def test_stream_error_of_a_request_leaves_it_open(client: tritonclient.grpc.InferenceServerClient) -> None:
+def test_stream_stays_open_after_a_requests_error(client: tritonclient.grpc.InferenceServerClient) -> None:
     called = Callbacks()
     client.start_stream(called)
     client.async_stream_infer("simple", tensors(filled(1)))
@@ -113,7 +113,7 @@ def test_stream_error_of_a_request_leaves_it_open(client: tritonclient.grpc.Infe
     client.stop_stream()
 
 
-def test_stream_that_asks_for_it_ends_at_the_first_error_with_its_status(
+def test_stream_ends_at_the_first_error_with_its_status_on_request(
     client: tritonclient.grpc.InferenceServerClient,
 ) -> None:
     called = Callbacks()
@@ -129,7 +129,9 @@ def test_stream_that_asks_for_it_ends_at_the_first_error_with_its_status(
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_stream_that_is_compressed_is_the_same(client: tritonclient.grpc.InferenceServerClient, algorithm: str) -> None:
+def test_compressed_stream_gives_the_same_answers(
+    client: tritonclient.grpc.InferenceServerClient, algorithm: str
+) -> None:
     called = Callbacks()
     client.start_stream(called, compression_algorithm=algorithm)
     client.async_stream_infer("simple", tensors(filled(5, 32)))
@@ -150,7 +152,7 @@ def test_stream_that_is_compressed_is_the_same(client: tritonclient.grpc.Inferen
     ],
     ids=lambda options: "-".join(options),
 )
-def test_stream_options_of_the_client_leave_the_answer_as_it_is(
+def test_stream_options_of_the_client_leave_the_answer_unchanged(
     client: tritonclient.grpc.InferenceServerClient, options: dict[str, Any]
 ) -> None:
     called = Callbacks()
@@ -190,7 +192,7 @@ async def test_aio_stream_answers_come_in_order_with_errors_in_their_place(
     assert number == 20
 
 
-async def test_aio_stream_cancelled_takes_its_requests_out_of_the_queue(
+async def test_aio_stream_cancelled_removes_its_requests_from_the_queue(
     aio: tritonclient.grpc.aio.InferenceServerClient, server: ServerProcess
 ) -> None:
     patient = {"model_name": "patient", "inputs": tensors(PATIENT)}
@@ -208,12 +210,12 @@ async def test_aio_stream_cancelled_takes_its_requests_out_of_the_queue(
     await asyncio.to_thread(wait_for_queued, server, "patient", 0)
 
 
-async def test_aio_stream_that_asks_for_it_ends_at_the_first_error_with_its_status(
+async def test_aio_stream_ends_at_the_first_error_with_its_status_on_request(
     aio: tritonclient.grpc.aio.InferenceServerClient,
 ) -> None:
     async def one_and_no_end() -> AsyncIterator[dict[str, Any]]:
         yield simple(1, "nosuch")
-        # grpc.aio reports INTERNAL if it is writing just when the stream ends.
+        # grpc.aio reports INTERNAL if it is writing just as the stream ends.
         await asyncio.Event().wait()
 
     stream = aio.stream_infer(one_and_no_end(), headers={"triton_grpc_error": "true"})

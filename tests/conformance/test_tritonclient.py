@@ -1,4 +1,4 @@
-"""NVIDIA's client, unmodified, blocking and asyncio: what it asks for, it gets. (Errors: another file.)"""
+"""NVIDIA's client, unmodified, blocking and asyncio: successful calls. (Errors: another file.)"""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ async def test_model_metadata_batched_model_has_free_batch_axis(triton: Triton, 
         assert found == [(name, "INT32", [-1, 16]) for name in names]
 
 
-async def test_model_metadata_as_json_has_shapes_as_text_of_int64(triton: Triton) -> None:
+async def test_model_metadata_as_json_has_shapes_as_strings(triton: Triton) -> None:
     metadata = await triton.get_model_metadata("product", as_json=True)
     assert metadata["inputs"][1] == {"name": "INPUT1", "datatype": "FP32", "shape": ["-1", "-1", "-1"]}
 
 
 @pytest.mark.parametrize(("model", "shape"), [("unbatched", [16]), ("scalar", [])])
-async def test_model_metadata_model_without_batch_axis_has_its_own_shape(
+async def test_model_metadata_of_a_model_without_batch_axis_has_its_own_shape(
     triton: Triton, model: str, shape: list[int]
 ) -> None:
     metadata = await triton.get_model_metadata(model)
@@ -71,7 +71,7 @@ async def test_model_metadata_model_without_batch_axis_has_its_own_shape(
 
 
 @pytest.mark.parametrize("datatype", zoo.DATATYPES)
-async def test_model_metadata_each_datatype_is_named_as_in_the_protocol(triton: Triton, datatype: str) -> None:
+async def test_model_metadata_names_each_datatype_as_in_the_protocol(triton: Triton, datatype: str) -> None:
     metadata = await triton.get_model_metadata(zoo.identity_of(datatype))
     assert [tensor.datatype for tensor in (*metadata.inputs, *metadata.outputs)] == [datatype, datatype]
 
@@ -88,7 +88,7 @@ async def test_infer_identity_of_each_datatype_returns_the_very_bits(triton: Tri
 
 
 @pytest.mark.parametrize("datatype", zoo.DATATYPES)
-async def test_infer_rows_without_elements_return_as_they_came(triton: Triton, datatype: str) -> None:
+async def test_infer_rows_without_elements_come_back_unchanged(triton: Triton, datatype: str) -> None:
     sent = zoo.samples(datatype)[:, :0]
     result = await triton.infer(zoo.identity_of(datatype), tensors({"INPUT0": sent}))
     assert_same_bits(outputs_of(result), {"OUTPUT0": sent})
@@ -116,7 +116,7 @@ async def test_infer_inputs_in_any_order_are_matched_by_name(triton: Triton) -> 
 
 
 @pytest.mark.parametrize("names", [("OUTPUT1",), ("OUTPUT2", "OUTPUT0"), ("OUTPUT2", "OUTPUT1", "OUTPUT0")])
-async def test_infer_requested_outputs_come_alone_and_in_the_order_asked_for(
+async def test_infer_returns_only_the_requested_outputs_in_the_order_requested(
     triton: Triton, names: tuple[str, ...]
 ) -> None:
     arrays = {f"INPUT{i}": np.full((1, 2), i, np.float32) for i in range(3)}
@@ -131,7 +131,7 @@ async def test_infer_response_names_model_version_and_request(triton: Triton, ve
     assert (response.model_name, response.model_version, response.id) == ("simple", "1", "grün/7")
 
 
-async def test_infer_without_request_id_has_none_in_the_response(triton: Triton) -> None:
+async def test_infer_without_request_id_gets_none_in_the_response(triton: Triton) -> None:
     assert not (await triton.infer("simple", tensors(ONE_ROW))).get_response().id
 
 
@@ -149,17 +149,17 @@ async def test_infer_without_request_id_has_none_in_the_response(triton: Triton)
     ],
     ids=lambda options: "-".join(map(str, options)) + str(options.get("compression_algorithm", "")),
 )
-async def test_infer_options_of_the_client_leave_the_answer_as_it_is(triton: Triton, options: dict[str, Any]) -> None:
+async def test_infer_options_of_the_client_leave_the_answer_unchanged(triton: Triton, options: dict[str, Any]) -> None:
     arrays = {name: np.arange(512, dtype=np.int32).reshape(32, 16) for name in ONE_ROW}
     result = await triton.infer("simple", tensors(arrays), **options)
     assert_same_bits(outputs_of(result), zoo.answer("simple", arrays))
 
 
-async def test_health_with_headers_and_timeout_is_the_same(triton: Triton) -> None:
+async def test_health_with_headers_and_timeout_works_as_well(triton: Triton) -> None:
     assert await triton.is_server_live(headers={"authorization": "Bearer x"}, client_timeout=60)
 
 
-async def test_infer_many_at_once_each_gets_its_own_answer(triton: Triton) -> None:
+async def test_infer_many_at_once_gets_each_its_own_answer(triton: Triton) -> None:
     async def ask(number: int) -> None:
         sent = np.full((1 + number % 3, 16), number, np.int32)
         result = await triton.infer("simple", tensors({"INPUT0": sent, "INPUT1": sent}), request_id=str(number))
@@ -169,27 +169,25 @@ async def test_infer_many_at_once_each_gets_its_own_answer(triton: Triton) -> No
     await asyncio.gather(*map(ask, range(60)))
 
 
-# ---- What ends a wait ------------------------------------------------------------------------------------------------
+# ---- Timeouts and cancellation ---------------------------------------------------------------------------------------
 
 PATIENT = {"INPUT0": np.ones((1, 16), np.float32)}
 
 
-async def test_infer_client_timeout_passed_in_the_queue_is_deadline_exceeded(
-    triton: Triton, server: ServerProcess
-) -> None:
+async def test_infer_client_timeout_in_the_queue_is_deadline_exceeded(triton: Triton, server: ServerProcess) -> None:
     with pytest.raises(InferenceServerException) as raised:
         await triton.infer("patient", tensors(PATIENT), client_timeout=0.2)
     assert raised.value.status() == "StatusCode.DEADLINE_EXCEEDED"
     wait_for_queued(server, "patient", 0)
 
 
-async def test_infer_timeout_parameter_passed_in_the_queue_is_deadline_exceeded(triton: Triton) -> None:
+async def test_infer_timeout_parameter_in_the_queue_is_deadline_exceeded(triton: Triton) -> None:
     with pytest.raises(InferenceServerException, match=r"'patient'.*Request timeout expired") as raised:
         await triton.infer("patient", tensors(PATIENT), timeout=1_000)
     assert raised.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
 
-async def test_infer_aio_call_cancelled_leaves_the_queue(server: ServerProcess) -> None:
+async def test_infer_cancelled_aio_call_leaves_the_queue(server: ServerProcess) -> None:
     async with tritonclient.grpc.aio.InferenceServerClient(server.target) as client:
         asking = asyncio.create_task(client.infer("patient", tensors(PATIENT)))
         await asyncio.to_thread(wait_for_queued, server, "patient", 1)
@@ -213,7 +211,7 @@ def test_async_infer_many_at_once_each_callback_gets_its_own_answer(server: Serv
     assert not sent
 
 
-def test_async_infer_refused_callback_gets_the_error(server: ServerProcess) -> None:
+def test_async_infer_refused_passes_the_error_to_the_callback(server: ServerProcess) -> None:
     called = Callbacks()
     with tritonclient.grpc.InferenceServerClient(server.target) as client:
         client.async_infer("nosuch", tensors(ONE_ROW), called)
@@ -221,7 +219,7 @@ def test_async_infer_refused_callback_gets_the_error(server: ServerProcess) -> N
     assert (result, error.status()) == (None, "StatusCode.NOT_FOUND")
 
 
-def test_async_infer_cancelled_leaves_the_queue_and_says_so(server: ServerProcess) -> None:
+def test_async_infer_cancelled_leaves_the_queue_and_reports_it(server: ServerProcess) -> None:
     called = Callbacks()
     with tritonclient.grpc.InferenceServerClient(server.target) as client:
         call = client.async_infer("patient", tensors(PATIENT), called)

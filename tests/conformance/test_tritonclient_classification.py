@@ -1,4 +1,5 @@
-"""NVIDIA's client asking for classes (`InferRequestedOutput(class_count=...)`), against ONNX Runtime and numpy."""
+"""NVIDIA's client requests classes (`InferRequestedOutput(class_count=...)`); checked against ONNX Runtime and
+numpy."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ async def test_infer_class_count_returns_so_many_classes_a_row(triton: Triton, c
     assert result.as_numpy("OUTPUT0").tolist() == expected(sent, count)
 
 
-async def test_infer_requests_that_want_different_things_share_batches(triton: Triton) -> None:
-    """`mlp_six` executes when six rows are there, and not before."""
+async def test_infer_requests_with_different_class_counts_share_batches(triton: Triton) -> None:
+    """`mlp_six` executes once six rows are queued, and not before."""
     sent = [samples(1, seed) for seed in range(6)]
     counts = [0, 1, 2, 3, 4, 0]
     results = await asyncio.gather(
@@ -62,13 +63,13 @@ async def test_infer_requests_that_want_different_things_share_batches(triton: T
             np.testing.assert_allclose(got, [row], rtol=1e-5)
 
 
-async def test_infer_class_count_of_a_model_without_batch_axis_has_one_dimension(triton: Triton) -> None:
+async def test_infer_class_count_without_batch_axis_gives_one_dimension(triton: Triton) -> None:
     values = np.arange(16, dtype=np.float32)
     result = await triton.infer("unbatched", tensors({"INPUT0": values, "INPUT1": values}), outputs=asked(2, "OUTPUT0"))
     assert result.as_numpy("OUTPUT0").tolist() == [b"30.000000:15", b"28.000000:14"]
 
 
-async def test_infer_class_count_of_integers_and_a_raw_output_beside_it(triton: Triton) -> None:
+async def test_infer_class_count_of_integers_beside_a_raw_output(triton: Triton) -> None:
     values = np.array([[*range(15), -5]], np.int32)
     outputs = [*asked(2, "OUTPUT0"), tritonclient.grpc.InferRequestedOutput("OUTPUT1")]
     result = await triton.infer("simple", tensors({"INPUT0": values, "INPUT1": values}), outputs=outputs)
@@ -77,7 +78,7 @@ async def test_infer_class_count_of_integers_and_a_raw_output_beside_it(triton: 
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "BOOL", "BYTES"])
-async def test_infer_class_count_of_what_has_no_classes_is_invalid(triton: Triton, datatype: str) -> None:
+async def test_infer_class_count_of_a_datatype_without_classes_is_invalid(triton: Triton, datatype: str) -> None:
     sent = tensors({"INPUT0": zoo.samples(datatype)})
     with pytest.raises(InferenceServerException, match=rf"'OUTPUT0': parameter 'classification'.*got {datatype}") as e:
         await triton.infer(zoo.identity_of(datatype), sent, outputs=asked(1))

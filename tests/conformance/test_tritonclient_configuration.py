@@ -1,4 +1,5 @@
-"""NVIDIA's client on how models are configured: what it gets is whole, and is what tools such as perf_analyzer read."""
+"""NVIDIA's client reads the models' configurations: they are complete, and as tools such as perf_analyzer expect
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ async def test_model_config_of_a_batched_model_has_everything_filled_in(triton: 
     assert (group.name, group.count, config.parameters["intra_op_thread_count"].string_value) == ("simple_0", 1, "1")
 
 
-async def test_model_config_as_json_has_the_names_of_the_text_format(triton: Triton) -> None:
+async def test_model_config_as_json_has_the_field_names_of_the_text_format(triton: Triton) -> None:
     config = (await triton.get_model_config("mlp_six", as_json=True))["config"]
     assert config["max_batch_size"] == 8
     assert config["dynamic_batching"]["preferred_batch_size"] == [6]
@@ -38,9 +39,9 @@ async def test_model_config_of_a_model_without_batch_axis_has_no_scheduler(trito
 
 
 @pytest.mark.parametrize("datatype", zoo.DATATYPES)
-async def test_model_config_and_metadata_agree_as_perf_analyzer_needs_it(triton: Triton, datatype: str) -> None:
-    """It looks for each input of the configuration in the metadata, and drops the first dimension if there are
-    batches."""
+async def test_model_config_and_metadata_agree_as_perf_analyzer_needs(triton: Triton, datatype: str) -> None:
+    """It looks up each input of the configuration in the metadata, and drops the first dimension if the model is
+    batched."""
     name = zoo.identity_of(datatype)
     config, metadata = (await triton.get_model_config(name)).config, await triton.get_model_metadata(name)
     assert config.max_batch_size > 0
@@ -54,7 +55,9 @@ async def test_model_config_and_metadata_agree_as_perf_analyzer_needs_it(triton:
 
 
 @pytest.mark.parametrize(("name", "version"), [("nosuch", ""), ("simple", "2")])
-async def test_model_config_of_what_is_not_there_is_not_found(triton: Triton, name: str, version: str) -> None:
+async def test_model_config_of_an_unknown_model_or_version_is_not_found(
+    triton: Triton, name: str, version: str
+) -> None:
     with pytest.raises(InferenceServerException, match=f"'{name}'") as raised:
         await triton.get_model_config(name, version)
     assert raised.value.status() == "StatusCode.NOT_FOUND"

@@ -1,4 +1,4 @@
-"""What NVIDIA's client shows its user whose request is at fault: the right status, and a text that says what to fix."""
+"""What NVIDIA's client shows users whose request is at fault: the right status, and a text that says what to fix."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_model_metadata_unknown_model_or_version_is_refused(
     assert raised.value.status() == f"StatusCode.{status or 'INVALID_ARGUMENT'}"
 
 
-async def test_infer_model_that_fails_is_internal_with_its_own_message(triton: Triton) -> None:
+async def test_infer_failing_model_is_internal_with_onnxruntimes_message(triton: Triton) -> None:
     beyond = {"INPUT0": np.array([[99]], np.int64)}
     with pytest.raises(InferenceServerException, match="'gather'") as raised:
         await triton.infer("gather", tensors(beyond))
@@ -125,7 +125,7 @@ async def test_infer_model_that_fails_is_internal_with_its_own_message(triton: T
     assert str(own.value).partition("Status Message: ")[2] in raised.value.message()
 
 
-async def test_infer_after_and_among_faulty_requests_good_ones_are_answered(triton: Triton) -> None:
+async def test_infer_good_requests_among_faulty_ones_are_answered(triton: Triton) -> None:
     good = {name: np.arange(16, dtype=np.int32).reshape(1, 16) for name in ("INPUT0", "INPUT1")}
     asked = [case[:3] for case in REFUSED.values() for _ in range(2)]
     calls = [triton.infer(model, inputs, **options) for model, inputs, options in asked]

@@ -1,5 +1,5 @@
-"""The smaller things of NVIDIA's client: inputs, outputs and results, options of the connection, plugins, helpers for
-texts and datatypes."""
+"""The smaller parts of NVIDIA's client: inputs, outputs and results, connection options, plugins, helpers for texts and
+datatypes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE_ROW = {name: np.arange(16, dtype=np.int32).reshape(1, 16) for name in ("INPU
 
 
 async def test_input_given_another_shape_and_data_is_sent_with_these(triton: Triton) -> None:
-    """As callers do who keep their objects and send them again and again."""
+    """As callers do that keep their objects and send them again and again."""
     kept = {name: tritonclient.grpc.InferInput(name, [1, 16], "INT32") for name in ONE_ROW}
     for rows in (1, 3, 2):
         arrays = {name: np.full((rows, 16), rows, np.int32) for name in ONE_ROW}
@@ -95,7 +95,7 @@ async def test_client_with_any_options_of_the_connection_is_served(
 
 
 @pytest.mark.parametrize("module", [tritonclient.grpc, tritonclient.grpc.aio], ids=["sync", "aio"])
-async def test_client_that_wants_tls_of_a_plain_port_gets_an_error_and_the_server_goes_on(
+async def test_tls_client_on_a_plain_port_gets_an_error_and_the_server_keeps_serving(
     server: ServerProcess, triton: Triton, module: Any
 ) -> None:
     client = Triton(module.InferenceServerClient(server.target, ssl=True))
@@ -166,7 +166,7 @@ def test_helpers_for_texts_make_and_read_what_ours_does() -> None:
     theirs = tritonclient.utils.serialize_byte_tensor(sent).item()
     ours = encode_raw(sent, by_name("BYTES"))
     assert theirs == ours
-    # Their count is of the elements alone, without the four bytes in front of each.
+    # Theirs counts only the elements, without the four bytes before each.
     assert tritonclient.utils.serialized_byte_size(sent) + 4 * sent.size == len(ours)
     assert tritonclient.utils.deserialize_bytes_tensor(ours).tolist() == sent.ravel().tolist()
     assert decode_raw(theirs, by_name("BYTES"), sent.shape).tolist() == sent.tolist()

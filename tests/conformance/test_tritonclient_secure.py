@@ -1,4 +1,4 @@
-"""NVIDIA's client against a server that speaks TLS, wants tokens and restricts RPCs."""
+"""NVIDIA's client against a server that requires TLS and tokens and restricts RPCs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("frontends")
 HEADERS = {"authorization": "Bearer good", "triton-grpc-protocol-infer-key": "infer-value"}
 
 
-def test_client_with_certificate_token_and_key_infers_and_one_that_lacks_some_does_not(tmp_path: Path) -> None:
+def test_client_needs_certificate_token_and_key_to_infer(tmp_path: Path) -> None:
     models = tmp_path / "models"
     write_identity(models)
     ours, others = Authority(tmp_path), Authority(tmp_path, "others")

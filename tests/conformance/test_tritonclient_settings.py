@@ -1,4 +1,4 @@
-"""NVIDIA's client on how the server logs and what it traces: asks everybody's, changes with the switch on."""
+"""NVIDIA's client reads and changes log and trace settings: everybody may read them, changes need the switch."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ async def test_log_settings_changed_are_told_and_hold(client: Triton, open_serve
     assert log_values(said) == log_values(await client.get_log_settings(as_json=True)) == LOG_DEFAULTS | changes
 
 
-async def test_log_info_switched_off_writes_no_more_of_these_lines(client: Triton, open_server: ServerProcess) -> None:
+async def test_log_info_switched_off_stops_its_lines(client: Triton, open_server: ServerProcess) -> None:
     def changes_logged() -> list[set[str]]:
         lines = [line["message"].partition("log settings changed by a client: ") for line in open_server.log]
         return [set(names.split(", ")) for _, said, names in lines if said]
 
-    # Lines come later than answers, but in order: with this one all those of other tests are there.
+    # Lines arrive later than answers, but in order: once this one has arrived, so have those of other tests.
     first = {"log_error", "log_warning"}
     before = changes_logged().count(first)
     await client.update_log_settings(dict.fromkeys(first, True))
@@ -135,7 +135,7 @@ async def test_log_info_switched_off_writes_no_more_of_these_lines(client: Trito
         ({"log_info": False, "log_file": "/tmp/x"}, "UNIMPLEMENTED", "log setting 'log_file' can't be changed"),
     ],
 )
-async def test_log_settings_that_are_refused_change_nothing(
+async def test_refused_log_settings_change_nothing(
     client: Triton, changes: dict[str, Any], status: str, text: str
 ) -> None:
     with pytest.raises(InferenceServerException, match=text) as raised:
@@ -158,7 +158,7 @@ async def test_trace_settings_of_a_model_stand_above_everybodys(client: Triton, 
     assert trace_values(said) == base | {"trace_rate": ["5"], "log_frequency": ["2"]}
 
 
-async def test_trace_of_requests_is_a_file_of_their_times(client: Triton, trace_file: Path) -> None:
+async def test_trace_of_requests_is_a_file_of_timestamps(client: Triton, trace_file: Path) -> None:
     await infer(client, "before")
     await client.update_trace_settings("echo", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_count": "2"})
     for number in range(4):
@@ -202,7 +202,7 @@ async def test_trace_of_requests_is_a_file_of_their_times(client: Triton, trace_
         ("nosuch", {}, "INVALID_ARGUMENT", "Request for unknown model: 'nosuch'"),
     ],
 )
-async def test_trace_settings_that_are_refused_change_nothing(
+async def test_refused_trace_settings_change_nothing(
     client: Triton, trace_file: Path, model: str, changes: dict[str, Any], status: str, text: str
 ) -> None:
     given = changes and {"log_frequency": "9", **changes}

@@ -1,6 +1,7 @@
-"""Everything public of NVIDIA's client has a test: what the installed one offers is held against this table.
+"""Everything public in NVIDIA's client has a test: the names that the installed one offers are compared with this
+table.
 
-A name that a newer client brings has to be put here, with a test that uses it against our server.
+A name that a newer client adds has to be added here, with a test that uses it against our server.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _CLIENT, _ERRORS, _STREAMS = "test_tritonclient", "test_tritonclient_errors", "t
 _OBJECTS, _SETTINGS, _CONTROL = "test_tritonclient_objects", "test_tritonclient_settings", "test_model_control"
 _SHM, _STATISTICS, _CLASSES = "test_shared_memory", "test_triton_statistics", "test_tritonclient_classification"
 
-# Of the clients; the tests run with both.
+# Methods of the clients; the tests run with both.
 CLIENTS = {
     "close": f"{_OBJECTS}::test_plugin_that_adds_headers_leaves_answers_as_they_are",
     "get_cuda_shared_memory_status": f"{_SHM}::test_unregister_all_of_both_kinds_comes_first_and_succeeds",
@@ -92,7 +93,7 @@ CLASSES = {
 HELPERS = {
     "deserialize_bytes_tensor": f"{_OBJECTS}::test_helpers_for_texts_make_and_read_what_ours_does",
     "np_to_triton_dtype": f"{_OBJECTS}::test_helpers_for_datatypes_agree_with_ours",
-    "raise_error": "",  # the client's own
+    "raise_error": "",  # used by the client itself
     "serialize_byte_tensor": f"{_OBJECTS}::test_helpers_for_texts_make_and_read_what_ours_does",
     "serialized_byte_size": f"{_OBJECTS}::test_helpers_for_texts_make_and_read_what_ours_does",
     "triton_to_np_dtype": f"{_OBJECTS}::test_helpers_for_datatypes_agree_with_ours",
@@ -130,7 +131,7 @@ USES = sorted({(name, where) for _, table in OFFERED.values() for name, where in
 
 @cache
 def defined_in(file: str) -> dict[str, ast.stmt]:
-    """What a file of this folder has at its top level, by name."""
+    """The top-level definitions of a file of this folder, by name."""
     found: dict[str, ast.stmt] = {}
     for node in ast.parse((REPO / "tests" / "conformance" / f"{file}.py").read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -146,14 +147,14 @@ def names_within(node: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize(("offered", "table"), OFFERED.values(), ids=OFFERED)
-def test_table_has_all_that_the_client_offers_and_nothing_else(offered: set[str], table: dict[str, str]) -> None:
+def test_table_lists_exactly_what_the_client_offers(offered: set[str], table: dict[str, str]) -> None:
     assert offered, "nothing found: the client looks different now"
     assert offered == set(table)
 
 
 @pytest.mark.parametrize(("name", "where"), USES)
-def test_table_names_tests_that_use_what_they_stand_for(name: str, where: str) -> None:
-    """In their own lines, or in those of what they call from their file or the helpers'."""
+def test_table_names_tests_that_use_the_listed_names(name: str, where: str) -> None:
+    """In their own code, or in code of their file or the helpers' that they call."""
     file, _, test = where.partition("::")
     everything = {**defined_in("triton"), **defined_in(file)}
     assert test in everything, f"{where} isn't there"

@@ -1,5 +1,5 @@
-"""tritonclient as the tests use it: both clients behind one face, arrays to and from its objects, and what a server's
-metrics say of the requests."""
+"""tritonclient as the tests use it: both clients behind one interface, conversions between arrays and its objects, and
+readings of a server's metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Triton:
 
 
 class Callbacks:
-    """What `async_infer` calls; `next` waits for the result and error of one call."""
+    """The callback for `async_infer`; `next` waits for the result and error of one call."""
 
     def __init__(self) -> None:
         self._called: queue.Queue[tuple[Any, Any]] = queue.Queue()
@@ -69,7 +69,7 @@ def outputs_of(result: triton.InferResult) -> dict[str, Array]:
 
 
 def assert_same_bits(got: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
-    """The same names in the same order, and behind each the same datatype, shape and bits."""
+    """The same names in the same order, and for each the same datatype, shape and bits."""
     assert list(got) == list(expected)
     for name, array in expected.items():
         assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name

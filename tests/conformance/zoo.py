@@ -1,7 +1,7 @@
-"""The model repository that the outside witnesses are asked about, and ONNX Runtime's own answers to the same inputs.
+"""The model repository that third-party clients are tested with, and ONNX Runtime's own answers to the same inputs.
 
-Lives here: which models there are, and a reference session per model. Must not: anything of the server or its clients.
-All of them run on the CPU with one thread, here as there, so that equal batches give equal bits.
+Lives here: the models, and a reference session for each. Must not: anything of the server or its clients. All of them
+run on the CPU with one thread, on the server as in the sessions, so that equal batches give equal bits.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _LABELLED = 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] label_fil
 _MORE = {"mlp_six": _SIX_OR_NEVER, "classifier": _LABELLED}
 
 LABELS = ("cat", "dog", "bird")
-"""Of the first classes of model `classifier`, which has four."""
+"""Labels of the first classes of model `classifier`, which has four."""
 
-# A request waits in its queue until something ends the wait: it, the client or the server.
+# A request waits in its queue until its own timeout, the client or the server ends the wait.
 _PATIENT = f"""
 dynamic_batching {{
   preferred_batch_size: 8
@@ -64,7 +64,7 @@ def identity_of(datatype: str) -> str:
 
 
 def samples(datatype: str) -> Array:
-    """Shape [2, 4]: what goes wrong first, such as the smallest and largest value, NaN, -0.0, an empty element."""
+    """Shape [2, 4]: the values that go wrong first, such as the smallest and largest, NaN, -0.0, an empty element."""
     dtype = {"BYTES": np.dtype(object), "BF16": np.dtype(ml_dtypes.bfloat16)}.get(datatype) or _numpy(datatype)
     values: list[Any]
     if datatype == "BYTES":
@@ -90,7 +90,7 @@ def write_repository(root: Path) -> Path:
 
 
 def answer(name: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """What ONNX Runtime itself makes of `inputs` in one run of model `name`. Texts come as `bytes`."""
+    """ONNX Runtime's own outputs for `inputs`, in one run of model `name`. Texts are returned as `bytes`."""
     session = _session(name)
     names = [output.name for output in session.get_outputs()]
     outputs = session.run(names, {name: _texts(array) for name, array in inputs.items()})
@@ -106,7 +106,7 @@ def _models() -> dict[str, onnx.ModelProto]:
         "product": models.matrix_product(),
         "three": models.identity("FP32", count=3),
         "unbatched": models.add_sub("FP32", batched=False),
-        # Asked by one test alone, which goes by what the server has counted since it started.
+        # Used by one test only, which relies on what the server has counted since it started.
         "counted": models.add_sub("INT64"),
         "scalar": models.scalar(),
         "gather": models.gather(),

@@ -1,6 +1,6 @@
-"""Command lines in manifests and guides, put to the command's own parser.
+"""Command lines in manifests and guides, checked by the command's own parser.
 
-Lives here: the commands, and what they accept. Must not: run anything.
+Lives here: the commands, and the arguments that they accept. Must not: run anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["accepted", "all_commands", "flags_of"]
 
 
 def all_commands() -> dict[str, click.Command]:
-    """All that `paceline` has, by name."""
+    """All commands of `paceline`, by name."""
     context = click.Context(main)
     return {name: main.get_command(context, name) for name in main.list_commands(context)}
 

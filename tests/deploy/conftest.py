@@ -31,7 +31,7 @@ def storage() -> Iterator[Path]:
 
 @pytest.fixture
 def python_storage(storage: Path) -> Path:
-    """The same, and with `py`, which is Python code and doubles its input."""
+    """The same folder with a second model, `py`, which is Python code and doubles its input."""
     (storage / "py" / "1").mkdir(parents=True)
     (storage / "py" / "1" / "model.py").write_text(_DOUBLE)
     return storage

@@ -1,7 +1,7 @@
-"""The Dockerfile, taken apart, and its build stage carried out in a folder where there is no container engine.
+"""The Dockerfile, parsed, and its build stage run in a folder, where there is no container engine.
 
 Lives here: `Stage`, `stages`, and a program: `python -m tests.deploy.dockerfile ROOT` runs what the build stage runs,
-with ROOT in place of the root of its file system. Must not: assertions.
+with ROOT as the root of its file system. Must not: assertions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Instruction:
 
     @property
     def words(self) -> list[str]:
-        """The rest in words, whether it is written in JSON or not."""
+        """The rest, split into words, whether it is written in JSON or not."""
         if self.text.startswith("["):
             words: list[str] = json.loads(self.text)
             return words
@@ -44,7 +44,7 @@ class Instruction:
 
 @dataclass(slots=True)
 class Stage:
-    """One FROM and what follows; the ARGs of the file's head are a stage without a base."""
+    """One FROM and the instructions after it; the ARGs at the top of the file are a stage without a base."""
 
     base: str = ""
     name: str = ""
@@ -64,7 +64,7 @@ class Stage:
 
 
 def stages(text: str) -> list[Stage]:
-    """The stages of a Dockerfile, its head first."""
+    """The stages of a Dockerfile, beginning with the part before the first FROM."""
     found = [Stage()]
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     for line in lines.replace("\\\n", " ").splitlines():
@@ -87,7 +87,7 @@ def stages(text: str) -> list[Stage]:
 
 
 def build_in(root: Path, stage: Stage) -> None:
-    """Do what `stage` does, with `root` for its file system and this Python for its own. Raises CalledProcessError."""
+    """Run what `stage` runs, with `root` as its file system and this Python as its own. Raises CalledProcessError."""
     work, variables = root, stage.pairs("ARG")
     for each in stage.instructions:
         if each.keyword == "WORKDIR":

@@ -1,4 +1,4 @@
-"""The manifests of deploy/, read: documents, and the containers of ours in them.
+"""The manifests of deploy/, parsed: documents, and our containers in them.
 
 Lives here: reading and the schemas. Must not: assertions.
 """
@@ -51,7 +51,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Container:
-    """A container that runs paceline, with what its pod says about it. `annotations` are the pod's."""
+    """A container that runs paceline, with its pod's settings for it. `annotations` are the pod's."""
 
     where: str
     kserve: bool
@@ -69,20 +69,20 @@ class Container:
 
     @property
     def upstream(self) -> str:
-        """What it stands in front of; empty: it has models of its own."""
+        """The server that it is in front of; empty if it has its own models."""
         flag = "--upstream="
         return next((word.removeprefix(flag) for word in self.args if word.startswith(flag)), "")
 
 
 @cache
 def manifests() -> tuple[Manifest, ...]:
-    """Every document there is, kustomizations and Helm values too."""
+    """All documents, including kustomizations and Helm values."""
     files = sorted(file for folder in FOLDERS for file in folder.rglob("*.yaml"))
     return tuple(Manifest(file, each) for file in files for each in yaml.safe_load_all(file.read_text()))
 
 
 def containers() -> Iterator[Container]:
-    """Those of ours that say what to run; patches of them are left to kustomize."""
+    """Our containers that have a command line; patches of them are left to kustomize."""
     for manifest in manifests():
         if manifest.kind == "ClusterServingRuntime":
             pod, kserve, annotations = manifest.spec, True, manifest.spec["annotations"]
@@ -105,14 +105,14 @@ def containers() -> Iterator[Container]:
 
 @cache
 def schema(plural: str) -> dict[str, Any]:
-    """The JSON schema of KServe's resource, in which whatever isn't named is an error."""
+    """The JSON schema of KServe's resource, in which unknown fields are errors."""
     found: dict[str, Any] = strict(json.loads((_SCHEMAS / f"{plural}.json").read_text()))
     return found
 
 
 def strict(node: Any) -> Any:
-    """The schema with every object closed that lists its properties: an API server drops what it doesn't know, and what
-    was meant by it never happens."""
+    """The schema with every object closed that lists its properties: an API server drops fields that it doesn't know,
+    and they have no effect."""
     if isinstance(node, list):
         return [strict(each) for each in node]
     if not isinstance(node, dict):

@@ -1,6 +1,6 @@
-"""A process as a container has it: no write anywhere but in one folder, and no privileges.
+"""A process as in a container: it can write to one folder only, and has no privileges.
 
-Lives here: the words to put in front of a command. They become that command, so that signals reach it.
+Lives here: the words to put in front of a command. They are replaced by that command, so that signals reach it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ exec setpriv --reuid 1000 --regid 1000 --clear-groups --no-new-privs --inh-caps=
 
 
 def read_only_as_nobody(writable: Path | None = None) -> tuple[str, ...]:
-    """What runs the command that follows it as user 1000 where nothing is writable but `writable`, an empty folder."""
+    """A prefix that runs a command as user 1000 where nothing is writable but `writable`, an empty folder."""
     return ("unshare", "--mount", "--propagation", "private", "sh", "-euc", _SCRIPT, "sh", str(writable or ""))
 
 

@@ -1,4 +1,4 @@
-"""What can be said of the Dockerfile without building it: where things come from, who runs, that commands exist."""
+"""What can be checked of the Dockerfile without building it: where files come from, the user, that commands exist."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def locked(lock: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_stages_have_the_same_base_so_that_the_environment_still_has_its_python() -> None:
+def test_stages_share_a_base_so_that_the_environment_keeps_its_python() -> None:
     assert BUILD.base == LOCALE.base == FINAL.base == "${PYTHON_IMAGE}"
     assert re.search(r":\d+\.\d+-slim-\w+$", HEAD.pairs("ARG")["PYTHON_IMAGE"])
 
 
-def test_image_python_is_one_that_the_product_supports() -> None:
+def test_image_has_a_supported_python() -> None:
     version = re.search(r"python:(\d+\.\d+)", HEAD.pairs("ARG")["PYTHON_IMAGE"])
     assert version
     assert tuple(map(int, version[1].split("."))) >= (3, 11)
 
 
-def test_final_stage_runs_nothing_and_copies_from_the_others_alone() -> None:
+def test_final_stage_runs_nothing_and_copies_only_from_the_others() -> None:
     assert not FINAL.all("RUN")
     assert not any(stage.all("ADD") for stage in (BUILD, LOCALE, FINAL))
     assert [(copy.flags, copy.text) for copy in FINAL.all("COPY")] == [
@@ -51,7 +51,7 @@ def test_final_stage_runs_nothing_and_copies_from_the_others_alone() -> None:
     ]
 
 
-def test_final_stage_runs_as_a_number_that_is_not_root() -> None:
+def test_final_stage_runs_as_a_numeric_user_other_than_root() -> None:
     (user,) = FINAL.only("USER").words
     assert all(int(number) >= 1000 for number in user.split(":"))
     kept = [each.keyword for each in FINAL.instructions]
@@ -66,7 +66,7 @@ def test_variables_are_declared_in_their_stage_and_used() -> None:
         assert used == declared
 
 
-def test_install_steps_are_locked_by_hash_or_take_what_is_there() -> None:
+def test_install_steps_are_locked_by_hash_or_use_no_index() -> None:
     installs = [run.text for run in BUILD.all("RUN") if re.search(r" (install|wheel) ", run.text)]
     assert len(installs) == 4
     for text in installs:
@@ -81,14 +81,14 @@ def test_copied_source_exists_and_is_not_ignored(source: str) -> None:
     assert any(fnmatch.fnmatch(source, pattern) for pattern in kept)
 
 
-def test_copied_sources_are_all_that_the_wheel_is_made_of() -> None:
+def test_copied_sources_include_all_that_the_wheel_is_made_of() -> None:
     copied = {word for copy in BUILD.all("COPY") for word in copy.words[:-1]}
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     project = PROJECT["project"]
     assert {*wheel, "pyproject.toml", project["readme"], *project["license-files"]} <= copied
 
 
-def test_command_and_health_check_are_ones_that_paceline_accepts() -> None:
+def test_command_and_health_check_are_accepted_by_paceline() -> None:
     (program,) = FINAL.only("ENTRYPOINT").words
     assert program == "paceline" == next(iter(PROJECT["project"]["scripts"]))
     accepted(FINAL.only("CMD").words)
@@ -105,7 +105,7 @@ def test_exposed_ports_are_the_defaults() -> None:
     assert list(map(int, FINAL.only("EXPOSE").words)) == [defaults["grpc_port"], defaults["metrics_port"]]
 
 
-def test_labels_say_what_is_inside() -> None:
+def test_labels_describe_the_image() -> None:
     labels = FINAL.pairs("LABEL")
     assert labels.keys() == {f"org.opencontainers.image.{name}" for name in LABELS}
     assert labels["org.opencontainers.image.licenses"] == PROJECT["project"]["license"]
@@ -113,14 +113,14 @@ def test_labels_say_what_is_inside() -> None:
 
 
 @pytest.mark.parametrize("variant", ["cpu", "cuda"])
-def test_lock_of_each_variant_has_what_the_product_needs_in_the_versions_that_are_tested(variant: str) -> None:
+def test_lock_of_each_variant_has_the_dependencies_in_the_tested_versions(variant: str) -> None:
     lock, tested = locked(FOLDER / f"{variant}.lock"), locked(REPO / "requirements.lock")
     needed = {Requirement(line).name for line in PROJECT["project"]["dependencies"]} - {"onnxruntime-gpu"}
     assert needed <= lock.keys(), "run make lock"
     assert {name: lock[name] for name in lock.keys() & tested} == {name: tested[name] for name in lock.keys() & tested}
 
 
-def test_lock_of_cpu_has_the_small_runtime_alone_and_that_of_cuda_the_libraries() -> None:
+def test_lock_of_cpu_has_only_the_small_runtime_and_that_of_cuda_the_libraries() -> None:
     cpu, cuda = locked(FOLDER / "cpu.lock"), locked(FOLDER / "cuda.lock")
     assert "onnxruntime-gpu" not in cpu
     assert "onnxruntime" in cpu
@@ -142,6 +142,6 @@ def test_lock_of_the_build_has_the_build_backend() -> None:
         ('FROM a\nHEALTHCHECK --timeout=1s CMD ["p"]', [("HEALTHCHECK", ("--timeout=1s",), '["p"]')]),
     ],
 )
-def test_stages_reads_instructions(text: str, expected: list[tuple[str, tuple[str, ...], str]]) -> None:
+def test_stages_parses_instructions(text: str, expected: list[tuple[str, tuple[str, ...], str]]) -> None:
     stage: Stage = stages(text)[1]
     assert [(each.keyword, each.flags, each.text) for each in stage.instructions] == expected

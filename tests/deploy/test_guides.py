@@ -1,4 +1,4 @@
-"""What guides tell people to type exists: flags, commands, links."""
+"""Flags, commands and links that the guides show exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness import REPO
 
 GUIDES = sorted((REPO / "docs" / "guides").glob("*.md"))
 
-# Flags of other programs that guides name, by program.
+# Other programs' flags that guides name, with the program.
 OTHERS = {
     "--build-arg": "docker",
     "--go-grpc_opt": "protoc",
@@ -37,12 +37,12 @@ def commands() -> list[tuple[str, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as readers of Markdown make them."""
+    """The anchors of its headings, as Markdown viewers make them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_guides_are_there() -> None:
+def test_all_guides_exist() -> None:
     wanted = {"kserve", "kubernetes", "from-triton", "from-mlserver", "from-kserve-batcher"}
     assert wanted <= {guide.stem for guide in GUIDES}
     assert len(commands()) >= 5
@@ -67,7 +67,7 @@ def test_guide_shows_commands_that_paceline_accepts(guide: str, line: str) -> No
 
 
 @each_guide
-def test_guide_links_to_what_exists(guide: Path) -> None:
+def test_guide_has_no_broken_links(guide: Path) -> None:
     for link in _LINK.findall(guide.read_text()):
         path, _, anchor = link.partition("#")
         page = (guide.parent / path).resolve() if path else guide
@@ -75,6 +75,6 @@ def test_guide_links_to_what_exists(guide: Path) -> None:
         assert not anchor or anchor in anchors(page), link
 
 
-def test_flags_of_others_are_named_somewhere() -> None:
+def test_every_listed_flag_of_other_programs_is_used_in_a_guide() -> None:
     text = "".join(guide.read_text() for guide in GUIDES)
     assert OTHERS.keys() <= set(_FLAG.findall(text))

@@ -1,4 +1,4 @@
-"""The image itself, run by a container engine as the README says. PACELINE_IMAGE names one that is built, and
+"""The image itself, run by a container engine as the README shows. PACELINE_IMAGE names a built image, and
 PACELINE_ENGINE the engine's command line, by default `docker`."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.shared_objects import shared_object
 IMAGE = os.environ.get("PACELINE_IMAGE", "")
 ENGINE = shlex.split(os.environ.get("PACELINE_ENGINE", "docker"))
 
-# Engines that copy an image's file system for each container take their time.
+# Engines that copy an image's file system for each container are slow.
 pytestmark = [
     pytest.mark.skipif(not IMAGE, reason="no image: PACELINE_IMAGE names one that is built"),
     pytest.mark.timeout(600),
@@ -35,7 +35,7 @@ def engine(*arguments: str) -> str:
 
 
 class Container:
-    """One that runs."""
+    """A running container."""
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -51,7 +51,7 @@ class Container:
 
     @contextlib.contextmanager
     def client(self) -> Iterator[InferenceClient]:
-        """A client of the server, once that is ready."""
+        """A client of the server, once the server is ready."""
         with InferenceClient(self.target) as client:
             client.wait_ready(timeout_s=120)
             yield client
@@ -63,7 +63,7 @@ class Container:
 
 @contextlib.contextmanager
 def running(folder: Path, *options: str, serve: tuple[str, ...] = ()) -> Iterator[Container]:
-    """The image, its root file system read-only, with `folder` as its models."""
+    """Run the image, its root file system read-only, with `folder` as its models."""
     volume = ("--read-only", "-v", f"{folder}:/models:ro")
     ports = ("-p", "127.0.0.1::8001", "-p", "127.0.0.1::8002")
     command = ("serve", "/models", *serve) if serve else ()
@@ -74,7 +74,7 @@ def running(folder: Path, *options: str, serve: tuple[str, ...] = ()) -> Iterato
         engine("rm", "-f", container.id)
 
 
-def test_image_serves_and_ends_in_order(storage: Path) -> None:
+def test_image_serves_and_shuts_down_gracefully(storage: Path) -> None:
     with running(storage) as container:
         with container.client() as client:
             ones = np.ones((1, 16), np.int32)
@@ -85,8 +85,8 @@ def test_image_serves_and_ends_in_order(storage: Path) -> None:
         assert "stopped after" in container.log.splitlines()[-1]
 
 
-def test_image_has_all_that_fronts_and_processes_of_models_and_shared_memory_need(python_storage: Path) -> None:
-    """What the engine's own seccomp filter forbids would be seen here."""
+def test_image_has_all_that_fronts_model_processes_and_shared_memory_need(python_storage: Path) -> None:
+    """Anything that the engine's own seccomp filter forbids would show here."""
     switches = ("--allow-python-models", "true", "--allow-client-shm", "true")
     processes = ("--frontends", "2", "--backend-config", "onnxruntime,own-process=1")
     x = np.arange(32 * 60_000, dtype=np.float32).reshape(32, 60_000)
@@ -113,7 +113,7 @@ def doubled_in(key: str, x: np.ndarray, target: str) -> np.ndarray:
         return client.infer("py", [tensor]).as_numpy("y")
 
 
-def test_image_without_models_says_so_and_ends(storage: Path) -> None:
+def test_image_without_models_reports_it_and_ends(storage: Path) -> None:
     shutil.rmtree(storage / "m")
     with running(storage) as container:
         assert engine("wait", container.id) == "1"

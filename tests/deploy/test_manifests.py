@@ -53,12 +53,12 @@ def validate(instance: Any, rules: dict[str, Any]) -> None:
 
 
 def pod_schema() -> dict[str, Any]:
-    """A predictor is a pod's spec and more."""
+    """The schema of a predictor, which is a pod's spec and more."""
     predictor: dict[str, Any] = schema("inferenceservices")["properties"]["spec"]["properties"]["predictor"]
     return predictor
 
 
-def test_manifests_are_there() -> None:
+def test_all_manifests_are_found() -> None:
     kinds = [each.kind for each in manifests()]
     assert {kind: kinds.count(kind) for kind in ("ClusterServingRuntime", "InferenceService", "ScaledObject")} == {
         "ClusterServingRuntime": 2,
@@ -70,7 +70,7 @@ def test_manifests_are_there() -> None:
 
 
 @pytest.mark.parametrize("manifest", [each for each in manifests() if each.kind], ids=str)
-def test_manifest_is_of_the_version_that_is_meant(manifest: Manifest) -> None:
+def test_manifest_has_the_expected_api_version(manifest: Manifest) -> None:
     assert manifest.document["apiVersion"] == VERSIONS[manifest.kind]
 
 
@@ -116,10 +116,10 @@ def test_container_declares_the_ports_that_its_command_opens(container: Containe
     flags = accepted(container.args)
     declared = {port["name"]: port["containerPort"] for port in container.body["ports"]}
     if container.kserve:
-        # One alone, which Knative and raw mode both take for HTTP/2.
+        # A single port, which Knative and raw mode both take for HTTP/2.
         assert declared == {"h2c": flags["grpc_port"]}
     elif container.upstream:
-        # Beside others' in the same pod.
+        # Other containers of the same pod have ports as well.
         assert declared == {"paceline-grpc": flags["grpc_port"], "paceline-prom": flags["metrics_port"]}
     else:
         assert declared == {"grpc": flags["grpc_port"], "metrics": flags["metrics_port"]}
@@ -128,14 +128,14 @@ def test_container_declares_the_ports_that_its_command_opens(container: Containe
 @every_container
 def test_container_is_scraped_where_its_metrics_are(container: Container) -> None:
     assert container.annotations["prometheus.io/scrape"] == "true"
-    # The second is read by Knative's queue-proxy alone.
+    # Only Knative's queue-proxy reads the second.
     for prefix in ("prometheus.io", "prometheus.kserve.io") if container.kserve else ("prometheus.io",):
         assert container.annotations[f"{prefix}/port"] == str(accepted(container.args)["metrics_port"])
         assert container.annotations[f"{prefix}/path"] == "/metrics"
 
 
 @every_container
-def test_container_is_probed_on_its_port_for_services_that_say_what_is_meant(container: Container) -> None:
+def test_container_is_probed_on_its_port_for_the_right_health_services(container: Container) -> None:
     probes = {name: container.body[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
     asked = {name: (probe["grpc"]["port"], probe["grpc"].get("service", "")) for name, probe in probes.items()}
     port = accepted(container.args)["grpc_port"]
@@ -150,7 +150,7 @@ def runtime_of(service: Manifest) -> Container:
 
 
 def graces() -> Iterator[Any]:
-    """What runs, with the pod's grace; an InferenceService may change its runtime's."""
+    """What runs, with the pod's grace period; an InferenceService may change its runtime's."""
     for each in containers():
         yield pytest.param(each, each.grace_s, id=str(each))
     for service in of_kind("InferenceService"):
@@ -161,19 +161,20 @@ def graces() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("container", "grace_s"), list(graces()))
-def test_container_has_the_time_to_end_in_order(container: Container, grace_s: int) -> None:
+def test_container_has_time_for_a_graceful_end(container: Container, grace_s: int) -> None:
     flags = accepted(container.args)
     assert flags["drain_grace_secs"] + flags["exit_timeout_secs"] + LAST_WORDS_S < grace_s
 
 
 @every_container
 def test_container_takes_requests_until_endpoints_have_forgotten_it(container: Container) -> None:
-    """By its flag alone: a hook that sleeps would add to it, and the server would be ready all the while."""
+    """Only its flag makes it do so: a hook that sleeps would add to that, and the server would be ready all the
+    while."""
     assert accepted(container.args)["drain_grace_secs"] >= 5
     assert "preStop" not in container.body.get("lifecycle", {})
 
 
-def test_last_words_take_as_long_as_the_manifests_assume() -> None:
+def test_final_stop_takes_as_long_as_the_manifests_assume() -> None:
     assert f"_LONGEST_WORDS_S = 1.0, {LAST_WORDS_S}.0" in inspect.getsource(app)
 
 
@@ -186,21 +187,21 @@ def test_container_has_no_privileges_and_writes_nowhere(container: Container) ->
 
 
 @every_container
-def test_container_asks_for_what_it_may_use(container: Container) -> None:
+def test_container_requests_and_limits_the_same_resources(container: Container) -> None:
     resources = container.body["resources"]
     assert resources["requests"].keys() == resources["limits"].keys() >= {"cpu", "memory"}
     assert ("nvidia.com/gpu" in resources["limits"]) == container.body["image"].endswith(":cuda")
 
 
 @every_container
-def test_container_has_memory_for_what_may_wait(container: Container) -> None:
+def test_container_has_memory_for_the_requests_that_may_queue(container: Container) -> None:
     queued_bytes = accepted(container.args)["max_queued_bytes"]
     number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", container.body["resources"]["limits"]["memory"]).groups()
     assert 4 * queued_bytes == int(number) * {"Mi": 2**20, "Gi": 2**30}[unit]
 
 
 @every_container
-def test_container_computes_on_as_many_threads_as_it_may(container: Container) -> None:
+def test_container_computes_on_as_many_threads_as_its_cpu_limit(container: Container) -> None:
     backends = parse_backend_config(accepted(container.args)["backend_config"])
     if container.upstream:
         assert not backends.parameters
@@ -235,7 +236,7 @@ def test_runtimes_use_nothing_that_knative_refuses() -> None:
         assert "lifecycle" not in container
 
 
-def test_sidecar_is_where_kserve_sends_requests_and_its_predictor_is_where_it_looks_for_one() -> None:
+def test_kserve_sends_requests_to_the_sidecar_which_finds_its_predictor() -> None:
     (manifest,) = (each for each in of_kind("InferenceService") if each.file.name == "proxy.yaml")
     by_name = {each["name"]: each for each in manifest.spec["predictor"]["containers"]}
     assert by_name.keys() == {"kserve-container", "transformer-container"}
@@ -247,7 +248,7 @@ def test_sidecar_is_where_kserve_sends_requests_and_its_predictor_is_where_it_lo
     assert f"--grpc_port={port}" in predictor["args"]
     (model,) = accepted(sidecar.args)["upstream_model"]
     assert f"--model_name={model}" in predictor["args"]
-    # It outlives the batcher, which has accepted requests.
+    # The predictor outlives the batcher, which has accepted requests.
     program, seconds = predictor["lifecycle"]["preStop"]["exec"]["command"]
     assert program == "sleep"
     flags = accepted(sidecar.args)
@@ -266,7 +267,7 @@ def test_service_finds_its_pods_and_their_ports(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("manifest", of_kind("PodDisruptionBudget"), ids=str)
-def test_disruption_budget_is_of_pods_that_are_there(manifest: Manifest) -> None:
+def test_disruption_budget_selects_existing_pods(manifest: Manifest) -> None:
     labels = [whole_deployment()["template"]["metadata"]["labels"]]
     labels += [{"serving.kserve.io/inferenceservice": each.name} for each in of_kind("InferenceService")]
     selected = manifest.spec["selector"]["matchLabels"].items()
@@ -291,8 +292,8 @@ def test_overlay_with_an_autoscaler_leaves_the_number_of_pods_to_it() -> None:
         assert patches == [[{"op": "remove", "path": "/spec/replicas"}]] * (manifest.file.parent in folders)
 
 
-def test_metrics_that_kserve_scales_by_have_what_it_reads() -> None:
-    """Its webhook and its controller take `value` of External metrics, whatever their type is."""
+def test_metrics_that_kserve_scales_by_have_the_fields_that_it_reads() -> None:
+    """KServe's webhook and controller read `value` of External metrics, whatever their type is."""
     scaling = [each.spec["predictor"].get("autoScaling", {}) for each in of_kind("InferenceService")]
     targets = [metric["external"]["target"] for each in scaling for metric in each.get("metrics", ())]
     assert [(one["value"], one["averageValue"]) for one in targets] == [("32", "32")]
@@ -304,7 +305,7 @@ def whole_deployment() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("manifest", of_kind("Kustomization", "Component"), ids=str)
-def test_kustomization_names_files_that_exist_and_images_that_are_used(manifest: Manifest) -> None:
+def test_kustomization_names_existing_files_and_used_images(manifest: Manifest) -> None:
     folder = manifest.file.parent
     named = [
         *manifest.document.get("resources", ()),
@@ -323,8 +324,8 @@ def metrics_named() -> set[str]:
 
 
 @pytest.mark.parametrize("container", [each for each in containers() if each.upstream], ids=str)
-def test_sidecar_serves_what_is_on_the_port_that_it_is_told(container: Container, tmp_path: Path) -> None:
-    """A real one in front of a real server, which has another port here."""
+def test_sidecar_serves_the_models_behind_its_upstream_port(container: Container, tmp_path: Path) -> None:
+    """A real sidecar in front of a real server, which has another port here."""
     models.write(models.add_sub(), tmp_path / "churn" / "1" / "model.onnx")
     with ServerProcess(tmp_path) as predictor:
         there = f"localhost:{predictor.grpc_port}"
@@ -338,7 +339,7 @@ def test_sidecar_serves_what_is_on_the_port_that_it_is_told(container: Container
             predictor.kill()
             eventually(lambda: not client.server_ready(), "not ready")
             assert client.health(LIVENESS) == "SERVING"
-            server.kill()  # its grace for load balancers is of no interest here
+            server.kill()  # its grace period for load balancers doesn't matter here
 
 
 @pytest.mark.parametrize("container", [each for each in containers() if not each.upstream], ids=str)
@@ -356,5 +357,5 @@ def test_container_serves_what_its_probes_and_autoscalers_ask_for(container: Con
         assert client.model_ready(named[0] if named else tmp_path.name)
         assert {client.health(service) for service in probed} == {"SERVING"}
         there = {name.partition("{")[0] for name in server.metrics()}
-        server.kill()  # its grace for load balancers is of no interest here
+        server.kill()  # its grace period for load balancers doesn't matter here
     assert metrics_named() == {"nv_inference_pending_request_count"} <= there

@@ -1,6 +1,6 @@
-"""The programs that people use on these files, put to them: kustomize as kubectl has it, and a linter of Dockerfiles.
+"""The programs that people use on these files, run on them: kustomize as part of kubectl, and a linter of Dockerfiles.
 
-They are looked for in PACELINE_DEPLOY_PROGRAMS, else where `make witness` puts them. Neither asks anything beyond.
+They are looked for in PACELINE_DEPLOY_PROGRAMS, else where `make witness` puts them. Neither connects to anything.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(program: str, *args: str) -> str:
 
 
 def built(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What `kubectl apply -k` would send, by kind."""
+    """The documents that `kubectl apply -k` would send, by kind."""
     found: dict[str, list[dict[str, Any]]] = {}
     for document in yaml.safe_load_all(run("kubectl", "kustomize", str(folder))):
         found.setdefault(document["kind"], []).append(document)
@@ -62,7 +62,7 @@ def built(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def validate_pod(deployment: dict[str, Any]) -> dict[str, Any]:
-    """The pod's spec, which is valid."""
+    """The pod's spec, validated."""
     pod: dict[str, Any] = deployment["spec"]["template"]["spec"]
     jsonschema.Draft202012Validator(
         schema("inferenceservices")["properties"]["spec"]["properties"]["predictor"]
@@ -71,7 +71,7 @@ def validate_pod(deployment: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("folder", BASES, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
-def test_kustomize_builds_each_base_and_names_images_that_there_are(folder: Path) -> None:
+def test_kustomize_builds_each_base_with_our_images(folder: Path) -> None:
     found = built(folder)
     pods = [validate_pod(each) for each in found.get("Deployment", ())]
     pods += [each["spec"] for each in found.get("ClusterServingRuntime", ())]
@@ -83,7 +83,7 @@ def test_kustomize_builds_each_base_and_names_images_that_there_are(folder: Path
         assert pods[0]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
-def test_kustomize_adds_the_sidecar_to_a_deployment_of_others(tmp_path: Path) -> None:
+def test_kustomize_adds_the_sidecar_to_an_existing_deployment(tmp_path: Path) -> None:
     (tmp_path / "predictor.yaml").write_text(PREDICTOR)
     component = os.path.relpath(REPO / "deploy" / "kubernetes" / "proxy", tmp_path.resolve())
     (tmp_path / "kustomization.yaml").write_text(f"resources: [predictor.yaml]\ncomponents: [{component}]\n")
@@ -98,7 +98,7 @@ def test_kustomize_adds_the_sidecar_to_a_deployment_of_others(tmp_path: Path) ->
     assert len(names) == len(set(names))
 
 
-def test_overlay_of_the_guide_names_an_image_of_its_own(tmp_path: Path) -> None:
+def test_guides_overlay_replaces_the_image(tmp_path: Path) -> None:
     base = os.path.relpath(REPO / "deploy" / "kubernetes" / "keda", tmp_path.resolve())
     image = "images: [{name: paceline, newName: registry.example.com/paceline, newTag: '1'}]"
     (tmp_path / "kustomization.yaml").write_text(f"resources: [{base}]\n{image}\n")
@@ -106,6 +106,6 @@ def test_overlay_of_the_guide_names_an_image_of_its_own(tmp_path: Path) -> None:
     assert validate_pod(deployment)["containers"][0]["image"] == "registry.example.com/paceline:1"
 
 
-def test_linter_has_nothing_to_say_of_the_dockerfile() -> None:
-    # Several RUN in a row: layers of a stage that isn't kept cost nothing, and each is a step with a cache of its own.
+def test_linter_finds_nothing_in_the_dockerfile() -> None:
+    # Several RUN in a row: layers of a stage that isn't kept cost nothing, and each step is cached separately.
     run("hadolint", "--ignore", "DL3059", str(DOCKERFILE))

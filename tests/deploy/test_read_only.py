@@ -1,4 +1,4 @@
-"""As containers run it: user 1000, no home, no capability, nothing writable.
+"""The server as containers run it: user 1000, no home, no capability, nothing writable.
 
 The environment that the image would have is looked for in PACELINE_IMAGE_ROOT, else where `make witness` makes it.
 """
@@ -42,7 +42,7 @@ def program(which: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("which", ["source tree", "image's environment"])
-def test_server_where_nothing_is_writable_serves_and_ends_in_order(storage: Path, which: str) -> None:
+def test_server_serves_and_ends_gracefully_where_nothing_is_writable(storage: Path, which: str) -> None:
     nowhere = {"HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
     command = (*read_only_as_nobody(), *program(which))
     with ServerProcess(storage, env=nowhere, program=command) as server:
@@ -63,7 +63,8 @@ def open_to_all(path: Path) -> bool:
 
 
 def python_for_all() -> tuple[str, dict[str, str]]:
-    """A Python of this version that may start itself as user 1000, and what it needs to find all that is here."""
+    """A Python of this version that user 1000 can run, and the environment that lets it find everything installed
+    here."""
     for path in (Path(sys.executable), Path(f"/usr/bin/python3.{sys.version_info.minor}")):
         if open_to_all(path):
             found = os.pathsep.join([str(REPO), *(each for each in sys.path if each.endswith("-packages"))])
@@ -71,8 +72,8 @@ def python_for_all() -> tuple[str, dict[str, str]]:
     pytest.skip("user 1000 can run no Python of this version")
 
 
-def test_processes_that_a_server_starts_need_no_more_than_it_has(python_storage: Path) -> None:
-    """Those of Python models and those that speak gRPC; and a server in front of another."""
+def test_processes_started_by_the_server_need_no_more_than_it_has(python_storage: Path) -> None:
+    """Processes of Python models and those that speak gRPC; and a server in front of another."""
     python, path = python_for_all()
     env = {"HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1", **path}
     command = (*read_only_as_nobody(), python, "-m", "server")
@@ -87,7 +88,7 @@ def test_processes_that_a_server_starts_need_no_more_than_it_has(python_storage:
         assert not [line for line in (*server.log, *proxy.log) if line["level"] != "INFO"]
 
 
-def test_image_has_no_pip_and_names_all_that_it_has() -> None:
+def test_image_has_no_pip_and_keeps_its_packages_metadata() -> None:
     if not INSTALLED.exists():
         pytest.skip("the image's environment isn't there: `make witness` makes it")
     (packages,) = INSTALLED.parent.glob("lib/python3.*/site-packages")

@@ -1,4 +1,5 @@
-"""What both servers answer to all calls, as text: `python -m tests.differential [WORD …]`, those that say a WORD."""
+"""Both servers' answers to all calls, as text: `python -m tests.differential [WORD …]` for calls whose name has a
+WORD."""
 
 from __future__ import annotations
 

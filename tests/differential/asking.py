@@ -1,6 +1,6 @@
 """Requests for the lists of calls, short enough for a line each.
 
-Lives here: ways to write messages down. Must not: what is expected of them.
+Lives here: short constructors of messages. Must not: expected answers.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def ints(*shape: int, dtype: str = "<i4") -> Array:
 
 
 def texts(*elements: bytes) -> Array:
-    """One row."""
+    """One row of BYTES."""
     return np.array([elements], object)
 
 
 def raw(model: str, *tensors: tuple[str, str, Iterable[int], bytes | None], **more: Any) -> pb.ModelInferRequest:
-    """Tensors as they are given: name, datatype, shape, bytes (None: no entry), whether that makes sense or not."""
+    """A request with tensors as given: name, datatype, shape, bytes (None: no entry), whether that makes sense or
+    not."""
     request = infer(model, **more)
     for name, datatype, shape, data in tensors:
         request.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -58,7 +59,7 @@ def raw(model: str, *tensors: tuple[str, str, Iterable[int], bytes | None], **mo
 
 
 def typed(model: str, name: str, datatype: str, shape: Iterable[int], **contents: Any) -> pb.ModelInferRequest:
-    """One tensor, its `contents` by their fields."""
+    """A request with one tensor, its `contents` by field."""
     request = pb.ModelInferRequest(model_name=model)
     request.inputs.add(name=name, datatype=datatype, shape=shape, contents=pb.InferTensorContents(**contents))
     return request

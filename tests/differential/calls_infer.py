@@ -1,4 +1,4 @@
-"""ModelInfer: what is taken, what is refused, what comes back."""
+"""ModelInfer: accepted and refused requests, and the answers."""
 
 from __future__ import annotations
 
@@ -333,6 +333,6 @@ HARMFUL = [
         "`classification` of what",
     ),
 ]
-"""These end Triton, or a process of it: each has one of its own."""
+"""These end Triton, or a process of it: each gets a Triton of its own."""
 
 CALLS = [*ANSWERED, *REFUSED, *PARAMETERS, *CLASSIFICATION]

@@ -1,4 +1,4 @@
-"""Loads with configurations of all kinds: what is taken, what is refused."""
+"""Loads with configurations of all kinds, accepted and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of server and models, and what is loaded and unloaded."""
+"""Information about server and models, loads and unloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CALLS"]
 
 PINNED = ("optimization",)
 REASON = ("reason",)
-"""Of a load that failed, in words of their own."""
+"""The reason of a failed load, which each server words differently."""
 TOLD = [
     Call("live", pb.ServerLiveRequest()),
     Call("server ready while a model is broken", pb.ServerReadyRequest()),

@@ -1,4 +1,4 @@
-"""Settings of log and trace, and shared memory of clients."""
+"""Log and trace settings, and clients' shared memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.differential.comparing import Call
 __all__ = ["CALLS", "KEYS", "KEY_BYTES"]
 
 KEY, OTHER, THIRD = KEYS = [f"/paceline-test-{secrets.token_hex(6)}" for _ in range(3)]
-"""Of the objects that have to be there while these calls are made, of KEY_BYTES each."""
+"""Keys of the objects that have to exist while these calls are made, of KEY_BYTES each."""
 PAGE = 4096
 KEY_BYTES = 2 * PAGE
 
 FORMAT = ("log_format",)
-"""Not the default, where this server is started by tests."""
+"""Not the default: tests start this server with another format."""
 TRACE_RULES = "trace settings that make no sense"
 KEY_RULES = "a shared memory key that"
 LOGS = [
@@ -95,13 +95,13 @@ def status(name: str = "") -> pb.SystemSharedMemoryStatusRequest:
 
 
 def lying(region: object = "a", size: object = 12, **more: object) -> pb.ModelInferRequest:
-    """FP32 [1, 3], which lies in shared memory."""
+    """A request whose input, FP32 [1, 3], is in shared memory."""
     request = raw("free", ("INPUT0", "FP32", [1, 3], None))
     return of_input(request, shared_memory_region=region, shared_memory_byte_size=size, **more)
 
 
 def put(region: object = "b", size: object = 12, **more: object) -> pb.ModelInferRequest:
-    """The same tensor, whose output belongs there."""
+    """The same tensor in the message; its output belongs in shared memory."""
     request = infer("free", {"INPUT0": floats(1, 3)})
     return wanting(request, "OUTPUT0", shared_memory_region=region, shared_memory_byte_size=size, **more)
 

@@ -1,7 +1,6 @@
 """One call, made to both servers, and what may differ in their answers.
 
-Lives here: calls and answers as values, and how two answers are held against each other. Must not: lists of calls, or
-servers.
+Lives here: calls and answers as values, and how two answers are compared. Must not: lists of calls, or servers.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ __all__ = ["Answer", "Call", "answer_of", "differences", "faults_here", "lasting
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is asked, of both servers, and what is known of the answers.
+    """A request to both servers, and what is known of the answers.
 
-    `status` is the name of that of both, or of Triton's, if `here` names another for this server; then `row` is how the
-    row of docs/protocol.md begins that says why. The texts of both errors have `phrase`. `free` are fields of the
-    reply that need not agree, wherever they are in it; with `row`, if that is why.
+    `status` is the name of both servers' status, or of Triton's, if `here` names another for this server; then `row` is
+    the beginning of the row of docs/protocol.md that says why. Both error texts contain `phrase`. `free` are fields of
+    the reply that need not agree, at any depth; with `row`, if that row says why.
     """
 
     what: str
@@ -57,7 +56,7 @@ class Answer:
 
 
 def answer_of(channel: grpc.Channel, call: Call) -> Answer:
-    """What the server behind `channel` answers."""
+    """The answer of the server behind `channel`."""
     rpc = getattr(GRPCInferenceServiceStub(channel), call.rpc)  # type: ignore[no-untyped-call]
     try:
         reply = rpc(call.request, timeout=call.timeout_s, metadata=tuple((call.metadata or {}).items()))
@@ -68,7 +67,7 @@ def answer_of(channel: grpc.Channel, call: Call) -> Answer:
 
 
 def lasting_answer_of(channel: grpc.Channel, call: Call) -> Answer:
-    """The same, asked again while a model is on its way: Triton answers that it unloads one before it has."""
+    """The same, asked again while a model is being unloaded: Triton answers an unload before it is done."""
     answers: list[Answer] = []
 
     def is_lasting() -> bool:
@@ -80,7 +79,7 @@ def lasting_answer_of(channel: grpc.Channel, call: Call) -> Answer:
 
 
 def differences(call: Call, triton: Answer, here: Answer) -> list[str]:
-    """What isn't as `call` says, each as a line for the reader; none if all is."""
+    """What isn't as `call` expects, one line each; empty if everything is."""
     found = [*_faults("Triton", triton, call.status, call.phrase), *faults_here(call, here)]
     if triton.status == here.status == "OK":
         ours, theirs = (_without(call.free, answer.reply) for answer in (here, triton))
@@ -90,7 +89,7 @@ def differences(call: Call, triton: Answer, here: Answer) -> list[str]:
 
 
 def faults_here(call: Call, here: Answer) -> list[str]:
-    """The same of what can be known without Triton: this server's status, and the words of its error."""
+    """The same for what can be checked without Triton: this server's status, and its error text."""
     return _faults("here", here, call.here or call.status, call.phrase)
 
 

@@ -1,4 +1,4 @@
-"""Both servers, once for each module; what needs Triton skips without it."""
+"""Both servers, once for each module; tests that need Triton are skipped without it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def installed() -> None:
 
 @pytest.fixture(scope="module")
 def both(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """All models, loaded by name, so that they may be loaded and unloaded."""
+    """Both servers with all models, started so that clients may load and unload them."""
     with shared_objects(), serving_both(tmp_path_factory.mktemp("both")) as serving:
         yield serving

@@ -1,8 +1,8 @@
-"""A model that Triton's Python backend and ours both run: its folder is the same for the two.
+"""A model that Triton's Python backend and ours both run: its folder is the same for both.
 
-What it does is said by `parameters` of its configuration. `does` is `echo` (output i is input i, the default; empty if
-that was left out), `pair` (sum and difference of two inputs), `version` (adds the number of its version) or `not load`;
-`delay_ms` is how long it takes; with `fails`, an element of -1 is more than it can take.
+`parameters` of its configuration select what it does. `does` is `echo` (output i is input i, the default; empty if that
+was left out), `pair` (sum and difference of two inputs), `version` (adds its version number) or `not load`; `delay_ms`
+is how long it takes; with `fails`, it raises if an element is -1.
 """
 
 import json
@@ -18,7 +18,7 @@ except ImportError:
 
 
 class Work:
-    """Arrays by name in, arrays by name out, whoever asks."""
+    """Arrays by name in, arrays by name out, for both servers."""
 
     def __init__(self, parameters, version):
         self.does = parameters.get("does", "echo")
@@ -49,7 +49,7 @@ def parameters_of(config):
 
 
 class TritonPythonModel:
-    """As Triton wants it: requests one by one, of a batch too."""
+    """Triton's interface: requests one by one, even those of a batch."""
 
     def initialize(self, args):
         self.work = Work(parameters_of(json.loads(args["model_config"])), args["model_version"])
@@ -63,7 +63,7 @@ class TritonPythonModel:
 
 
 class Model:
-    """As paceline wants it: all rows of a batch at once."""
+    """paceline's interface: all rows of a batch at once."""
 
     def load(self, context):
         self.work = Work(context.parameters, Path(context.folder).name)

@@ -1,6 +1,6 @@
-"""The two servers, with the same models in folders of their own, and channels to them.
+"""The two servers, with the same models in separate folders, and channels to them.
 
-Lives here: starting both alike. Must not: calls, or what is expected of the answers.
+Lives here: starting both alike. Must not: calls, or expected answers.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from tests.shared_objects import FOLDER
 __all__ = ["BY_NAME", "Both", "One", "serving_both", "serving_here", "shared_objects"]
 
 BY_NAME = ("--model-control-mode=explicit", "--load-model=*")
-"""Models may be loaded and unloaded."""
+"""Clients may load and unload models."""
 
 _ALIKE = ("--exit-on-error=false", "--exit-timeout-secs=5")
-# What clients may do to Triton as it comes and to this server when it is told so.
+# What Triton lets clients do by default, and this server only with these flags.
 _OPEN = ("--allow-python-models", "true", "--allow-client-shm", "true", "--allow-remote-settings", "true")  # fmt: skip
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """A server: how to ask it, where its models are."""
+    """A server, a channel to it, and the folder of its models."""
 
     process: TritonProcess | ServerProcess
     channel: grpc.Channel
     repository: Path
 
     def exposition(self) -> str:
-        """What its metrics' port says."""
+        """The text on its metrics port."""
         url = f"http://127.0.0.1:{self.process.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=10) as response:
             text: str = response.read().decode()
@@ -52,7 +52,7 @@ class Both:
     here: One
 
     def ended(self) -> list[str]:
-        """Which of them has ended, whose answers are those of nobody then, with the last that it said."""
+        """The servers that have ended, so that nobody answers for them, with their last log lines."""
         ones = {"Triton": self.triton.process, "this server": self.here.process}
         return [
             f"{who} has ended with {one.returncode}: {one.log[-5:]}"

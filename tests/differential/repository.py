@@ -1,4 +1,4 @@
-"""The models that both servers have, in one folder: `model.py` beside this file, under many configurations.
+"""The models that both servers have: `model.py` beside this file, under many configurations.
 
 Lives here: the configurations, as data. Must not: servers, requests. To add a model, add a line to MODELS.
 """
@@ -15,12 +15,12 @@ DATATYPES: Mapping[str, str] = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", "BYTES": "O",
 }  # fmt: skip
-"""As numpy calls them. BF16 it hasn't, and so Triton's Python backend hasn't either."""
+"""By numpy's names. numpy has no BF16, and so Triton's Python backend has none either."""
 
 
 def model_config(head: str = "", *tensors: str, more: str = "", **parameters: object) -> str:
-    """A `config.pbtxt`. Each of `tensors` is `NAME DATATYPE DIMS` of an input and an output, of which `NAME` is the
-    end of the name, and may go on with fields of the input and, behind a `|`, fields of the output."""
+    """A `config.pbtxt`. Each of `tensors` is `NAME DATATYPE DIMS` of an input and an output, where `NAME` is the end of
+    their names. Fields of the input may follow and, after a `|`, fields of the output."""
     sides: dict[str, list[str]] = {"input": [], "output": []}
     outputs = []
     for tensor in tensors or ("0 FP32 [4]",):
@@ -74,18 +74,18 @@ MODELS: Mapping[str, str] = {
 }
 _VERSIONS: Mapping[str, Sequence[int]] = {"versions": (1, 2, 3), "latest": (1, 2, 3)}
 LABELS = ("cat", "dog")
-"""Of the first of four classes."""
+"""Of the first two of four classes."""
 
 
 def write_repository(root: Path, models: Mapping[str, str] = MODELS) -> Path:
-    """`models` below `root`; `root` again, for chaining."""
+    """Write `models` below `root`; returns `root`, for chaining."""
     for name, config in models.items():
         write_model(root / name, config, _VERSIONS.get(name, (1,)))
     return root
 
 
 def write_model(folder: Path, config: str, versions: Sequence[int] = (1,)) -> None:
-    """One model's folder."""
+    """Write one model's folder."""
     for version in versions:
         (folder / str(version)).mkdir(parents=True)
         shutil.copy(Path(__file__).with_name("model.py"), folder / str(version))

@@ -1,4 +1,4 @@
-"""Each call of the lists has the answers that it says, from Triton and from this server."""
+"""Triton and this server give the answers that each call of the lists expects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.differential.pair import Both, serving_both
 from tests.differential.repository import MODELS
 
 
-# In the order of the list: what some change, later ones see.
+# In the order of the list: some calls change what later ones see.
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.rpc}: {call.what}")
 def test_call_is_answered_alike_or_as_documented(call: Call, both: Both) -> None:
     found = differences(call, lasting_answer_of(both.triton.channel, call), answer_of(both.here.channel, call))
@@ -20,7 +20,7 @@ def test_call_is_answered_alike_or_as_documented(call: Call, both: Both) -> None
 
 
 @pytest.mark.parametrize("call", HARMFUL, ids=lambda call: call.what)
-def test_call_that_ends_triton_or_a_process_of_it_does_not_end_this_server(
+def test_call_that_ends_triton_or_its_process_does_not_end_this_server(
     call: Call, tmp_path: Path, installed: None
 ) -> None:
     name = call.request.model_name  # type: ignore[attr-defined]

@@ -26,7 +26,8 @@ BAD = {"INPUT0": -np.ones((3, 4), np.float32)}
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Requests to model `fails`, one after the other; what `counts` of both servers, and what of one of them."""
+    """Requests to model `fails`, one after the other; `counts` is what both servers count, `triton` and `here` what
+    only one of them does."""
 
     what: str
     requests: Sequence[pb.ModelInferRequest]
@@ -36,7 +37,7 @@ class Series:
 
 
 def counted(requests: int, **rows: int) -> dict[str, int]:
-    """What so many answered requests of one batch each make; `b1=2` are two batches of one row."""
+    """The counts of so many answered requests of one batch each; `b1=2` are two batches of one row."""
     batches = {f"batches of {name[1:]}": count for name, count in rows.items()}
     total = sum(int(name[1:]) * count for name, count in rows.items())
     parts = dict.fromkeys(("success", *_PARTS), requests)
@@ -61,7 +62,7 @@ SERIES = [
 
 
 def counts(one: One, model: str) -> Counter[str]:
-    """All that statistics and metrics count of `model`, by a name of its own."""
+    """All that statistics and metrics count for `model`, each under a unique name."""
     stub = GRPCInferenceServiceStub(one.channel)  # type: ignore[no-untyped-call]
     (told,) = stub.ModelStatistics(pb.ModelStatisticsRequest(name=model), timeout=20).model_stats
     found = Counter({"rows": told.inference_count, "executions": told.execution_count})
@@ -89,7 +90,7 @@ def test_counts_of_requests(series: Series, both: Both) -> None:
 
 
 def families(one: One) -> dict[str, tuple[str, ...]]:
-    """Names of the labels by name of the metric, of those that Triton might have."""
+    """Label names by metric name, for metrics with Triton's prefix."""
     found = {}
     for line in one.exposition().splitlines():
         if line.startswith("nv_"):
@@ -98,7 +99,7 @@ def families(one: One) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def test_metrics_have_the_names_and_labels_of_tritons(both: Both) -> None:
+def test_metrics_have_tritons_names_and_labels(both: Both) -> None:
     triton, here = families(both.triton), families(both.here)
     own = {"nv_model_load_duration_secs"}
     """Triton has it since a later version."""
@@ -108,7 +109,7 @@ def test_metrics_have_the_names_and_labels_of_tritons(both: Both) -> None:
     }
 
 
-def test_statistics_begin_anew_with_a_load_and_metrics_with_one_after_an_unload(both: Both) -> None:
+def test_statistics_restart_with_a_load_and_metrics_with_a_load_after_an_unload(both: Both) -> None:
     name = "serial"
     for one in (both.triton, both.here):
         answer_of(one.channel, Call("", infer(name, GOOD)))

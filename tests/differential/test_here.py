@@ -1,5 +1,5 @@
-"""This server gives the answers that the lists of calls say, and its documentation says where they aren't Triton's. For
-all of this Triton needn't be there."""
+"""This server answers as the lists of calls expect, and its documentation says where Triton answers differently. None
+of this needs Triton."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[One]:
         yield serving
 
 
-# In the order of the list: what some change, later ones see.
+# In the order of the list: some calls change what later ones see.
 @pytest.mark.parametrize("call", [*HARMFUL, *CALLS], ids=lambda call: f"{call.rpc}: {call.what}")
-def test_call_is_answered_as_the_lists_say(call: Call, here: One) -> None:
+def test_call_is_answered_as_expected(call: Call, here: One) -> None:
     found = faults_here(call, answer_of(here.channel, call))
     assert not found, "\n".join(found)
 

@@ -1,4 +1,4 @@
-"""The other two modes of control: what is refused, and what a change on disk does."""
+"""The other two model control modes: what is refused, and what a change on disk does."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_call_in_another_mode(call: Call, mode: str, request: pytest.FixtureRequ
     assert not found, "\n".join(found)
 
 
-def test_polling_takes_what_comes_changes_and_goes(polling: Both) -> None:
+def test_polling_picks_up_new_changed_and_removed_models(polling: Both) -> None:
     """The same states on both sides, step by step."""
 
     def states(one: One) -> list[str]:

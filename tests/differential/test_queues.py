@@ -1,4 +1,4 @@
-"""A queue that is full, waits too long or is left: `slow` takes a second for two rows, and lets two requests wait."""
+"""Full queues, timeouts, cancellation: `slow` takes a second for two rows, and lets two requests wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def send(one: One, **parameters: object) -> Any:
 
 @contextmanager
 def busy(one: One, waiting: int) -> Iterator[None]:
-    """Within, the model executes, and so many requests wait; all of them are answered at the end."""
+    """Within the block, the model executes, and so many requests wait; all of them are answered at the end."""
     calls = [send(one)]
     for number in range(waiting):
         # The first one is taken from the queue before the second may be pending.
@@ -52,7 +52,7 @@ def status(call: Any) -> str:
     return "OK" if error is None else str(error.code().name)
 
 
-def test_queue_that_is_full_refuses_and_another_level_has_room(one: One, both: Both) -> None:
+def test_full_queue_refuses_while_another_level_has_room(one: One, both: Both) -> None:
     with busy(one, 2):
         refused = answer_of(one.channel, Call("", infer("slow", TWO)))
         other = send(one, priority=1)
@@ -61,14 +61,14 @@ def test_queue_that_is_full_refuses_and_another_level_has_room(one: One, both: B
         assert status(other) == "OK"
 
 
-def test_request_that_waits_longer_than_its_timeout_is_refused(one: One, both: Both) -> None:
+def test_request_waiting_longer_than_its_timeout_is_refused(one: One, both: Both) -> None:
     with busy(one, 1):
         late = send(one, timeout=1000)
         assert status(late) == ("UNAVAILABLE" if one is both.triton else "DEADLINE_EXCEEDED")
         assert "Request timeout expired" in late.exception().details()
 
 
-def test_request_that_is_cancelled_while_it_waits_is_not_executed(one: One) -> None:
+def test_request_cancelled_while_it_waits_is_not_executed(one: One) -> None:
     before = counts(one, "slow")
     with busy(one, 1):
         call = send(one)
@@ -78,7 +78,7 @@ def test_request_that_is_cancelled_while_it_waits_is_not_executed(one: One) -> N
     eventually(lambda: (counts(one, "slow") - before)["executions"] == 2, "those of the two others")
 
 
-def test_priorities_answer_in_the_same_order(one: One) -> None:
+def test_requests_are_answered_in_order_of_priority(one: One) -> None:
     done: list[int] = []
     with busy(one, 1):
         calls = [send(one, priority=level) for level in (3, 1)]

@@ -1,4 +1,4 @@
-"""What belongs to a server as a whole: health, compression, headers, restrictions, and how it starts."""
+"""Servers as a whole: health, compression, headers, restrictions, and startup."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_call_with_headers(call: Call, flagged: Both) -> None:
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate], ids=lambda one: one.name)
-def test_compressed_request_is_taken(flagged: Both, compression: grpc.Compression) -> None:
+def test_compressed_request_is_accepted(flagged: Both, compression: grpc.Compression) -> None:
     for one in (flagged.triton, flagged.here):
         stub = GRPCInferenceServiceStub(one.channel)  # type: ignore[no-untyped-call]
         assert stub.ModelInfer(GOOD, timeout=20, compression=compression).model_name == "free"
@@ -73,7 +73,7 @@ def test_health_while_a_model_is_broken(flagged: Both) -> None:
     assert [health(flagged.here, service) for service in services] == ["NOT_SERVING", "NOT_SERVING", "NOT_FOUND"]
 
 
-def test_model_that_fails_at_the_start_ends_triton_and_not_this_server(tmp_path: Path, installed: None) -> None:
+def test_model_that_fails_at_startup_ends_triton_but_not_this_server(tmp_path: Path, installed: None) -> None:
     models = {name: MODELS[name] for name in ("free", "broken")}
     repository = write_repository(tmp_path / "triton" / "models", models)
     with pytest.raises(AssertionError, match="failed to load all models"):
@@ -84,13 +84,13 @@ def test_model_that_fails_at_the_start_ends_triton_and_not_this_server(tmp_path:
 
 @pytest.fixture(scope="module")
 def alone(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """One model, that loads."""
+    """One model, which loads."""
     with serving_both(tmp_path_factory.mktemp("alone"), {"serial": MODELS["serial"]}) as serving:
         yield serving
 
 
 def readiness_during(one: One, request: pb.RepositoryModelLoadRequest) -> set[bool]:
-    """All that ServerReady says until the load has ended."""
+    """All answers of ServerReady until the load has ended."""
     stub = GRPCInferenceServiceStub(one.channel)  # type: ignore[no-untyped-call]
     told, loading = set(), stub.RepositoryModelLoad.future(request, timeout=60)
     while not loading.done():
@@ -99,15 +99,15 @@ def readiness_during(one: One, request: pb.RepositoryModelLoadRequest) -> set[bo
     return told
 
 
-def test_server_is_ready_during_a_reload_and_not_while_a_model_is_loaded_that_was_not(alone: Both) -> None:
+def test_server_is_ready_during_a_reload_but_not_during_the_load_of_an_unloaded_model(alone: Both) -> None:
     for one in (alone.triton, alone.here):
         assert readiness_during(one, load("serial")) == {True}
         assert answer_of(one.channel, Call("", unload("serial"))).status == "OK"
-        # Until the load is seen by the server, and after its end, it is ready.
+        # Before the server has seen the load, and after its end, it is ready.
         assert False in readiness_during(one, load("serial"))
 
 
-def test_warm_up_is_counted_by_triton_alone(alone: Both) -> None:
+def test_warm_up_is_counted_only_by_triton(alone: Both) -> None:
     for one, rows in ((alone.triton, 3), (alone.here, 0)):
         call = Call("", warmup("dims: [3] zero_data: true", 3))
         assert answer_of(one.channel, call).status == "OK"

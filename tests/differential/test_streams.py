@@ -1,4 +1,4 @@
-"""Requests on one stream: what comes back, in which order, and how the stream ends."""
+"""Requests on one stream: the answers, their order, and how the stream ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STREAMS = [
 
 
 def answered(channel: grpc.Channel, stream: Stream) -> tuple[list[Any], str]:
-    """The answers, and the status of the end. Of an error its id, of which both servers tell; this one tells more."""
+    """The answers, and the final status. Of an error only its id, which both servers report; this one reports more."""
     rpc = GRPCInferenceServiceStub(channel).ModelStreamInfer  # type: ignore[no-untyped-call]
     call, answers = rpc(iter(stream.requests), timeout=30, metadata=tuple(stream.metadata)), []
     try:

@@ -1,7 +1,7 @@
-"""Triton's own server, of the wheel of PyTriton: `make bench-rivals` installs it.
+"""Triton's own server, from PyTriton's wheel: `make bench-rivals` installs it.
 
-Lives here: starting and ending it, and why it can't be. Must not: requests. It is a process of its own, with the
-libraries of its wheel, on loopback; its Python backend runs models with the interpreter of that environment.
+Lives here: starting and ending it, and the reason if it can't be started. Must not: requests. It is a separate process,
+with the libraries of its wheel, on loopback; its Python backend runs models with the interpreter of that environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.ports import free_port
 __all__ = ["VERSION", "TritonProcess", "command", "missing"]
 
 VERSION = "2.51.0"
-"""That of the server whose behaviour docs/protocol.md and the lists here tell."""
+"""The version whose behaviour docs/protocol.md and the lists here describe."""
 
 _HOME = Path(os.environ.get("PACELINE_PYTRITON", RIVALS / "pytriton"))
 _PACKAGES = next((_HOME / "lib").glob("python3.*"), _HOME) / "site-packages"
@@ -36,13 +36,13 @@ def missing() -> str:
 
 
 def command() -> tuple[list[str], dict[str, str]]:
-    """What runs its program without any flags: arguments and environment."""
+    """Arguments and environment that run its program without any flags."""
     return [str(_distribution() / "bin" / "tritonserver")], _environment()
 
 
 class TritonProcess:
-    """`tritonserver` on `repository`, with ports of its own, in `folder`. Entering returns once it serves; leaving ends
-    it and what it has started. `log` holds its lines."""
+    """`tritonserver` on `repository`, with ports of its own and its files in `folder`. Entering returns once it serves;
+    leaving ends it and the processes that it has started. `log` holds its lines."""
 
     def __init__(self, repository: Path, folder: Path, args: Sequence[str] = ()) -> None:
         self._repository = repository
@@ -121,7 +121,8 @@ def _distribution() -> Path:
 
 
 def _backends(folder: Path) -> Path:
-    """The backends of the wheel, with the stub of this version of Python beside the Python backend, where it looks."""
+    """The backends of the wheel, with the stub of this version of Python beside the Python backend, which looks for it
+    there."""
     backends = folder / "backends"
     (backends / "python").mkdir(parents=True)
     stub = _distribution() / "python_backend_stubs" / _PACKAGES.parent.name.removeprefix("python")
@@ -133,7 +134,7 @@ def _backends(folder: Path) -> Path:
 
 def _environment() -> dict[str, str]:
     python = _HOME / "bin" / "python"
-    # The stub links to a libpython by its name.
+    # The stub links to a libpython by name.
     libraries = subprocess.run([python, "-c", _LIBRARIES], capture_output=True, text=True, check=True).stdout.strip()
     paths = os.pathsep.join((str(_PACKAGES / "nvidia_pytriton.libs"), libraries))
     return {**os.environ, "LD_LIBRARY_PATH": paths, "PATH": os.pathsep.join((str(python.parent), os.environ["PATH"]))}

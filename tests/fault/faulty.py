@@ -1,5 +1,5 @@
-"""The server with one more backend, `faulty`, whose model does what its requests tell it to: `python -m
-tests.fault.faulty serve …`, which is the command as it is otherwise.
+"""The server with one more backend, `faulty`, whose model misbehaves as its requests ask: `python -m tests.fault.faulty
+serve …`, which is the usual command otherwise.
 
 Lives here: the faults. Must not: assertions.
 """
@@ -53,7 +53,7 @@ def _hang_a_while(inputs: Tensors) -> Tensors:
 
 
 def _die(inputs: Tensors) -> Tensors:
-    """Answer, and have the thread meet an exception as soon as it waits for more work."""
+    """Answer, and raise an exception in the thread as soon as it waits for more work."""
     threading.Thread(target=_kill_idle, args=(threading.get_ident(),), daemon=True).start()
     return inputs
 
@@ -73,7 +73,7 @@ FAULTS: dict[int, tuple[Callable[[Tensors], Tensors], str]] = {
     -5: (lose_row, "output 'OUTPUT0': expected shape [1, 16], got [0, 16]"),
     -6: (change_datatype, "output 'OUTPUT0': expected FP32, got numpy's complex64"),
 }
-"""What the first element of a row asks for, and what is said of it then."""
+"""The fault that the first element of a row asks for, and the error text that results."""
 HANGS, DIES, HANGS_A_WHILE = -7, -8, -9
 
 _ALL = {code: fault for code, (fault, _) in FAULTS.items()} | {HANGS: _hang, DIES: _die, HANGS_A_WHILE: _hang_a_while}
@@ -95,7 +95,7 @@ def _backend(name: str) -> Backend:
 
 
 def write_faulty(repository: Path, extra: str = "") -> Path:
-    """The model `echo`, which otherwise returns what it gets; `extra` is more configuration."""
+    """Write the model `echo`, which returns its input unless asked for a fault; `extra` is more configuration."""
     folder = repository / "echo"
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(f"""

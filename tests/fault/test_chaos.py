@@ -29,7 +29,7 @@ GOOD = {Code.OK, Code.RESOURCE_EXHAUSTED}
 POSSIBLE = {
     "good": GOOD,
     "bad": {Code.INVALID_ARGUMENT, Code.NOT_FOUND},
-    # Changed by chance, a request may still be a good one; and a deadline may be among what it asks for.
+    # Changed at random, a request may still be good, and may ask for a deadline.
     "malformed": {*GOOD, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.UNIMPLEMENTED, Code.DEADLINE_EXCEEDED},
     "hasty": {*GOOD, Code.DEADLINE_EXCEEDED},
     "cancelled": {*GOOD, Code.CANCELLED},
@@ -39,7 +39,7 @@ KINDS = ["good"] * 8 + ["bad"] * 3 + ["malformed"] * 4 + ["hasty"] * 2 + ["cance
 
 
 class Chaos:
-    """A client without manners. What it does is the same in each run; when it does it is not."""
+    """A misbehaving client. What it does is the same in each run; when it does it isn't."""
 
     def __init__(self, server: ServerProcess, channels: list[grpc.aio.Channel]) -> None:
         self._port = server.grpc_port
@@ -78,7 +78,7 @@ class Chaos:
         return mutated("infer", chance, self._corpus) if kind == "malformed" else self._good
 
     async def _break_off(self, chance: random.Random) -> None:
-        """A connection of its own, which ends in the middle of what it sends, politely or not."""
+        """Open a separate connection, and end it in the middle of a request, properly or with a reset."""
         frames = call_frames(self._good)
         _, writer = await asyncio.open_connection("127.0.0.1", self._port)
         writer.write(frames[: chance.randrange(len(frames))])
@@ -96,7 +96,7 @@ def descriptors(server: ServerProcess) -> int:
     return len(list(Path(f"/proc/{server.pid}/fd").iterdir()))
 
 
-async def test_chaos_is_answered_as_it_deserves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_chaos_gets_only_the_expected_statuses_and_leaves_nothing_behind(tmp_path: Path) -> None:
     write_identity(tmp_path, extra=CONFIG)
     with ServerProcess(tmp_path) as server:
         with connected(server) as client:

@@ -1,4 +1,4 @@
-"""The time of day jumps under a server: by a day, forward and back, as when somebody sets it."""
+"""The time of day jumps while a server runs: by days, forward and back, as when somebody sets it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DELAYED = "dynamic_batching { max_queue_delay_microseconds: 600000000 }"
 
 
 class Day:
-    """The time of day as a server has it, so many seconds from the machine's."""
+    """The time of day as a server sees it, so many seconds from the machine's."""
 
     def __init__(self, file: Path, timers: Path) -> None:
         self._file = file
@@ -31,7 +31,7 @@ class Day:
         self.set(0)
 
     def set(self, offset_s: int) -> None:
-        """In one go: half of a number is another."""
+        """Atomically: half of a number is another number."""
         part = self._file.with_suffix(".part")
         part.write_text(f"{offset_s:+d}\n")
         part.rename(self._file)
@@ -47,7 +47,7 @@ class Day:
 
 
 def full(number: int) -> pb.ModelInferRequest:
-    """A batch of its own, of another shape than those that wait."""
+    """A full batch, of another shape than the requests that wait."""
     return request(rows=8, columns=8, first=number)
 
 
@@ -63,7 +63,7 @@ def day(tmp_path: Path) -> Day:
 
 
 @pytest.mark.parametrize("jumps_s", [(3 * DAY_S, DAY_S), (-3 * DAY_S, -DAY_S)], ids=["forward-first", "back-first"])
-def test_time_of_day_that_jumps_ends_no_wait_and_keeps_nobody_waiting(
+def test_jumps_of_the_time_of_day_neither_end_nor_prolong_waits(
     tmp_path: Path, day: Day, jumps_s: tuple[int, ...]
 ) -> None:
     write_identity(tmp_path / "models", dims="[ -1 ]", extra=DELAYED)
@@ -78,7 +78,7 @@ def test_time_of_day_that_jumps_ends_no_wait_and_keeps_nobody_waiting(
             # Ten minutes of delay and five of deadline aren't over.
             assert pending(server) == 3
         assert not any(call.done() for call in waiting)
-        # Who waits gets company, and those with little time are refused when it is over.
+        # Waiting requests get their batch filled, and those with a short deadline are refused when it has passed.
         late = client.send(request(), timeout_s=0.2)
         assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         eventually(lambda: pending(server) == 3, "the one that gave up gone")
@@ -88,4 +88,4 @@ def test_time_of_day_that_jumps_ends_no_wait_and_keeps_nobody_waiting(
         assert total(server, "nv_inference_request_success") == 45
         server.signal(signal.SIGTERM)
         assert server.wait(20) == 0
-        assert server.log[-1]["time"][:10] != told[:10]  # it had that other day
+        assert server.log[-1]["time"][:10] != told[:10]  # it saw that other day

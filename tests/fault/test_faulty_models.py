@@ -1,4 +1,5 @@
-"""Models that raise, lie, run out of memory, hang or lose their thread, in a server process of their own."""
+"""Models that raise, return wrong outputs, run out of memory, hang or lose their thread, in a separate server
+process."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def asking_for(fault: int) -> pb.ModelInferRequest:
 
 
 def ready(client: Client) -> tuple[bool, bool, bool]:
-    """Whether the model, the server and its health say that they are."""
+    """Whether the model, the server and its health service report that they are ready."""
     stub = GRPCInferenceServiceStub(client.channel)  # type: ignore[no-untyped-call]
     health = health_pb2_grpc.HealthStub(client.channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
     return (
@@ -63,14 +64,14 @@ def ready(client: Client) -> tuple[bool, bool, bool]:
 
 
 def executes_one(server: ServerProcess) -> bool:
-    """Whether a call is under way, and nothing waits: what comes next is another batch."""
+    """Whether a call is in progress and nothing waits, so that the next request is in another batch."""
     metrics = server.metrics()
     waiting = metrics['nv_inference_pending_request_count{model="echo",version="1"}']
     return (metrics['paceline_limit_used{limit="rpcs"}'], waiting) == (1, 0)
 
 
 def said(server: ServerProcess, text: str) -> int:
-    """How often."""
+    """How often the log has `text`."""
     return sum(text in record["message"] for record in server.log)
 
 
@@ -79,7 +80,7 @@ def says(server: ServerProcess, text: str) -> bool:
 
 
 @BOTH_WAYS
-def test_model_that_raises_lies_or_has_no_memory_left_fails_its_requests_and_no_others(
+def test_errors_wrong_outputs_and_lack_of_memory_fail_only_those_requests(
     server: ServerProcess, client: Client
 ) -> None:
     for code, (_, text) in FAULTS.items():
@@ -94,9 +95,9 @@ def test_model_that_raises_lies_or_has_no_memory_left_fails_its_requests_and_no_
 
 
 @BOTH_WAYS
-def test_thread_of_an_instance_that_dies_is_replaced(server: ServerProcess, client: Client) -> None:
+def test_dead_thread_of_an_instance_is_replaced(server: ServerProcess, client: Client) -> None:
     codes: list[grpc.StatusCode] = []
-    while INTERNAL not in codes:  # now and then it dies before it waits, and takes nothing along
+    while INTERNAL not in codes:  # now and then it dies before it waits, and loses no request
         assert client.code(asking_for(DIES)) is OK
         told = len(codes) + 1
         eventually(lambda told=told: said(server, "the thread will die") == told, "the thread's end on its way")
@@ -108,7 +109,7 @@ def test_thread_of_an_instance_that_dies_is_replaced(server: ServerProcess, clie
     assert [client.code(request()) for _ in range(3)] == [OK] * 3
 
 
-def test_hang_fails_its_batch_in_time_and_the_instance_is_replaced_while_readiness_tells(
+def test_hang_fails_its_batch_in_time_replaces_the_instance_and_shows_in_readiness(
     server: ServerProcess, client: Client
 ) -> None:
     assert ready(client) == (True, True, True)
@@ -117,7 +118,7 @@ def test_hang_fails_its_batch_in_time_and_the_instance_is_replaced_while_readine
     eventually(lambda: executes_one(server), "the request executing")
     waiting = [client.send(request(first=number)) for number in range(6)]
     assert (hung.code(), hung.details()) == (INTERNAL, GIVEN_UP)
-    # Those that waited for the instance are executed by the one in its place.
+    # Requests that waited for the instance are executed by its replacement.
     assert [call.code() for call in waiting] == [OK] * 6
     eventually(lambda: ready(client) == (True, True, True), "the model ready again")
     told = [next(health).status for _ in range(3)]
@@ -140,7 +141,7 @@ def test_hang_of_one_of_several_instances_leaves_the_model_ready(server: ServerP
 
 
 @BOTH_WAYS
-def test_hang_that_ends_after_all_changes_nothing_and_gives_its_instance_back(
+def test_hang_that_ends_after_all_changes_nothing_and_returns_its_instance(
     server: ServerProcess, client: Client
 ) -> None:
     assert client.code(asking_for(HANGS_A_WHILE)) is INTERNAL
@@ -150,7 +151,7 @@ def test_hang_that_ends_after_all_changes_nothing_and_gives_its_instance_back(
     assert total(server, "nv_inference_request_success") == 2
 
 
-def test_hangs_beyond_a_number_get_no_more_instances_and_the_model_stays_unready(tmp_path: Path) -> None:
+def test_too_many_hangs_get_no_more_instances_and_the_model_stays_unready(tmp_path: Path) -> None:
     write_faulty(tmp_path, 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "20" } }')
     with ServerProcess(tmp_path, module="tests.fault.faulty") as server, connected(server) as client:
         for _ in range(17):
@@ -168,7 +169,7 @@ def test_hangs_beyond_a_number_get_no_more_instances_and_the_model_stays_unready
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_with_threads_that_hang_for_ever_ends_with_status_0(tmp_path: Path, number: int) -> None:
+def test_signal_ends_the_server_with_status_0_despite_hanging_threads(tmp_path: Path, number: int) -> None:
     write_faulty(tmp_path)
     with ServerProcess(tmp_path, args=LIMITED, module="tests.fault.faulty") as server, connected(server) as client:
         assert client.code(asking_for(HANGS)) is INTERNAL
@@ -177,7 +178,7 @@ def test_signal_with_threads_that_hang_for_ever_ends_with_status_0(tmp_path: Pat
         assert server.wait(20) == 0
 
 
-def test_execution_of_any_length_is_waited_for_unless_there_is_a_limit(tmp_path: Path) -> None:
+def test_execution_may_take_any_time_without_a_limit(tmp_path: Path) -> None:
     write_faulty(tmp_path)
     with ServerProcess(tmp_path, module="tests.fault.faulty") as server, connected(server) as client:
         assert client.code(asking_for(HANGS_A_WHILE)) is OK

@@ -1,4 +1,4 @@
-"""Processes that speak gRPC and die, or whose server does: nobody else's requests are lost, and nothing is left."""
+"""Fronts that die, or whose server dies: no other front's requests are lost, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ SLOW = 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }'
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """Batches leave when they are full, four rows, and take a second. Once all is over it is as good as new."""
+    """Batches leave when they are full, four rows, and take a second. At the end, the server has to be as good as
+    new."""
     write_identity(tmp_path, rows=4, extra=PATIENT + SLOW, dims="[ -1 ]")
     with ServerProcess(tmp_path, args=TWO) as server:
         yield server
@@ -45,7 +46,7 @@ def send(channel: grpc.aio.Channel, rows: int = 1, columns: int = 16, first: flo
 
 
 def held_bytes(server: ServerProcess) -> float:
-    """Of shared memory."""
+    """Bytes of shared memory in use."""
     metrics = server.metrics()
     return sum(metrics[f'paceline_frontend_memory_bytes{{direction="{one}"}}'] for one in ("in", "out"))
 
@@ -59,7 +60,7 @@ def restarts(server: ServerProcess) -> float:
     return server.metrics()["paceline_frontend_restarts"]
 
 
-async def test_front_killed_takes_its_own_requests_from_the_queue_and_no_others(server: ServerProcess) -> None:
+async def test_killed_fronts_requests_leave_the_queue_and_no_others(server: ServerProcess) -> None:
     async with channel_each(server.target, server.pid) as channels:
         (doomed, hit), (_, other) = channels.items()
         lost = [send(hit, columns=20_000), send(hit, columns=20_000)]
@@ -79,7 +80,7 @@ async def test_front_killed_takes_its_own_requests_from_the_queue_and_no_others(
     assert any("was killed by SIGKILL; starting another in" in line["message"] for line in server.log)
 
 
-async def test_front_killed_while_a_batch_executes_leaves_the_others_their_answers(server: ServerProcess) -> None:
+async def test_front_killed_while_a_batch_executes_does_not_affect_the_others_answers(server: ServerProcess) -> None:
     async with channel_each(server.target, server.pid) as channels:
         (doomed, hit), (_, other) = channels.items()
         lost = send(hit)
@@ -92,7 +93,7 @@ async def test_front_killed_while_a_batch_executes_leaves_the_others_their_answe
     assert (total(server, "nv_inference_count"), total(server, "nv_inference_exec_count")) == (4, 1)
 
 
-async def test_front_that_dies_again_and_again_is_replaced_each_time(server: ServerProcess) -> None:
+async def test_front_that_keeps_dying_is_replaced_each_time(server: ServerProcess) -> None:
     for number in range(1, 4):
         await eventually_async(lambda: len(fronts_of(server.pid)) == 2, "two fronts")
         youngest = max(fronts_of(server.pid))
@@ -107,19 +108,19 @@ async def test_front_that_dies_again_and_again_is_replaced_each_time(server: Ser
     assert pauses() == ["0.1 s", "0.2 s", "0.4 s"]
 
 
-async def test_channel_of_a_front_that_died_is_served_again(server: ServerProcess) -> None:
+async def test_channel_of_a_dead_front_is_served_again(server: ServerProcess) -> None:
     async with channel_each(server.target, server.pid) as channels:
         for number, (front, channel) in enumerate(channels.items(), 1):
             os.kill(front, signal.SIGKILL)
             await eventually_async(lambda n=number: restarts(server) == n, "the front gone")
             await eventually_async(lambda: server.metrics()["paceline_frontends"] == 2, "its place taken")
             code = None
-            while code is not OK:  # until the client has noticed, too
+            while code is not OK:  # until the client has noticed as well
                 code = await send(channel, rows=4).code()
                 assert code in (OK, UNAVAILABLE)
 
 
-async def test_front_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+async def test_hanging_front_is_killed_and_replaced(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, args=(*TWO, "--frontend-timeout-secs", "2")) as server:
         async with channel_each(server.target, server.pid) as channels:
@@ -139,7 +140,7 @@ async def test_front_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_front_does_not_mind_signals_that_are_for_the_server(server: ServerProcess, number: int) -> None:
+async def test_fronts_ignore_signals_meant_for_the_server(server: ServerProcess, number: int) -> None:
     for front in fronts_of(server.pid):
         os.kill(front, number)
     async with channel_each(server.target, server.pid) as channels:
@@ -147,7 +148,7 @@ async def test_front_does_not_mind_signals_that_are_for_the_server(server: Serve
     assert restarts(server) == 0
 
 
-async def test_server_killed_takes_its_fronts_along(tmp_path: Path) -> None:
+async def test_fronts_end_when_their_server_is_killed(tmp_path: Path) -> None:
     write_identity(tmp_path, rows=4, extra=PATIENT)
     server = ServerProcess(tmp_path, args=TWO)
     server.start()
@@ -163,7 +164,7 @@ async def test_server_killed_takes_its_fronts_along(tmp_path: Path) -> None:
         server.kill()
 
 
-def test_server_killed_while_its_fronts_start_takes_them_along(tmp_path: Path) -> None:
+def test_fronts_end_when_their_server_is_killed_while_they_start(tmp_path: Path) -> None:
     write_identity(tmp_path)
     server = ServerProcess(tmp_path, args=TWO)
     server.start()
@@ -174,11 +175,11 @@ def test_server_killed_while_its_fronts_start_takes_them_along(tmp_path: Path) -
         eventually(lambda: not any(map(is_alive, fronts)), "no front left")
     finally:
         server.kill()
-    # Whatever they had to say would be here.
+    # Anything that they wrote would be here.
     assert not [line for line in server.stderr if not line.startswith("{")]
 
 
-def test_server_whose_fronts_can_not_listen_says_so_and_ends(tmp_path: Path) -> None:
+def test_server_whose_fronts_cannot_listen_reports_it_and_ends(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, args=TWO) as first:
         second = ServerProcess(tmp_path, args=(*TWO, "--grpc-port", str(first.grpc_port)))
@@ -188,7 +189,7 @@ def test_server_whose_fronts_can_not_listen_says_so_and_ends(tmp_path: Path) -> 
         second.kill()
 
 
-def test_port_is_free_for_a_server_without_fronts_as_soon_as_one_with_has_ended(tmp_path: Path) -> None:
+def test_port_can_be_reused_at_once_by_servers_with_and_without_fronts(tmp_path: Path) -> None:
     write_identity(tmp_path)
     port = "0"
     for args in (TWO, (), TWO):
@@ -197,7 +198,7 @@ def test_port_is_free_for_a_server_without_fronts_as_soon_as_one_with_has_ended(
             port = str(server.grpc_port)
 
 
-async def test_front_that_hangs_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
+async def test_hanging_front_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, args=(*TWO, "--exit-timeout-secs", "1")) as server:
         async with channel_each(server.target, server.pid) as channels:
@@ -212,7 +213,7 @@ async def test_front_that_hangs_does_not_keep_the_server_from_ending(tmp_path: P
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_while_fronts_start_ends_in_order(tmp_path: Path, number: int) -> None:
+def test_signal_while_fronts_start_ends_gracefully(tmp_path: Path, number: int) -> None:
     write_identity(tmp_path)
     server = ServerProcess(tmp_path, args=TWO)
     server.start()

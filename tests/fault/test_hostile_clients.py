@@ -1,4 +1,4 @@
-"""Whoever can reach a port can't fill the log, hold the server up or take its memory."""
+"""Clients that can reach a port can't fill the log, block the server or take its memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.polling import eventually
 PREFACE = begun_calls(0)
 
 
-def test_handshakes_that_fail_leave_no_lines(tmp_path: Path) -> None:
+def test_failed_handshakes_leave_no_lines_outside_the_log(tmp_path: Path) -> None:
     pair = Authority(tmp_path).sign("server")
     write_identity(tmp_path / "models")
     args = ["--grpc-use-ssl=true", f"--grpc-server-cert={pair.certificate}", f"--grpc-server-key={pair.key}"]
@@ -40,7 +40,7 @@ def test_handshakes_that_fail_leave_no_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", [("grpc-timeout", "9x9"), ("grpc-encoding", "nonsense")], ids=lambda one: one[0])
-def test_headers_that_nobody_can_read_leave_no_lines(tmp_path: Path, header: tuple[str, str]) -> None:
+def test_unreadable_headers_leave_no_lines_outside_the_log(tmp_path: Path, header: tuple[str, str]) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path) as server:
         for _ in range(3):
@@ -53,7 +53,7 @@ def threads(server: ServerProcess) -> int:
     return len(list(Path(f"/proc/{server.pid}/task").iterdir()))
 
 
-def test_connections_to_the_metrics_port_that_say_nothing_are_few_and_keep_nobody_out(tmp_path: Path) -> None:
+def test_silent_connections_to_the_metrics_port_are_limited_and_keep_nobody_out(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path) as server, ExitStack() as silent:
         before = threads(server)
@@ -63,7 +63,7 @@ def test_connections_to_the_metrics_port_that_say_nothing_are_few_and_keep_nobod
         ]
         for number, one in enumerate(connections):
             one.sendall(b"GET /met"[: number % 8])
-        # The one that came first is the first to go, whatever it has said.
+        # The oldest connection is closed first, whatever it has sent.
         assert connections[0].recv(1) == b""
         eventually(lambda: threads(server) <= before + 64, "no thread for each of them")
         assert server.metrics()["paceline_ready"] == 1
@@ -72,14 +72,14 @@ def test_connections_to_the_metrics_port_that_say_nothing_are_few_and_keep_nobod
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server says its first word on it."""
+    """Whether the server sends anything on it."""
     try:
         return bool(connection.recv(1))
     except ConnectionError:
         return False
 
 
-def test_connections_beyond_the_limit_are_closed_and_those_before_them_go_on(tmp_path: Path) -> None:
+def test_connections_beyond_the_limit_are_closed_and_earlier_ones_keep_working(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, args=["--grpc-max-connections=5"]) as server, ExitStack() as idle:
         with InferenceClient(server.target) as client:
@@ -104,7 +104,7 @@ def few_descriptors(number: int, most: int | None = None) -> Sequence[str]:
     return "/bin/sh", "-c", f'{limits}; exec "{sys.executable}" -m server "$@"', "sh"
 
 
-def test_connections_leave_descriptors_for_all_else(tmp_path: Path) -> None:
+def test_connections_leave_descriptors_for_everything_else(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, program=few_descriptors(128)) as server, ExitStack() as idle:
         connections = [
@@ -121,7 +121,7 @@ def test_connections_leave_descriptors_for_all_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "bound"), [((), 96), (("--frontends=2",), 192), (("--frontends=2", "--grpc-max-connections=51"), 51)]
 )
-def test_connections_that_descriptors_suffice_for_are_the_bound_that_metrics_show(
+def test_metrics_show_the_connection_limit_that_descriptors_or_the_flag_allow(
     tmp_path: Path, flags: Sequence[str], bound: int
 ) -> None:
     write_identity(tmp_path)
@@ -129,14 +129,14 @@ def test_connections_that_descriptors_suffice_for_are_the_bound_that_metrics_sho
         assert server.metrics()['paceline_limit{limit="connections"}'] == bound
 
 
-def test_descriptors_are_as_many_as_may_be_had(tmp_path: Path) -> None:
+def test_soft_limit_of_descriptors_is_raised_to_the_hard_limit(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, program=few_descriptors(128, most=400)) as server:
         assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (400, 400)
         assert server.metrics()['paceline_limit{limit="connections"}'] == 300
 
 
-def test_calls_begun_on_a_connection_beyond_its_limit_are_reset(tmp_path: Path) -> None:
+def test_calls_beyond_the_limit_of_a_connection_are_reset(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with (
         ServerProcess(tmp_path, args=["--grpc-max-connection-calls=5"]) as server,
@@ -154,10 +154,10 @@ def test_calls_begun_on_a_connection_beyond_its_limit_are_reset(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate], ids=lambda one: one.name)
-def test_compressed_message_that_grows_beyond_the_limit_is_refused_before_it_has_the_memory(
+def test_message_beyond_the_limit_once_decompressed_is_refused_before_it_takes_the_memory(
     tmp_path: Path, algorithm: grpc.Compression
 ) -> None:
-    """Some 130 KB that were 128 MiB."""
+    """Some 130 KB, 128 MiB uncompressed."""
     write_identity(tmp_path)
     with ServerProcess(tmp_path, args=["--grpc-max-message-bytes=1000000"]) as server, connected(server) as client:
         assert client.code(request()) is grpc.StatusCode.OK
@@ -174,10 +174,10 @@ def test_compressed_message_that_grows_beyond_the_limit_is_refused_before_it_has
 @pytest.mark.parametrize(
     "calls", [calls_unread(20, request().SerializeToString()), begun_calls(20)], ids=["unread", "unsent"]
 )
-def test_calls_whose_callers_send_no_request_or_take_no_answer_count_until_they_go(
+def test_calls_without_a_request_or_with_an_unread_answer_count_until_the_client_leaves(
     tmp_path: Path, frontends: int, calls: bytes
 ) -> None:
-    """One connection meets one process, which has its share of the limit."""
+    """A connection reaches one process, which has its share of the limit."""
     write_identity(tmp_path)
     args, allowed = ["--grpc-max-concurrent-rpcs=8", f"--frontends={frontends}"], 8 // frontends
     used, refused = 'paceline_limit_used{limit="rpcs"}', 'paceline_refused_rpcs{reason="rpcs"}'

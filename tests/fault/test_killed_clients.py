@@ -1,4 +1,4 @@
-"""Clients that die without a word: their requests go, their neighbours' stay."""
+"""Clients that are killed: their requests leave the queue, their neighbours' stay."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
         yield client
 
 
-def test_client_killed_while_its_request_waits_takes_its_place_in_the_batch_along(
-    server: ServerProcess, client: Client
-) -> None:
+def test_killed_clients_waiting_request_gives_up_its_place_in_the_batch(server: ServerProcess, client: Client) -> None:
     with client_process(server, rows=2) as doomed:
         neighbour = client.send(request())
         eventually(lambda: pending(server) == 2, "both requests in the queue")
@@ -54,7 +52,7 @@ def test_client_killed_while_its_request_waits_takes_its_place_in_the_batch_alon
     assert failures == 1
 
 
-def test_client_killed_while_its_batch_executes_leaves_its_neighbour_the_answer(
+def test_client_killed_while_its_batch_executes_does_not_affect_its_neighbour(
     server: ServerProcess, client: Client
 ) -> None:
     with client_process(server, rows=1) as doomed:
@@ -66,7 +64,7 @@ def test_client_killed_while_its_batch_executes_leaves_its_neighbour_the_answer(
     assert (total(server, "nv_inference_count"), total(server, "nv_inference_exec_count")) == (4, 1)
 
 
-def test_channel_closed_with_many_requests_in_the_queue_empties_it(server: ServerProcess) -> None:
+def test_closed_channel_removes_its_requests_from_the_queue(server: ServerProcess) -> None:
     with connected(server) as client:
         calls = [client.send(request(columns=16)) for _ in range(3)]
         eventually(lambda: pending(server) == 3, "three requests in the queue")

@@ -1,5 +1,5 @@
-"""Clients that go or fall silent before, during and after their batch: their neighbours get their answers, nothing of
-theirs stays, and the end of the server doesn't wait for them."""
+"""Clients that leave or stall before, during and after their batch: their neighbours get their answers, nothing of
+theirs stays, and the server's end doesn't wait for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE = request()
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Batches take 50 ms. A stream may have four requests under way."""
+    """Batches take 50 ms. A stream may have four requests in progress."""
     folder = tmp_path_factory.mktemp("repository")
     delay = 'parameters { key: "execute_delay_ms" value { string_value: "50" } }'
     write_identity(folder, dims="[ -1 ]", extra=f"dynamic_batching {{ }} {delay}")
@@ -60,7 +60,7 @@ def resident_bytes(server: ServerProcess) -> int:
 
 
 def reset(connection: socket.socket) -> None:
-    """Go without a word of farewell: what is on its way is lost."""
+    """Close with a reset: data in transit is lost."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
@@ -78,9 +78,7 @@ def test_client_gone_in_the_middle_of_its_request_leaves_nothing_behind(
     eventually(lambda: descriptors(server) <= before, "the connections closed")
 
 
-def test_client_gone_as_soon_as_its_request_is_sent_costs_nobody_anything(
-    server: ServerProcess, client: Client
-) -> None:
+def test_client_gone_as_soon_as_its_request_is_sent_affects_nobody_else(server: ServerProcess, client: Client) -> None:
     for leave in (socket.socket.close, reset) * 10:
         leave(half_a_request(server, ONE.SerializeToString(), 0))
     assert [client.send(request(first=number)).code() for number in range(8)] == [OK] * 8
@@ -106,8 +104,8 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 
 @contextmanager
 def stopped_client(server: ServerProcess, kind: str) -> Iterator[subprocess.Popen[str]]:
-    """A client that stands still after it has sent its requests, and acknowledges nothing any more, as one whose
-    machine has gone from the network; what it sent first, the system still takes up."""
+    """A client that is stopped after it has sent its requests, and acknowledges nothing any more, like one whose
+    machine has left the network. Its system still accepts the first data that arrives."""
     command = [sys.executable, "-c", _STOPPED, server.target, kind]
     process = subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -120,7 +118,7 @@ def stopped_client(server: ServerProcess, kind: str) -> Iterator[subprocess.Pope
         process.communicate()
 
 
-def test_client_that_stands_still_before_its_answer_holds_up_nobody(server: ServerProcess, client: Client) -> None:
+def test_client_stalled_before_its_answer_delays_nobody(server: ServerProcess, client: Client) -> None:
     before = total(server, "nv_inference_request_success")
     with stopped_client(server, "call") as process:
         assert [client.send(request(first=number)).code() for number in range(8)] == [OK] * 8
@@ -129,8 +127,8 @@ def test_client_that_stands_still_before_its_answer_holds_up_nobody(server: Serv
         assert client.code(ONE) is OK
 
 
-def test_reader_that_is_slow_makes_its_stream_wait_and_nobody_else(server: ServerProcess, client: Client) -> None:
-    """Its 200 answers of a megabyte would be 200 MB."""
+def test_slow_reader_delays_only_its_own_stream(server: ServerProcess, client: Client) -> None:
+    """Its 200 answers of a megabyte each would be 200 MB."""
     before = resident_bytes(server)
     with stopped_client(server, "stream"):
         for _ in range(3):
@@ -140,7 +138,7 @@ def test_reader_that_is_slow_makes_its_stream_wait_and_nobody_else(server: Serve
     eventually(lambda: pending(server) == 0, "an empty queue")
 
 
-def test_sigterm_with_clients_that_stand_still_ends_in_time(tmp_path: Path) -> None:
+def test_sigterm_ends_in_time_despite_stalled_clients(tmp_path: Path) -> None:
     write_identity(tmp_path, dims="[ -1 ]")
     with ServerProcess(tmp_path) as server, stopped_client(server, "stream"), stopped_client(server, "call"):
         server.signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A machine that runs out of descriptors or of disk: the server says so where it can, and goes on."""
+"""A machine that runs out of descriptors or disk: the server reports it where it can, and keeps serving."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OK, INVALID = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
 @contextmanager
 def no_more_descriptors(server: ServerProcess, spare: int) -> Iterator[None]:
     """Let the server open `spare` more files, and no further one."""
-    # Of the numbers only, so that what is open stays open.
+    # The limit is on descriptors' numbers only, so that open files stay open.
     highest = max(int(entry.name) for entry in Path(f"/proc/{server.pid}/fd").iterdir())
     before = resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (highest + 1 + spare, _hard_limit(server)))
     try:
@@ -43,7 +43,7 @@ def _hard_limit(server: ServerProcess) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
-def test_descriptors_used_up_refuse_new_connections_and_loads_and_serve_those_that_are_there(tmp_path: Path) -> None:
+def test_exhausted_descriptors_refuse_loads_while_open_connections_are_served(tmp_path: Path) -> None:
     write_identity(tmp_path)
     args = ("--model-control-mode", "explicit", "--load-model", "echo")
     with ServerProcess(tmp_path, args=args) as server, connected(server) as client:
@@ -67,14 +67,14 @@ def test_descriptors_used_up_refuse_new_connections_and_loads_and_serve_those_th
 
 @pytest.mark.usefixtures("frontends")
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_log_on_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path, form: str) -> None:
-    """Debugging has a line for each request."""
+def test_log_on_a_full_disk_loses_only_lines(tmp_path: Path, form: str) -> None:
+    """At debug level there is a line for each request."""
     write_identity(tmp_path)
     port = free_port()
     command = [sys.executable, "-m", "server", "serve", str(tmp_path), "--grpc-address", "127.0.0.1"]
     command += ["--grpc-port", str(port), "--allow-metrics", "false", "--log-level", "debug"]
     command += ["--log-format", form]
-    # As it is for users: without buffers of its own Python would have nothing left to write at the end.
+    # As for users: with unbuffered output, Python would have nothing left to write at the end.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with (
         open("/dev/full", "w") as full,
@@ -94,7 +94,7 @@ def test_log_on_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path, form: s
 
 
 @pytest.mark.usefixtures("frontends")
-def test_traces_on_a_full_disk_are_lost_with_one_line_and_requests_are_not(tmp_path: Path) -> None:
+def test_traces_on_a_full_disk_are_lost_with_one_log_line_but_no_requests(tmp_path: Path) -> None:
     write_identity(tmp_path / "repository")
     (tmp_path / "traces").symlink_to("/dev/full")
     traces = [("file", tmp_path / "traces"), ("level", "TIMESTAMPS"), ("rate", "1")]

@@ -1,5 +1,5 @@
 """Ten times the load that a server can bear: the surplus is refused while the rest is answered, once each, within the
-memory that there is for it; and afterwards it is as if nothing had been."""
+memory limits; afterwards, nothing is left of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 2**20
 COLUMNS = 65_536  # 256 KiB
 QUEUED, RPCS = 16, 64
 BEARABLE = 20
-"""Calls at a time: those in the queue, those that execute, and some on their way."""
+"""Concurrent calls: those in the queue, those that execute, and some on their way."""
 
 
 def samples(server: ServerProcess, name: str) -> dict[str, float]:
@@ -34,7 +34,7 @@ def samples(server: ServerProcess, name: str) -> dict[str, float]:
 
 
 def nothing_left(server: ServerProcess) -> bool:
-    """Whether no counter says that something is under way."""
+    """Whether no gauge shows anything in progress."""
     gauges = samples(server, "paceline_limit_used") | samples(server, "nv_inference_pending_request_count")
     return not any(value for name, value in gauges.items() if 'limit="models"' not in name)
 
@@ -50,8 +50,8 @@ async def outcome(stub: Any, number: int, columns: int = COLUMNS) -> Code:
     return Code.OK
 
 
-async def test_surplus_is_refused_while_what_was_admitted_still_waits(tmp_path: Path) -> None:
-    """What waits here waits for company that doesn't come, so whoever is answered is so before them."""
+async def test_surplus_is_refused_while_admitted_requests_still_wait(tmp_path: Path) -> None:
+    """The admitted requests wait for others that don't come, so all that are answered are answered before them."""
     delayed = "dynamic_batching { max_queue_delay_microseconds: 1000000000 }"
     write_identity(tmp_path, rows=32, extra=delayed)
     with ServerProcess(tmp_path, args=[f"--max-queued-requests={QUEUED}"]) as server:
@@ -69,12 +69,14 @@ async def test_surplus_is_refused_while_what_was_admitted_still_waits(tmp_path: 
             for call in waiting[: QUEUED // 2]:
                 call.cancel()
             rest = 32 - QUEUED // 2
-            await stub.ModelInfer(request(rest), timeout=60)  # company at last
+            await stub.ModelInfer(request(rest), timeout=60)  # fills the batch
             assert [await call for call in waiting[QUEUED // 2 :]] == [Code.OK] * (QUEUED // 2)
             await asyncio.to_thread(_until_nothing_left, server)
 
 
-async def test_ten_times_the_load_is_answered_once_each_and_leaves_nothing(tmp_path: Path, frontends: int) -> None:
+async def test_ten_times_the_load_is_answered_once_each_and_leaves_nothing_behind(
+    tmp_path: Path, frontends: int
+) -> None:
     write_identity(
         tmp_path,
         rows=2,
@@ -102,7 +104,7 @@ async def test_ten_times_the_load_is_answered_once_each_and_leaves_nothing(tmp_p
             await callers
             assert set(outcomes) == {Code.OK, Code.RESOURCE_EXHAUSTED}
             assert sum(outcomes.values()) == sent
-            # What was offered is 500 MiB; what may be there at a time, 16 MiB of calls and 4 MiB of the queue.
+            # The requests are 500 MiB in all; at a time, calls may take 16 MiB and the queue 4 MiB.
             assert peak_bytes(server.pid) - before < 200 * MIB
             assert await outcome(stub, sent) is Code.OK
             await asyncio.to_thread(_until_nothing_left, server)
@@ -125,8 +127,8 @@ def _until_nothing_left(server: ServerProcess) -> None:
     eventually(lambda: nothing_left(server), "all counters at zero")
 
 
-async def test_burst_of_calls_is_answered_and_none_of_them_cancelled(tmp_path: Path) -> None:
-    """More at once than gRPC by itself would let wait until somebody looks at them, which are 3,000."""
+async def test_burst_of_calls_is_answered_without_cancelling_any(tmp_path: Path) -> None:
+    """More calls at once than gRPC by itself would keep pending until somebody accepts them, which is 3,000."""
     write_identity(tmp_path, rows=32)
     with ServerProcess(tmp_path) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
@@ -140,7 +142,7 @@ async def test_burst_of_calls_is_answered_and_none_of_them_cancelled(tmp_path: P
 
 
 def _until_refusals_are(server: ServerProcess, count: int) -> None:
-    """Frontends tell theirs now and then."""
+    """Fronts report theirs only from time to time."""
     names = (
         'nv_inference_request_failure{model="echo",reason="REJECTED",version="1"}',
         'paceline_refused_rpcs{reason="rpcs"}',

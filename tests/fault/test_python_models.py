@@ -1,4 +1,4 @@
-"""Processes of Python models at the end of their server, whichever it is."""
+"""Processes of Python models when their server ends, in whichever way, and when they hang or crash."""
 
 from __future__ import annotations
 
@@ -39,23 +39,21 @@ def pid_of(server: ServerProcess) -> int:
 
 
 def is_gone(pid: int) -> bool:
-    """Whoever has to reap it after the server's end is none of ours."""
+    """Whether the process has ended, reaped or not: after the server's end, that isn't up to the tests."""
     try:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it went between opening and reading
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended between opening and reading
         return True
 
 
-def test_process_of_a_model_ends_with_a_server_that_is_killed(server: ServerProcess) -> None:
+def test_model_process_ends_with_a_killed_server(server: ServerProcess) -> None:
     pid = pid_of(server)
     server.kill()
     eventually(lambda: is_gone(pid), "the model's process gone")
 
 
 @pytest.mark.parametrize("what", [puppet.HANG, puppet.GRAB])
-def test_process_of_a_model_that_hangs_ends_with_a_server_that_is_killed(
-    server: ServerProcess, folder: Path, what: int
-) -> None:
+def test_hanging_model_process_ends_with_a_killed_server(server: ServerProcess, folder: Path, what: int) -> None:
     pid = pid_of(server)
     with connected(server) as client:
         hanging = client.send(request(what))
@@ -65,9 +63,7 @@ def test_process_of_a_model_that_hangs_ends_with_a_server_that_is_killed(
     eventually(lambda: is_gone(pid), "the model's process gone")
 
 
-def test_process_of_a_model_that_hangs_does_not_keep_the_server_from_ending(
-    server: ServerProcess, folder: Path
-) -> None:
+def test_hanging_model_process_does_not_keep_the_server_from_ending(server: ServerProcess, folder: Path) -> None:
     pid = pid_of(server)
     with connected(server) as client:
         hanging = client.send(request(puppet.HANG))
@@ -78,7 +74,7 @@ def test_process_of_a_model_that_hangs_does_not_keep_the_server_from_ending(
 
 
 @pytest.mark.parametrize("what", [puppet.HANG, puppet.GRAB])
-def test_execution_that_hangs_beyond_the_limit_is_killed_and_leaves_nothing_behind(
+def test_execution_hanging_beyond_the_limit_is_killed_and_leaves_nothing_behind(
     folder: Path, tmp_path: Path, what: int
 ) -> None:
     args = ["--allow-python-models", "true", "--execution-timeout-secs", "3"]
@@ -103,7 +99,7 @@ def test_orderly_end_of_a_server_closes_the_model(server: ServerProcess, folder:
     assert is_gone(pid)
 
 
-def test_crashes_in_a_row_leave_a_server_that_answers(server: ServerProcess) -> None:
+def test_server_still_answers_after_crashes_in_a_row(server: ServerProcess) -> None:
     with connected(server) as client:
         for what in (puppet.EXIT, puppet.SEGFAULT) * 2:
             assert client.code(request(what)) is grpc.StatusCode.INTERNAL

@@ -1,4 +1,4 @@
-"""Servers that are killed, restarted and reloaded under their clients."""
+"""Servers that are killed, restarted and reloaded while clients use them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ RETRIES = {
         }
     ],
 }
-"""What a client says to try again what may be tried again, and elsewhere."""
+"""A client's service config that retries what may be retried, on another server as well."""
 HEALTH = {"healthCheckConfig": {"serviceName": "inference.GRPCInferenceService"}}
-"""So that it sends nothing to a server that says that it stops."""
+"""Makes it send nothing to a server that reports that it is stopping."""
 QUICK = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50)]
 QUICK += [("grpc.max_reconnect_backoff_ms", 200)]
 LARGE = ("grpc.per_rpc_retry_buffer_size", 1 << 20)
-"""So that it tries requests of more than 256 KiB again, too."""
+"""Makes it retry requests of more than 256 KiB as well."""
 
 
 def server_on(port: int, repository: Path, *args: str) -> ServerProcess:
@@ -58,7 +58,7 @@ def ports() -> list[int]:
     return [free_port(), free_port()]
 
 
-def test_sigkill_fails_what_is_under_way_and_the_next_server_serves_the_same_channel(
+def test_sigkill_fails_requests_in_progress_and_the_next_server_serves_the_same_channel(
     tmp_path: Path, ports: list[int]
 ) -> None:
     write_identity(tmp_path, extra="dynamic_batching { max_queue_delay_microseconds: 100000000 }")
@@ -80,10 +80,10 @@ def test_sigkill_fails_what_is_under_way_and_the_next_server_serves_the_same_cha
     [(RETRIES | HEALTH, ["--drain-grace-secs=1"], 16), (RETRIES, [], 100_000), (RETRIES, ["--frontends=2"], 16)],
     ids=["looking-at-health", "trying-again-with-much", "trying-again-fronts"],
 )
-async def test_rolling_restart_under_load_loses_no_request_of_clients_that_try_again(
+async def test_rolling_restart_under_load_loses_no_request_of_clients_that_retry(
     tmp_path: Path, ports: list[int], config: dict[str, Any], args: list[str], columns: int
 ) -> None:
-    """Two servers, one after the other ended and started anew on its port, under clients of both."""
+    """Two servers are stopped and restarted on their ports, one after the other, while clients use both."""
     delay = 'parameters { key: "execute_delay_ms" value { string_value: "5" } }'
     write_identity(tmp_path, extra=f"dynamic_batching {{ }} {delay}", dims="[ -1 ]")
     options: list[tuple[str, Any]] = [*QUICK, LARGE, ("grpc.service_config", json.dumps(config))]
@@ -121,7 +121,7 @@ async def test_rolling_restart_under_load_loses_no_request_of_clients_that_try_a
                 assert await asyncio.to_thread(servers[number].terminate) == 0
                 servers[number] = server_on(port, tmp_path, *args)
                 stack.callback(servers[number].kill)
-                servers[number].start()  # on this thread, with which it would end
+                servers[number].start()  # on this thread: it would end with the thread that starts it
                 await asyncio.to_thread(servers[number].wait_ready)
             await both_answer(servers)
             ended = True
@@ -134,7 +134,7 @@ async def test_rolling_restart_under_load_loses_no_request_of_clients_that_try_a
 
 @contextmanager
 def traffic(server: ServerProcess, clients: int = 4) -> Iterator[Counter[grpc.StatusCode]]:
-    """Clients, one request after the other each, and how these end."""
+    """Clients that send one request after the other, and a count of the statuses."""
     codes: Counter[grpc.StatusCode] = Counter()
     ended = threading.Event()
 
@@ -172,14 +172,14 @@ def test_reloads_under_load_lose_and_refuse_no_request(tmp_path: Path) -> None:
 
 
 def gone(repository: Path) -> Callable[[], None]:
-    """Take everything away; what is returned puts it back."""
+    """Move the repository away; the returned function puts it back."""
     elsewhere = repository.with_name("elsewhere")
     repository.rename(elsewhere)
     return lambda: elsewhere.rename(repository) and None
 
 
 @pytest.mark.parametrize("mode", ["none", "poll", "explicit"])
-def test_repository_taken_away_leaves_what_serves_and_put_back_is_read_again(tmp_path: Path, mode: str) -> None:
+def test_models_keep_serving_while_their_repository_is_gone_and_after_it_is_back(tmp_path: Path, mode: str) -> None:
     repository = tmp_path / "repository"
     write_identity(repository)
     args = ["--model-control-mode", mode, "--repository-poll-secs", "0.05"]

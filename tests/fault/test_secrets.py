@@ -1,4 +1,4 @@
-"""What callers bring along to say who they are stands nowhere afterwards."""
+"""Credentials appear nowhere: not in logs, traces, metrics, models' environments or error messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEADER = "triton-grpc-protocol-admin"
 
 
 def test_secrets_are_not_in_logs_traces_or_metrics(tmp_path: Path) -> None:
-    """At the level that says most, with headers forwarded, requests traced, and tokens good and bad."""
+    """At the most verbose level, with headers forwarded, requests traced, and good and bad tokens."""
     write_identity(tmp_path / "models")
     tokens, traces = tmp_path / "tokens", tmp_path / "traces"
     tokens.write_text(line_of("edge", TOKEN))
@@ -81,7 +81,7 @@ def _asked_and_reported(stub: Any, headers: Any, server: ServerProcess) -> bool:
     return any("the token file can't be reloaded" in line["message"] for line in server.log)
 
 
-def test_secrets_in_the_servers_environment_are_not_in_that_of_models(tmp_path: Path) -> None:
+def test_secrets_in_the_servers_environment_are_not_passed_to_models(tmp_path: Path) -> None:
     version = tmp_path / "m" / "1"
     version.mkdir(parents=True)
     (version / "model.py").write_text(MODEL)
@@ -97,7 +97,7 @@ def test_secrets_in_the_servers_environment_are_not_in_that_of_models(tmp_path: 
     assert TOKEN not in said
 
 
-def test_secrets_in_flags_that_are_wrong_are_not_said(tmp_path: Path) -> None:
+def test_secrets_in_invalid_flags_are_not_printed(tmp_path: Path) -> None:
     write_identity(tmp_path)
     server = ServerProcess(tmp_path, args=[f"--grpc-restricted-protocol=everything:admin={KEY}"])
     server.start()

@@ -1,5 +1,5 @@
-"""Shared memory that is taken away at the worst moments, over and over, under a server in a process of its own: one
-that touched it through a mapping would die of SIGBUS."""
+"""Shared memory is taken away at the worst moments, over and over, from a server in a separate process: one that
+touched it through a mapping would die of SIGBUS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OK, INVALID = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Model `copy` returns its rows of 80 KB; `pick` looks up what its indices say, and trusts them once checked."""
+    """Model `copy` returns its rows of 80 KB; `pick` looks up elements by its indices, and trusts them once checked."""
     folder = tmp_path_factory.mktemp("repository")
     models.write(models.identity("FP32", ("batch", COLUMNS)), folder / "copy" / "1" / "model.onnx")
     models.write(models.gather(size=COLUMNS), folder / "pick" / "1" / "model.onnx")
@@ -67,10 +67,11 @@ def lying(rows: int = 1, slot: int = 0, target: int | None = None) -> pb.ModelIn
     return request
 
 
-def test_cut_short_at_any_moment_fails_requests_and_never_the_server_or_neighbours(
+def test_truncation_at_any_moment_fails_requests_but_never_the_server_or_neighbours(
     stub: Any, memory: SharedObject
 ) -> None:
-    """Requests in flight while the object goes through all sizes; what it answers besides errors, the memory held."""
+    """Requests are in flight while the object goes through all sizes; answers other than errors are what the memory
+    held."""
     chance = random.Random(3)
     register(stub, memory)
     sent = np.ones((1, COLUMNS), np.float32)
@@ -107,7 +108,7 @@ def test_indices_changed_while_the_model_runs_never_reach_it_unchecked(stub: Any
     assert OK in codes
 
 
-def test_registered_used_and_unregistered_200_times_nothing_stays_open(
+def test_register_use_and_unregister_200_times_leaves_nothing_open(
     server: ServerProcess, stub: Any, memory: SharedObject
 ) -> None:
     memory.put(np.ones((2, COLUMNS), np.float32))

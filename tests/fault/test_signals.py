@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: whatever the server is doing, it ends in order, in time, and owes nobody an answer."""
+"""SIGTERM and SIGINT: whatever the server is doing, it ends gracefully, in time, and leaves no request unanswered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("frontends")
 OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
 HANGS = 'parameters { key: "execute_delay_ms" value { string_value: "100000" } }'
 FREE = "[ -1 ]"
-"""Dims that are not known keep the server from warming up, which takes as long as an execution."""
+"""Unknown dims keep the server from warming up, which takes as long as an execution."""
 
 
 def delay_ms(ms: int) -> str:
@@ -35,7 +35,7 @@ def delay_ms(ms: int) -> str:
 
 
 def ends(server: ServerProcess, within_s: float) -> int:
-    """The exit status; the server must end `within_s` seconds from now."""
+    """The exit status; the server must end within `within_s` seconds from now."""
     status = server.wait(within_s)
     assert not [line for line in server.stderr if not line.startswith("{")]
     return status
@@ -59,7 +59,7 @@ def test_sigterm_without_grace_while_idle_gives_up_on_nothing(tmp_path: Path) ->
         assert not says(server, "gave up")
 
 
-def test_sigterm_with_open_health_streams_tells_them_and_ends_at_once(tmp_path: Path) -> None:
+def test_sigterm_with_open_health_streams_notifies_them_and_ends_at_once(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path) as server, connected(server) as client:
         health = health_pb2_grpc.HealthStub(client.channel)
@@ -73,7 +73,7 @@ def test_sigterm_with_open_health_streams_tells_them_and_ends_at_once(tmp_path: 
     assert last == [[status.NOT_SERVING], []]
 
 
-def test_sigterm_with_a_grace_for_load_balancers_serves_on_while_unready_until_the_second(tmp_path: Path) -> None:
+def test_sigterm_with_a_drain_grace_keeps_serving_unready_until_the_second(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, args=["--drain-grace-secs", "600"]) as server, connected(server) as client:
         watch = health_pb2_grpc.HealthStub(client.channel).Watch(health_pb2.HealthCheckRequest())
@@ -91,13 +91,13 @@ def test_sigterm_with_a_grace_for_load_balancers_serves_on_while_unready_until_t
         refused.value.close()
         with connected(server) as newcomer:
             assert newcomer.code(request()) is OK
-        # Clients that look at health would ask again at once, and again, if it ended.
+        # If it ended, clients that watch health would ask again at once, and again.
         assert watch.is_active()
         server.signal(signal.SIGTERM)
         assert ends(server, 15) == 128 + signal.SIGTERM
 
 
-def test_sigterm_with_a_grace_for_load_balancers_ends_in_order_after_it(tmp_path: Path) -> None:
+def test_sigterm_with_a_drain_grace_ends_gracefully_after_it(tmp_path: Path) -> None:
     write_identity(tmp_path, extra="dynamic_batching { max_queue_delay_microseconds: 100000000 }")
     with ServerProcess(tmp_path, args=["--drain-grace-secs", "0.6"]) as server, connected(server) as client:
         call = client.send(request())
@@ -105,15 +105,15 @@ def test_sigterm_with_a_grace_for_load_balancers_ends_in_order_after_it(tmp_path
         began_s = time.monotonic()
         server.signal(signal.SIGTERM)
         eventually(lambda: says(server, "reporting not ready"), "the grace")
-        assert call.code() is OK  # it waits until nothing more is taken
+        assert call.code() is OK  # it waits until no more requests are accepted
         assert time.monotonic() - began_s > 0.5
         assert ends(server, 15) == 0
         said = [record["message"].partition(":")[0] for record in server.log]
         assert said.index("shutting down") < said.index("stopping")
 
 
-def test_sigterm_under_load_answers_what_was_accepted_and_refuses_the_rest(tmp_path: Path) -> None:
-    # Requests run one by one, so that those accepted are those done, the one that runs, and those pending.
+def test_sigterm_under_load_answers_accepted_requests_and_refuses_the_rest(tmp_path: Path) -> None:
+    # Requests run one by one, so the accepted ones are those done, the one that runs, and those pending.
     write_identity(tmp_path, dims=FREE, extra=delay_ms(150))
     with ServerProcess(tmp_path) as server, connected(server, TRIES_CANCELLED_AGAIN) as client:
         accepted = [client.send(request(first=number)) for number in range(16)]
@@ -135,7 +135,7 @@ def test_sigterm_under_load_answers_what_was_accepted_and_refuses_the_rest(tmp_p
         assert {call.code() for call in late} <= {OK, UNAVAILABLE}
 
 
-async def test_sigterm_amid_traffic_from_many_clients_refuses_with_unavailable_alone(tmp_path: Path) -> None:
+async def test_sigterm_during_traffic_from_many_clients_refuses_only_with_unavailable(tmp_path: Path) -> None:
     write_identity(tmp_path)
     codes: Counter[grpc.StatusCode] = Counter()
 
@@ -167,7 +167,7 @@ def test_sigterm_during_a_long_queue_delay_executes_at_once(tmp_path: Path) -> N
         assert [call.code() for call in calls] == [OK] * 3
 
 
-def test_sigterm_during_an_execution_that_hangs_ends_with_the_grace(tmp_path: Path) -> None:
+def test_sigterm_during_a_hanging_execution_ends_after_the_grace_period(tmp_path: Path) -> None:
     write_identity(tmp_path, dims=FREE, extra=HANGS)
     with ServerProcess(tmp_path, args=("--exit-timeout-secs", "1.5")) as server, connected(server) as client:
         running, waiting = client.send(request()), client.send(request())
@@ -237,7 +237,7 @@ def test_signal_at_each_step_of_the_start_ends_with_status_0(tmp_path: Path, lin
         server.kill()
 
 
-def test_signal_before_anything_is_said_ends_as_the_system_has_it_or_with_status_0(tmp_path: Path) -> None:
+def test_signal_before_the_first_log_line_ends_by_default_action_or_with_status_0(tmp_path: Path) -> None:
     write_identity(tmp_path)
     server = ServerProcess(tmp_path)
     server.start()

@@ -18,7 +18,7 @@ from tests.harness import REPO, ServerProcess, write_identity
 
 
 def failed_start(*paths: Path | str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> str:
-    """What follows `Error: ` in the one line that isn't a log line; there is no other, and no traceback."""
+    """What follows `Error: ` in the only line that isn't a log line; there is no traceback."""
     server = ServerProcess(*paths, args=args, env=env)
     server.start()
     try:
@@ -66,7 +66,7 @@ def test_start_with_an_empty_repository_says_what_was_expected(tmp_path: Path) -
     )
 
 
-def test_start_with_a_missing_path_says_so(tmp_path: Path) -> None:
+def test_start_with_a_missing_path_reports_it(tmp_path: Path) -> None:
     assert failed_start(tmp_path / "nowhere") == f"{tmp_path}/nowhere: No such file or directory"
 
 
@@ -75,7 +75,7 @@ def test_start_with_a_file_of_another_kind_says_what_was_expected(tmp_path: Path
     assert failed_start(tmp_path / "notes.txt") == f"{tmp_path}/notes.txt: expected a .onnx file or a folder"
 
 
-def test_start_with_a_folder_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+def test_start_with_an_unreadable_folder_reports_it(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("permissions don't bind root; tests/unit/server/models/test_layout.py drops its privileges instead")
     (tmp_path / "locked").mkdir(mode=0)
@@ -111,12 +111,12 @@ def without_versions(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("spoil", [without_dims, with_a_fault_in_line_two, with_unknown_backend, without_versions])
-def test_start_with_no_model_that_loads_says_why(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+def test_start_with_no_loadable_model_reports_why(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
     expected = spoil(write_identity(tmp_path))
     assert failed_start(tmp_path) == f"failed to load {expected}"
 
 
-def test_start_with_several_models_none_of_which_loads_names_each_in_one_line(tmp_path: Path) -> None:
+def test_start_with_several_unloadable_models_names_each_in_one_line(tmp_path: Path) -> None:
     without_dims(write_identity(tmp_path, "a"))
     without_dims(write_identity(tmp_path, "b"))
     text = failed_start(tmp_path)
@@ -132,19 +132,19 @@ def test_start_with_exit_on_error_and_one_bad_model_of_two_ends(tmp_path: Path) 
     assert "good" not in text
 
 
-def test_start_with_the_grpc_port_in_use_says_so_before_loading(tmp_path: Path, taken_port: int) -> None:
+def test_start_with_the_grpc_port_in_use_reports_it_before_loading(tmp_path: Path, taken_port: int) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"never looked at")
     text = failed_start(tmp_path / "broken.onnx", args=("--grpc-port", str(taken_port)))
     assert text == f"gRPC can't listen on 127.0.0.1:{taken_port}: Address already in use"
 
 
-def test_start_with_the_metrics_port_in_use_says_so_before_loading(tmp_path: Path, taken_port: int) -> None:
+def test_start_with_the_metrics_port_in_use_reports_it_before_loading(tmp_path: Path, taken_port: int) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"never looked at")
     text = failed_start(tmp_path / "broken.onnx", args=("--metrics-port", str(taken_port)))
     assert text == f"metrics can't listen on 127.0.0.1:{taken_port}: Address already in use"
 
 
-def test_start_with_one_port_for_both_says_so_before_loading(tmp_path: Path) -> None:
+def test_start_with_one_port_for_both_reports_it_before_loading(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"never looked at")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         free = str(listener.getsockname()[1])
@@ -153,15 +153,15 @@ def test_start_with_one_port_for_both_says_so_before_loading(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("flag", ["--grpc-address", "--metrics-address"])
-def test_start_on_an_address_that_is_not_ours_says_so(tmp_path: Path, flag: str) -> None:
+def test_start_on_an_address_that_is_not_ours_reports_it(tmp_path: Path, flag: str) -> None:
     write_identity(tmp_path)
-    text = failed_start(tmp_path, args=(flag, "192.0.2.1"))  # reserved for documentation: nobody's
+    text = failed_start(tmp_path, args=(flag, "192.0.2.1"))  # reserved for documentation: nobody has it
     assert text.endswith(" can't listen on 192.0.2.1:0: Cannot assign requested address")
 
 
 @pytest.mark.parametrize(("closed", "number"), [("<&-", 0), (">&-", 1)])
 @pytest.mark.parametrize("frontends", ["1", "2"])
-def test_start_with_a_standard_stream_closed_gives_its_number_to_nothing_else(
+def test_start_with_a_closed_standard_stream_opens_dev_null_in_its_place(
     tmp_path: Path, closed: str, number: int, frontends: str
 ) -> None:
     write_identity(tmp_path)
@@ -174,7 +174,7 @@ def test_start_with_a_standard_stream_closed_gives_its_number_to_nothing_else(
         assert not [line for line in server.stderr if not line.startswith("{")]
 
 
-def test_start_that_fails_without_any_standard_stream_has_its_status(tmp_path: Path) -> None:
+def test_failed_start_without_any_standard_stream_exits_with_status_1(tmp_path: Path) -> None:
     done = subprocess.run(
         ["/bin/sh", "-c", f'exec "{sys.executable}" -m server serve "$0" <&- >&- 2>&-', str(tmp_path / "nowhere")],
         cwd=REPO,
@@ -183,6 +183,6 @@ def test_start_that_fails_without_any_standard_stream_has_its_status(tmp_path: P
     assert done.returncode == 1
 
 
-def test_start_from_the_environment_alone_reads_the_same_settings(tmp_path: Path) -> None:
+def test_start_with_settings_only_in_the_environment_reads_them(tmp_path: Path) -> None:
     env = {"PACELINE_MODEL_REPOSITORY": str(tmp_path / "nowhere")}
     assert failed_start(env=env) == f"{tmp_path}/nowhere: No such file or directory"

@@ -1,4 +1,4 @@
-"""A pipe with the log in it that nobody reads: the server goes on, and says what was lost once somebody does."""
+"""A log pipe that nobody reads: the server keeps serving, and reports what was lost once somebody reads."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.ports import free_port
 from tests.wire import infer
 
 LONG = "\x01" * 190
-"""Of a request's id: as JSON, twice in its line, 2 KB."""
+"""Part of a request's id: 2 KB, as JSON and twice in its line."""
 
 
 class Unread:
-    """A server that logs to a pipe which only `records` reads. `is_full`: there is no room in it from the beginning."""
+    """A server that logs to a pipe which only `records` reads. `is_full`: the pipe is full from the beginning."""
 
     def __init__(self, repository: Path, args: Sequence[str], is_full: bool) -> None:
         self._reading, writing = os.pipe()
@@ -50,13 +50,13 @@ class Unread:
         self.stub: Any = GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def echo(self, number: int) -> None:
-        """Have request `number` answered."""
+        """Send request `number`, and check its answer."""
         inputs = {"INPUT0": np.full((1, 16), number, np.float32)}
         answer = self.stub.ModelInfer(infer("echo", inputs, id=f"{number}{LONG}"), timeout=60)
         assert answer.raw_output_contents[0] == inputs["INPUT0"].tobytes()
 
     def records(self, until: str, times: int = 1) -> list[dict[str, Any]]:
-        """What the pipe has, up to and with the line that has `until` in it for so many times."""
+        """The records in the pipe, read until `until` is in so many of them."""
         found: list[dict[str, Any]] = []
         while sum(until in one["message"] for one in found) < times:
             *lines, self._rest = (self._rest + os.read(self._reading, 1 << 16)).split(b"\n")
@@ -104,12 +104,12 @@ def unread(repository: Path, *args: str, is_full: bool = False) -> Iterator[Unre
 
 
 def numbers(records: list[dict[str, Any]]) -> list[int]:
-    """Of the requests that have a line."""
+    """The numbers of the requests that have a line."""
     return [int(one["request_id"].rstrip("\x01")) for one in records if one["logger"] == "paceline.access"]
 
 
 @pytest.mark.usefixtures("frontends")
-def test_log_that_nobody_reads_loses_lines_and_no_request_and_says_how_many_when_somebody_does(tmp_path: Path) -> None:
+def test_unread_log_loses_lines_but_no_request_and_reports_how_many_once_it_is_read(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with unread(tmp_path, "--log-level", "debug") as server:
         sent = 0
@@ -130,7 +130,7 @@ def test_log_that_nobody_reads_loses_lines_and_no_request_and_says_how_many_when
 
 
 @pytest.mark.usefixtures("frontends")
-def test_server_whose_log_was_never_read_starts_serves_and_ends(tmp_path: Path) -> None:
+def test_server_whose_log_is_never_read_starts_serves_and_ends(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with unread(tmp_path, "--log-level", "debug", is_full=True) as server:
         for number in range(10):
@@ -139,7 +139,7 @@ def test_server_whose_log_was_never_read_starts_serves_and_ends(tmp_path: Path) 
         assert server.terminate() == 0
 
 
-def test_front_with_something_to_say_does_not_wait_for_it_to_be_read(tmp_path: Path) -> None:
+def test_front_with_lines_to_log_does_not_wait_for_a_reader(tmp_path: Path) -> None:
     write_identity(tmp_path)
     args = ["--frontends", "2", "--allow-remote-settings", "true", "--log-level", "debug"]
     with unread(tmp_path, *args, is_full=True) as server:
@@ -169,7 +169,7 @@ class Model:
 """
 
 
-def test_python_model_that_prints_more_than_is_read_goes_on_answering(tmp_path: Path) -> None:
+def test_python_model_that_prints_more_than_is_read_keeps_answering(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.py").write_text(CHATTY)
     with unread(tmp_path, "--allow-python-models", "true") as server:

@@ -1,4 +1,4 @@
-"""Clients for tests that hurt: calls in flight, health streams, and a client process to be killed.
+"""Clients for fault tests: calls in flight, half-sent calls, and a client process to be killed.
 
 Lives here: sending and waiting. Must not: assertions about the server.
 """
@@ -39,7 +39,7 @@ _LABELS = '{model="echo",version="1"}'
 
 
 def request(rows: int = 1, columns: int = 16, first: float = 0) -> pb.ModelInferRequest:
-    """What the model `echo` of the harness takes."""
+    """A request for the model `echo` of the harness."""
     return infer("echo", {"INPUT0": rows_of_floats(rows, columns, first)})
 
 
@@ -54,7 +54,7 @@ def pending(server: ServerProcess) -> int:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that the process has had."""
+    """The most memory that the process has had resident."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
@@ -77,19 +77,20 @@ class Client:
 
 @contextmanager
 def connected(server: ServerProcess, options: Sequence[tuple[str, Any]] = ()) -> Iterator[Client]:
-    """A connected client of `server`, its channel with `options`. Calls that wait for that go off in any order."""
+    """A connected client of `server`, its channel with `options`. Calls that wait for the connection are sent in any
+    order."""
     with grpc.insecure_channel(server.target, options) as channel:
         grpc.channel_ready_future(channel).result(20)
         yield Client(channel)
 
 
 def says(server: ServerProcess, text: str) -> bool:
-    """Whether a line of the log has `text` in it."""
+    """Whether a line of the log contains `text`."""
     return any(text in record["message"] for record in server.log)
 
 
 def quiet(server: ServerProcess) -> bool:
-    """Whether nothing waits and nothing was logged that shouldn't be: no traceback, no line of somebody else's."""
+    """Whether nothing waits; AssertionError if a traceback was logged."""
     assert not [record for record in server.log if "exception" in record], server.log
     return pending(server) == 0
 
@@ -116,7 +117,8 @@ def client_process(server: ServerProcess, rows: int) -> Iterator[subprocess.Pope
 
 
 def half_a_request(server: ServerProcess, data: bytes, missing: int) -> socket.socket:
-    """A connection on which a call has begun, but for the last `missing` bytes of its message `data`."""
+    """A connection on which a call with the message `data` was sent, except for the last `missing` bytes of its
+    frames."""
     connection = socket.create_connection(("127.0.0.1", server.grpc_port))
     connection.sendall(call_frames(data)[: -missing or None])
     return connection

@@ -1,7 +1,7 @@
-"""The long run: `python -m tests.fuzz [--seconds N] [TARGET…]`, by coverage if atheris is there, else by chance.
+"""The long run: `python -m tests.fuzz [--seconds N] [TARGET…]`, by coverage if atheris is installed, else at random.
 
-What is found lies in the folder that `--out` names (`.fuzz` by default), as `<target>/finding-…`; put it into the
-corpus, with the fix. What coverage kept lies in there too, and the next run begins with it.
+Findings are stored in the folder that `--out` names (`.fuzz` by default), as `<target>/finding-…`; add them to the
+corpus, with the fix. Inputs that coverage kept are stored there too, and the next run begins with them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def _by_coverage(name: str, seconds: int, seed: int, out: Path) -> bool:
-    """Have atheris run one target in a process of its own, which a finding ends."""
+    """Have atheris run one target in a separate process, which a finding ends."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.fuzz.coverage", name, str(out), str(CORPUS / name)]
     flags = [f"-max_total_time={seconds}", f"-seed={seed}", f"-timeout={_HANG_S}", "-max_len=4096", "-verbosity=1"]

@@ -1,4 +1,4 @@
-"""Fuzz targets: a model's configuration, from `config.pbtxt` and from a load request, to a model that serves.
+"""Fuzz targets: a model's configuration, from `config.pbtxt` and from a load request, up to a model that serves.
 
 Lives here: running the server's own steps, in their order. Must not: judge memory or time.
 """
@@ -29,11 +29,11 @@ __all__ = ["targets"]
 _MANY = 64
 _MAX_INSTANCES = 1024
 _NOT_TO_BE_HAD = 2**47
-"""So many elements no machine has memory for."""
+"""More elements than any machine has memory for."""
 
 
 def targets() -> list[Target]:
-    """All of them, ready to run."""
+    """All targets of this module, ready to run."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-fuzz-"))
     loop = asyncio.new_event_loop()
     return [
@@ -63,7 +63,7 @@ def _load(parent: Path, loop: asyncio.AbstractEventLoop) -> Callable[[bytes], No
     def run(data: bytes) -> None:
         try:
             request = RepositoryModelLoadRequest.FromString(data)
-        except Exception:  # noqa: BLE001 - what protobuf refuses, the service answers before any of this
+        except Exception:  # noqa: BLE001 - the service answers what protobuf refuses before any of this
             return
         before, tempfile.tempdir = tempfile.tempdir, str(scratches)
         try:
@@ -72,7 +72,7 @@ def _load(parent: Path, loop: asyncio.AbstractEventLoop) -> Callable[[bytes], No
             if override is not None:
                 with scratch_folder(name, override.files) as folder:
                     _serve(folder, override.config, loop)
-        except Exception as error:  # noqa: BLE001 - told apart in there
+        except Exception as error:  # noqa: BLE001 - `refused` tells them apart
             refused(error)
         finally:
             tempfile.tempdir = before
@@ -83,10 +83,10 @@ def _load(parent: Path, loop: asyncio.AbstractEventLoop) -> Callable[[bytes], No
 
 
 def _serve(folder: ModelFolder, override: config_pb.ModelConfig | None, loop: asyncio.AbstractEventLoop) -> None:
-    """Load, start, show and stop it, and load it again as it says of itself that it is served.
+    """Load, start and stop it, and load it again with the configuration that it reports.
 
-    How much to warm up, how large the tensors are and, up to the most there may be, how many threads instances have is
-    the author's to say, and nothing to hold against the loader.
+    The amount of warm-up, the size of tensors and, up to the allowed number, the count of instances are the author's
+    choice, and nothing to hold against the loader.
     """
     try:
         config = override or (parse_config(folder.config) if folder.config else config_pb.ModelConfig())

@@ -7,7 +7,7 @@ import sys
 
 import atheris
 
-# What is to be steered by: our own code, and the text formats' parsers, which are Python as well.
+# The code whose coverage guides the run: our own, and the text formats' parsers, which are Python as well.
 with atheris.instrument_imports(
     include=["server", "protos", "backends", "google.protobuf.text_format", "google.protobuf.json_format"],
     enable_loader_override=False,
@@ -18,7 +18,7 @@ with atheris.instrument_imports(
 
 
 _LIBFUZZERS_OWN = 0.4
-"""Of the changes: it knows which values the code compares with."""
+"""The share of changes that libFuzzer makes: it knows which values the code compares with."""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Fuzz target: the stream between processes, cut wherever the system cuts it.
 
-Both ends of it are ours, run the same code and trust each other, so what is inside of a frame isn't hostile: marshal
-promises nothing for bytes that it hasn't written. What arrives in which pieces, and what never arrives, is anybody's.
+Both of its ends are ours, run the same code and trust each other, so a frame's contents aren't hostile: marshal
+promises nothing for bytes that it hasn't written. Frames may arrive in any pieces, or never.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["targets"]
 
 
 def targets() -> list[Target]:
-    """The one there is."""
+    """The only one."""
     return [Target("frames", _frames)]
 
 
 def _frames(data: bytes) -> None:
-    """The first byte says how large the pieces are in turn, the second where the stream breaks off; the others, cut by
-    their own values, are messages, some of which leave together."""
+    """The first byte selects the sizes of the pieces, the second where the stream breaks off; the others, split by
+    their own values, are messages, some of which are sent together."""
     if len(data) < 3:
         return
     step, missing, rest = data[0] or 256, data[1], data[2:]

@@ -1,6 +1,6 @@
-"""What holds for every decoder, whatever bytes come: it answers or refuses, soon, and takes little memory for it.
+"""Rules for every decoder, whatever its input: it answers or refuses, soon, and takes little memory for it.
 
-Lives here: `judged`, the frame around each run of a target, and what a refusal may be. Must not: know a decoder.
+Lives here: `judged`, which wraps each run of a target, and what counts as a refusal. Must not: know a decoder.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ REFUSALS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNIMPLEMENTED,
 }
-"""What bad input may be answered with."""
+"""Statuses that bad input may be answered with."""
 
 _CPU_S = 2.0
-"""Of processor time, not of the clock's: a loaded machine is no hang. Inputs have a few KiB and take milliseconds."""
+"""CPU time, not wall-clock time: a loaded machine is no hang. Inputs have a few KiB and take milliseconds."""
 
 
 class Finding(AssertionError):
@@ -38,8 +38,8 @@ class Finding(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A decoder. `run` takes any bytes and returns, whether they were good or refused; what it raises is a finding.
-    `fixed_bytes` of memory are allowed to any run, and `times` as many as came.
+    """A decoder. `run` takes any bytes and returns, whether they were good or refused; any exception is a finding. A
+    run may take `fixed_bytes` of memory, and `times` the size of its input.
     """
 
     name: str
@@ -49,18 +49,18 @@ class Target:
 
 
 def judged(target: Target, data: bytes) -> None:
-    """Run `target` on `data`. Raises what it raises, or Finding if it took too long or too much, and did so again.
+    """Run `target` on `data`. Raises what it raises, or Finding if it took too much time or memory, twice in a row.
 
-    Time and memory are counted for the whole process: threads that other tests have left take some meanwhile, and so do
-    the finalizers of others' garbage, which is collected at any moment. (A task whose exception nobody has asked for is
-    logged then, and lines of source files read for its traceback stay.) What a target takes, it takes every time.
+    Time and memory are counted for the whole process: threads left over from other tests take some meanwhile, and so do
+    finalizers of their garbage, which is collected at any moment. (A task whose exception was never retrieved is logged
+    then, and lines of source files read for its traceback stay.) What a target takes, it takes every time.
     """
     if _excess(target, data) and (excess := _excess(target, data)):
         raise Finding(f"{target.name}: {len(data)} bytes took {excess}")
 
 
 def _excess(target: Target, data: bytes) -> str:
-    """What a run took that it mustn't take; empty if there is none."""
+    """What a run took beyond its limits; empty if nothing."""
     tracing = tracemalloc.is_tracing()
     if not tracing:
         tracemalloc.start()
@@ -82,7 +82,7 @@ def _excess(target: Target, data: bytes) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Log nothing, which would be all there is to see; afterwards, as it was before."""
+    """Switch logging off, which would hide everything else; restored afterwards."""
     logger = logging.getLogger("paceline")
     before, was_debugging = (logger.level, logger.propagate, list(logger.handlers)), debugging.on
     logger.setLevel(logging.CRITICAL + 1)
@@ -93,10 +93,10 @@ def quiet() -> Iterator[None]:
         for handler in set(logger.handlers).difference(before[2]):
             handler.close()
         logger.propagate, logger.handlers = before[1:]
-        debugging.on = was_debugging  # some of what is made up are settings
+        debugging.on = was_debugging  # some inputs are log settings
 
 
 def refused(error: Exception) -> None:
-    """Return if `error` is how bad input is refused, raise it otherwise."""
+    """Return if `error` is a proper refusal of bad input, raise it otherwise."""
     if status_of(error) not in REFUSALS:
         raise error

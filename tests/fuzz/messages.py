@@ -1,4 +1,4 @@
-"""Random changes to protobuf messages, by their fields: most changes to their bytes only make them no messages.
+"""Random changes to fields of protobuf messages: most changes to their bytes only make them unreadable.
 
 Lives here: reflection over descriptors. Must not: know a message.
 """

@@ -1,6 +1,6 @@
-"""Models that between them have everything a request can be checked against; each returns its inputs.
+"""Models that together have everything that requests are checked against; each returns its inputs.
 
-Lives here: their specs, and one request that fits each. Must not: judge.
+Lives here: their specs, and opening them. Must not: judge.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SPECS: dict[str, ModelSpec] = {
 
 @dataclass(frozen=True, slots=True)
 class FuzzedModel:
-    """A model that requests are decoded for, executed on, alone and together, and encoded from."""
+    """A model, with what decodes requests for it, executes them, alone and together, and encodes their results."""
 
     name: str
     spec: ModelSpec
@@ -67,7 +67,7 @@ class FuzzedModel:
 
 
 def open_model(name: str, regions: Regions) -> FuzzedModel:
-    """The one of that name, or else the first, as the server would open it where clients may register `regions`."""
+    """The model `name`, or else the first, as the server would open it where clients may register `regions`."""
     name = name if name in SPECS else next(iter(SPECS))
     spec = SPECS[name]
     rows = MAX_ROWS if spec.batched else 0

@@ -1,6 +1,6 @@
 """Random changes to inputs, the same for the same seed.
 
-Lives here: changes to bytes, whatever they are, and the choice between these and changes inside of messages.
+Lives here: changes to bytes of any kind, and the choice between these and changes inside messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fuzz targets: an inference request's way from bytes to an answer, and the tensors in it.
+"""Fuzz targets: an inference request from its bytes to an answer, and the tensors in it.
 
 Lives here: running the server's own steps, in their order. Must not: judge memory or time.
 """
@@ -30,14 +30,14 @@ from tests.shared_objects import SharedObject
 __all__ = ["REGION_BYTES", "targets"]
 
 REGION_BYTES = 256
-"""Of the one region, `r`, that is registered."""
+"""The size of the only registered region, `r`."""
 
 _CONTENT = bytes(range(REGION_BYTES))
 _DATATYPES = list(DATATYPES.values())
 
 
 def targets() -> list[Target]:
-    """All of them, ready to run."""
+    """All targets of this module, ready to run."""
     return [
         Target("infer", _infer(), times=1000),
         Target("tensor", _tensor),
@@ -47,7 +47,7 @@ def targets() -> list[Target]:
 
 
 def _infer() -> Callable[[bytes], None]:
-    # Kept as long as the process lives, in which other tests count theirs.
+    # Kept as long as the process lives; its prefix keeps it out of other tests' counts.
     memory = SharedObject(REGION_BYTES, "paceline-fuzz-")
     regions = Regions(4)
     regions.add(open_system_region("r", memory.key, 0, REGION_BYTES))
@@ -60,11 +60,11 @@ def _infer() -> Callable[[bytes], None]:
             return
         model = open_model(request.model_name, regions)
         outcomes = []
-        # Parsed; taken apart, which has to be checked first; taken apart once more, by what is known from before.
+        # Parsed; taken apart, which has to be checked first; taken apart again, with what is known by then.
         for one in (message_of(request), _taken_apart(read, data), _taken_apart(read, data)):
             memory.put(_CONTENT)
             outcomes.append(_outcome(model, one))
-        # And known from another one that looks like it.
+        # And known from another request that looks like it.
         model, read = open_model(request.model_name, regions), RequestReader()
         for like in (_like(request), data):
             memory.put(_CONTENT)
@@ -76,7 +76,7 @@ def _infer() -> Callable[[bytes], None]:
 
 
 def _taken_apart(read: RequestReader, data: bytes) -> AnyRequest:
-    """What is read the second time."""
+    """The request as read the second time."""
     request = read(data)
     request = read(data) if not isinstance(request, WireRequest) else request
     assert not isinstance(request, DecodeError)
@@ -84,7 +84,7 @@ def _taken_apart(read: RequestReader, data: bytes) -> AnyRequest:
 
 
 def _like(request: AnyRequest) -> bytes:
-    """One with other tensors, mostly of the same sizes, and another id."""
+    """A request with other tensors, mostly of the same sizes, and another id."""
     like = ModelInferRequest()
     like.CopyFrom(message_of(request))
     like.id = "another"
@@ -94,9 +94,9 @@ def _like(request: AnyRequest) -> bytes:
 
 
 def _outcome(model: FuzzedModel, request: AnyRequest) -> object:
-    """The answer, or how it was refused.
+    """The answer, or how the request was refused.
 
-    What is let in can be executed, alone and beside another of its key, with the same outcome.
+    A request that is admitted can be executed, alone and beside another of its key, with the same outcome.
     """
     try:
         decoded = model.codec.decode(request)
@@ -108,7 +108,7 @@ def _outcome(model: FuzzedModel, request: AnyRequest) -> object:
         data = serialized(model.codec.encode(request, decoded, alone))
     except Finding:
         raise
-    except Exception as error:  # noqa: BLE001 - told apart in there
+    except Exception as error:  # noqa: BLE001 - `refused` tells them apart
         refused(error)
         return type(error), str(error)
     return ModelInferResponse.FromString(data).SerializeToString(deterministic=True)
@@ -132,7 +132,7 @@ def _equal(one: Tensors, other: Tensors) -> bool:
 
 
 def _shape(data: bytes) -> tuple[Sequence[int], bytes]:
-    """A shape from the first bytes, hostile ones being as likely as harmless ones; and the rest."""
+    """A shape from the first bytes, which may be hostile or harmless, and the remaining bytes."""
     rank, data = data[0] % 6, data[1:]
     sizes: list[int] = []
     for _ in range(rank):
@@ -146,7 +146,7 @@ def _shape(data: bytes) -> tuple[Sequence[int], bytes]:
 
 
 def _tensor(data: bytes) -> None:
-    """The first bytes say datatype and shape, the others are the tensor."""
+    """The first bytes select datatype and shape, the others are the tensor."""
     if len(data) < 2:
         return
     datatype = _DATATYPES[data[0] % len(_DATATYPES)]
@@ -188,9 +188,9 @@ class _Call:
 
 
 def _headers(data: bytes) -> None:
-    """Lines are keys and values of headers in turn; all are forwarded, beside what the last line is as a request."""
+    """Each two adjacent lines are a header's key and value; all are forwarded with the request in the last line."""
     *lines, rest = data.split(b"\n")
-    # As grpc has it: UTF-8 where possible, and bytes under keys that end in -bin.
+    # As in grpc: UTF-8 where possible, and bytes under keys that end in -bin.
     pairs = [
         (key.decode("latin-1"), value if key.endswith(b"-bin") else value.decode("latin-1"))
         for key, value in pairwise(lines)

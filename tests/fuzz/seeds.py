@@ -1,6 +1,6 @@
-"""Inputs to begin with: a few good ones and a few bad ones for each target, from which mutation finds the rest.
+"""Inputs to start from: a few good ones and a few bad ones for each target, from which mutation finds the rest.
 
-`python -m tests.fuzz.seeds` writes them into the corpus, beside what was found and kept there.
+`python -m tests.fuzz.seeds` writes them into the corpus, beside the findings kept there.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def frames_seeds() -> Seeds:
 
 
 def write() -> None:
-    """Write all of them."""
+    """Write all seeds."""
     for name, maker in list(globals().items()):
         if name.endswith("_seeds"):
             folder = CORPUS / name.removesuffix("_seeds")

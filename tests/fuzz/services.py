@@ -47,7 +47,7 @@ METHODS = [
     for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
     if method.name not in ("ModelStreamInfer", "RepositoryModelLoad")
 ]
-"""What the first byte of an input chooses. Loading has a target of its own."""
+"""The methods that the first byte of an input selects from. Loading has its own target."""
 
 SHARED = "paceline-fuzz"
 """The name of an object of 16 bytes that may be registered."""
@@ -64,7 +64,7 @@ _CONFIGS = {
 
 
 def targets() -> list[Target]:
-    """All of them, ready to run."""
+    """All targets of this module, ready to run."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-fuzz-"))
     for name, config in _CONFIGS.items():
         (folder / name / "1").mkdir(parents=True)
@@ -80,11 +80,11 @@ def targets() -> list[Target]:
 
 
 class _Refused(Exception):
-    """What aborting a call raises."""
+    """Raised where a call is aborted."""
 
 
 class _Context:
-    """A call, as far as the server looks at it."""
+    """A call, with all that the server uses of one."""
 
     def __init__(self, requests: Sequence[bytes] = (), metadata: Sequence[tuple[str, str]] = ()) -> None:
         self._metadata = metadata
@@ -124,7 +124,7 @@ class _Details:
 
 
 class _World:
-    """The service over two models, registered where gRPC would be. What a call changes for all is undone after it."""
+    """The service with two models, registered here instead of with gRPC. Changes that affect later calls are undone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -134,7 +134,7 @@ class _World:
         self._loop.run_until_complete(self._open())
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """What `InferenceService.add_to` asks of a server."""
+        """The method of a gRPC server that `InferenceService.add_to` calls."""
         (self._handlers,) = handlers
 
     async def _open(self) -> None:
@@ -166,7 +166,7 @@ class _World:
         return self._handlers.service(_Details(method))
 
     def call(self, data: bytes) -> None:
-        """The first byte is the method, the others are the request."""
+        """The first byte selects the method, the others are the request."""
         if not data:
             return
         method = METHODS[data[0] % len(METHODS)]
@@ -185,7 +185,7 @@ class _World:
             self._loop.run_until_complete(self._anew())
 
     def stream(self, data: bytes) -> None:
-        """The first byte says whether errors end the stream; then come requests, each behind two bytes of length."""
+        """The first byte says whether errors end the stream; requests follow, each after two bytes of length."""
         if not data:
             return
         requests, rest = [], data[1:]

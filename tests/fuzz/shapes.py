@@ -1,6 +1,6 @@
-"""What the inputs of each target look like inside, so that changes leave something to be looked at.
+"""The structure of each target's inputs, so that changed ones can still be parsed.
 
-Lives here: for each target whose inputs hold messages, the way in and out. Must not: run targets.
+Lives here: unpacking and repacking, for each target whose inputs hold messages. Must not: run targets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Change = Callable[[bytes, random.Random], bytes]
 
 
 def changed(name: str, data: bytes, chance: random.Random) -> bytes | None:
-    """`data`, an input of target `name`, with a few changes inside; None if it isn't of the kind that has an inside."""
+    """`data`, an input of target `name`, with a few changes to its messages; None if it holds none."""
     try:
         return _CHANGES[name](data, chance) if name in _CHANGES else None
     except (DecodeError, text_format.ParseError, json_format.ParseError, ValueError, IndexError, struct.error):
@@ -66,7 +66,7 @@ def _config(data: bytes, chance: random.Random) -> bytes:
 
 
 def _some_config(config: config_pb.ModelConfig, chance: random.Random) -> config_pb.ModelConfig:
-    """Often with outputs that go with the inputs, as backend `identity` wants them."""
+    """Change `config`, half of the time to outputs that match the inputs, as backend `identity` needs them."""
     _some(config, chance, _CONFIGS)
     if chance.random() < 0.5:
         names = [one.name for one in config.output]

@@ -27,10 +27,10 @@ def _made(module: object) -> dict[str, Target]:
 
 
 def target(name: str) -> Target:
-    """The target, made when it is first asked for."""
+    """The target, made on first use."""
     return _made(_MAKERS[name])[name]
 
 
 def inputs(name: str) -> list[Path]:
-    """The files of its corpus."""
+    """The files of the target's corpus."""
     return sorted((CORPUS / name).iterdir())

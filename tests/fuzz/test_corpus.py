@@ -1,4 +1,4 @@
-"""What fuzzing found, and what it began with, and some more by chance: every input is answered or refused."""
+"""Findings of fuzzing, the seeds it started from, and random changes to them: every input is answered or refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fuzz.mutation import mutated
 from tests.fuzz.targets import CORPUS, NAMES, inputs, target
 
 _RUNS = {"config": 60, "load": 60, "service": 200, "stream": 150}
-"""By chance, of each target; 600 of the others. A run takes from 20 us to 5 ms."""
+"""Random inputs per target; 600 for the others. A run takes from 20 us to 5 ms."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_corpus_is_answered_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_changes_by_chance_are_answered_or_refused(name: str) -> None:
+def test_random_changes_are_answered_or_refused(name: str) -> None:
     chance = random.Random(20_240_601)
     corpus = [path.read_bytes() for path in inputs(name)]
     for _ in range(_RUNS.get(name, 600)):
@@ -44,12 +44,12 @@ def test_changes_by_chance_are_answered_or_refused(name: str) -> None:
             raise AssertionError(f"{name}: {data!r}") from error
 
 
-def test_corpus_is_small_and_has_no_strangers() -> None:
+def test_corpus_is_small_and_has_only_known_targets() -> None:
     assert {path.name for path in CORPUS.iterdir()} == set(NAMES)
     assert sum(path.stat().st_size for path in CORPUS.rglob("*")) < 200_000
 
 
-def test_judging_finds_what_takes_too_much_memory() -> None:
+def test_judging_reports_a_run_that_takes_too_much_memory() -> None:
     def run(data: bytes) -> None:
         bytes(10**6)
 
@@ -57,7 +57,7 @@ def test_judging_finds_what_takes_too_much_memory() -> None:
         judged(Target("greedy", run), b"abc")
 
 
-def test_judging_blames_no_target_for_what_others_take_meanwhile() -> None:
+def test_judging_blames_no_target_for_memory_that_others_take_meanwhile() -> None:
     others = iter([10**6])
 
     class Garbage:
@@ -74,7 +74,7 @@ def test_judging_blames_no_target_for_what_others_take_meanwhile() -> None:
     judged(Target("modest", run), b"abc")
 
 
-def test_judging_passes_on_what_a_decoder_raises() -> None:
+def test_judging_passes_on_exceptions_of_a_decoder() -> None:
     def run(data: bytes) -> None:
         raise KeyError(data)
 

@@ -1,8 +1,9 @@
 """KServe's custom resources, cut down to what our manifests use: `python make.py SERVINGRUNTIMES.yaml SERVICES.yaml`.
 
 Takes the generated CRDs of KServe (config/crd/full: serving.kserve.io_clusterservingruntimes.yaml and
-serving.kserve.io_inferenceservices.yaml), leaves out descriptions and whatever is named in LEFT_OUT, and writes a JSON
-schema of each beside itself. A manifest that uses one of those fields fails its test until the field is let in.
+serving.kserve.io_inferenceservices.yaml), leaves out descriptions and the fields named in LEFT_OUT, and writes a JSON
+schema of each beside itself. A manifest that uses one of those fields fails its test until the field is taken off that
+list.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ VOLUMES = {"name", "persistentVolumeClaim", "emptyDir", "configMap", "secret"}
 
 
 def without_words(node: Any) -> Any:
-    """The schema without descriptions; a property may bear that name, and stays."""
+    """The schema without descriptions. Properties with that name stay."""
     if isinstance(node, dict):
         return {key: without_words(value) for key, value in node.items() if key != "description" or type(value) is dict}
     return [without_words(each) for each in node] if isinstance(node, list) else node
