@@ -194,11 +194,12 @@ class ThreadRunner(Generic[P, R]):
             except IndexError:
                 continue  # taken back
             outcome = self._run_one(payloads, padded_rows)
+            # Before they are answered: then nothing of theirs is in use any more, such as their callers' shared memory.
+            del work, payloads
             if self._loop.is_closed():
                 return
             self._loop.call_soon_threadsafe(self._tell, outcome)
-            # The next batch may be long in coming; this one's tensors mustn't be kept alive until then.
-            del work, payloads, outcome
+            del outcome  # the next batch may be long in coming
 
     def _run_one(self, payloads: Sequence[P], padded_rows: int) -> Outcome[R]:
         started_ns = time.monotonic_ns()

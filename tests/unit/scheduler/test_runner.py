@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -146,6 +147,33 @@ async def test_stop_ends_the_thread() -> None:
     runner.stop()
     await asyncio.to_thread(thread.join, 10)
     assert not thread.is_alive()
+
+
+class Payload:
+    """Anything that a weak reference can refer to."""
+
+
+async def test_thread_keeps_no_payload_once_the_loop_learns_of_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    wake, kept = loop.call_soon_threadsafe, []
+
+    def call_soon_threadsafe(*arguments: Any, **options: Any) -> asyncio.Handle:
+        kept.append(reference() is not None)
+        return wake(*arguments, **options)
+
+    runner: ThreadRunner[Payload, str] = ThreadRunner(
+        "instance-0", lambda payloads, padded_rows: Results(["done"] * len(payloads))
+    )
+    runner.start()
+    payload = Payload()
+    reference = weakref.ref(payload)
+    done: asyncio.Future[Outcome[str]] = loop.create_future()
+    monkeypatch.setattr(loop, "call_soon_threadsafe", call_soon_threadsafe)
+    runner.run([payload], 1, done.set_result)
+    del payload
+    await asyncio.wait_for(done, 10)
+    runner.stop()
+    assert kept == [False]
 
 
 async def test_task_runs_on_the_loop_without_blocking_others() -> None:
