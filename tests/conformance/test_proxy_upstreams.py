@@ -48,9 +48,12 @@ class Proxied:
         return sum(one.execution_count for one in self.stub.ModelStatistics(request).model_stats)
 
 
-@pytest.fixture(scope="module", params=["paceline", "mlserver", "kserve"])
-def proxied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
-    name, folder = request.param, tmp_path_factory.mktemp("upstream")
+NAMES = ["paceline", "mlserver", "kserve"]
+
+
+@contextmanager
+def proxy_to(name: str, folder: Path) -> Iterator[Proxied]:
+    """A new upstream of that kind and a proxy to it, both ready."""
     file = models.write("tiny", folder)
     try:
         upstream: Any = start(Side(name, "tiny", ((16,),)), {"tiny": file}, folder)
@@ -67,6 +70,12 @@ def proxied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         stub = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         eventually(lambda: stub.ServerReady(pb.ServerReadyRequest()).ready, "ready")
         yield Proxied(name, upstream, proxy, stub, file)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def proxied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
+    with proxy_to(request.param, tmp_path_factory.mktemp("upstream")) as both:
+        yield both
 
 
 def rows_of(seed: int, rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -96,17 +105,18 @@ def test_request_of_the_wrong_shape_fails_alone(proxied: Proxied) -> None:
     assert "model 'tiny': " in error.details()
 
 
-def test_proxy_is_not_ready_after_its_upstream_has_ended(proxied: Proxied) -> None:
-    """The last test of the module: afterwards, nothing is behind the proxy any more."""
-    pid: int = proxied.upstream.pid
-    # Other servers lead their own process group, with workers that wouldn't end with them.
-    (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
-    eventually(lambda: not proxied.stub.ServerReady(pb.ServerReadyRequest()).ready, "not ready", 60)
-    with pytest.raises(grpc.RpcError) as caught:
-        proxied.stub.ModelInfer(infer("tiny", {models.INPUT: rows_of(1, 1)}), timeout=20)
-    failure: Any = caught.value
-    assert failure.code() is Code.UNAVAILABLE
-    assert proxied.proxy.returncode is None
+@pytest.mark.parametrize("name", NAMES)
+def test_proxy_is_not_ready_after_its_upstream_has_ended(name: str, tmp_path: Path) -> None:
+    with proxy_to(name, tmp_path) as proxied:
+        pid: int = proxied.upstream.pid
+        # Other servers lead their own process group, with workers that wouldn't end with them.
+        (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+        eventually(lambda: not proxied.stub.ServerReady(pb.ServerReadyRequest()).ready, "not ready", 60)
+        with pytest.raises(grpc.RpcError) as caught:
+            proxied.stub.ModelInfer(infer("tiny", {models.INPUT: rows_of(1, 1)}), timeout=20)
+        failure: Any = caught.value
+        assert failure.code() is Code.UNAVAILABLE
+        assert proxied.proxy.returncode is None
 
 
 _DOUBLE = """
