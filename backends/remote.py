@@ -81,7 +81,7 @@ class RemoteServer:
         own_headers: Headers = (),
     ) -> None:
         self.target = target
-        self._said = f"upstream {target}: "
+        self._prefix = f"upstream {target}: "
         self.suspected = asyncio.Event()
         self.answered = 0
         """Inference calls that got any answer: a sign of life."""
@@ -133,7 +133,7 @@ class RemoteServer:
             raise self._failure(error) from None
         except DecodeError as error:
             raise UpstreamRefused(
-                "INTERNAL", f"{self._said}the answer isn't a valid {answer.__name__}: {error}"
+                "INTERNAL", f"{self._prefix}the answer isn't a valid {answer.__name__}: {error}"
             ) from None
 
     async def infer(self, request: bytes, headers: Headers, deadline_ns: int, connection: int = 0) -> bytes:
@@ -157,7 +157,7 @@ class RemoteServer:
     def _present(self, answer: bytes | None) -> bytes:
         """Raises UpstreamRefused for a call that succeeded without a message, which gRPC reports as None."""
         if answer is None:
-            raise UpstreamRefused("INTERNAL", f"{self._said}it answered OK without a message")
+            raise UpstreamRefused("INTERNAL", f"{self._prefix}it answered OK without a message")
         return answer
 
     def _failure(self, error: grpc.aio.AioRpcError) -> UpstreamFailed | UpstreamRefused:
@@ -166,7 +166,7 @@ class RemoteServer:
             # Nobody here has cancelled anything: the server stopped with calls in flight.
             status, details = "UNAVAILABLE", f"the call was cancelled: {details}"
         whole = status in _AT_FAULT_AS_A_WHOLE and _TOO_LARGE not in details
-        return (UpstreamFailed if whole else UpstreamRefused)(status, f"{self._said}{details or status}")
+        return (UpstreamFailed if whole else UpstreamRefused)(status, f"{self._prefix}{details or status}")
 
 
 class RemoteModel:

@@ -259,8 +259,8 @@ def _seen(tensor: TensorSpec, shapes: Sequence[tuple[int, ...]]) -> TensorSpec:
     ranks = {len(shape) for shape in shapes}
     if len(ranks) != 1:
         return replace(tensor, dims=(), any_rank=True)
-    said = tensor.dims if ranks == {len(tensor.dims)} else (-1,) * ranks.pop()
-    dims = (dim if all(size == dim for size in sizes) else -1 for dim, *sizes in zip(said, *shapes, strict=True))
+    declared = tensor.dims if ranks == {len(tensor.dims)} else (-1,) * ranks.pop()
+    dims = (dim if all(size == dim for size in sizes) else -1 for dim, *sizes in zip(declared, *shapes, strict=True))
     return replace(tensor, dims=tuple(dims))
 
 

@@ -118,7 +118,14 @@ def table(rounds: Mapping[tuple[str, int], Sequence[Sample]]) -> str:
         rate, cpu, engine = (
             spread([getattr(one, name) for one in samples]) for name in ("requests_per_s", "cpu_us", "engine_us")
         )
-        cells = [tensor, str(frontends), _said(rate, 0), _said(whole, 2), _said(cpu, 0), _said(engine, 0)]
+        cells = [
+            tensor,
+            str(frontends),
+            _formatted(rate, 0),
+            _formatted(whole, 2),
+            _formatted(cpu, 0),
+            _formatted(engine, 0),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -182,7 +189,7 @@ def _run(command: Sequence[str], seconds: float, env: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def _said(found: Spread, digits: int) -> str:
+def _formatted(found: Spread, digits: int) -> str:
     return f"{found.median:.{digits}f} ({found.low:.{digits}f} to {found.high:.{digits}f})"
 
 

@@ -157,8 +157,8 @@ def _bert(sizes: Sizes, datatype: str) -> onnx.ModelProto:
     split = graph.constant(np.array([0, 0, sizes.heads, head], np.int64))
     joined = graph.constant(np.array([0, 0, hidden], np.int64))
     half, one, root, scale = (graph.number(value) for value in (0.5, 1.0, 2**0.5, head**0.5))
-    words = graph.add("Gather", graph.weights((sizes.vocabulary, hidden), 1.0), INPUT)
-    x = normal(graph.add("Add", words, graph.weights((1, sizes.tokens, hidden), 1.0)))
+    embedded = graph.add("Gather", graph.weights((sizes.vocabulary, hidden), 1.0), INPUT)
+    x = normal(graph.add("Add", embedded, graph.weights((1, sizes.tokens, hidden), 1.0)))
     for _ in range(sizes.layers):
         query, value = by_head(x, (0, 2, 1, 3)), by_head(x, (0, 2, 1, 3))
         scores = graph.add("Div", graph.add("MatMul", query, by_head(x, (0, 2, 3, 1))), scale)

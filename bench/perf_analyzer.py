@@ -74,12 +74,12 @@ def input_data(shapes: Sequence[Sequence[int]]) -> str:
     return json.dumps({"data": entries})
 
 
-def read(report: str, said: str) -> dict[str, Any]:
+def read(report: str, output: str) -> dict[str, Any]:
     """Rate, percentiles, and the number of answers in all, from the CSV that it wrote and what it printed."""
     rows = list(csv.DictReader(io.StringIO(report.strip())))
-    counted = _COUNT.search(said)
+    counted = _COUNT.search(output)
     if len(rows) != 1 or counted is None:
-        raise FailedError(f"perf_analyzer: expected one line of results, got {len(rows)}: {said[-500:]}")
+        raise FailedError(f"perf_analyzer: expected one line of results, got {len(rows)}: {output[-500:]}")
     times = {f"{name}_ms": float(rows[0][f"{name} latency"]) / 1_000 for name in _PERCENTILES}
     return {"requests_per_s": float(rows[0]["Inferences/Second"]), **times, "answers_in_all": int(counted[1])}
 
@@ -89,9 +89,9 @@ def run(binary: Path, target: str, side: Side, clients: int, seconds: float, fol
     data, report = folder / "input-data.json", folder / "perf_analyzer.csv"
     data.write_text(input_data(side.shapes))
     began_s, cpu_s = time.perf_counter(), _children_cpu_s()
-    said = _call(binary, arguments(target, side, clients, seconds, data, report), seconds)
+    output = _call(binary, arguments(target, side, clients, seconds, data, report), seconds)
     cores = (_children_cpu_s() - cpu_s) / (time.perf_counter() - began_s)
-    found = read(report.read_text(), said)
+    found = read(report.read_text(), output)
     # Those in flight when the last window ended were served as well.
     return {**found, "answers_in_all": found["answers_in_all"] + clients, "cores": cores}
 

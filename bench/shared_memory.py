@@ -56,8 +56,8 @@ def _senders(stub: Any, floats: int, descriptor: int, key: str) -> tuple[Callabl
     stub.SystemSharedMemoryRegister(
         pb.SystemSharedMemoryRegisterRequest(name=f"r{floats}", key=key, byte_size=data.nbytes)
     )
-    lying = pb.ModelInferRequest(model_name=f"m{floats}")
-    tensor = lying.inputs.add(name="INPUT0", datatype="FP32", shape=data.shape)
+    request = pb.ModelInferRequest(model_name=f"m{floats}")
+    tensor = request.inputs.add(name="INPUT0", datatype="FP32", shape=data.shape)
     tensor.parameters["shared_memory_region"].string_param = f"r{floats}"
     tensor.parameters["shared_memory_byte_size"].int64_param = data.nbytes
 
@@ -68,7 +68,7 @@ def _senders(stub: Any, floats: int, descriptor: int, key: str) -> tuple[Callabl
 
     def in_memory() -> Any:
         os.pwrite(descriptor, data, 0)
-        return stub.ModelInfer(lying)
+        return stub.ModelInfer(request)
 
     assert in_message().raw_output_contents == in_memory().raw_output_contents == [data[0, :1].tobytes()]
     return in_message, in_memory

@@ -196,8 +196,8 @@ def region(target: str, shape: tuple[int, ...], output_bytes: int) -> Iterator[t
             yield name, len(row)
             service.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
         except grpc.RpcError as error:
-            said = f"{error.code().name}: {error.details()}"
-            raise NotServingError(f"not supported: {said}") from None
+            text = f"{error.code().name}: {error.details()}"
+            raise NotServingError(f"not supported: {text}") from None
         finally:
             path.unlink()
 

@@ -90,8 +90,8 @@ class _Paceline(ServerProcess):
         try:
             super().__enter__()
         except AssertionError:
-            said = "".join(self.stderr).strip().splitlines()[-3:]
-            raise NotServingError(f"paceline did not start: {' / '.join(said)}") from None
+            lines = "".join(self.stderr).strip().splitlines()[-3:]
+            raise NotServingError(f"paceline did not start: {' / '.join(lines)}") from None
         return self
 
 
@@ -237,8 +237,8 @@ def ask_once(target: str, transport: str, request: bytes, output_bytes: int) -> 
             else:
                 response = service.ModelInfer(message, timeout=_ASK_S)
         except grpc.RpcError as error:
-            said = f"{error.code().name}: {error.details()}"
-            raise NotServingError(f"not supported: {said}") from None
+            text = f"{error.code().name}: {error.details()}"
+            raise NotServingError(f"not supported: {text}") from None
     raw = sum(map(len, response.raw_output_contents))
     if raw != (0 if transport == "shm" else output_bytes):
         raise NotServingError(f"answers with {raw} bytes instead of {output_bytes}")
@@ -249,10 +249,10 @@ def has_config(target: str, model: str) -> bool:
     channel, service = stub(target)
     with channel:
         try:
-            told = service.ModelConfig(pb.ModelConfigRequest(name=model), timeout=_ASK_S)
+            config = service.ModelConfig(pb.ModelConfigRequest(name=model), timeout=_ASK_S)
         except grpc.RpcError:
             return False
-    return bool(told.config.input)
+    return bool(config.config.input)
 
 
 def cpu_s(pid: int) -> float | None:

@@ -77,14 +77,14 @@ def _difference(now: Histogram, before: Histogram) -> Histogram:
 
 
 def _summary(changes: Sequence[Model], base: Snapshot, now: Snapshot, seconds: float | None) -> str:
-    said = [{True: "ready", False: "not ready", None: "readiness unknown"}[now.ready]]
-    said.append(f"{_rate(sum(one.succeeded + one.failed for one in changes), seconds)} requests/s")
-    said.append(f"{sum(one.waiting for one in changes):.0f} waiting")
+    parts = [{True: "ready", False: "not ready", None: "readiness unknown"}[now.ready]]
+    parts.append(f"{_rate(sum(one.succeeded + one.failed for one in changes), seconds)} requests/s")
+    parts.append(f"{sum(one.waiting for one in changes):.0f} waiting")
     if now.cpu_s is not None and seconds is not None:
-        said.append(f"CPU {100 * (now.cpu_s - (base.cpu_s or 0.0)) / seconds:.0f} %")
+        parts.append(f"CPU {100 * (now.cpu_s - (base.cpu_s or 0.0)) / seconds:.0f} %")
     if now.memory_bytes is not None:
-        said.append(f"memory {now.memory_bytes / 2**20:.0f} MiB")
-    return ", ".join(said)
+        parts.append(f"memory {now.memory_bytes / 2**20:.0f} MiB")
+    return ", ".join(parts)
 
 
 def _cells(change: Model, seconds: float | None) -> Sequence[str]:

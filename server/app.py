@@ -63,7 +63,7 @@ __all__ = ["Server", "product_version"]
 
 _log = logging.getLogger("paceline.server")
 
-_LAST_WORDS_S, _LONGEST_WORDS_S = 1.0, 3.0
+_MIN_FINAL_STOP_S, _MAX_FINAL_STOP_S = 1.0, 3.0
 """How long gRPC's server may take to stop, at least and at most: when everything is answered or the grace is over,
 answers may still be on their way out. gRPC's own stop waits for any client that keeps a connection open and doesn't
 react, so it doesn't get the rest of the grace, however long that is."""
@@ -270,7 +270,7 @@ class Server:
         in_time = await self._stop_models(grace_s)
         await leaving
         left_s = grace_s - (time.monotonic() - began)
-        await self._stop_all(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
+        await self._stop_all(min(max(_MIN_FINAL_STOP_S, left_s), _MAX_FINAL_STOP_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)
         return in_time and not (self.repository.loads or self.repository.hangs)
 
@@ -424,7 +424,7 @@ class Server:
         except LoadError as error:
             raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
 
-    async def _stop_all(self, grace_s: float = _LAST_WORDS_S) -> None:
+    async def _stop_all(self, grace_s: float = _MIN_FINAL_STOP_S) -> None:
         self.repository.abandon()
         await self._grpc.stop(grace_s)
         if self._upstream is not None:

@@ -31,8 +31,8 @@ def models_to_serve(
     uri, service = environment.get(_STORAGE, ""), environment.get(_SERVICE, "")
     chosen = tuple(paths) or _storage(uri, service)
     storage = {_plain(MOUNT), _plain(Path(uri or MOUNT))}
-    lies_in_storage = len(chosen) == 1 and _plain(chosen[0]) in storage
-    return chosen, model_name or (service if lies_in_storage else "")
+    is_in_storage = len(chosen) == 1 and _plain(chosen[0]) in storage
+    return chosen, model_name or (service if is_in_storage else "")
 
 
 def _storage(uri: str, service: str) -> tuple[Path, ...]:

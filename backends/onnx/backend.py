@@ -76,7 +76,7 @@ class OnnxBackend:
         self._available_providers = available_providers
         self._shared_threads = shared_threads
         self._accelerators = accelerators or accelerator_of
-        self._told: set[tuple[GroupKind, str]] = set()
+        self._logged: set[tuple[GroupKind, str]] = set()
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
         """One device per instance; blocks for about a second when it first asks the CUDA driver for GPUs.
@@ -104,8 +104,8 @@ class OnnxBackend:
                 raise LoadError(
                     f"instance_group KIND_GPU: {reason}; KIND_CPU and KIND_AUTO don't need a GPU"
                 ) from reason
-            if (group.kind, str(reason)) not in self._told:  # it is the same for every model
-                self._told.add((group.kind, str(reason)))
+            if (group.kind, str(reason)) not in self._logged:  # it is the same for every model
+                self._logged.add((group.kind, str(reason)))
                 _log.info("%s instances run on the CPU: %s", group.kind.value, reason)
             return on_cpu(group)
         devices = on_gpus(group, gpus)

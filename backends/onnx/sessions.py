@@ -209,15 +209,15 @@ def prepare_cuda(
     libraries first."""
     # Whatever fails next repeats its complaints, as an error that says what it is about.
     ort.set_default_logger_severity(_FATAL)
-    said = io.StringIO()
-    with _stdout, contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with _stdout, contextlib.redirect_stdout(output):
         for library in _libraries_of_packages():
             try:
                 load(str(library))
             except OSError as error:
-                said.write(f"{error}\n")
+                output.write(f"{error}\n")
         preload()
-    for line in said.getvalue().splitlines():
+    for line in output.getvalue().splitlines():
         _log.debug("onnxruntime: %s", line)
     _look_for_cudnn()
 

@@ -35,15 +35,15 @@ class ProcessRunner:
         self._spec = spec
         self._inputs = tuple(tensor.name for tensor in spec.inputs)
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
-        self._is_told = False
+        self._has_spec = False
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
         """The outputs for `inputs`. Blocks. Raises as `OnnxInstance.run`, and ProcessError if the process has ended."""
         process = self._process
         try:
-            if not self._is_told:
+            if not self._has_spec:
                 ask(process, self._spec)
-                self._is_told = True
+                self._has_spec = True
             return process.execute(inputs, self._inputs, self._outputs)
         except ProcessError:
             process.wait_ended()

@@ -49,7 +49,7 @@ messages, at some cost."""
 _LONGEST_LINE_BYTES = 8 * 1024
 _CLOSE_S = 5.0
 """For the model's `close` and the interpreter's exit."""
-_LAST_WORDS_S = 1.0
+_OUTPUT_GRACE_S = 1.0
 """For reading the rest of its output, if something that it has started still has the pipe open."""
 _SETTINGS = "PACELINE_"
 _ERRORS = {one.__name__: one for one in (DeviceLost, Unequipped, OutOfMemory, InstanceError, StalePlan)}
@@ -77,7 +77,7 @@ class ModelProcess:
         self._close_s = close_s
         self._source = source
         self.device = device
-        self._last_words = ""
+        self._last_line = ""
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._ended = threading.Event()
@@ -133,8 +133,8 @@ class ModelProcess:
             )
         except ProcessError:
             self.wait_ended()
-            words = f": {self._last_words}" if self._last_words else ""
-            raise LoadError(f"model '{source.name}': its process {self.end} while loading{words}") from None
+            suffix = f": {self._last_line}" if self._last_line else ""
+            raise LoadError(f"model '{source.name}': its process {self.end} while loading{suffix}") from None
         if answer[0] == FAILED:
             self.close()
             raise LoadError(f"model '{source.name}': {answer[1]}")
@@ -252,7 +252,7 @@ class ModelProcess:
         with self._popen.stdout as output:
             while line := output.readline(_LONGEST_LINE_BYTES):
                 if text := decoder.decode(line, line.endswith(b"\n")).rstrip():
-                    self._last_words = text
+                    self._last_line = text
                     _log.info("model '%s': %s", self._source.name, text)
 
     def _reap(self) -> None:
@@ -263,7 +263,7 @@ class ModelProcess:
             self._kill_group()
             self._popen.wait()
         if self._output.ident is not None:
-            self._output.join(_LAST_WORDS_S)
+            self._output.join(_OUTPUT_GRACE_S)
         else:  # its thread couldn't be started
             assert self._popen.stdout is not None
             self._popen.stdout.close()

@@ -40,7 +40,7 @@ _TRITONS_MODULE = "triton_python_backend_utils"
 _ERRORS = "backends.errors"
 """Code that raises one of these knows what it means, and to whom: it needs no traceback."""
 _EXECUTION_ERROR, _OUT_OF_MEMORY = "ExecutionError", "OutOfMemory"
-_LONGEST_WORDS, _LONGEST_TRACEBACK = 4_000, 32_000
+_MAX_TEXT_CHARACTERS, _MAX_TRACEBACK_CHARACTERS = 4_000, 32_000
 """In characters: of what the server is told about an error, and of what goes to its log."""
 
 
@@ -117,7 +117,7 @@ def _failure(model: _Model, own: int, error: BaseException) -> tuple[Any, ...]:
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
         raise error
     if type(error).__module__ == _ERRORS:
-        return FAILED, " ".join(_cut(str(error), _LONGEST_WORDS).split()), type(error).__name__
+        return FAILED, " ".join(_cut(str(error), _MAX_TEXT_CHARACTERS).split()), type(error).__name__
     model.tell(error)
     return FAILED, _in_one_line(error), _OUT_OF_MEMORY if isinstance(error, MemoryError) else _EXECUTION_ERROR
 
@@ -141,7 +141,7 @@ class _Model:
         self, name: str, path: str, device: str, device_index: int, parameters: Sequence[tuple[str, str]]
     ) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._told: object = None
+        self._logged_at: object = None
         kind = _class_in(Path(path))
         self.inputs, self.outputs = _declared(kind, "inputs"), _declared(kind, "outputs")
         self._model = kind()
@@ -167,8 +167,8 @@ class _Model:
     def tell(self, error: BaseException) -> None:
         """Log `error`, unless it comes from the same place as the last one: a failed batch is run again in halves."""
         where = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-        if where != self._told:
-            self._told = where
+        if where != self._logged_at:
+            self._logged_at = where
             _print(error)
 
     def _result(self, value: object) -> object:
@@ -258,16 +258,16 @@ def _array(name: str, value: object) -> Array:
 def _print(error: BaseException) -> None:
     """Print `error` to the server's log, with its traceback."""
     with suppress(OSError, ValueError):  # a model may have closed it
-        print(_cut("".join(traceback.format_exception(error)), _LONGEST_TRACEBACK), end="", file=sys.stderr)
+        print(_cut("".join(traceback.format_exception(error)), _MAX_TRACEBACK_CHARACTERS), end="", file=sys.stderr)
 
 
 def _in_one_line(error: BaseException) -> str:
     try:
         # The str of a KeyError is the repr of its text.
-        words = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     except BaseException:  # noqa: BLE001 - the model's own __str__; the callers must get an answer
-        words = ""
-    return ": ".join(filter(None, (type(error).__name__, " ".join(_cut(words, _LONGEST_WORDS).split()))))
+        text = ""
+    return ": ".join(filter(None, (type(error).__name__, " ".join(_cut(text, _MAX_TEXT_CHARACTERS).split()))))
 
 
 def _cut(text: str, most: int) -> str:

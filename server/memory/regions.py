@@ -17,7 +17,7 @@ from server.limits import LARGEST_MESSAGE_BYTES
 
 __all__ = ["Region", "Regions", "all_intact"]
 
-_NAMES_TOLD = 5
+_MAX_LISTED = 5
 _MAX_NAME_BYTES = 1_024
 """So that a message of 4 MiB, the most that gRPC's clients take, can list as many regions as are allowed by default."""
 _SHOWN = 64
@@ -169,9 +169,9 @@ class Regions:
 
     def _some(self) -> str:
         names = sorted(self._registered)
-        if len(names) <= _NAMES_TOLD:
+        if len(names) <= _MAX_LISTED:
             return f"registered are {names}"
-        return f"registered are {names[:_NAMES_TOLD]} and {len(names) - _NAMES_TOLD} more"
+        return f"registered are {names[:_MAX_LISTED]} and {len(names) - _MAX_LISTED} more"
 
 
 def _refuse_other_kind(region: Region, kind: str) -> None:

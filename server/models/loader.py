@@ -117,9 +117,9 @@ def load_model(
     """
     defaults = defaults or LoadDefaults()
     config = _configuration(folder, override)
-    _check_allowed(config, defaults, brought=override is not None)
+    _check_allowed(config, defaults, from_client=override is not None)
     if backend_name(config) == PYTHON:
-        check_python_allowed(config, folder, allowed=defaults.allow_python_models, brought=override is not None)
+        check_python_allowed(config, folder, allowed=defaults.allow_python_models, from_client=override is not None)
     versions = wanted_versions(config, folder)
     if tell_versions is not None:
         tell_versions(versions)
@@ -135,17 +135,17 @@ def load_model(
     return loaded
 
 
-def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, brought: bool) -> None:
-    """Raise ConfigError for what the flags don't allow, or what a client's configuration (`brought`) may not have."""
+def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, from_client: bool) -> None:
+    """Raise ConfigError for what the flags don't allow, or what a configuration `from_client` may not have."""
     if not (defaults.auto_complete or is_complete(config)):
         raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
     if not defaults.auto_complete and (names := without_datatype(config)):
         raise ConfigError(f"'{names[0]}': expected a data_type, as --disable-auto-complete-config is given")
-    if brought and (setting := _writes(config)):
+    if from_client and (setting := _writes(config)):
         raise ConfigError(f"{setting}: clients may not choose where the server writes files; set it in the repository")
     if not config.model_operations.op_library_filename:
         return
-    if brought:
+    if from_client:
         raise ConfigError(
             "model_operations.op_library_filename: clients may not upload code; put it into the repository"
         )

@@ -29,9 +29,9 @@ def is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
     )
 
 
-def check_python_allowed(config: pb.ModelConfig, folder: ModelFolder, *, allowed: bool, brought: bool) -> None:
-    """Raise ConfigError unless the server allows such models, and for what no client may decide: code, and, in a
-    `config` that was `brought` by one, the program to run it with."""
+def check_python_allowed(config: pb.ModelConfig, folder: ModelFolder, *, allowed: bool, from_client: bool) -> None:
+    """Raise ConfigError unless the server allows such models, and for what no client may decide: code and, in a
+    `config` that is `from_client`, the program to run it with."""
     if not allowed:
         raise ConfigError(
             "backend 'python': the model's code would run with the server's rights; start the server with "
@@ -39,7 +39,10 @@ def check_python_allowed(config: pb.ModelConfig, folder: ModelFolder, *, allowed
         )
     if folder.files is not None:
         raise ConfigError("backend 'python': clients may not upload code; put it into the repository")
-    if brought and _executable(config) not in ("", _executable(parse_config(folder.config)) if folder.config else ""):
+    if from_client and _executable(config) not in (
+        "",
+        _executable(parse_config(folder.config)) if folder.config else "",
+    ):
         raise ConfigError(
             f"parameters: {EXECUTABLE}: clients may not choose a program to run; set it in the repository"
         )

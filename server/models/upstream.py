@@ -39,7 +39,7 @@ request counts as gone."""
 
 _AT_A_TIME = 16
 """Models that are polled at the same time."""
-_MAX_SAID = 5
+_MAX_REASONS = 5
 """Models whose reasons the log and the probe give; there may be thousands, and another line each second."""
 
 _READY = "READY"
@@ -54,7 +54,7 @@ class Upstream:
         self._batching = batching
         self._server = RemoteServer(settings.target, settings.connections, settings.timeout_secs)
         self._served: dict[str, tuple[UpstreamVersion, ...]] = {}
-        self._said = "the upstream hasn't been asked yet"
+        self._waits_for = "the upstream hasn't been asked yet"
         self._looks = 0
         self._silent = 0
         self._answered = 0
@@ -65,7 +65,7 @@ class Upstream:
         StartError for files that can't be used."""
         self._server = self._remote_server()
         self._server.open()
-        self._repository.waits_for = self._said
+        self._repository.waits_for = self._waits_for
         self._repository.names_known = bool(self._settings.models)
         await self._look_safely()
         self._watching = asyncio.create_task(self._watch())
@@ -133,10 +133,10 @@ class Upstream:
         if not ready:  # it may still be loading models that it doesn't list yet, including some that it had
             for name in gone & self._served.keys():
                 await self._withdraw(name, f"upstream {self._settings.target} is not ready")
-            self._say(f"upstream {self._settings.target} is not ready")
+            self._report(f"upstream {self._settings.target} is not ready")
             return
         self._repository.names_known = True
-        self._say(_listed([f"model '{name}': {why}" for name, why in missing.items() if why]))
+        self._report(_listed([f"model '{name}': {why}" for name, why in missing.items() if why]))
 
     async def _is_ready(self) -> bool:
         answer = await self._server.ask("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse, _ASK_S)
@@ -153,16 +153,16 @@ class Upstream:
         self._looks = 0  # what comes back may be a different server
         for name in dict.fromkeys((*self._served, *self._settings.models)):
             await self._withdraw(name, why)
-        self._say(why)
+        self._report(why)
 
-    def _say(self, waits_for: str) -> None:
+    def _report(self, waits_for: str) -> None:
         """Set and log why this server isn't ready on account of the upstream; "" if nothing is in the way."""
-        if waits_for != self._said:
+        if waits_for != self._waits_for:
             if waits_for:
                 _log.warning("not ready: %s", waits_for)
             else:
                 _log.info("upstream %s is ready: %s", self._settings.target, sorted(self._served))
-        self._said = waits_for
+        self._waits_for = waits_for
         if waits_for != self._repository.waits_for:
             self._repository.waits_for = waits_for
             self._repository.on_change()
@@ -200,11 +200,11 @@ class Upstream:
 
         # All of them, whatever goes wrong with one.
         looks = [look_at(name, versions) for name, versions in names.items()]
-        said = await asyncio.gather(*looks, return_exceptions=True)
-        for one in said:
+        results = await asyncio.gather(*looks, return_exceptions=True)
+        for one in results:
             if isinstance(one, BaseException):
                 raise one
-        return {name: why for name, why in zip(names, said, strict=True) if isinstance(why, str)}
+        return {name: why for name, why in zip(names, results, strict=True) if isinstance(why, str)}
 
     async def _look_at(self, name: str, versions: Sequence[str], *, full: bool) -> str:
         """Poll one model: serve it, again if it has changed, or withdraw it. Returns why it was withdrawn, or ""."""
@@ -279,8 +279,8 @@ class Upstream:
 
 
 def _listed(reasons: Sequence[str]) -> str:
-    more = [f"and {len(reasons) - _MAX_SAID} more"] if len(reasons) > _MAX_SAID else []
-    return "; ".join((*reasons[:_MAX_SAID], *more))
+    more = [f"and {len(reasons) - _MAX_REASONS} more"] if len(reasons) > _MAX_REASONS else []
+    return "; ".join((*reasons[:_MAX_REASONS], *more))
 
 
 def _bytes(message: pb.ModelMetadataResponse | config_pb.ModelConfig) -> bytes:

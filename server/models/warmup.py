@@ -53,7 +53,7 @@ class WarmUp:
     def __init__(self, config: pb.ModelConfig, plan: ServingPlan, folder: Path) -> None:
         self._name = config.name
         self._plan = plan
-        self._said_cold = False
+        self._has_logged_cold = False
         self._samples = [(sample, list(_requests(sample, plan, folder))) for sample in config.model_warmup]
 
     def run(self, instance: ModelInstance, supervise: Supervise = unsupervised) -> None:
@@ -76,7 +76,7 @@ class WarmUp:
                 if requests:
                     self._run_sizes(run, requests, sizes if iteration == 1 else [0])
             except (BackendError, MemoryError) as error:
-                raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
+                raise ConfigError(f"failed to run warmup sample '{sample.name}': {_text_of(error)}") from error
 
     def _run_default(self, instance: ModelInstance, supervise: Supervise) -> None:
         """Run one batch of one row of zeros, and batches of other sizes where they are worth it, if the model's
@@ -84,8 +84,8 @@ class WarmUp:
         spec = self._plan.spec
         needed = [tensor for tensor in spec.inputs if not tensor.optional]
         if any(tensor.shape_tensor or tensor.any_rank or min(tensor.dims, default=0) < 0 for tensor in needed):
-            if isinstance(instance, Slotted) and not self._said_cold:
-                self._said_cold = True
+            if isinstance(instance, Slotted) and not self._has_logged_cold:
+                self._has_logged_cold = True
                 text = "model '%s' is served without warm-up, as not all its dims are known; set model_warmup"
                 _log.info(text, self._name)
             return
@@ -97,10 +97,10 @@ class WarmUp:
         except (DeviceLost, Unequipped) as error:
             raise LoadError(f"its warm-up failed: {error}") from error
         except (OutOfMemory, MemoryError) as error:
-            _log.warning("model '%s' is served without warm-up, for lack of memory: %s", self._name, _words(error))
+            _log.warning("model '%s' is served without warm-up, for lack of memory: %s", self._name, _text_of(error))
         except (BackendError, TensorError) as error:
             text = "model '%s' is served without warm-up, as it rejects zeros: %s"
-            _log.warning(text, self._name, _words(error))
+            _log.warning(text, self._name, _text_of(error))
 
     def _run_sizes(self, run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> None:
         """Run the sample in each size. Sizes that memory isn't enough for are left out; OutOfMemory if all are."""
@@ -146,7 +146,7 @@ def _all_zeros(spec: ModelSpec, lead: tuple[int, ...]) -> Tensors:
     return [MISSING if tensor.optional else _zeros(tensor, (*lead, *tensor.model_dims)) for tensor in spec.inputs]
 
 
-def _words(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
@@ -195,7 +195,7 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
             return decode_raw(_data(folder, given.input_data_file, where), by_name(datatype), shape)
         return _random(tensor, shape) if given.random_data else _zeros(tensor, shape)
     except (TensorError, MemoryError) as error:
-        raise ConfigError(f"{where}: {_words(error)}") from None
+        raise ConfigError(f"{where}: {_text_of(error)}") from None
 
 
 def _data(folder: Path, file: str, where: str) -> bytes:

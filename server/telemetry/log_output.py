@@ -50,7 +50,7 @@ class LogOutput(io.TextIOBase):
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._is_full = self._fails = False
-        self._untold = 0
+        self._unreported = 0
         self.lost_lines = 0
 
     def start(self) -> None:
@@ -100,14 +100,14 @@ class LogOutput(io.TextIOBase):
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._gap_is_due())
                 data = self._next()
-                gap = 0 if data else self._untold
+                gap = 0 if data else self._unreported
             if data:
                 self._write(data)
             else:
                 self._on_gap(gap)
             with self._changed:
                 self._waiting_bytes -= len(data)
-                self._untold -= gap
+                self._unreported -= gap
                 self._is_full &= bool(self._waiting)
                 idle = not self._waiting
                 self._changed.notify_all()
@@ -125,7 +125,7 @@ class LogOutput(io.TextIOBase):
 
     def _gap_is_due(self) -> bool:
         """Whether to report what was lost: not while the report would be lost too."""
-        return self._untold > 0 and not (self._waiting or self._is_full or self._fails)
+        return self._unreported > 0 and not (self._waiting or self._is_full or self._fails)
 
     def _write(self, data: bytes) -> None:
         """Write all of it; on an error, the rest is lost: a disk may be full, or the reader gone."""
@@ -145,7 +145,7 @@ class LogOutput(io.TextIOBase):
     def _lose(self, data: bytes) -> None:
         lines = data.count(b"\n")
         self.lost_lines += lines
-        self._untold += lines
+        self._unreported += lines
 
 
 def take_stderr() -> None:

@@ -64,8 +64,8 @@ class RequestWatch:
             self.span.end(error)
         if debugging.on:
             code = status_of(error)
-            words = _GIVEN_UP if isinstance(error, asyncio.CancelledError) else error_text(error)
-            self._write("INTERNAL" if code is None else code.name, None, words[:_MAX_CHARACTERS])
+            text = _GIVEN_UP if isinstance(error, asyncio.CancelledError) else error_text(error)
+            self._write("INTERNAL" if code is None else code.name, None, text[:_MAX_CHARACTERS])
 
     def _write(self, status: str, facts: BatchFacts | None, error: str) -> None:
         fields: dict[str, Any] = {

@@ -37,7 +37,7 @@ VERSIONS = {
     "Kustomization": "kustomize.config.k8s.io/v1beta1",
     "Component": "kustomize.config.k8s.io/v1alpha1",
 }
-LAST_WORDS_S = 3
+FINAL_STOP_S = 3
 MODEL_LOAD_S = 300
 _METRIC = re.compile(r"\b(?:nv|paceline)_\w+")
 
@@ -163,7 +163,7 @@ def graces() -> Iterator[Any]:
 @pytest.mark.parametrize(("container", "grace_s"), list(graces()))
 def test_container_has_time_for_a_graceful_end(container: Container, grace_s: int) -> None:
     flags = accepted(container.args)
-    assert flags["drain_grace_secs"] + flags["exit_timeout_secs"] + LAST_WORDS_S < grace_s
+    assert flags["drain_grace_secs"] + flags["exit_timeout_secs"] + FINAL_STOP_S < grace_s
 
 
 @every_container
@@ -175,7 +175,7 @@ def test_container_takes_requests_until_endpoints_have_forgotten_it(container: C
 
 
 def test_final_stop_takes_as_long_as_the_manifests_assume() -> None:
-    assert f"_LONGEST_WORDS_S = 1.0, {LAST_WORDS_S}.0" in inspect.getsource(app)
+    assert f"_MAX_FINAL_STOP_S = 1.0, {FINAL_STOP_S}.0" in inspect.getsource(app)
 
 
 @every_container
@@ -252,7 +252,7 @@ def test_kserve_sends_requests_to_the_sidecar_which_finds_its_predictor() -> Non
     program, seconds = predictor["lifecycle"]["preStop"]["exec"]["command"]
     assert program == "sleep"
     flags = accepted(sidecar.args)
-    ends_s = flags["drain_grace_secs"] + flags["exit_timeout_secs"] + LAST_WORDS_S
+    ends_s = flags["drain_grace_secs"] + flags["exit_timeout_secs"] + FINAL_STOP_S
     assert ends_s < int(seconds) < sidecar.grace_s
 
 
