@@ -16,10 +16,23 @@ from tests.harness import ServerProcess
 from tests.polling import eventually
 from tests.wire import infer
 
+STARTS_ANOTHER = """
+import subprocess
+
+class Starting(Model):
+    def load(self, context):
+        super().load(context)
+        (HERE / "started").write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+
+Model = Starting
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return puppet.write_puppet(tmp_path / "m" / "1").parent
+    path = puppet.write_puppet(tmp_path / "m" / "1")
+    path.write_text(path.read_text() + STARTS_ANOTHER)
+    return path.parent
 
 
 @pytest.fixture
@@ -54,13 +67,15 @@ def test_model_process_ends_with_a_killed_server(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("what", [puppet.HANG, puppet.GRAB])
 def test_hanging_model_process_ends_with_a_killed_server(server: ServerProcess, folder: Path, what: int) -> None:
-    pid = pid_of(server)
+    pid, started = pid_of(server), int((folder / "started").read_text())
     with connected(server) as client:
         hanging = client.send(request(what))
         eventually((folder / "hangs").exists, "the model hanging")
+        assert not is_gone(started)
         server.kill()
         assert hanging.code() is grpc.StatusCode.UNAVAILABLE
     eventually(lambda: is_gone(pid), "the model's process gone")
+    eventually(lambda: is_gone(started), "what it has started gone")
 
 
 def test_hanging_model_process_does_not_keep_the_server_from_ending(server: ServerProcess, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import grpc
@@ -54,11 +55,17 @@ async def test_missing_openvino_fails_the_load_and_the_error_names_the_package(t
 @pytest.mark.parametrize(
     ("accelerators", "fault"),
     [
-        ("gpu_execution_accelerator { name: 'vulkan' }", "gpu_execution_accelerator: expected one of cuda, tensorrt"),
-        ("cpu_execution_accelerator { name: 'tensorrt' }", "cpu_execution_accelerator: expected one of openvino"),
+        (
+            "gpu_execution_accelerator { name: 'vulkan' }",
+            "gpu_execution_accelerator: expected one of cuda, tensorrt, got 'vulkan'",
+        ),
+        (
+            "cpu_execution_accelerator { name: 'tensorrt' }",
+            "cpu_execution_accelerator: expected one of openvino, got 'tensorrt'",
+        ),
         (
             "gpu_execution_accelerator { name: 'tensorrt' parameters { key: 'workspace' value: '1' } }",
-            "execution accelerator 'tensorrt': expected one of ",
+            "execution accelerator 'tensorrt': expected one of .*, got 'workspace'",
         ),
     ],
 )
@@ -69,7 +76,7 @@ async def test_unknown_accelerator_or_parameter_fails_the_load_and_is_named(
     async with serving(tmp_path, settings=explicit(tmp_path)) as served:
         code, text = await failure_of(load(served, "m"))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert fault in text
+        assert re.search(fault, text)
 
 
 @pytest.mark.parametrize(

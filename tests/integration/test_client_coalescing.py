@@ -25,7 +25,7 @@ from clients import (
 )
 from server.config import Settings
 from server.limits import Limits
-from tests.integration.scripted import Script, busy, marked, own
+from tests.integration.scripted import Script, busy, marked, own, totals
 from tests.integration.serving import Served, echo_model, serving
 from tests.polling import eventually_async
 
@@ -119,11 +119,13 @@ async def test_requests_of_different_shapes_are_not_merged(served: Served, clien
     assert await requests_of(served) == 2
 
 
-async def test_poisoned_row_fails_alone(client: AsyncInferenceClient, script: Script) -> None:
+async def test_poisoned_row_fails_alone(served: Served, client: AsyncInferenceClient, script: Script) -> None:
     script.errors[2] = RuntimeError("no twos")
     outcomes = await asyncio.gather(*(ask(client, number) for number in range(4)), return_exceptions=True)
     assert isinstance(outcomes[2], Internal)
     assert [outcome for number, outcome in enumerate(outcomes) if number != 2] == [[0], [1], [3]]
+    counted = totals(await served.metrics())
+    assert counted["BACKEND"] > 1, "others were sent with it at first"
 
 
 @pytest.mark.parametrize("transport", ["call", "stream"])

@@ -317,8 +317,20 @@ async def test_infer_over_streams_without_room_for_more_uses_existing_ones_or_ca
         assert await served.metric("paceline_limit_used", 'limit="streams"') == max(1, room)
 
 
-async def test_infer_over_streams_sends_large_tensors_as_calls(served: Served, client: AsyncInferenceClient) -> None:
-    large = np.zeros((1, 300_000), np.float32)
-    result = await client.infer("m", {"a": large}, request_id="mine")
-    assert (result.id, result["x"].shape) == ("mine", large.shape)
-    assert await served.metric("paceline_limit_used", 'limit="streams"') == 0
+async def test_infer_over_streams_sends_large_tensors_as_calls(tmp_path: Path, script: Script) -> None:
+    small = Settings(paths=(tmp_path,), limits=Limits(message_bytes=2 * 2**20))
+    large = np.zeros((1, 2**18 + 1), np.float32)
+    async with (
+        serving(tmp_path, {"m": script.model}, config=MERGE, settings=small) as served,
+        AsyncInferenceClient(served.target, transport="stream", timeout_s=20) as client,
+    ):
+        for sent, streams in ((large, 0), (large[:, 1:], 1)):  # the latter is just a MiB
+            result = await client.infer("m", {"a": sent}, request_id="mine")
+            assert (result.id, result["x"].shape) == ("mine", sent.shape)
+            assert await served.metric("paceline_limit_used", 'limit="streams"') == streams
+        async with busy(served, script):
+            waiting = asyncio.create_task(ask(client, 1))
+            await eventually_async(lambda: served.waiting("m") == 1, "a request of the stream waiting")
+            with pytest.raises(ResourceExhausted, match="larger than max"):
+                await client.infer("m", {"a": np.repeat(large, 2, axis=1)})
+        assert await waiting == 1

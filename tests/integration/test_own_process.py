@@ -68,7 +68,9 @@ def processes(name: str = "m") -> list[int]:
 
 async def test_input_that_crashes_the_process_fails_only_its_own_request(tmp_path: Path, frontends: int) -> None:
     write_quotient(tmp_path, FOUR)
+    write_quotient(tmp_path, name="other")
     async with serving(tmp_path) as served:
+        others = processes("other")
         *good, (status, text) = await asyncio.gather(
             *(divide(served, *pair) for pair in ((8, 2), (9, 3), (10, 5), (SMALLEST, -1)))
         )
@@ -80,6 +82,9 @@ async def test_input_that_crashes_the_process_fails_only_its_own_request(tmp_pat
         assert await asyncio.gather(*(divide(served, 8, 2) for _ in range(4))) == [4] * 4
         # One lost by the whole batch, one by the faulty request alone.
         assert await served.metric("paceline_lost_instances") == 2
+        assert await divide(served, 6, 2, "other") == 3
+        assert len(others) == 1
+        assert processes("other") == others
 
 
 async def test_model_that_crashes_its_trial_process_runs_in_its_own_process(

@@ -19,7 +19,7 @@ from server.config import Settings
 from server.errors import StartError
 from tests import models, puppet
 from tests.integration.controlling import explicit, index, load, unload
-from tests.integration.serving import Served, failure_of, serving, write_model
+from tests.integration.serving import Served, failure_of, serving
 from tests.integration.test_probes import probe
 from tests.polling import eventually_async
 from tests.wire import infer
@@ -70,13 +70,14 @@ async def together(served: Served, *elements: int) -> list[Any]:
 
 
 async def test_python_model_is_refused_unless_the_server_allows_it(tmp_path: Path) -> None:
-    folder = write(tmp_path)
+    path = write(tmp_path) / "1" / "model.py"
+    path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{path.read_text()}")
     models.write(models.mlp(), tmp_path / "other" / "1" / "model.onnx")
     async with serving(tmp_path) as served:
         lines = {line[0]: line for line in await index(served)}
         assert lines["other"][2] == "READY"
         assert "start the server with --allow-python-models true" in lines["m"][3]
-    assert not (folder / "1" / "loads").exists()
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("platform", ['backend: "python"', 'platform: "python"'])
@@ -232,14 +233,23 @@ async def test_crash_of_a_python_model_fails_its_batch_if_failures_are_not_isola
 
 
 async def test_crash_of_one_instance_does_not_affect_the_others(tmp_path: Path) -> None:
-    folder = write(tmp_path, "max_batch_size: 1 instance_group { count: 2 kind: KIND_CPU }")
-    write_model(tmp_path, "memory")
+    folder = write(tmp_path, "max_batch_size: 1 instance_group { count: 2 kind: KIND_CPU }") / "1"
+    path = folder / "model.py"
+    waits = """        if 5 in what:
+            (HERE / "waits").touch()
+            while not (HERE / "goes").exists():
+                threading.Event().wait(0.01)
+"""
+    path.write_text(path.read_text().replace("        if -1 in what:", f"{waits}        if -1 in what:"))
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
-        pids = {one.split()[0] for one in (folder / "1" / "loads").read_text().splitlines()}
-        assert len(pids) == 2
-        crash = asyncio.create_task(failure_of(served.infer(request(puppet.EXIT))))
-        assert numbers(await served.infer(request(1))) == [10]
-        assert (await crash)[0] is INTERNAL
+        assert loads(tmp_path) == 2
+        waiting = asyncio.create_task(served.infer(request(5)))
+        await eventually_async((folder / "waits").exists, "an execution by one of them")
+        assert (await failure_of(served.infer(request(puppet.EXIT))))[0] is INTERNAL
+        await eventually_async(lambda: loads(tmp_path) == 3, "another process for the one that ended")
+        (folder / "goes").touch()
+        assert numbers(await waiting) == [50]
+    assert loads(tmp_path) == 3
 
 
 async def test_death_of_an_idle_process_costs_no_request(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import grpc
 import numpy as np
 import pytest
 
+from backends.base import ModelSpec, TensorSpec
+from backends.memory import MemoryModel
 from protos import inference_pb2 as pb
 from tests.integration.regions import ROW, in_region, regions, register, settings, unregister
 from tests.integration.scripted import Script, busy, marked, own, queued, totals
@@ -33,8 +35,18 @@ def memory() -> Iterator[SharedObject]:
 
 @pytest.fixture
 async def served(tmp_path: Path, memory: SharedObject) -> AsyncIterator[Served]:
-    """Model `m` returns FP32 rows, `t` BYTES, `b` BOOL; region `r` is the whole of `memory`."""
-    models = {"m": echo_model("FP32"), "t": echo_model("BYTES", 1), "b": echo_model("BOOL")}
+    """Model `m` returns FP32 rows, `t` BYTES, `b` BOOL, `twice` its BYTES as `x` and `y`; region `r` is the whole of
+    `memory`."""
+    whole = (-1, 1)
+    twice = ModelSpec(
+        (TensorSpec("a", "BYTES", whole),), (TensorSpec("x", "BYTES", whole), TensorSpec("y", "BYTES", whole))
+    )
+    models = {
+        "m": echo_model("FP32"),
+        "t": echo_model("BYTES", 1),
+        "b": echo_model("BOOL"),
+        "twice": MemoryModel(twice, lambda inputs: (*inputs, *inputs)),
+    }
     async with serving(tmp_path, models, config=BATCHED, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)
         yield served
@@ -138,8 +150,9 @@ async def test_too_little_room_for_a_size_known_only_after_execution_writes_noth
     served: Served, memory: SharedObject
 ) -> None:
     text = np.array([[b"x" * 50]], object)
-    request = infer("t", {"a": text})
-    wanted_in(request, "x", "r", 53)
+    request = infer("twice", {"a": text})
+    wanted_in(request, "x", "r", 54)
+    wanted_in(request, "y", "r", 53, 64)
     code, got = await failure_of(served.infer(request))
     assert (code, "at least 54 bytes to hold the result, got 53" in got) == (Code.INVALID_ARGUMENT, True)
     assert memory.get(4096) == bytes(4096)

@@ -159,11 +159,11 @@ async def test_stream_errors_keep_their_place_and_leave_the_stream_open(served: 
 
 async def test_stream_error_names_its_request(served: Served) -> None:
     stream = Stream(served)
-    await stream.send(BAD, b"\xff")
-    first, second = await stream.message(), await stream.message()
-    response = first.infer_response
-    assert (response.id, response.model_name, response.model_version) == ("bad", "m", "")
-    assert (second.infer_response.id, second.infer_response.model_name) == ("", "")
+    await stream.send(BAD, infer("m", {"a": marked(7)}, id="worse", version="9"), b"\xff")
+    errors = [await stream.message() for _ in range(3)]
+    assert all(error.error_message for error in errors)
+    named = [(one.id, one.model_name, one.model_version) for one in (error.infer_response for error in errors)]
+    assert named == [("bad", "m", ""), ("worse", "m", "9"), ("", "", "")]
 
 
 @pytest.mark.parametrize(
@@ -280,11 +280,11 @@ async def test_stream_deadline_applies_to_each_of_its_requests(served: Served, s
     for _ in range(3):
         await served.infer(request(0))
     stream = Stream(served, timeout_s=0.3)
-    await stream.send(request(1))
-    answer = await stream.next()
-    assert isinstance(answer, tuple)
-    assert answer[0] == "DEADLINE_EXCEEDED"
-    assert answer[1].startswith("model 'm': Deadline Exceeded: the deadline can't be met: ")
+    await stream.send(request(1), request(2))
+    for answer in await stream.many(2):
+        assert isinstance(answer, tuple)
+        assert answer[0] == "DEADLINE_EXCEEDED"
+        assert answer[1].startswith("model 'm': Deadline Exceeded: the deadline can't be met: ")
     script.model.latency = None
     assert script.seen == [[0], [0], [0]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from server.app import Server
 from server.config import Settings
 from server.errors import StartError
 from server.telemetry.trace_settings import TraceConfig, TraceSettings
+from tests.integration.scripted import totals
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.wire import infer, rows_of_floats
 
@@ -58,6 +60,21 @@ async def test_split_request_is_traced_once(tmp_path: Path) -> None:
     async with serving(tmp_path / "models", {"m": echo_model()}, config=config, settings=settings(tmp_path)) as served:
         await served.infer(infer("m", {"a": rows_of_floats(5)}, id="long"))
     assert [name for name, _ in traces(tmp_path)] == ["long"]
+
+
+async def test_traces_that_cannot_be_written_are_lost_but_no_request_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "models").mkdir()
+    there = tmp_path / "traces"
+    there.mkdir()
+    traced = replace(settings(there), paths=(tmp_path / "models",))
+    async with serving(tmp_path / "models", {"m": echo_model()}, settings=traced) as served:
+        there.rmdir()
+        for _ in range(3):
+            assert (await served.infer(infer("m", {"a": rows_of_floats(1)}))).outputs
+        assert totals(await served.metrics())["success"] == 3
+    assert f"3 traces were not written to {there}/t.json: No such file or directory" in caplog.messages
 
 
 async def test_unwritable_trace_file_keeps_the_server_from_starting(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ async def test_only_the_deadly_requests_of_a_batch_fail(deadly: tuple[int, ...])
     payloads = deadly_among(8, *deadly)
     futures = await bench.submit(*payloads)
     assert await bench.run_all() == [payloads, *([payloads[number]] for number in deadly)]
+    executed = [batch for runner in bench.runners for batch in runner.batches]
+    assert sorted(executed, key=len) == [*([payload] for payload in payloads), payloads]
     assert outcomes(futures) == ["failed" if "!" in payload else payload.upper() for payload in payloads]
     assert sum(report.failed for report in bench.seen.reports) == len(deadly)
     assert len(bench.lost) == 1 + len(deadly)

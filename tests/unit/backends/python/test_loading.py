@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
+from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
+from backends.cuda.driver import count_gpus
 from backends.errors import LoadError
 from backends.python.backend import PythonBackend
 from tests import puppet
@@ -198,6 +199,18 @@ def test_devices_are_one_cpu_by_default_and_as_many_as_instances_for_kind_model(
     backend = PythonBackend()
     assert backend.devices([]) == (CPU,)
     assert backend.devices([InstanceGroup(GroupKind.MODEL, 3)]) == (CPU,) * 3
+
+
+@pytest.mark.gpu
+def test_devices_with_gpus_are_gpus_for_kind_gpu_and_otherwise_the_cpu() -> None:
+    try:
+        gpus = count_gpus()
+    except LoadError as error:
+        pytest.skip(str(error))
+    backend = PythonBackend()
+    assert backend.devices([InstanceGroup(GroupKind.GPU)]) == tuple(Device(DeviceKind.GPU, one) for one in range(gpus))
+    for kind in (GroupKind.AUTO, GroupKind.MODEL, GroupKind.CPU):
+        assert backend.devices([InstanceGroup(kind, 2)]) == (CPU, CPU)
 
 
 def test_interpreter_is_the_servers_by_default(folder: Path) -> None:

@@ -207,6 +207,10 @@ def test_new_model_has_every_series_at_zero(metrics: Metrics, model: VersionMetr
         assert f'paceline_dropped_requests{{model="m",reason="{drop.value}",version="3"}}' in mine
     for name in TRITON_COUNTERS - {"nv_inference_request_failure"} | {"nv_inference_pending_request_count"}:
         assert f"{name}{{{LABELS}}}" in mine
+    for name in ("hung_executions", "lost_instances", "out_of_memory", "padding_rows"):
+        assert f"paceline_{name}{{{LABELS}}}" in mine
+    for name in ("batch_rows", "request_duration_us", "queue_wait_us"):
+        assert f"paceline_{name}_count{{{LABELS}}}" in mine
     assert set(mine.values()) == {0}
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,8 +107,29 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
 
 
-def test_server_without_tracing_imports_nothing_of_opentelemetry() -> None:
-    code = "import sys, server.app; sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
+def test_server_without_tracing_imports_nothing_of_opentelemetry(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, sys
+from pathlib import Path
+from server.app import Server
+from server.config import ControlMode, Settings
+
+async def main():
+    server = Server(
+        Settings(
+            paths=(Path({str(tmp_path)!r}),),
+            model_control_mode=ControlMode.EXPLICIT,
+            grpc_address="127.0.0.1",
+            grpc_port=0,
+            metrics_port=None,
+        )
+    )
+    await server.start()
+    await server.stop(1)
+
+asyncio.run(main())
+sys.exit(any(name.split(".")[0] == "opentelemetry" for name in sys.modules))
+"""
     assert run(code).returncode == 0
 
 
