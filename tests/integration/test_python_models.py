@@ -326,6 +326,8 @@ async def test_replacements_that_hang_while_loading_hold_up_nothing_else(tmp_pat
         await eventually_async(lambda: (folder / "hanging").exists(), "loads that hang")
         await eventually_async(lambda: len((folder / "hanging").read_text()) == 10, "all of them")
         await asyncio.wait_for(index(served), 20)
+        other = infer("other", {"INPUT0": np.array([[1]], np.int64)})
+        assert numbers(await served.infer(other)) == [10]
         await asyncio.wait_for(unload(served, "other"), 20)
         await eventually_async(lambda: not served.server.repository.leaving, "the other model gone")
         await asyncio.wait_for(unload(served, "m"), 20)
