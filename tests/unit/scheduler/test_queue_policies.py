@@ -33,8 +33,11 @@ def test_poll_with_priorities_serves_lower_numbers_first_and_mixes_levels_in_one
 def test_poll_with_priorities_serves_the_lane_of_higher_priority_first_though_younger() -> None:
     queue: BatchQueue[str] = BatchQueue(LEVELS)
     queue.push("old", 1, "a", 0, priority=2)
-    queue.push("urgent", 1, "b", 1, priority=1)
-    assert names(queue.poll(2, idle=1)) == [["urgent"]]
+    for hours in (0, 1, 24):
+        now_ns = hours * 3_600_000 * MS
+        queue.push("urgent", 1, "b", now_ns, priority=1)
+        assert names(queue.poll(now_ns, idle=1)) == [["urgent"]], "however long the other has waited"
+    assert names(queue.poll(now_ns, idle=1)) == [["old"]]
 
 
 def test_push_of_higher_priority_completes_a_preferred_prefix_with_waiting_requests() -> None:

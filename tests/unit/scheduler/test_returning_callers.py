@@ -60,8 +60,9 @@ def test_idle_instance_waits_for_a_quarter_of_the_base_time_at_most() -> None:
 
 
 def test_idle_instance_does_not_wait_by_default_nor_after_a_flush() -> None:
-    for queue, now_ns in (learned(clients=4, policy=BatchPolicy(max_batch_rows=8)), learned(clients=4)):
-        queue.flush()
+    unasked, flushed = learned(clients=4, policy=BatchPolicy(max_batch_rows=8)), learned(clients=4)
+    flushed[0].flush()
+    for queue, now_ns in (unasked, flushed):
         queue.push(0, 1, "k", now_ns + 10_000)
         assert queue.poll(now_ns + 10_000, idle=1).batches
 

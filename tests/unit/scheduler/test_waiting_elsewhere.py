@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from scheduler.errors import ExecutionFailed, QueueFull
-from scheduler.isolation import SHORTEST_WAIT_NS
 from scheduler.policy import BatchPolicy, QueuePolicy
 from scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS
 from scheduler.testing import StepRunner
 from tests.unit.scheduler.gpus import Gpus
 from tests.unit.scheduler.workbench import one_turn
+
+SECOND = 1_000_000_000
 
 
 async def test_request_moves_on_past_as_many_instances_as_may_rest() -> None:
@@ -59,8 +60,10 @@ async def test_request_that_fits_nowhere_fails_though_all_instances_execute_smal
 
 async def left_one(request: str, *others: str) -> tuple[Gpus, list[Any], list[Any]]:
     """A bench where one instance had no memory for `request` and rests, while the others execute. Also the futures and
-    runners of all these requests."""
-    bench = Gpus(1 + len(others), policy=BatchPolicy(max_batch_rows=1))
+    runners of all these requests. Their queue timeouts pass before any wait for another instance ends."""
+    bench = Gpus(
+        1 + len(others), policy=BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=SECOND // 2))
+    )
     await bench.warm()
     futures = await bench.submit(request, *others)
     runners = bench.executing(request, *others)
@@ -103,7 +106,7 @@ async def test_request_waits_for_another_instance_as_long_as_an_execution_may_ta
     fits: bool, others: list[str]
 ) -> None:
     bench, (moved, *_), (here, *there) = await left_one("moved", *others)
-    bench.clock.advance(SHORTEST_WAIT_NS - 1)
+    bench.clock.advance(SECOND - 1)
     await one_turn()
     assert not here.busy
     bench.clock.advance(1)
@@ -123,17 +126,54 @@ async def test_request_waits_for_another_instance_as_long_as_an_execution_may_ta
 async def test_request_waits_longer_for_another_instance_where_executions_are_known_to_be_long() -> None:
     bench = Gpus(policy=BatchPolicy(max_batch_rows=1))
     await bench.submit("a", "b")
-    bench.clock.advance(2 * SHORTEST_WAIT_NS)
+    bench.clock.advance(2 * SECOND)
     await bench.end()
     (moved, _) = await bench.submit("moved", "long")
     here, there = bench.executing("moved", "long")
     here.fail(MemoryError())
-    bench.clock.advance(2 * SHORTEST_WAIT_NS)
+    bench.clock.advance(2 * SECOND)
     await one_turn()
     assert not here.busy
     there.finish(str.upper)
     await one_turn()
     there.finish(str.upper)
+    assert await moved == "MOVED"
+    bench.batcher.close()
+
+
+async def test_request_waits_for_another_instance_ten_seconds_at_most() -> None:
+    bench = Gpus(policy=BatchPolicy(max_batch_rows=1))
+    await bench.submit("a", "b")
+    bench.clock.advance(60 * SECOND)
+    await bench.end()
+    (moved, _) = await bench.submit("moved", "long")
+    (here, _) = bench.executing("moved", "long")
+    here.fail(MemoryError())
+    bench.clock.advance(10 * SECOND - 1)
+    await one_turn()
+    assert not here.busy
+    bench.clock.advance(1)
+    await one_turn()
+    here.finish(str.upper)
+    assert await moved == "MOVED"
+    bench.batcher.close()
+
+
+async def test_request_waits_again_for_each_further_instance_that_has_no_memory_for_it() -> None:
+    bench, (moved, *_), (here, there, *_) = await left_one("moved", "short", "long", "long too")
+    bench.clock.advance(SECOND // 2)
+    there.finish(str.upper)
+    await one_turn()
+    assert there.batches[-1] == ["moved"]
+    there.fail(MemoryError())
+    bench.clock.advance(SECOND - 1)
+    await one_turn()
+    assert not here.busy
+    assert not there.busy
+    bench.clock.advance(1)
+    await one_turn()
+    assert [one.batches[-1] for one in (here, there) if one.busy] == [["moved"]]
+    await bench.end()
     assert await moved == "MOVED"
     bench.batcher.close()
 

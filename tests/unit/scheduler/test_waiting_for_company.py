@@ -171,8 +171,9 @@ async def test_flush_ends_all_waiting_for_more_requests() -> None:
     assert await started_after(one) == 0
 
 
-async def test_crowd_of_long_ago_is_not_waited_for() -> None:
-    one = bench()
+@pytest.mark.parametrize("preferred", [(), (4, 8)])
+async def test_crowd_of_long_ago_is_not_waited_for(preferred: tuple[int, ...]) -> None:
+    one = bench(preferred_batch_rows=preferred)
     one.clock.advance(1_000 * MS)
     one.put("a")
     assert await started_after(one) == 0
