@@ -14,7 +14,9 @@ from backends.base import ModelSpec, TensorSpec
 from backends.memory import MemoryModel
 from protos import inference_pb2 as pb
 from tests.harness import write_identity
-from tests.integration.serving import Served, echo_model, serving
+from tests.integration import scripted
+from tests.integration.scripted import Script
+from tests.integration.serving import Served, echo_model, serving, write_model
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
@@ -76,20 +78,41 @@ async def test_batch_without_dynamic_batching_is_always_one_request(tmp_path: Pa
     tensor = 'name: "{}" data_type: TYPE_FP32 dims: [ -1 ]'
     config = f"max_batch_size: 8 input {{ {tensor.format('a')} }} output {{ {tensor.format('x')} }}"
     async with serving(tmp_path, {"m": model}, config=config) as served:
+        blocker = await busy(served, model)
         requests = [infer("m", {"a": rows_of_floats(rows)}) for rows in (1, 2, 3, 8)]
-        assert echoes(requests, await asyncio.gather(*send(served, *requests)))
-    assert sorted(model.batches) == [(1,), (2,), (3,), (8,)]
+        calls = send(served, *requests)
+        await eventually_async(lambda: served.waiting("m") == 4, "four requests waiting")
+        model.gate.open()
+        assert echoes(requests, await asyncio.gather(*calls))
+        await asyncio.gather(*blocker)
+    assert sorted(model.batches) == [(1,), (1,), (2,), (3,), (8,)]
 
 
-async def test_batch_of_a_model_without_batch_axis_is_always_one_request(tmp_path: Path) -> None:
-    spec = ModelSpec((TensorSpec("a", "FP32", (-1, 3)),), (TensorSpec("x", "FP32", (-1, 3)),))
-    model = MemoryModel(spec)
-    tensor = 'name: "{}" data_type: TYPE_FP32 dims: [ -1, 3 ]'
-    config = f"input {{ {tensor.format('a')} }} output {{ {tensor.format('x')} }} dynamic_batching {{ }}"
+_TENSOR = 'name: "{}" data_type: TYPE_FP32 dims: [ -1, 3 ]'
+
+
+@pytest.mark.parametrize(
+    ("first", "config"),
+    [
+        (-1, f"input {{ {_TENSOR.format('a')} }} output {{ {_TENSOR.format('x')} }} dynamic_batching {{ }}"),
+        (2, ""),  # the first dimension of the output isn't free
+    ],
+    ids=["configured", "not all free"],
+)
+async def test_batch_of_a_model_without_batch_axis_is_always_one_request(
+    tmp_path: Path, first: int, config: str
+) -> None:
+    model = MemoryModel(ModelSpec((TensorSpec("a", "FP32", (-1, 3)),), (TensorSpec("x", "FP32", (first, 3)),)))
     async with serving(tmp_path, {"m": model}, config=config) as served:
-        requests = [infer("m", {"a": rows_of_floats(rows, 3)}) for rows in (1, 2, 5)]
-        assert echoes(requests, await asyncio.gather(*send(served, *requests)))
-    assert model.batches == [(1,)] * 3
+        model.gate.close()
+        requests = [infer("m", {"a": rows_of_floats(2, 3, first=10 * i)}) for i in range(4)]
+        calls = send(served, requests[0])
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        calls += send(served, *requests[1:])
+        await eventually_async(lambda: served.waiting("m") == 3, "three requests waiting")
+        model.gate.open()
+        assert echoes(requests, await asyncio.gather(*calls))
+    assert model.batches == [(1,)] * 4
 
 
 async def test_batches_of_mixed_shapes_group_equal_ones_and_starve_none(tmp_path: Path) -> None:
@@ -208,13 +231,16 @@ async def test_two_instances_execute_at_the_same_time(tmp_path: Path) -> None:
 
 
 async def test_versions_of_a_model_have_separate_queues(tmp_path: Path) -> None:
-    write_identity(tmp_path, "m", extra="dynamic_batching { } version_policy { all { } }")
-    (tmp_path / "m" / "2").mkdir()
-    async with serving(tmp_path) as served:
-        request = infer("m", {"INPUT0": rows_of_floats(1, 16)})
-        for version, times in (("1", 2), ("2", 3)):
-            request.model_version = version
-            for _ in range(times):
-                assert (await served.infer(request)).model_version == version
-        assert await served.metric("nv_inference_count", 'model="m",version="1"') == 2
-        assert await served.metric("nv_inference_count", 'model="m",version="2"') == 3
+    """While one version is busy and requests wait for it, those for the other are answered."""
+    script = Script()
+    (write_model(tmp_path, "m", f"{MERGE} version_policy {{ all {{ }} }}") / "2").mkdir()
+    async with serving(tmp_path, {"m": script.model}) as served:
+        async with scripted.busy(served, script):  # version 2, the latest
+            waiting = await scripted.queued(served, (scripted.request(mark) for mark in range(3)))
+            for mark in (7, 8):
+                other = scripted.request(mark)
+                other.model_version = "1"
+                assert (await served.infer(other)).model_version == "1"
+            assert (served.waiting("m", "2"), served.waiting("m", "1")) == (3, 0)
+        assert [one.model_version for one in await asyncio.gather(*waiting)] == ["2"] * 3
+    assert script.served == [[7], [8], [0, 1, 2]]

@@ -45,8 +45,11 @@ async def test_bound_of_requests_does_not_count_executing_ones(tmp_path: Path, i
 async def test_bound_of_rows_is_exact_and_a_cancellation_makes_room(tmp_path: Path, order: list[int]) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE + own(max_queue_rows=5)) as served:
+        # Even though it wouldn't have to wait: a request that never fits is refused at once.
+        assert await failure_of(served.infer(request(9, 6))) == full(5, "rows")
         async with busy(served, script):
-            calls = await queued(served, (request(mark, rows) for mark, rows in enumerate(order)))
+            # The rows of all shapes count together.
+            calls = await queued(served, (request(mark, rows, 2 + mark) for mark, rows in enumerate(order)))
             for rows in (1, 8):
                 assert await failure_of(served.infer(request(9, rows))) == full(5, "rows")
             calls[-1].cancel()
