@@ -346,14 +346,18 @@ def hungry(rows: int) -> onnx.ModelProto:
 
 
 def over_rows(kind: str) -> onnx.ModelProto:
-    """OUTPUT0, FP32, whose rows depend on other rows of INPUT0 [batch, 3]: `softmax`, `cumulate` or `compare` (with
-    every other row), or which may have one row only: `reshape`."""
+    """OUTPUT0, FP32, whose rows depend on other rows of INPUT0 [batch, 3]: `softmax`, `cumulate`, `compare` (with every
+    other row) or `quantize` (by the largest number), or which may have one row only: `reshape`."""
     nodes = {
         "softmax": [helper.make_node("Softmax", ["INPUT0"], ["OUTPUT0"], axis=0)],
         "cumulate": [helper.make_node("CumSum", ["INPUT0", "axis"], ["OUTPUT0"])],
         "compare": [
             helper.make_node("Transpose", ["INPUT0"], ["columns"]),
             helper.make_node("MatMul", ["INPUT0", "columns"], ["OUTPUT0"]),
+        ],
+        "quantize": [
+            helper.make_node("DynamicQuantizeLinear", ["INPUT0"], ["quantized", "scale", "zero"]),
+            helper.make_node("DequantizeLinear", ["quantized", "scale", "zero"], ["OUTPUT0"]),
         ],
         "reshape": [helper.make_node("Reshape", ["INPUT0", "shape"], ["OUTPUT0"])],
     }

@@ -53,6 +53,7 @@ async def test_batch_of_poisoned_requests_fails_after_a_bounded_search(tmp_path:
             calls = await queued(served, (request(mark) for mark in range(32)))
         assert await asyncio.gather(*map(failure_of, calls)) == [(INTERNAL, "model 'm': no")] * 32
         assert len(script.model.batches) <= 1 + 1 + 4 * 5 + 32
+        assert {len(batch) for batch in script.model.batches[1 + 1 + 4 * 5 :]} == {1}
         assert totals(await served.metrics())["BACKEND"] == 32
 
 

@@ -101,6 +101,10 @@ async def test_failure_with_a_text_of_a_megabyte_is_shortened_in_the_middle(serv
             "rows of the batch",
         ),
         (lose_output, "expected 1 outputs, got 0"),
+        (
+            lambda outputs: [one[..., np.newaxis] for one in outputs],
+            "output 'x': expected shape [1, -1], got [1, 2, 1]",
+        ),
         (change_datatype, "output 'x': expected FP32, got numpy's complex64"),
     ],
 )

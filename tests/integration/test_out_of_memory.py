@@ -65,9 +65,12 @@ async def test_request_that_does_not_fit_alone_fails_and_those_in_its_batch_are_
     model = hungry(4)
     async with serving(tmp_path, {"m": model}, config=MERGE) as served:
         large = asyncio.create_task(failure_of(served.infer(infer("m", {"a": rows_of_floats(8)}))))
-        small = [asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(2)}))) for _ in range(4)]
+        requests = [infer("m", {"a": rows_of_floats(2, first=10 * number)}) for number in range(4)]
+        small = [asyncio.create_task(served.infer(request)) for request in requests]
         assert await large == (EXHAUSTED, f"model 'm': {SHORT}")
-        assert all(answer.raw_output_contents for answer in await asyncio.gather(*small))
+        for request, answer in zip(requests, await asyncio.gather(*small), strict=True):
+            assert answer.raw_output_contents[0] == request.raw_input_contents[0]
+        assert sorted(model.batches[0]) == [2, 2, 2, 2, 8]
 
 
 class HalfFull(MemoryModel):

@@ -163,6 +163,7 @@ async def test_batch_without_memory_in_its_process_is_rerun_in_smaller_ones(tmp_
         answers = await asyncio.gather(*(served.infer(infer("m", {"INPUT0": row})) for row in rows))
         assert [one.raw_output_contents[0] for one in answers] == [row.tobytes() for row in rows]
         assert await served.metric("paceline_out_of_memory") == 1
+        assert await served.metric("paceline_allowed_batch_rows") == 2
         status, _ = await failure_of(served.infer(infer("m", {"INPUT0": np.zeros((3, 1), np.float32)})))
         assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await served.metric("paceline_lost_instances") == 0

@@ -29,8 +29,8 @@ def _alone(model: onnx.ModelProto, inputs: list[Array]) -> list[Array]:
     return [session.run(None, {"INPUT0": one})[0] for one in inputs]
 
 
-async def _limit(served: Served) -> int:
-    asked = await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))
+async def _limit(served: Served, name: str = "m") -> int:
+    asked = await served.stub.ModelConfig(pb.ModelConfigRequest(name=name))
     return int(asked.config.max_batch_size)
 
 
@@ -80,6 +80,17 @@ async def test_dynamically_quantized_model_is_batched_and_the_log_says_what_that
         answers = await asyncio.gather(*map(served.infer, requests))
         assert not np.allclose(np.frombuffer(answers[0].raw_output_contents[0], np.float32), alone(1))
     assert "model 'm': DynamicQuantizeLinear scales by the largest number in a batch" in caplog.text
+
+
+async def test_dynamically_quantized_model_is_batched_unless_a_trial_shows_much_difference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows of a table that a trial looks up differ little in size; numbers that callers send, by any factor."""
+    models.write(models.dynamically_quantized(), tmp_path / "little" / "1" / "model.onnx")
+    models.write(models.over_rows("quantize"), tmp_path / "much" / "1" / "model.onnx")
+    async with serving(tmp_path) as served:
+        assert [await _limit(served, name) for name in ("little", "much")] == [32, 0]
+    assert [line.split()[1] for line in caplog.messages if "scales by the largest number" in line] == ["'little':"]
 
 
 @pytest.mark.parametrize(
