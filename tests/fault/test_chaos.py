@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from protos import inference_pb2 as pb
 from tests.fault.traffic import connected, quiet, request
 from tests.fuzz.mutation import mutated
 from tests.fuzz.targets import inputs
@@ -61,7 +62,7 @@ class Chaos:
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
     async def _call(self, kind: str, number: int, chance: random.Random) -> Code:
-        data, timeout_s = self._data(kind, chance), 60.0
+        data, timeout_s = self._data(kind, number, chance), 60.0
         if kind == "hasty":
             timeout_s = chance.choice((0.0005, 0.003, 0.01))
         call = self._calls[number % len(self._calls)](data, timeout=timeout_s)
@@ -69,13 +70,18 @@ class Chaos:
             await asyncio.sleep(chance.choice((0, 0.001, 0.004)))
             call.cancel()
         code: Code = await call.code()
+        if kind == "good" and code is Code.OK:
+            answer = pb.ModelInferResponse.FromString(await call)
+            assert answer.raw_output_contents[0] == pb.ModelInferRequest.FromString(data).raw_input_contents[0]
         return code
 
-    def _data(self, kind: str, chance: random.Random) -> bytes:
+    def _data(self, kind: str, number: int, chance: random.Random) -> bytes:
         if kind == "bad":
             bad = request(columns=chance.choice((0, 15, 17)))
             return bad.SerializeToString()
-        return mutated("infer", chance, self._corpus) if kind == "malformed" else self._good
+        if kind == "malformed":
+            return mutated("infer", chance, self._corpus)
+        return request(first=number).SerializeToString()
 
     async def _break_off(self, chance: random.Random) -> None:
         """Open a separate connection, and end it in the middle of a request, properly or with a reset."""
@@ -96,7 +102,7 @@ def descriptors(server: ServerProcess) -> int:
     return len(list(Path(f"/proc/{server.pid}/fd").iterdir()))
 
 
-async def test_chaos_gets_only_the_expected_statuses_and_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_chaos_gets_expected_statuses_and_each_its_own_answer_and_leaves_nothing_behind(tmp_path: Path) -> None:
     write_identity(tmp_path, extra=CONFIG)
     with ServerProcess(tmp_path) as server:
         with connected(server) as client:

@@ -393,6 +393,20 @@ def test_load_logs_how_the_model_will_batch(
     assert record.getMessage().endswith(text)
 
 
+class Untried(Model):
+    """May not be tried."""
+
+    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
+        raise AssertionError("it was tried")
+
+
+@pytest.mark.parametrize("config", ["max_batch_size: 4", "dynamic_batching { }"])
+def test_load_of_a_model_that_is_configured_to_batch_tries_nothing(tmp_path: Path, config: str) -> None:
+    (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf(v1=Untried()).of)
+    assert loaded.plan.max_batch_rows > 1
+    loaded.close()
+
+
 class Endless(Model):
     """Hangs in its trial run until `gate` opens."""
 
