@@ -7,7 +7,7 @@ import ast
 
 import pytest
 
-from tests.unit.test_imports import modules
+from tests.unit.product_modules import modules
 
 # Where the time of day is shown, and nothing is computed with it.
 TOLD = {

@@ -7,12 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
-PACKAGES = ("protos", "scheduler", "backends", "clients", "server")
+from tests.unit.product_modules import PACKAGES, REPO, modules
 
 # What each package may import besides the standard library and itself: a top-level name, or a module and what it holds.
 ALLOWED = {
@@ -49,17 +47,6 @@ LAYERS = ("memory", "codec", "telemetry", "models", "requests", "rpc", "fronts")
 TOP = {"server.app", "server.cli", "server.__main__"}
 # They gather the settings of all parts, each of which declares its own.
 GATHERERS = {"server.config", "server.flags"}
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """Every module of the five packages, by name."""
-    found = {}
-    for package in PACKAGES:
-        for path in (REPO / package).rglob("*.py"):
-            parts = path.relative_to(REPO).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
 
 
 @cache

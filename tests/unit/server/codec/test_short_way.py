@@ -25,7 +25,7 @@ from server.memory.regions import Regions
 from server.memory.system_region import open_system_region
 from server.rpc.handlers import serialized
 from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
-from tests.unit.backends.cuda.test_memory import HANDLE, Driver
+from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
 from tests.wire import bytes_element, infer, rows_of_floats
 
 INPUTS = TensorSpec("a", "FP32", (-1, -1)), TensorSpec("t", "BOOL", (1,))

@@ -14,7 +14,7 @@ from backends.cuda.memory import open_cuda_memory
 from server.memory.cuda_region import CudaRegion
 from server.memory.output_writing import writing_outputs
 from server.memory.region_tensors import Inputs, Span, TargetedInputs
-from tests.unit.backends.cuda.test_memory import HANDLE, Driver
+from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
 from tests.wire import rows_of_floats
 
 TEXTS: Array = np.array([[b"text"]], object)

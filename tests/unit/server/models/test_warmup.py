@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from backends.base import MISSING, Array, Device, ModelInstance, ModelSpec, Tensors, TensorSpec
+from backends.base import MISSING, Array, Device, ModelSpec, Tensors, TensorSpec
 from backends.errors import DeviceLost, ExecutionError, LoadError, Unequipped
 from backends.memory import MemoryModel
 from protos import model_config_pb2 as pb
@@ -20,52 +19,8 @@ from protos.datatypes import DATATYPES, by_name
 from server.errors import ConfigError
 from server.models.model_config import plan
 from server.models.warmup import WarmUp
+from tests.unit.server.models.warmup_bench import Bench, sample
 from tests.wire import bytes_element
-
-Executed = list[list[Array]]
-
-
-class Bench:
-    """Instances of one model that record their inputs; its input `a` and output `x` have `datatype` and `dims`."""
-
-    def __init__(
-        self,
-        datatype: str = "FP32",
-        dims: tuple[int, ...] = (2,),
-        rows: int = 4,
-        instances: int = 1,
-        any_rank: bool = False,
-    ) -> None:
-        whole = (-1, *dims) if rows else dims
-        a, x = (TensorSpec(name, datatype, whole, any_rank=any_rank) for name in "ax")
-        self.own = ModelSpec((a,), (x,))
-        self.rows = rows
-        self.seen: Executed = []
-        self.model = MemoryModel(self.own, self._keep)
-        self.count = instances
-
-    def _keep(self, inputs: Tensors) -> Tensors:
-        self.seen.append(list(inputs))
-        return inputs
-
-    def warm(self, text: str, folder: Path = Path()) -> None:
-        config = text_format.Parse(f'name: "m" max_batch_size: {self.rows} {text}', pb.ModelConfig())
-        served = plan(config, self.own)
-        instances: Sequence[ModelInstance] = [self.model.instance(served.spec, Device()) for _ in range(self.count)]
-        warm_up = WarmUp(config, served, folder)
-        for instance in instances:
-            warm_up.run(instance)
-
-    def refusal(self, text: str, folder: Path = Path()) -> str:
-        with pytest.raises(ConfigError) as caught:
-            self.warm(text, folder)
-        return str(caught.value)
-
-
-def sample(data: str = "zero_data: true", dims: str = "2", datatype: str = "FP32", more: str = "batch_size: 1") -> str:
-    name = "STRING" if datatype == "BYTES" else datatype
-    return f"""model_warmup {{ name: "s" {more}
-        inputs {{ key: "a" value {{ data_type: TYPE_{name} dims: [ {dims} ] {data} }} }} }}"""
 
 
 def values(bench: Bench) -> list[Any]:

@@ -16,7 +16,7 @@ from protos import model_config_pb2 as pb
 from server.errors import ConfigError
 from server.models.model_config import plan
 from server.models.warmup import WarmUp
-from tests.unit.server.models.test_warmup import Bench, sample
+from tests.unit.server.models.warmup_bench import Bench, sample
 
 
 class Slot:

@@ -15,7 +15,7 @@ from server.errors import InvalidRequest
 from server.memory.cuda_region import CudaRegion, open_cuda_region
 from server.memory.regions import Regions
 from server.rpc.shared_memory import SharedMemory
-from tests.unit.backends.cuda.test_memory import HANDLE, Driver
+from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
 
 
 def no_gpu() -> int:
