@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -53,8 +54,15 @@ class Reflection:
         self._closed.set()
 
     async def _answer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        async for response in self._servicer.ServerReflectionInfo(_until(self._closed, requests), context):
-            yield response
+        try:
+            async for response in self._servicer.ServerReflectionInfo(_until(self._closed, requests), context):
+                yield response
+            return
+        except DecodeError as error:
+            refusal = context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        # As in `answering`: the error that ends the call is kept with it, and its traceback holds this frame.
+        del requests, context
+        await refusal
 
 
 async def _until(closed: asyncio.Event, items: AsyncIterator[T]) -> AsyncIterator[T]:

@@ -27,6 +27,7 @@ SERVED |= {"RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"}
 SERVED |= {f"{kind}SharedMemory{what}" for kind in ("System", "Cuda") for what in ("Status", "Register", "Unregister")}
 SERVED |= {"ModelConfig", "LogSettings", "TraceSetting"}
 HEALTH = ("grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch")
+REFLECTION = tuple(f"grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha"))
 WITHOUT = "expected one request message, got none"
 STREAMED = {"ModelStreamInfer"}
 ALL = {name for name in vars(GRPCInferenceServiceServicer) if not name.startswith("_")}
@@ -66,11 +67,15 @@ async def test_call_of_any_method_with_bytes_that_are_not_a_message_is_refused(s
     assert text.startswith(f"Error parsing message with type 'inference.{method}Request'")
 
 
-@pytest.mark.parametrize("path", HEALTH)
-async def test_health_call_with_bytes_that_are_not_a_message_is_refused(served: Served, path: str) -> None:
+@pytest.mark.parametrize("path", [*HEALTH, *REFLECTION])
+async def test_health_or_reflection_call_with_bytes_that_are_not_a_message_is_refused(
+    served: Served, path: str
+) -> None:
     call: Any = served.channel.stream_stream(f"/{path}")(timeout=20)
     await call.write(b"\xff")
-    assert (await failure_of(call.read()))[0] is Code.INVALID_ARGUMENT
+    code, text = await failure_of(call.read())
+    assert code is Code.INVALID_ARGUMENT
+    assert text.startswith("Error parsing message with type 'grpc.")
 
 
 @pytest.mark.parametrize("frontends", [1, 2])
