@@ -186,8 +186,9 @@ async def test_register_out_of_bounds_is_refused(triton: Triton, size: int, offs
     ],
 )
 async def test_register_of_a_bad_key_is_refused(triton: Triton, key: str, text: str) -> None:
-    with pytest.raises(InferenceServerException, match=text):
+    with pytest.raises(InferenceServerException, match=text) as raised:
         await triton.register_system_shared_memory("data", key, 64)
+    assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
 async def test_register_twice_is_refused_and_unregister_works_before_and_after(triton: Triton) -> None:

@@ -197,6 +197,7 @@ async def test_trace_of_requests_is_a_file_of_timestamps(client: Triton, trace_f
         ("", {"trace_level": "MAX"}, "INVALID_ARGUMENT", "'trace_level': expected some of OFF"),
         ("", {"trace_level": ["TENSORS"]}, "UNIMPLEMENTED", "'trace_level': TENSORS is not supported"),
         ("", {"trace_file": "x"}, "UNIMPLEMENTED", "'trace_file' can only be given when the server starts"),
+        ("", {"trace_mode": "x"}, "UNIMPLEMENTED", "'trace_mode' can only be given when the server starts"),
         ("", {"colour": "red"}, "INVALID_ARGUMENT", "trace setting 'colour': expected one of"),
         ("nosuch", {"trace_rate": "1"}, "INVALID_ARGUMENT", "Request for unknown model: 'nosuch'"),
         ("nosuch", {}, "INVALID_ARGUMENT", "Request for unknown model: 'nosuch'"),

@@ -28,6 +28,7 @@ class Seen:
 
     name: str
     trace: str
+    state: str
     id: str
     parent: str
     kind: int
@@ -88,6 +89,7 @@ def _seen(span: Any, resource: dict[str, Any]) -> Seen:
     return Seen(
         name=span.name,
         trace=span.trace_id.hex(),
+        state=span.trace_state,
         id=span.span_id.hex(),
         parent=span.parent_span_id.hex(),
         kind=span.kind,

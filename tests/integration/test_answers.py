@@ -84,6 +84,15 @@ async def test_infer_refuses_text_that_is_not_utf8_before_the_model_sees_it(clie
     assert good["OUTPUT0"].tolist() == [[b"fine"]]
 
 
+async def test_infer_of_a_model_that_returns_text_that_is_not_utf8_is_internal(tmp_path: Path) -> None:
+    bad = models.helper.make_tensor("bad", models.TensorProto.STRING, [1], [b"\xff\xfe"])
+    node = models.helper.make_node("Constant", [], ["OUTPUT0"], value=bad)
+    models.write(models.model([node], [], [models.tensor("OUTPUT0", "BYTES", [1])]), tmp_path / "m" / "model.onnx")
+    async with serving(tmp_path) as served:
+        code, text = await failure_of(served.infer(infer("m")))
+    assert (code, "'utf-8' codec can't decode byte 0xff" in text) == (grpc.StatusCode.INTERNAL, True)
+
+
 async def test_infer_without_batch_axis_uses_the_shape_unchanged(client: AsyncInferenceClient) -> None:
     ones = np.ones(2, np.float32)
     assert (await client.infer("whole", {"INPUT0": ones, "INPUT1": ones}))["OUTPUT0"].tolist() == [2, 2]

@@ -117,9 +117,10 @@ async def test_stopping_server_is_live_but_not_ready_while_it_answers_accepted_r
 class Slow(MemoryBackend):
     """A backend that opens no model before `go_on` is set."""
 
-    go_on = Event()
+    asked, go_on = Event(), Event()
 
     def open(self, source: ModelSource, device: Device) -> MemoryModel:
+        self.asked.set()
         assert self.go_on.wait(20)
         return super().open(source, device)
 
@@ -134,6 +135,8 @@ async def test_server_is_live_but_not_ready_while_loading(tmp_path: Path) -> Non
         await eventually_async(lambda: server.metrics_port, "the metrics port")
         assert await asyncio.to_thread(get, server.metrics_port, "/livez") == (200, "ok\n")
         assert await asyncio.to_thread(get, server.metrics_port, "/readyz") == (503, "starting\n")
+        assert await asyncio.to_thread(backend.asked.wait, 20)
+        assert server.grpc_port == 0, "it opens when models are loaded"
     finally:
         backend.go_on.set()
         await starting

@@ -69,9 +69,10 @@ async def test_request_is_a_server_span_in_its_callers_trace_with_queue_and_comp
 ) -> None:
     before_ns = time.time_ns()
     async with traced(tmp_path, collector) as served:
-        await call(served, request(3, "r7"), SAMPLED)
+        await call(served, request(3, "r7"), SAMPLED, ("tracestate", "vendor=1"))
     span = collector.one("infer m")
     assert (span.trace, span.parent, span.kind, span.status) == (TRACE, SPAN, SERVER, UNSET)
+    assert span.state == "vendor=1"
     assert span.attributes == {
         "rpc.system": "grpc",
         "rpc.service": "inference.GRPCInferenceService",

@@ -12,12 +12,14 @@ import grpc
 import pytest
 
 from backends.errors import ExecutionError
+from protos import inference_pb2 as pb
 from server.app import Server
 from server.config import Settings
 from server.errors import StartError
 from server.telemetry.trace_settings import TraceConfig, TraceSettings
+from tests.integration.controlling import explicit, load
 from tests.integration.scripted import totals
-from tests.integration.serving import echo_model, failure_of, serving
+from tests.integration.serving import echo_model, failure_of, serving, write_model
 from tests.wire import infer, rows_of_floats
 
 
@@ -75,6 +77,24 @@ async def test_traces_that_cannot_be_written_are_lost_but_no_request_is(
             assert (await served.infer(infer("m", {"a": rows_of_floats(1)}))).outputs
         assert totals(await served.metrics())["success"] == 3
     assert f"3 traces were not written to {there}/t.json: No such file or directory" in caplog.messages
+
+
+async def test_settings_of_a_model_that_failed_to_load_are_kept_for_it(tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    models = {"other": echo_model()}
+    write_model(repository, "m")
+    off = TraceConfig(tmp_path / "t.json", TraceSettings(rate=1))
+    given = explicit(repository, load=("m", "other"), trace=off, allow_remote_settings=True)
+    async with serving(repository, models, settings=given) as served:
+        change = pb.TraceSettingRequest(model_name="m")
+        change.settings["trace_level"].value.append("TIMESTAMPS")
+        told = await served.stub.TraceSetting(change, timeout=20)
+        assert list(told.settings["trace_level"].value) == ["TIMESTAMPS"]
+        models["m"] = echo_model()
+        await load(served, "m")
+        for name in models:
+            await served.infer(infer(name, {"a": rows_of_floats(1)}, id=name))
+    assert [name for name, _ in traces(tmp_path)] == ["m"]
 
 
 async def test_unwritable_trace_file_keeps_the_server_from_starting(tmp_path: Path) -> None:

@@ -168,12 +168,15 @@ class Model:
     def execute(self, inputs):
         if inputs["x"][0, 0] == b"numpy":
             return {"y": numpy.array([["t\u00e9xt"], ["a\\0"]], numpy.dtypes.StringDType())}
-        return {"y": [[{b"text": "t\u00e9xt", b"bytes": b"a\\0", b"none": None}[row[0]]] for row in inputs["x"]]}
+        answers = {b"text": "t\u00e9xt", b"bytes": b"a\\0", b"\\xff\\0": b"\\xfe\\0", b"none": None}
+        return {"y": [[answers[row[0]]] for row in inputs["x"]]}
 """
     with serving(folder, text, single("BYTES")) as instance:
         for elements in (b"text", b"bytes"), (b"numpy", b""):
             execution = instance.execute([(np.array(elements, object).reshape(2, 1),)])
             assert [array.tolist() for (array,) in execution.results] == [[["t\u00e9xt".encode()], [b"a\0"]]]
+        ((not_utf8,),) = instance.execute([(np.array([[b"\xff\0"]], object),)]).results
+        assert not_utf8.tolist() == [[b"\xfe\0"]]
         with pytest.raises(ExecutionError, match="'y': expected numbers of one datatype, or bytes, got NoneType"):
             instance.execute([(np.array([[b"none"]], object),)])
 

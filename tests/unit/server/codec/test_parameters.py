@@ -77,7 +77,7 @@ def test_parse_binary_data_output_false_asks_for_typed_outputs(binary: bool, typ
         ("sequence_end", False),
         ("triton_enable_empty_final_response", True),
         ("paceline_unordered", True),
-        ("paceline_cancel", False),
+        ("paceline_cancel", True),
         ("paceline_deadline_us", 0),
     ],
 )
