@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from backends.base import Device, ModelSpec
-from backends.errors import DeviceLost, LoadError, OutOfMemory, ProcessEndedBeforeBatch
+from backends.errors import DeviceLost, InstanceLost, LoadError, OutOfMemory, ProcessEndedBeforeBatch, StalePlan
 from backends.memory import MemoryInstance, MemoryModel
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.test_probes import probe
@@ -75,6 +75,22 @@ async def test_lost_batch_is_not_run_again_since_its_tensors_may_have_broken_the
         assert failures == [(grpc.StatusCode.INTERNAL, f"model 'm': {BROKEN}")] * 4
         assert model.batches == [(1, 1, 1, 1)]
         assert served.server.repository.ready
+
+
+@pytest.mark.parametrize(
+    "error", [StalePlan("outdated"), ProcessEndedBeforeBatch("gone")], ids=lambda e: type(e).__name__
+)
+async def test_batch_that_its_lost_instance_did_not_begin_runs_whole_on_another(
+    tmp_path: Path, error: InstanceLost
+) -> None:
+    model = echo_model()
+    delay = "dynamic_batching { max_queue_delay_microseconds: 60000000 }"
+    config = f"{BATCHED} {delay} instance_group {{ count: 2 kind: KIND_CPU }}"
+    async with serving(tmp_path, {"m": model}, config=config) as served:
+        model.faults.raise_next(error)
+        for answer in await asyncio.gather(*(served.infer(ONE) for _ in range(4))):
+            assert answer.raw_output_contents[0] == ONE.raw_input_contents[0]
+        assert model.batches == [(1, 1, 1, 1)] * 2
 
 
 async def test_device_that_stays_lost_is_unavailable_not_ready_and_not_live_until_it_is_back(
