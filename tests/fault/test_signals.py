@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -194,6 +195,19 @@ def test_second_signal_ends_at_once_with_its_status(tmp_path: Path, second: int)
         assert ends(server, 15) == 128 + second
         assert call.code() is UNAVAILABLE
         assert other.code() is UNAVAILABLE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="which signals a process catches is told by Linux")
+def test_signal_that_is_not_handled_ends_the_process_at_once(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path) as server:
+        status = Path(f"/proc/{server.pid}/status").read_text(encoding="ascii")
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+        others = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+        assert not [one for one in others if caught >> (one - 1) & 1]
+        assert caught >> (signal.SIGTERM - 1) & 1
+        server.signal(signal.SIGUSR1)
+        assert ends(server, 15) == -signal.SIGUSR1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

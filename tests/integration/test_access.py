@@ -118,6 +118,9 @@ async def test_token_changed_on_disk_replaces_the_old_one(tmp_path: Path) -> Non
     settings = with_tokens(tmp_path, "good")
     async with serving(tmp_path, {"m": Script().model}, settings=settings) as served:
         assert mark_of(await served.stub.ModelInfer(request(1), metadata=GOOD, timeout=20)) == 1
+        stream = Stream(served, metadata=list(GOOD))
+        await stream.send(request(2))
+        assert await stream.next() == 2
         new = tmp_path / "new"
         new.write_text(line_of("other", "other"))
         assert settings.token_file is not None
@@ -134,6 +137,8 @@ async def test_token_changed_on_disk_replaces_the_old_one(tmp_path: Path) -> Non
         assert set(outcomes) == {Code.OK, Code.UNAUTHENTICATED}
         other = [("authorization", "Bearer other")]
         assert mark_of(await served.stub.ModelInfer(request(1), metadata=other, timeout=20)) == 1
+        await stream.send(request(3))
+        assert await stream.next() == 3, "open streams stay open"
 
 
 async def test_message_of_a_refused_call_is_not_read(tmp_path: Path) -> None:
