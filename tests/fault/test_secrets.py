@@ -95,6 +95,7 @@ def test_secrets_in_the_servers_environment_are_not_passed_to_models(tmp_path: P
     assert "weights-in-a-bucket" in said
     assert KEY not in said
     assert TOKEN not in said
+    assert "PACELINE_" not in said
 
 
 def test_secrets_in_invalid_flags_are_not_printed(tmp_path: Path) -> None:

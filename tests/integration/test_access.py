@@ -11,13 +11,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import inference_pb2 as pb
 from server.config import Settings
 from server.rpc.restrictions import GROUPS, parse_restrictions
 from server.rpc.tokens import line_of
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
+from tests.integration.upstreams import Upstream, proxying, upstream
 
 pytestmark = pytest.mark.usefixtures("frontends")
 
@@ -198,11 +198,17 @@ async def test_restricted_health_needs_its_header_but_no_token(tmp_path: Path) -
 # ---- Secrets ---------------------------------------------------------------------------------------------------------
 
 
-async def test_authorization_header_is_not_forwarded_to_models(tmp_path: Path) -> None:
-    """Headers with credentials are skipped before any check: one with a reserved name would be refused."""
+async def test_headers_that_identify_the_caller_become_no_parameters(tmp_path: Path) -> None:
+    """Another server is told the parameters that headers become."""
+    stub = Upstream()
     settings = with_tokens(tmp_path, "good", grpc_header_forward_pattern=".*")
-    async with serving(tmp_path, {"m": Script().model}, settings=settings) as served:
-        stream_answer = await served.stub.ModelInfer(request(1), metadata=GOOD, timeout=20)
-        assert mark_of(stream_answer) == 1
-        assert isinstance(stream_answer, pb.ModelInferResponse)
-        assert "authorization" not in stream_answer.parameters
+    headers = [*GOOD, ("triton-grpc-protocol-k", "v"), ("x-tenant", "a")]
+    async with upstream(stub) as target, proxying(tmp_path, target, settings=settings, models=("m",)) as served:
+        await served.stub.ModelInfer(request(1), metadata=headers, timeout=20)
+        stream = Stream(served, metadata=headers)
+        await stream.send(request(2))
+        await stream.message()
+    assert len(stub.calls) == 2
+    for call in stub.calls:
+        assert call.parameters["x-tenant"].string_param == "a"
+        assert not {"authorization", "triton-grpc-protocol-k"} & set(call.parameters)

@@ -124,6 +124,7 @@ async def test_message_beyond_the_limit_is_refused_and_one_of_exactly_that_size_
     size = message.ByteSize()
     async with serving(tmp_path, {"m": echo_model()}, settings=limited(tmp_path, message_bytes=size)) as served:
         await served.infer(message)
+        witness = Stream(served)
         message.id = "x"
         assert (await failure_of(served.infer(message)))[0] is Code.RESOURCE_EXHAUSTED
         stream = Stream(served)
@@ -131,6 +132,8 @@ async def test_message_beyond_the_limit_is_refused_and_one_of_exactly_that_size_
         assert (await stream.status())[0] is Code.RESOURCE_EXHAUSTED
         message.id = ""
         await served.infer(message)
+        await witness.send(message)
+        assert (await witness.message()).infer_response.outputs
         assert await served.metric("paceline_limit", 'limit="message_bytes"') == size
 
 
@@ -160,6 +163,7 @@ async def test_texts_in_shared_memory_may_not_exceed_a_message_but_numbers_may(t
 async def test_headers_beyond_the_limit_are_refused_while_the_connection_keeps_working(tmp_path: Path) -> None:
     settings = limited(tmp_path, metadata_bytes=4096)
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        witness = Stream(served)
         for size, code in (
             (3000, None),
             (4096, Code.RESOURCE_EXHAUSTED),
@@ -171,6 +175,8 @@ async def test_headers_beyond_the_limit_are_refused_while_the_connection_keeps_w
                 await call
             else:
                 assert (await failure_of(call))[0] is code
+            await witness.send(one())
+            assert (await witness.message()).infer_response.outputs
 
 
 # ---- Queues ----------------------------------------------------------------------------------------------------------

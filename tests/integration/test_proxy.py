@@ -198,7 +198,7 @@ async def test_requests_with_different_headers_are_sent_separately_with_them(tmp
         assert not any("cookie" in found for found in stub.headers)
 
 
-async def test_trace_headers_are_passed_on_unless_the_batch_has_several_requests(tmp_path: Path) -> None:
+async def test_trace_headers_are_passed_on_unless_they_differ_within_the_batch(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
 
@@ -207,15 +207,16 @@ async def test_trace_headers_are_passed_on_unless_the_batch_has_several_requests
             return asyncio.ensure_future(served.stub.ModelInfer(request(mark), metadata=metadata, timeout=20))
 
         await traced(1, "t1")
-        calls = await held(served, stub)
-        for number, trace in enumerate(["t2", "t3"]):
-            calls.append(traced(number, trace))
-            await eventually_async(lambda n=number: served.waiting("m") == n + 1, "waiting")
-        stub.gate.set()
-        await asyncio.gather(*calls)
-        assert [found.get("traceparent") for found in stub.headers] == ["t1", None, None]
-        assert stub.headers[0]["x-request-id"] == "t1"
-        assert stub.marks[2] == [0, 1]
+        for traces in (["t2", "t3"], ["t4", "t4"]):
+            calls = await held(served, stub)
+            for number, trace in enumerate(traces):
+                calls.append(traced(number, trace))
+                await eventually_async(lambda n=number: served.waiting("m") == n + 1, "waiting")
+            stub.gate.set()
+            await asyncio.gather(*calls)
+        assert stub.marks == [[1], [-1], [0, 1], [-1], [0, 1]]
+        for name in ("traceparent", "x-request-id"):
+            assert [found.get(name) for found in stub.headers] == ["t1", None, None, None, "t4"]
 
 
 async def test_headers_to_pass_on_are_configurable(tmp_path: Path) -> None:

@@ -133,13 +133,14 @@ async def test_refusal_not_due_to_a_request_fails_the_whole_batch_without_a_reru
 async def test_batch_beyond_the_upstreams_message_limit_is_sent_in_halves(tmp_path: Path) -> None:
     stub = Upstream()
     async with (
-        upstream(stub, options=[("grpc.max_receive_message_length", 1000)]) as target,
+        upstream(stub, options=[("grpc.max_receive_message_length", 250)]) as target,
         proxying(tmp_path, target, **NAMED) as served,
     ):
-        calls = await held(served, stub, *(request(mark, rows=32) for mark in range(1, 5)))
+        calls = await held(served, stub, *(request(mark, rows=8) for mark in range(1, 5)))
         stub.gate.set()
         answers = await asyncio.gather(*calls)
         assert [float(tensors_of(one)["x"][0, 0]) for one in answers] == [-2, 2, 4, 6, 8]
+        assert sorted(sorted(set(marks)) for marks in stub.marks) == [[-1], [1, 2], [3, 4]]
 
 
 def short(call: pb.ModelInferRequest) -> pb.ModelInferResponse:

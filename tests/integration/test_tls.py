@@ -229,9 +229,9 @@ def test_certificate_outside_its_validity_is_a_warning_at_the_start_and_on_repla
             pair.replace(other)
             ssl.get_server_certificate(("127.0.0.1", server.grpc_port))
     used = f"TLS: new certificates are in use, from {pair.certificate}"
-    expired, used_good, early, used_early = [
-        line["message"] for line in server.log if line["message"].startswith("TLS:")
-    ]
+    lines = [line for line in server.log if line["message"].startswith("TLS:")]
+    expired, used_good, early, used_early = [line["message"] for line in lines]
+    assert [line["level"] for line in lines] == ["WARNING", "INFO", "WARNING", "INFO"]
     assert expired == f"TLS: {pair.certificate}: certificate has expired; clients will refuse to connect"
     # The reasons are OpenSSL's, and later versions of it say more.
     assert early.startswith(f"TLS: {pair.certificate}: certificate is not yet valid")
