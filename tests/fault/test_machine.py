@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.traffic import connected, quiet, request, says
 from tests.harness import REPO, ServerProcess, write_identity
+from tests.integration.http2 import begun_calls
 from tests.polling import eventually
 from tests.ports import free_port
 
@@ -38,6 +40,14 @@ def no_more_descriptors(server: ServerProcess, spare: int) -> Iterator[None]:
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, before)
 
 
+def _connection(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+def _is_answered(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
+
+
 def _hard_limit(server: ServerProcess) -> int:
     return resource.prlimit(server.pid, resource.RLIMIT_NOFILE)[1]
 
@@ -50,13 +60,19 @@ def test_exhausted_descriptors_refuse_loads_while_open_connections_are_served(tm
         stub: Any = GRPCInferenceServiceStub(client.channel)  # type: ignore[no-untyped-call]
         load = pb.RepositoryModelLoadRequest(model_name="echo")
         assert client.code(request()) is OK
-        with no_more_descriptors(server, spare=4), ExitStack() as connections:
-            for port in [server.grpc_port] * 20 + [server.metrics_port] * 5:
-                connections.enter_context(socket.create_connection(("127.0.0.1", port)))
-            refused = stub.RepositoryModelLoad.future(load, timeout=60)
-            assert refused.code() in (INVALID, grpc.StatusCode.UNAVAILABLE)
-            assert "Too many open files" in refused.details()
-            assert [client.code(request(first=number)) for number in range(50)] == [OK] * 50
+        with ExitStack() as opened:
+            with no_more_descriptors(server, spare=4):
+                newcomers = [opened.enter_context(_connection(server.grpc_port)) for _ in range(20)]
+                for _ in range(5):
+                    opened.enter_context(_connection(server.metrics_port))
+                for one in newcomers:
+                    one.sendall(begun_calls(0))
+                refused = stub.RepositoryModelLoad.future(load, timeout=60)
+                assert refused.code() in (INVALID, grpc.StatusCode.UNAVAILABLE)
+                assert "Too many open files" in refused.details()
+                assert [client.code(request(first=number)) for number in range(50)] == [OK] * 50
+                assert not all(map(_is_answered, newcomers))
+            assert all(one.recv(1) for one in newcomers), "those that waited are accepted"
         stub.RepositoryModelLoad(load, timeout=60)
         with connected(server) as newcomer:
             assert newcomer.code(request()) is OK

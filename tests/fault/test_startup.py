@@ -8,13 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.fault.traffic import connected, request
 from tests.harness import REPO, ServerProcess, write_identity
+from tests.ports import free_port
 
 
 def failed_start(*paths: Path | str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> str:
@@ -172,6 +175,22 @@ def test_start_with_a_closed_standard_stream_opens_dev_null_in_its_place(
             assert client.code(request()) is grpc.StatusCode.OK
         assert server.terminate() == 0
         assert not [line for line in server.stderr if not line.startswith("{")]
+
+
+def test_start_without_any_standard_stream_opens_dev_null_and_serves(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    port = free_port()
+    command = f'exec "{sys.executable}" -m server serve "$0" --grpc-port {port} --allow-metrics false <&- >&- 2>&-'
+    with subprocess.Popen(["/bin/sh", "-c", command, str(tmp_path)], cwd=REPO) as server:
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+                assert stub.ModelInfer(request(), timeout=60, wait_for_ready=True).outputs
+            assert [os.readlink(f"/proc/{server.pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
+            server.terminate()
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
 
 
 def test_failed_start_without_any_standard_stream_exits_with_status_1(tmp_path: Path) -> None:

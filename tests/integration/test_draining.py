@@ -65,6 +65,8 @@ async def test_stop_answers_accepted_requests_and_refuses_all_others(busy: Busy)
     assert await watch.read() is grpc.aio.EOF
     # Refused at first; then the client is told to close its connection, and can't open another.
     assert (await failure_of(served.infer(ONE)))[0] is UNAVAILABLE
+    ready = grpc.ChannelConnectivity.READY
+    await eventually_async(lambda: served.channel.get_state() is not ready, "the client to be told to go")
     await eventually_async(lambda: not listens(served), "the port to be closed")
     assert (await failure_of(served.infer(ONE)))[0] is UNAVAILABLE
     assert not stopping.done()

@@ -141,9 +141,14 @@ async def test_health_follows_loads_and_unloads(tmp_path: Path) -> None:
         model.gate.open()
         await task
         statuses.append((await watch.read()).status)
+        write_model(tmp_path, "bad", "no_such_field: 1")
+        await failure_of(load(served, "bad"))
+        statuses.append((await watch.read()).status)
+        await unload(served, "bad")
+        statuses.append((await watch.read()).status)
         watch.cancel()
     serving_, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    assert statuses == [serving_, not_serving, serving_]
+    assert statuses == [serving_, not_serving, serving_, not_serving, serving_]
 
 
 async def test_non_strict_readiness_ignores_failed_models(tmp_path: Path) -> None:

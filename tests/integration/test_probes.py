@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -22,6 +23,7 @@ from server.telemetry.probes import LoopProbe
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.polling import eventually_async
+from tests.ports import free_port
 from tests.wire import infer, rows_of_floats
 
 
@@ -125,10 +127,11 @@ class Slow(MemoryBackend):
         return super().open(source, device)
 
 
-async def test_server_is_live_but_not_ready_while_loading(tmp_path: Path) -> None:
+async def test_server_is_live_but_not_ready_and_its_port_closed_while_loading(tmp_path: Path) -> None:
     write_model(tmp_path, "m")
     backend = Slow({"m": echo_model()})
-    settings = Settings(paths=(tmp_path,), grpc_address="127.0.0.1", grpc_port=0, metrics_port=0)
+    address = ("127.0.0.1", free_port())
+    settings = Settings(paths=(tmp_path,), grpc_address=address[0], grpc_port=address[1], metrics_port=0)
     server = Server(settings, lambda name: backend)
     starting = asyncio.create_task(server.start())
     try:
@@ -136,11 +139,13 @@ async def test_server_is_live_but_not_ready_while_loading(tmp_path: Path) -> Non
         assert await asyncio.to_thread(get, server.metrics_port, "/livez") == (200, "ok\n")
         assert await asyncio.to_thread(get, server.metrics_port, "/readyz") == (503, "starting\n")
         assert await asyncio.to_thread(backend.asked.wait, 20)
-        assert server.grpc_port == 0, "it opens when models are loaded"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=20)
     finally:
         backend.go_on.set()
         await starting
     assert await asyncio.to_thread(get, server.metrics_port, "/readyz") == (200, "ok\n")
+    socket.create_connection(address, timeout=20).close()
     await server.stop(5)
 
 

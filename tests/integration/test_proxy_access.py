@@ -170,6 +170,7 @@ async def test_header_that_cannot_be_sent_fails_its_request_or_is_left_out_witho
         try:
             await asyncio.to_thread(proxy.wait_ready)
             said = await call_by_hand(proxy.grpc_port, data, {header: value})
+            assert (b"grpc-status\x013" in said) is not travels  # INVALID_ARGUMENT
             assert (b"can't be passed on" in said) is not travels
             assert len(stub.calls) == travels
             await call_by_hand(proxy.grpc_port, data, {"authorization": "fine"})
