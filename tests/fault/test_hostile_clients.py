@@ -156,6 +156,7 @@ def test_calls_beyond_the_limit_of_a_connection_are_reset(tmp_path: Path) -> Non
             more = connection.recv(4096)
             assert more
             received += more
+        assert received.count(refused) == 15
         assert client.server_live()
 
 

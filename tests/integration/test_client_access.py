@@ -205,13 +205,16 @@ def test_untrusted_server_is_one_line_and_exit_1(world: World, command: str) -> 
         assert "\n" not in complained
 
 
-def test_expired_certificate_is_one_line_and_exit_1(tmp_path: Path) -> None:
+def test_expired_certificate_is_one_line_and_exit_1_until_it_is_replaced(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
     pair = ours.sign_expired("server")
     write_identity(tmp_path / "models")
     args = ["--grpc-use-ssl=true", f"--grpc-server-cert={pair.certificate}", f"--grpc-server-key={pair.key}"]
     with ServerProcess(tmp_path / "models", args=args) as server:
-        status, _, complained = paceline("health", "--server", server.target, "--tls-ca", str(ours.roots))
+        ask = ("health", "--server", server.target, "--tls-ca", str(ours.roots))
+        status, _, complained = paceline(*ask)
+        pair.replace(ours.sign("good"))
+        assert paceline(*ask) == (0, "SERVING", "")
     assert status == 1
     assert "certificate has expired" in complained
     assert "\n" not in complained

@@ -254,6 +254,21 @@ async def test_upstream_call_is_cancelled_once_its_last_caller_is_gone(tmp_path:
         assert statistics.model_stats[0].inference_stats.fail.count == 2
 
 
+async def test_upstream_call_is_cancelled_once_its_last_caller_has_timed_out(tmp_path: Path) -> None:
+    """Before its own deadline, which is that of the caller who has left."""
+    stub = Upstream()
+    stub.gates[1] = asyncio.Event()
+    async with behind(tmp_path, stub) as served:
+        _, patient = await held(served, stub, request(1), timeout_s=60)
+        (hasty,) = send(served, request(2), timeout_s=2)
+        await eventually_async(lambda: served.waiting("m") == 2, "waiting")
+        stub.gate.set()
+        await eventually_async(lambda: stub.marks[1:] == [[1, 2]], "the batch of both")
+        patient.cancel()
+        assert (await failure_of(hasty))[0] is Code.DEADLINE_EXCEEDED
+        await eventually_async(lambda: stub.under_way == 0, "the call cancelled")
+
+
 async def test_poisoned_request_behind_a_paceline_upstream_fails_alone(tmp_path: Path) -> None:
     script = Script()
     script.errors[3] = ExecutionError("that row")
