@@ -93,9 +93,9 @@ class Authority:
         locked.replace(pair.key)
 
     def spoil(self, path: Path, how: str, pair: Pair) -> None:
-        """Make a file unusable: "no" deletes it, "piped" makes it a pipe, "bad" isn't PEM, "other" holds another
+        """Make a file unusable: "missing" deletes it, "piped" makes it a pipe, "bad" isn't PEM, "other" holds another
         certificate's key, and "locked" puts a password on the key of `pair`."""
-        if how == "no":
+        if how == "missing":
             path.unlink()
         elif how == "piped":
             path.unlink()

@@ -68,7 +68,7 @@ def logging_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_minimum_execution_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit for executions also holds unchanged before a model serves, where it is otherwise a minute at least."""
     monkeypatch.setattr("server.models.supervisor._MIN_NS", 0)
 

@@ -270,7 +270,7 @@ def scalar() -> onnx.ModelProto:
     )
 
 
-def called_scalar(shape: Sequence[int]) -> onnx.ModelProto:
+def misdeclared_scalar(shape: Sequence[int]) -> onnx.ModelProto:
     """OUTPUT0 = INPUT0, FP32 of one axis, in `shape`, although declared to be of rank 0. ONNX Runtime can't know
     better, as the shape is computed."""
     size = numpy_helper.from_array(np.array([*shape, 0], np.int64), "shape")
@@ -326,7 +326,7 @@ def float8_output() -> onnx.ModelProto:
     )
 
 
-def hungry(rows: int) -> onnx.ModelProto:
+def memory_hungry(rows: int) -> onnx.ModelProto:
     """OUTPUT0 = INPUT0, FP32 [batch, 1]; with more than `rows` rows by way of a tensor of 2^47 bytes a row, which no
     machine has."""
     constants = [
@@ -382,7 +382,7 @@ def dice() -> onnx.ModelProto:
     )
 
 
-def claims(dims: Dims) -> onnx.ModelProto:
+def declared_dims(dims: Dims) -> onnx.ModelProto:
     """OUTPUT0 = -INPUT0, FP32 [batch, 3], which the model declares with `dims`."""
     return model(
         [helper.make_node("Neg", ["INPUT0"], ["negated"]), helper.make_node("Reshape", ["negated", "s"], ["OUTPUT0"])],

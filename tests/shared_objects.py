@@ -14,7 +14,7 @@ from pathlib import Path
 from protos import inference_pb2 as pb
 from tests.wire import Array
 
-__all__ = ["SharedObject", "held_by", "lies_in", "shared_object", "wanted_in"]
+__all__ = ["SharedObject", "add_shared_input", "held_by", "request_shared_output", "shared_object"]
 
 FOLDER = Path("/dev/shm")
 
@@ -66,7 +66,7 @@ def held_by(pid: int | str = "self") -> tuple[int, int]:
     return descriptors, sum(f"{FOLDER}/paceline-test-" in line for line in maps.splitlines())
 
 
-def lies_in(
+def add_shared_input(
     request: pb.ModelInferRequest,
     name: str,
     datatype: str,
@@ -80,7 +80,7 @@ def lies_in(
     _say_where(tensor, region, size, offset)
 
 
-def wanted_in(request: pb.ModelInferRequest, name: str, region: str, size: int, offset: int = 0) -> None:
+def request_shared_output(request: pb.ModelInferRequest, name: str, region: str, size: int, offset: int = 0) -> None:
     """Ask for an output in shared memory."""
     _say_where(request.outputs.add(name=name), region, size, offset)
 

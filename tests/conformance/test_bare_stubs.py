@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(folder: Path, server: ServerProcess) -> dict[str, Any]:
+def printed(folder: Path, server: ServerProcess) -> dict[str, Any]:
     """What the program printed."""
     command = [sys.executable, "bare_client.py", server.target]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
@@ -46,27 +46,27 @@ def raw_outputs(response: dict[str, Any]) -> list[bytes]:
     return [base64.b64decode(data) for data in response["rawOutputContents"]]
 
 
-def test_program_uses_only_the_freshly_generated_stubs(said: dict[str, Any], folder: Path) -> None:
-    assert said["modules"] == {"inference_pb2": str(folder), "model_config_pb2": str(folder)}
+def test_program_uses_only_the_freshly_generated_stubs(printed: dict[str, Any], folder: Path) -> None:
+    assert printed["modules"] == {"inference_pb2": str(folder), "model_config_pb2": str(folder)}
 
 
 @pytest.mark.parametrize(("rpc", "answer"), [("live", {"live": True}), ("ready", {"ready": True})])
 def test_health_rpcs_report_a_started_server_live_and_ready(
-    said: dict[str, Any], rpc: str, answer: dict[str, bool]
+    printed: dict[str, Any], rpc: str, answer: dict[str, bool]
 ) -> None:
-    assert said[rpc] == answer
-    assert said["model ready"] == {"ready": True}
+    assert printed[rpc] == answer
+    assert printed["model ready"] == {"ready": True}
 
 
-def test_server_metadata_has_name_version_extensions(said: dict[str, Any]) -> None:
-    assert said["server metadata"].keys() == {"name", "version", "extensions"}
+def test_server_metadata_has_name_version_extensions(printed: dict[str, Any]) -> None:
+    assert printed["server metadata"].keys() == {"name", "version", "extensions"}
 
 
-def test_model_metadata_describes_every_tensor(said: dict[str, Any]) -> None:
+def test_model_metadata_describes_every_tensor(printed: dict[str, Any]) -> None:
     def described(*names: str) -> list[dict[str, Any]]:
         return [{"name": name, "datatype": "INT32", "shape": ["-1", "16"]} for name in names]
 
-    assert said["model metadata"] == {
+    assert printed["model metadata"] == {
         "name": "simple",
         "versions": ["1"],
         "platform": "onnxruntime_onnx",
@@ -76,8 +76,8 @@ def test_model_metadata_describes_every_tensor(said: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["typed", "raw"])
-def test_infer_typed_or_raw_inputs_gets_raw_outputs(said: dict[str, Any], how: str) -> None:
-    response = said[how]
+def test_infer_typed_or_raw_inputs_gets_raw_outputs(printed: dict[str, Any], how: str) -> None:
+    response = printed[how]
     assert (response["modelName"], response["modelVersion"], response["id"]) == ("simple", "1", "7")
     assert response["outputs"] == [
         {"name": name, "datatype": "INT32", "shape": ["1", "16"]} for name in ("OUTPUT0", "OUTPUT1")
@@ -85,21 +85,21 @@ def test_infer_typed_or_raw_inputs_gets_raw_outputs(said: dict[str, Any], how: s
     assert raw_outputs(response) == [struct.pack("<16i", *values) for values in (SUM, DIFFERENCE)]
 
 
-def test_infer_without_binary_data_output_gets_typed_outputs(said: dict[str, Any]) -> None:
-    response = said["typed output"]
+def test_infer_without_binary_data_output_gets_typed_outputs(printed: dict[str, Any]) -> None:
+    response = printed["typed output"]
     assert "rawOutputContents" not in response
     assert [output["contents"] for output in response["outputs"]] == [
         {"intContents": values} for values in (SUM, DIFFERENCE)
     ]
 
 
-def test_infer_typed_text_comes_back_length_prefixed(said: dict[str, Any]) -> None:
-    assert raw_outputs(said["text"]) == [b"\x05\0\0\0gr\xc3\xbcn\0\0\0\0"]
+def test_infer_typed_text_comes_back_length_prefixed(printed: dict[str, Any]) -> None:
+    assert raw_outputs(printed["text"]) == [b"\x05\0\0\0gr\xc3\xbcn\0\0\0\0"]
 
 
-def test_infer_scalar_without_dimensions_is_one_element(said: dict[str, Any]) -> None:
-    assert raw_outputs(said["scalar"]) == [struct.pack("<f", 2.5)]
-    assert "shape" not in said["scalar"]["outputs"][0]
+def test_infer_scalar_without_dimensions_is_one_element(printed: dict[str, Any]) -> None:
+    assert raw_outputs(printed["scalar"]) == [struct.pack("<f", 2.5)]
+    assert "shape" not in printed["scalar"]["outputs"][0]
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_infer_scalar_without_dimensions_is_one_element(said: dict[str, Any]) ->
     ],
 )
 def test_infer_faulty_request_is_invalid_argument_with_the_reason(
-    said: dict[str, Any], fault: str, phrases: list[str]
+    printed: dict[str, Any], fault: str, phrases: list[str]
 ) -> None:
-    status, text = said[fault]
+    status, text = printed[fault]
     assert status == "INVALID_ARGUMENT"
     missing = [phrase for phrase in phrases if phrase not in text]
     assert not missing, f"{missing} not in {text!r}"

@@ -221,7 +221,7 @@ FOUND: dict[str, tuple[onnx.ModelProto, list[Request]]] = {
     "no_columns": (models.identity(dims=("batch", 0)), _rows(0)),
     "free_columns": (models.identity(), [{"INPUT0": _floats(2, columns)} for columns in (0, 1, 7)]),
     "no_rank": (models.scalar(), [{"INPUT0": _floats()} for _ in range(3)]),
-    "wrong_dims": (models.claims((1, 3)), _rows(3)),
+    "wrong_dims": (models.declared_dims((1, 3)), _rows(3)),
     "square": (_square(), [{"INPUT0": _floats(n, n)} for n in (1, 2, 3)]),
     "masked": (_masked(), [{"INPUT0": _floats(2, n), "mask": _floats(2, n)} for n in (0, 1, 3)]),
     "mean": (_mean(), _rows(3)),

@@ -59,12 +59,12 @@ def created(size: int) -> Iterator[tuple[str, Any]]:
     assert key not in shm.mapped_shared_memory_regions()
 
 
-def lying(name: str, array: Array, region: str, size: int, offset: int = 0) -> tritonclient.grpc.InferInput:
+def in_shared_memory(name: str, array: Array, region: str, size: int, offset: int = 0) -> tritonclient.grpc.InferInput:
     tensor = tritonclient.grpc.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
     return tensor.set_shared_memory(region, size, offset)
 
 
-def brought(name: str, array: Array) -> tritonclient.grpc.InferInput:
+def in_message(name: str, array: Array) -> tritonclient.grpc.InferInput:
     tensor = tritonclient.grpc.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
     return tensor.set_data_from_numpy(array)
 
@@ -96,7 +96,7 @@ async def test_add_sub_with_all_tensors_in_shared_memory(triton: Triton) -> None
     with created(256) as (key, handle):
         shm.set_shared_memory_region(handle, [A, B])
         await triton.register_system_shared_memory("data", key, 256)
-        inputs = [lying("INPUT0", A, "data", 64), lying("INPUT1", B, "data", 64, offset=64)]
+        inputs = [in_shared_memory("INPUT0", A, "data", 64), in_shared_memory("INPUT1", B, "data", 64, offset=64)]
         outputs = [wanted("OUTPUT0", "data", 64, offset=128), wanted("OUTPUT1", "data", 64, offset=192)]
         result = await triton.infer("simple", inputs, outputs=outputs)
         assert (result.get_output("OUTPUT0").datatype, list(result.get_output("OUTPUT0").shape)) == ("INT32", [1, 16])
@@ -113,7 +113,7 @@ async def test_add_sub_in_regions_of_their_own_registered_at_an_offset(triton: T
         assert (status.name, status.key, status.offset, status.byte_size) == ("data", key, 4999, 5001)
         result = await triton.infer(
             "simple",
-            [lying("INPUT0", A, "data", 64), brought("INPUT1", B)],
+            [in_shared_memory("INPUT0", A, "data", 64), in_message("INPUT1", B)],
             outputs=[wanted("OUTPUT1", "data", 64, 100), tritonclient.grpc.InferRequestedOutput("OUTPUT0")],
         )
         assert_same_bits({"x": copied(handle, np.int32, [1, 16], 5099)}, {"x": A - B})
@@ -128,7 +128,7 @@ async def test_identity_of_each_datatype_returns_identical_bits(triton: Triton, 
         await triton.register_system_shared_memory("data", key, 2 * sent.nbytes)
         await triton.infer(
             zoo.identity_of(datatype),
-            [lying("INPUT0", sent, "data", sent.nbytes)],
+            [in_shared_memory("INPUT0", sent, "data", sent.nbytes)],
             outputs=[wanted("OUTPUT0", "data", sent.nbytes, sent.nbytes)],
         )
         got = copied(handle, sent.dtype, list(sent.shape), sent.nbytes)
@@ -144,7 +144,7 @@ async def test_texts_serialized_by_the_clients_own_helper(triton: Triton) -> Non
         await triton.register_system_shared_memory("data", key, 10_000)
         result = await triton.infer(
             "identity_bytes",
-            [lying("INPUT0", sent, "data", size)],
+            [in_shared_memory("INPUT0", sent, "data", size)],
             outputs=[wanted("OUTPUT0", "data", 5000, 5000)],
         )
         got = copied(handle, np.object_, list(sent.shape), 5000)
@@ -157,7 +157,7 @@ async def test_region_created_twice_with_one_key_is_the_same_memory(triton: Trit
         again = shm.create_shared_memory_region("other", key, 64)
         shm.set_shared_memory_region(again, [A])
         await triton.register_system_shared_memory("data", key, 64)
-        result = await triton.infer("simple", [lying("INPUT0", A, "data", 64), brought("INPUT1", B)])
+        result = await triton.infer("simple", [in_shared_memory("INPUT0", A, "data", 64), in_message("INPUT1", B)])
         assert_same_bits({"x": result.as_numpy("OUTPUT0")}, {"x": A + B})
         shm.destroy_shared_memory_region(again)
         assert_same_bits({"x": copied(handle, np.int32, [1, 16])}, {"x": A})
@@ -200,7 +200,7 @@ async def test_register_twice_is_refused_and_unregister_works_before_and_after(t
             await triton.register_system_shared_memory("data", key, 64)
         assert raised.value.status() == "StatusCode.ALREADY_EXISTS"
         assert len((await triton.get_system_shared_memory_status()).regions) == 1
-        await triton.infer("simple", [lying("INPUT0", A, "data", 64), brought("INPUT1", B)])
+        await triton.infer("simple", [in_shared_memory("INPUT0", A, "data", 64), in_message("INPUT1", B)])
         await triton.register_system_shared_memory("more", key, 64)
         assert len((await triton.get_system_shared_memory_status(as_json=True))["regions"]) == 2
         await triton.unregister_system_shared_memory("data")
@@ -221,12 +221,12 @@ async def test_register_twice_is_refused_and_unregister_works_before_and_after(t
 async def test_infer_out_of_bounds_is_refused(triton: Triton, size: int, offset: int, text: str) -> None:
     with created(128) as (key, _):
         await triton.register_system_shared_memory("data", key, 128)
-        inputs = [lying("INPUT0", A, "data", size, offset), brought("INPUT1", B)]
+        inputs = [in_shared_memory("INPUT0", A, "data", size, offset), in_message("INPUT1", B)]
         with pytest.raises(InferenceServerException, match=text) as raised:
             await triton.infer("simple", inputs)
         assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
         if size != 128:
-            inputs = [brought("INPUT0", A), brought("INPUT1", B)]
+            inputs = [in_message("INPUT0", A), in_message("INPUT1", B)]
             with pytest.raises(InferenceServerException, match=text):
                 await triton.infer("simple", inputs, outputs=[wanted("OUTPUT0", "data", size, offset)])
 
@@ -234,7 +234,7 @@ async def test_infer_out_of_bounds_is_refused(triton: Triton, size: int, offset:
 async def test_unset_shared_memory_brings_the_output_back_into_the_response(triton: Triton) -> None:
     output = wanted("OUTPUT0", "nosuch", 64)
     output.unset_shared_memory()
-    result = await triton.infer("simple", [brought("INPUT0", A), brought("INPUT1", B)], outputs=[output])
+    result = await triton.infer("simple", [in_message("INPUT0", A), in_message("INPUT1", B)], outputs=[output])
     assert_same_bits({"x": result.as_numpy("OUTPUT0")}, {"x": A + B})
 
 
@@ -264,7 +264,7 @@ async def test_killed_clients_region_stays_registered_until_it_is_unregistered(
         client.wait()
         # The client's own resource tracker unlinks the name of the memory as well.
         assert "doomed" in (await triton.get_system_shared_memory_status()).regions
-        result = await triton.infer("simple", [lying("INPUT0", A, "doomed", 64), brought("INPUT1", B)])
+        result = await triton.infer("simple", [in_shared_memory("INPUT0", A, "doomed", 64), in_message("INPUT1", B)])
         assert_same_bits({"x": result.as_numpy("OUTPUT0")}, {"x": B})
         assert held_by(server.pid)[0] == 1
         await triton.unregister_system_shared_memory()

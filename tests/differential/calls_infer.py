@@ -7,8 +7,8 @@ import struct
 import numpy as np
 
 from protos import inference_pb2 as pb
-from tests.differential.asking import floats, infer, ints, of_input, raw, texts, typed, wanting
 from tests.differential.comparing import Call
+from tests.differential.messages import floats, infer, ints, of_input, raw, texts, typed, wanting
 from tests.differential.repository import DATATYPES
 
 __all__ = ["CALLS", "HARMFUL"]

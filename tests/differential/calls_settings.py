@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 
 from protos import inference_pb2 as pb
-from tests.differential.asking import floats, infer, logs, of_input, raw, traces, wanting
 from tests.differential.comparing import Call
+from tests.differential.messages import floats, infer, logs, of_input, raw, traces, wanting
 
 __all__ = ["CALLS", "KEYS", "KEY_BYTES"]
 
@@ -94,7 +94,7 @@ def status(name: str = "") -> pb.SystemSharedMemoryStatusRequest:
     return pb.SystemSharedMemoryStatusRequest(name=name)
 
 
-def lying(region: object = "a", size: object = 12, **more: object) -> pb.ModelInferRequest:
+def in_shared_memory(region: object = "a", size: object = 12, **more: object) -> pb.ModelInferRequest:
     """A request whose input, FP32 [1, 3], is in shared memory."""
     request = raw("free", ("INPUT0", "FP32", [1, 3], None))
     return of_input(request, shared_memory_region=region, shared_memory_byte_size=size, **more)
@@ -135,23 +135,23 @@ MEMORY = [
     Call("register of no bytes", register("c", THIRD, size=0), "INVALID_ARGUMENT"),
     Call("register of too large numbers", register("c", THIRD, offset=2**63, size=2**63), "INVALID_ARGUMENT"),
     Call("status after all that", status()),
-    Call("input in a region", lying()),
-    Call("input in a region at an offset", lying(shared_memory_offset=52)),
-    Call("input partly beyond its region", lying(shared_memory_offset=53), "INVALID_ARGUMENT",
+    Call("input in a region", in_shared_memory()),
+    Call("input in a region at an offset", in_shared_memory(shared_memory_offset=52)),
+    Call("input partly beyond its region", in_shared_memory(shared_memory_offset=53), "INVALID_ARGUMENT",
          phrase="Invalid offset + byte size"),
-    Call("input beyond its region", lying(shared_memory_offset=64), "INVALID_ARGUMENT"),
-    Call("input at an offset below 0", lying(shared_memory_offset=-1), "INVALID_ARGUMENT"),
-    Call("input larger than its region", lying(size=65), "INVALID_ARGUMENT"),
-    Call("input of too few bytes", lying(size=8), "INVALID_ARGUMENT", phrase="INPUT0"),
-    Call("input of too many bytes", lying(size=16), "INVALID_ARGUMENT", phrase="INPUT0"),
-    Call("input of -1 bytes", lying(size=-1), "INVALID_ARGUMENT"),
-    Call("input in a region of nobody", lying("nobody"), "NOT_FOUND",
+    Call("input beyond its region", in_shared_memory(shared_memory_offset=64), "INVALID_ARGUMENT"),
+    Call("input at an offset below 0", in_shared_memory(shared_memory_offset=-1), "INVALID_ARGUMENT"),
+    Call("input larger than its region", in_shared_memory(size=65), "INVALID_ARGUMENT"),
+    Call("input of too few bytes", in_shared_memory(size=8), "INVALID_ARGUMENT", phrase="INPUT0"),
+    Call("input of too many bytes", in_shared_memory(size=16), "INVALID_ARGUMENT", phrase="INPUT0"),
+    Call("input of -1 bytes", in_shared_memory(size=-1), "INVALID_ARGUMENT"),
+    Call("input in a region of nobody", in_shared_memory("nobody"), "NOT_FOUND",
          phrase="Unable to find shared memory region: 'nobody'"),
-    Call("input, region as number", lying(7), "INVALID_ARGUMENT", phrase="shared_memory_region"),
-    Call("input, size as text", lying(size="12"), "INVALID_ARGUMENT", phrase="shared_memory_byte_size"),
-    Call("input, offset unsigned", lying(shared_memory_offset=pb.InferParameter(uint64_param=0)),
+    Call("input, region as number", in_shared_memory(7), "INVALID_ARGUMENT", phrase="shared_memory_region"),
+    Call("input, size as text", in_shared_memory(size="12"), "INVALID_ARGUMENT", phrase="shared_memory_byte_size"),
+    Call("input, offset unsigned", in_shared_memory(shared_memory_offset=pb.InferParameter(uint64_param=0)),
          "INVALID_ARGUMENT", "OK", "`uint64_param`"),
-    Call("input, offset as text", lying(shared_memory_offset="0"), "INVALID_ARGUMENT", phrase=OFFSET),
+    Call("input, offset as text", in_shared_memory(shared_memory_offset="0"), "INVALID_ARGUMENT", phrase=OFFSET),
     Call("input in a region without a size",
          of_input(raw("free", ("INPUT0", "FP32", [1, 3], None)), shared_memory_region="a"),
          "INVALID_ARGUMENT", phrase="shared_memory_byte_size"),
@@ -173,7 +173,7 @@ MEMORY = [
          phrase="Unable to find shared memory region: 'nobody'"),
     Call("output in a region and classified", put(classification=1), "INVALID_ARGUMENT"),
     Call("unregister", unregister("a")),
-    Call("input in what was unregistered", lying(), "NOT_FOUND"),
+    Call("input in what was unregistered", in_shared_memory(), "NOT_FOUND"),
     Call("unregister again", unregister("a")),
     Call("unregister nobody", unregister("nobody")),
     Call("status after that", status()),

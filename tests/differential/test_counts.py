@@ -12,8 +12,8 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.differential.asking import floats, infer, load, unload, wanting
 from tests.differential.comparing import Call, answer_of
+from tests.differential.messages import floats, infer, load, unload, wanting
 from tests.differential.pair import Both, One
 from tests.polling import eventually
 

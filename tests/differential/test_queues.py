@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.differential.asking import floats, infer
 from tests.differential.comparing import Call, answer_of
+from tests.differential.messages import floats, infer
 from tests.differential.pair import Both, One
 from tests.differential.test_counts import counts
 from tests.polling import eventually

@@ -13,9 +13,9 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.differential.asking import floats, index, infer, load, unload
 from tests.differential.calls_loads import warmup
 from tests.differential.comparing import Call, answer_of, differences
+from tests.differential.messages import floats, index, infer, load, unload
 from tests.differential.pair import BY_NAME, Both, One, serving_both, serving_here
 from tests.differential.repository import MODELS, write_repository
 from tests.differential.test_counts import counts

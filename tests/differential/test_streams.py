@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.differential.asking import floats, infer, ints, wanting
+from tests.differential.messages import floats, infer, ints, wanting
 from tests.differential.pair import Both
 
 ROW = {"INPUT0": floats(1, 3)}

@@ -17,7 +17,7 @@ from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.harness import ServerProcess
 from tests.polling import eventually
-from tests.shared_objects import SharedObject, held_by, lies_in, shared_object, wanted_in
+from tests.shared_objects import SharedObject, add_shared_input, held_by, request_shared_output, shared_object
 from tests.wire import infer
 
 COLUMNS = 20_000
@@ -59,11 +59,11 @@ def register(stub: Any, memory: SharedObject, name: str = "r") -> None:
     )
 
 
-def lying(rows: int = 1, slot: int = 0, target: int | None = None) -> pb.ModelInferRequest:
+def in_shared_memory(rows: int = 1, slot: int = 0, target: int | None = None) -> pb.ModelInferRequest:
     request = pb.ModelInferRequest(model_name="copy")
-    lies_in(request, "INPUT0", "FP32", [rows, COLUMNS], "r", rows * ROW, slot * ROW)
+    add_shared_input(request, "INPUT0", "FP32", [rows, COLUMNS], "r", rows * ROW, slot * ROW)
     if target is not None:
-        wanted_in(request, "OUTPUT0", "r", rows * ROW, target * ROW)
+        request_shared_output(request, "OUTPUT0", "r", rows * ROW, target * ROW)
     return request
 
 
@@ -79,7 +79,7 @@ def test_truncation_at_any_moment_fails_requests_but_never_the_server_or_neighbo
     for _ in range(150):
         memory.resize(8 * ROW)
         calls = [
-            stub.ModelInfer.future(lying(1 + slot % 3, slot, target=4 if slot % 2 else None), timeout=60)
+            stub.ModelInfer.future(in_shared_memory(1 + slot % 3, slot, target=4 if slot % 2 else None), timeout=60)
             for slot in range(4)
         ]
         neighbour = stub.ModelInfer.future(infer("copy", {"INPUT0": sent}), timeout=60)
@@ -94,7 +94,7 @@ def test_indices_changed_while_the_model_runs_never_reach_it_unchecked(stub: Any
     """ONNX Runtime checks all indices before it uses the first."""
     register(stub, memory)
     request = pb.ModelInferRequest(model_name="pick")
-    lies_in(request, "INPUT0", "INT64", [1, COLUMNS], "r", 2 * ROW)
+    add_shared_input(request, "INPUT0", "INT64", [1, COLUMNS], "r", 2 * ROW)
     bad, good = (2**45).to_bytes(8, "little"), bytes(8)
     codes = []
     for _ in range(300):
@@ -116,7 +116,7 @@ def test_register_use_and_unregister_200_times_leaves_nothing_open(
 
     def cycle() -> None:
         register(stub, memory)
-        stub.ModelInfer(lying(2, target=4), timeout=60)
+        stub.ModelInfer(in_shared_memory(2, target=4), timeout=60)
         stub.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name="r"), timeout=60)
 
     cycle()

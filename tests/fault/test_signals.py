@@ -20,7 +20,7 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.traffic import connected, pending, request, says, total
 from tests.harness import ServerProcess, write_identity
-from tests.integration.serving import TRIES_CANCELLED_AGAIN
+from tests.integration.serving import RETRY_CANCELLED
 from tests.polling import eventually, eventually_async
 
 pytestmark = pytest.mark.usefixtures("frontends")
@@ -116,7 +116,7 @@ def test_sigterm_with_a_drain_grace_ends_gracefully_after_it(tmp_path: Path) -> 
 def test_sigterm_under_load_answers_accepted_requests_and_refuses_the_rest(tmp_path: Path) -> None:
     # Requests run one by one, so the accepted ones are those done, the one that runs, and those pending.
     write_identity(tmp_path, dims=FREE, extra=delay_ms(150))
-    with ServerProcess(tmp_path) as server, connected(server, TRIES_CANCELLED_AGAIN) as client:
+    with ServerProcess(tmp_path) as server, connected(server, RETRY_CANCELLED) as client:
         accepted = [client.send(request(first=number)) for number in range(16)]
         eventually(
             lambda: pending(server) + total(server, "nv_inference_request_success") >= 15, "all requests accepted"
@@ -141,7 +141,7 @@ async def test_sigterm_during_traffic_from_many_clients_refuses_only_with_unavai
     codes: Counter[grpc.StatusCode] = Counter()
 
     async def send_until_refused(target: str) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1), *TRIES_CANCELLED_AGAIN]
+        options = [("grpc.use_local_subchannel_pool", 1), *RETRY_CANCELLED]
         async with grpc.aio.insecure_channel(target, options=options) as channel:
             stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
             code = OK

@@ -14,7 +14,7 @@ import numpy as np
 from protos import inference_pb2 as pb
 from tests.fuzz.services import METHODS, SHARED
 from tests.fuzz.targets import CORPUS
-from tests.shared_objects import lies_in, wanted_in
+from tests.shared_objects import add_shared_input, request_shared_output
 from tests.wire import add_raw, bytes_element, infer, parameter
 
 Seeds = Iterator[tuple[str, bytes]]
@@ -58,9 +58,9 @@ def _requests() -> Iterator[tuple[str, pb.ModelInferRequest]]:
     classes.outputs[0].parameters["classification"].int64_param = 2
     yield "classes", classes
     shared = pb.ModelInferRequest(model_name="rows")
-    lies_in(shared, "a", "FP32", [1, 2, 2], "r", 16, 32)
-    lies_in(shared, "b", "BYTES", [1, 0], "r", 0)
-    wanted_in(shared, "x", "r", 16, 128)
+    add_shared_input(shared, "a", "FP32", [1, 2, 2], "r", 16, 32)
+    add_shared_input(shared, "b", "BYTES", [1, 0], "r", 0)
+    request_shared_output(shared, "x", "r", 16, 128)
     yield "shared", shared
     absurd = pb.ModelInferRequest(model_name="rows", raw_input_contents=[b"", b""])
     absurd.inputs.add(name="a", datatype="FP32", shape=[1, 2, 2**62])

@@ -158,7 +158,7 @@ class _World:
         ]
         InferenceService(inference, self._repository, "fuzzed", "0", groups).add_to(self)  # type: ignore[arg-type]
 
-    async def _anew(self) -> None:
+    async def _reopen(self) -> None:
         await self._repository.stop()
         await self._open()
 
@@ -182,7 +182,7 @@ class _World:
             logging.getLogger("paceline").setLevel(logging.CRITICAL + 1)
         handler.response_serializer(answer)
         if method.endswith(("Unload", "Register", "Unregister", "Setting", "Settings")):
-            self._loop.run_until_complete(self._anew())
+            self._loop.run_until_complete(self._reopen())
 
     def stream(self, data: bytes) -> None:
         """The first byte says whether errors end the stream; requests follow, each after two bytes of length."""

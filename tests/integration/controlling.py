@@ -17,9 +17,9 @@ from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
 __all__ = [
-    "KNOWN_DIMS",
     "READY_M",
     "ROW",
+    "WARMED_UP_CONFIG",
     "Line",
     "all_left",
     "answers",
@@ -39,7 +39,7 @@ __all__ = [
 Line = tuple[str, str, str, str]
 
 ROW = rows_of_floats(1)
-KNOWN_DIMS = 'input { name: "a" data_type: TYPE_FP32 dims: 2 }'
+WARMED_UP_CONFIG = 'input { name: "a" data_type: TYPE_FP32 dims: 2 }'
 """A model of known dims is warmed up, which a closed gate holds up: its load takes as long as the test wants."""
 READY_M = [("m", "1", "READY", "")]
 

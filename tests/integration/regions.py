@@ -11,7 +11,7 @@ from typing import Any
 from protos import inference_pb2 as pb
 from server.config import Settings
 from tests.integration.serving import Served
-from tests.shared_objects import lies_in, wanted_in
+from tests.shared_objects import add_shared_input, request_shared_output
 
 __all__ = ["ROW", "in_region", "regions", "register", "settings", "unregister"]
 
@@ -44,7 +44,7 @@ def in_region(
 ) -> pb.ModelInferRequest:
     """`rows` rows of two floats, from shared memory; the answer goes to offset `target` there, or into the response."""
     request = pb.ModelInferRequest(model_name=model)
-    lies_in(request, "a", "FP32", [rows, 2], region, rows * ROW, offset)
+    add_shared_input(request, "a", "FP32", [rows, 2], region, rows * ROW, offset)
     if target is not None:
-        wanted_in(request, "x", region, rows * ROW, target)
+        request_shared_output(request, "x", region, rows * ROW, target)
     return request

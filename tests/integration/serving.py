@@ -29,7 +29,7 @@ from server.config import Settings
 from server.fronts.pool import StartFront
 from tests import nursery
 
-__all__ = ["TRIES_CANCELLED_AGAIN", "Served", "echo_model", "failure_of", "serving", "write_model"]
+__all__ = ["RETRY_CANCELLED", "Served", "echo_model", "failure_of", "serving", "write_model"]
 
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -40,9 +40,7 @@ _RETRIES = {
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["CANCELLED"],
 }
-TRIES_CANCELLED_AGAIN = (
-    ("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _RETRIES}]})),
-)
+RETRY_CANCELLED = (("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _RETRIES}]})),)
 """Options of a channel whose calls meet a stopping server. gRPC's server cancels the calls that cross with its GOAWAY,
 and which these are depends on the machine; retried, they end as all others do."""
 

@@ -16,12 +16,12 @@ from protos import inference_pb2 as pb
 from tests.integration.scripted import mark_of
 from tests.integration.serving import Served
 
-__all__ = ["Stream", "told"]
+__all__ = ["Stream", "outcome_of"]
 
 Request = pb.ModelInferRequest | bytes
 
 
-def told(message: pb.ModelStreamInferResponse) -> float | tuple[str, str]:
+def outcome_of(message: pb.ModelStreamInferResponse) -> float | tuple[str, str]:
     """The mark of an answer, or the status and text of an error."""
     response = message.infer_response
     assert response.parameters["triton_final_response"].bool_param
@@ -61,7 +61,7 @@ class Stream:
 
     async def next(self) -> float | tuple[str, str]:
         """The mark or error of the next answer."""
-        return told(await self.message())
+        return outcome_of(await self.message())
 
     async def many(self, count: int) -> list[float | tuple[str, str]]:
         return [await self.next() for _ in range(count)]
@@ -71,7 +71,7 @@ class Stream:
         answers = []
         try:
             while isinstance(message := await asyncio.wait_for(self.call.read(), 20), pb.ModelStreamInferResponse):
-                answers.append(told(message))
+                answers.append(outcome_of(message))
         except grpc.aio.AioRpcError:
             pass  # `status` returns it
         return answers

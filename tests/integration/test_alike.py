@@ -222,7 +222,7 @@ async def test_cancelled_requests_are_not_executed_and_the_others_are(tmp_path: 
         assert script.seen == [[0.0, 2.0, 3.0, 5.0]]
 
 
-class Short(SharedQueueLimits):
+class LimitsWithoutMemory(SharedQueueLimits):
     """Limits whose check fails for lack of memory when several requests are checked together."""
 
     def full(self, requests: int, size_bytes: int) -> QueueFull | None:
@@ -234,7 +234,7 @@ class Short(SharedQueueLimits):
 async def test_requests_that_cannot_be_submitted_together_are_submitted_one_by_one(
     tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
-    room = Short(0, 0)
+    room = LimitsWithoutMemory(0, 0)
     repository = Repository(Metrics(), LoadQueue(lambda name: MemoryBackend({"m": script.model})), shared_limits=room)
     write_model(tmp_path, "m", TEXT)
     await repository.load_all(find_models([tmp_path]))

@@ -19,7 +19,7 @@ from tests.integration.scripted import Script, mark_of, totals
 from tests.integration.serving import Served, serving
 from tests.integration.test_announced import Context
 from tests.polling import eventually_async
-from tests.shared_objects import SharedObject, held_by, shared_object, wanted_in
+from tests.shared_objects import SharedObject, held_by, request_shared_output, shared_object
 from tests.wire import infer
 
 CLIENTS = 6
@@ -190,7 +190,7 @@ async def test_inputs_in_messages_and_results_in_shared_memory(
     clients = Clients(served)
     messages = [infer("m", {"a": np.full((1, 2), 20 + number, np.float32)}) for number in range(CLIENTS)]
     for number, message in enumerate(messages):
-        wanted_in(message, "x", f"r{number}", ROW, TARGET)
+        request_shared_output(message, "x", f"r{number}", ROW, TARGET)
     requests = [clients.wire(message) for message in messages]
     for _ in range(3):
         answers = await clients.send(*requests)

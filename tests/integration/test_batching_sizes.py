@@ -196,7 +196,7 @@ async def test_cancelled_split_request_takes_all_parts_out_of_the_queue(tmp_path
     assert script.served == [[99]]
 
 
-def told(answer: pb.ModelInferResponse) -> dict[str, object]:
+def parameters_of(answer: pb.ModelInferResponse) -> dict[str, object]:
     parameters = answer.parameters
     return {name: getattr(one, str(one.WhichOneof("parameter_choice"))) for name, one in parameters.items()}
 
@@ -207,8 +207,8 @@ async def test_batch_info_describes_the_batch_to_each_request_that_asks(tmp_path
     async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
         async with busy(served, script):
             calls = await queued(served, (request(mark, paceline_batch_info=mark != 1) for mark in range(3)))
-        first, silent, third = [told(answer) for answer in await asyncio.gather(*calls)]
-        alone = told(await served.infer(request(9, paceline_batch_info=True)))
+        first, silent, third = [parameters_of(answer) for answer in await asyncio.gather(*calls)]
+        alone = parameters_of(await served.infer(request(9, paceline_batch_info=True)))
     assert silent == {}
     assert set(first) == {
         "paceline_batch_id",
@@ -230,14 +230,14 @@ async def test_batch_info_of_a_delayed_request_includes_the_delay(tmp_path: Path
     script = Script()
     text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 80000 }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
-        info = told(await served.infer(request(1, paceline_batch_info=True)))
+        info = parameters_of(await served.infer(request(1, paceline_batch_info=True)))
     assert 80_000 <= int(str(info["paceline_queue_us"])) < 10_000_000
 
 
 async def test_batch_info_of_a_split_request_describes_its_last_part(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=SPLIT) as served:
-        info = told(await served.infer(request(1, rows=20, paceline_batch_info=True)))
+        info = parameters_of(await served.infer(request(1, rows=20, paceline_batch_info=True)))
     assert info["paceline_batch_rows"] == 4
 
 

@@ -59,7 +59,7 @@ class Pairing(GRPCInferenceServiceServicer):
                 yield answer
 
 
-class Mute(GRPCInferenceServiceServicer):
+class EndsStream(GRPCInferenceServiceServicer):
     """A server that reads one request and ends the stream without an answer."""
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
@@ -183,7 +183,7 @@ async def test_infer_over_streams_sends_the_request_id_with_a_number_and_it_may_
 
 
 async def test_infer_over_streams_that_end_without_an_answer_are_unavailable() -> None:
-    async with peer(Mute()) as client:
+    async with peer(EndsStream()) as client:
         for _ in range(20):
             with pytest.raises(Unavailable, match="the server ended the stream"):
                 await client.infer("m", {"a": marked(1)})

@@ -17,7 +17,7 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.harness import REPO, ServerProcess, write_identity
-from tests.shared_objects import lies_in, wanted_in
+from tests.shared_objects import add_shared_input, request_shared_output
 
 pytestmark = pytest.mark.gpu
 
@@ -110,8 +110,8 @@ def test_tensors_of_another_process_on_the_gpu_are_read_and_written(stub: Any, c
     for model, sign, offset in (("echo", 1, 1024), ("neg", -1, 2048)):
         for _ in range(2):
             request = pb.ModelInferRequest(model_name=model)
-            lies_in(request, "INPUT0", "FP32", [1, 16], "c", 64)
-            wanted_in(request, "OUTPUT0", "c", 64, offset)
+            add_shared_input(request, "INPUT0", "FP32", [1, 16], "c", 64)
+            request_shared_output(request, "OUTPUT0", "c", 64, offset)
             stub.ModelInfer(request, timeout=60)
             assert client.floats(offset) == [sign * value for value in range(16)]
     stub.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(), timeout=60)

@@ -22,7 +22,7 @@ from tests.cuda import stand_in
 from tests.integration.regions import register, settings, unregister
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async
-from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
+from tests.shared_objects import SharedObject, add_shared_input, request_shared_output, shared_object
 from tests.wire import Array, add_raw
 
 Code = grpc.StatusCode
@@ -93,11 +93,11 @@ def asking(
     """`rows` rows, from a region and an offset in it or from the message; the answer into a region or the response."""
     request = pb.ModelInferRequest(model_name="m")
     if isinstance(source, tuple):
-        lies_in(request, "a", "FP32", [rows, dims], source[0], 4 * rows * dims, source[1])
+        add_shared_input(request, "a", "FP32", [rows, dims], source[0], 4 * rows * dims, source[1])
     else:
         add_raw(request, "a", "FP32", [rows, dims], source.tobytes())
     if target is not None:
-        wanted_in(request, "x", target[0], room or 4 * rows * dims, target[1])
+        request_shared_output(request, "x", target[0], room or 4 * rows * dims, target[1])
     return request
 
 
@@ -302,9 +302,9 @@ async def test_overlapping_outputs_are_written_in_the_order_requested(tmp_path: 
         gpu.memory.put(floats(1, 2).tobytes(), 0)
         for order, expected in (("xy", floats(1, 2)), ("yx", -floats(1, 2))):
             request = pb.ModelInferRequest(model_name="m")
-            lies_in(request, "a", "FP32", [2, 2], "c", 2 * ROW, 0)
+            add_shared_input(request, "a", "FP32", [2, 2], "c", 2 * ROW, 0)
             for name in order:
-                wanted_in(request, name, "c", 2 * ROW, 512)
+                request_shared_output(request, name, "c", 2 * ROW, 512)
             await served.infer(request)
             assert gpu.memory.get(2 * ROW, 512) == expected.tobytes()
 

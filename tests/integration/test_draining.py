@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from backends.memory import MemoryModel
-from tests.integration.serving import TRIES_CANCELLED_AGAIN, Served, echo_model, failure_of, serving
+from tests.integration.serving import RETRY_CANCELLED, Served, echo_model, failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
@@ -38,7 +38,7 @@ class Busy:
 @pytest.fixture
 async def busy(tmp_path: Path) -> AsyncIterator[Busy]:
     model = echo_model()
-    async with serving(tmp_path, {"m": model}, config=CONFIG, options=TRIES_CANCELLED_AGAIN) as served:
+    async with serving(tmp_path, {"m": model}, config=CONFIG, options=RETRY_CANCELLED) as served:
         model.gate.close()
         running = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(4)})))
         await asyncio.to_thread(model.gate.wait_entered, 1)

@@ -30,7 +30,7 @@ from server.errors import StartError
 from server.fronts.pool import FrontProcess, start_front
 from tests.fronts import channel_each, fronts_of
 from tests.harness import ServerProcess, write_identity
-from tests.integration import serving as warmly
+from tests.integration import serving as serving_module
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.regions import in_region, register
 from tests.integration.regions import settings as with_shared_memory
@@ -45,7 +45,7 @@ BATCHED = "max_batch_size: 8 dynamic_batching { }"
 MIB = 2**20
 KIB_300 = rows_of_floats(1, 300 * 256)
 """Three of these fit into a MiB, but not four."""
-serving = partial(warmly.serving, start_front=start_front)
+serving = partial(serving_module.serving, start_front=start_front)
 """With fronts that are started as the product starts them, which makes them children of this process."""
 
 
@@ -346,7 +346,7 @@ async def test_answer_that_can_never_fit_is_refused_and_the_next_is_sent(tmp_pat
         assert await served.metric("nv_inference_request_success", 'model="wide",version="1"') == 0
 
 
-class Nursery:
+class FrontStarter:
     """Starts fronts as long as it `works`."""
 
     works = True
@@ -367,30 +367,30 @@ async def readiness(served: Served) -> tuple[int, str]:
 
 
 async def test_server_whose_fronts_have_all_died_is_not_ready_until_one_listens_again(tmp_path: Path) -> None:
-    nursery = Nursery()
-    async with warmly.serving(
-        tmp_path, {"m": echo_model()}, settings=two(tmp_path), start_front=nursery.start
+    starter = FrontStarter()
+    async with serving_module.serving(
+        tmp_path, {"m": echo_model()}, settings=two(tmp_path), start_front=starter.start
     ) as served:
         assert await readiness(served) == (200, "ok\n")
-        nursery.works = False
+        starter.works = False
         for front in fronts_of(os.getpid()):
             os.kill(front, signal.SIGKILL)
         while (said := await readiness(served))[0] == 200:
             pass
         assert said == (503, "no frontend is listening; another is being started\n")
         assert (await served.metrics())["paceline_frontends"] == 0
-        nursery.works = True
+        starter.works = True
         while (await readiness(served))[0] != 200:
             pass
         assert (await served.metrics())["paceline_frontends"] > 0
 
 
 async def test_stop_does_not_wait_for_the_restart_of_a_dead_front(tmp_path: Path) -> None:
-    nursery = Nursery()
-    async with warmly.serving(
-        tmp_path, {"m": echo_model()}, settings=two(tmp_path), start_front=nursery.start
+    starter = FrontStarter()
+    async with serving_module.serving(
+        tmp_path, {"m": echo_model()}, settings=two(tmp_path), start_front=starter.start
     ) as served:
-        nursery.works = False
+        starter.works = False
         os.kill(fronts_of(os.getpid())[0], signal.SIGKILL)
         while (await served.metrics())["paceline_frontend_restarts"] < 6:  # the next one in 3.2 s
             await asyncio.sleep(0.01)

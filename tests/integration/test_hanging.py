@@ -22,7 +22,7 @@ from tests.integration.serving import echo_model, failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
-pytestmark = pytest.mark.usefixtures("impatient")
+pytestmark = pytest.mark.usefixtures("without_minimum_execution_limit")
 
 ONE = infer("m", {"a": rows_of_floats(1)})
 LIMITED = 'max_batch_size: 4 parameters { key: "paceline.execution_timeout_ms" value { string_value: "200" } }'

@@ -23,7 +23,7 @@ from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
-from tests.shared_objects import lies_in, shared_object
+from tests.shared_objects import add_shared_input, shared_object
 from tests.wire import infer, rows_of_floats
 
 Code = grpc.StatusCode
@@ -43,7 +43,7 @@ async def refused(served: Served, reason: str) -> float:
     return await served.metric("paceline_refused_rpcs", f'reason="{reason}"')
 
 
-async def told(served: Served, ask: Any, what: str, value: float) -> None:
+async def wait_for_value(served: Served, ask: Any, what: str, value: float) -> None:
     """Wait until `ask` returns `value` for `what`: frontends report their numbers only now and then."""
     for _ in range(2000):
         if await ask(served, what) == value:
@@ -73,7 +73,7 @@ async def test_calls_beyond_the_limit_are_refused_and_probes_are_not(tmp_path: P
         calls = [await executing(served, model)]
         calls += [asyncio.create_task(served.infer(one())) for _ in range(allowed - 1)]
         await eventually_async(lambda: served.waiting("m") == allowed - 1, "all that may wait")
-        await told(served, used, "rpcs", allowed)
+        await wait_for_value(served, used, "rpcs", allowed)
         text = f"the server has {allowed} calls in progress, which is the limit"
         assert await failure_of(served.infer(one())) == (Code.RESOURCE_EXHAUSTED, text)
         metadata = served.stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=20)
@@ -86,8 +86,8 @@ async def test_calls_beyond_the_limit_are_refused_and_probes_are_not(tmp_path: P
         calls[-1] = asyncio.create_task(served.infer(one()))
         model.gate.open()
         assert [(await call).raw_output_contents[0] for call in calls] == [one().raw_input_contents[0]] * allowed
-        await told(served, used, "rpcs", 0)
-        await told(served, refused, "rpcs", 2)
+        await wait_for_value(served, used, "rpcs", 0)
+        await wait_for_value(served, refused, "rpcs", 2)
         await served.infer(one())
 
 
@@ -105,11 +105,11 @@ async def test_streams_beyond_the_limit_of_their_rpc_are_refused(tmp_path: Path,
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
         assert (await watch.read()).status == 1
         assert mark_of(await served.infer(request(1))) == 1
-        await told(served, used, "streams", allowed + 1)
-        await told(served, refused, "streams", 1)
+        await wait_for_value(served, used, "streams", allowed + 1)
+        await wait_for_value(served, refused, "streams", 1)
         watch.cancel()
         streams[0].call.cancel()
-        await told(served, used, "streams", allowed - 1)
+        await wait_for_value(served, used, "streams", allowed - 1)
         another = Stream(served)
         await another.send(request(7))
         assert await another.next() == 7
@@ -146,7 +146,7 @@ async def test_texts_in_shared_memory_may_not_exceed_a_message_but_numbers_may(t
 
     def lying(model: str, datatype: str, size: int) -> pb.ModelInferRequest:
         request = pb.ModelInferRequest(model_name=model)
-        lies_in(request, "a", datatype, [1, size // 4], "r", size)
+        add_shared_input(request, "a", datatype, [1, size // 4], "r", size)
         return request
 
     with shared_object(4096) as memory:

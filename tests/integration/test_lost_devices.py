@@ -30,7 +30,7 @@ BROKEN = DeviceLost("onnx runtime error 1: CUDA failure 700: an illegal memory a
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class Device0(MemoryModel):
+class ModelOnBrokenDevice(MemoryModel):
     """A model that can't create instances while its device is `broken`."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -96,7 +96,7 @@ async def test_batch_that_its_lost_instance_did_not_begin_runs_whole_on_another(
 async def test_device_that_stays_lost_is_unavailable_not_ready_and_not_live_until_it_is_back(
     tmp_path: Path, frontends: int
 ) -> None:
-    model = Device0(echo_model().spec)
+    model = ModelOnBrokenDevice(echo_model().spec)
     async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
         model.gate.close()
         first = asyncio.create_task(failure_of(served.infer(ONE)))
@@ -129,7 +129,7 @@ async def test_device_that_stays_lost_is_unavailable_not_ready_and_not_live_unti
 
 
 async def test_model_whose_device_is_lost_can_be_stopped_with_its_instance_still_open(tmp_path: Path) -> None:
-    model = Device0(echo_model().spec)
+    model = ModelOnBrokenDevice(echo_model().spec)
     async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
         model.faults.raise_next(BROKEN)
         model.broken = True
@@ -208,7 +208,7 @@ class Slotted(MemoryInstance):
     slots: Sequence[Slot] = ()
 
 
-class Crowded(MemoryModel):
+class ShortOfThreads(MemoryModel):
     """A model whose instances after the first have two slots each. There is no thread for the first slot of its second
     instance, nor for the second slot of its third; no others are expected."""
 
@@ -233,7 +233,7 @@ class Crowded(MemoryModel):
 async def test_replacement_for_which_there_is_no_thread_is_closed_and_another_is_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Crowded(echo_model().spec)
+    model = ShortOfThreads(echo_model().spec)
     with caplog.at_level(logging.WARNING, "paceline.server.instances"):
         async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
             model.faults.raise_next(BROKEN)

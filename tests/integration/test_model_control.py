@@ -12,8 +12,8 @@ from protos import inference_pb2 as pb
 from server.config import ControlMode, Settings
 from server.errors import StartError
 from tests.integration.controlling import (
-    KNOWN_DIMS,
     READY_M,
+    WARMED_UP_CONFIG,
     answers,
     ask,
     explicit,
@@ -133,7 +133,7 @@ async def test_index_of_an_unreadable_repository_lists_the_known_models(tmp_path
 
 async def test_health_follows_loads_and_unloads(tmp_path: Path) -> None:
     model = slow_model()
-    async with serving(tmp_path, {"m": model}, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
+    async with serving(tmp_path, {"m": model}, config=WARMED_UP_CONFIG, settings=explicit(tmp_path)) as served:
         watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
         statuses = [(await watch.read()).status]
         task = await loading(served, model)

@@ -12,9 +12,9 @@ from backends.errors import LoadError
 from backends.memory import MemoryModel
 from protos import inference_pb2 as pb
 from tests.integration.controlling import (
-    KNOWN_DIMS,
     READY_M,
     ROW,
+    WARMED_UP_CONFIG,
     all_left,
     answers,
     ask,
@@ -36,7 +36,7 @@ Code = grpc.StatusCode
 
 async def test_load_returns_when_the_model_serves(tmp_path: Path) -> None:
     model = slow_model()
-    async with serving(tmp_path, {"m": model}, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
+    async with serving(tmp_path, {"m": model}, config=WARMED_UP_CONFIG, settings=explicit(tmp_path)) as served:
         task = await loading(served, model)
         assert await index(served) == [("m", "1", "LOADING", "")]
         assert not await model_ready(served)
@@ -97,7 +97,7 @@ async def test_load_applies_the_version_policy_to_versions_added_since(tmp_path:
 async def test_reload_serves_the_old_model_until_the_new_one_is_warm_and_then_closes_it(tmp_path: Path) -> None:
     old, new = echo_model(), slow_model()
     models = {"m": old}
-    config = "max_batch_size: 8 " + KNOWN_DIMS
+    config = "max_batch_size: 8 " + WARMED_UP_CONFIG
     async with serving(tmp_path, models, config=config, settings=explicit(tmp_path, load=("m",))) as served:
         models["m"] = new
         task = await loading(served, new)
@@ -183,7 +183,7 @@ async def check_failed_reload(served: Served, reason: str) -> None:
 
 async def test_failed_reload_keeps_the_old_version_and_says_why(tmp_path: Path) -> None:
     models = {"m": echo_model()}
-    async with serving(tmp_path, models, config=KNOWN_DIMS, settings=explicit(tmp_path, load=("m",))) as served:
+    async with serving(tmp_path, models, config=WARMED_UP_CONFIG, settings=explicit(tmp_path, load=("m",))) as served:
         config = tmp_path / "m" / "config.pbtxt"
         good = config.read_text()
         config.write_text(good + " sequence_batching { }")
@@ -279,7 +279,7 @@ async def test_load_of_a_name_in_two_repositories_is_refused_and_listed_once(tmp
 async def test_loads_of_the_same_model_run_in_turn(tmp_path: Path) -> None:
     first, second = slow_model(), slow_model()
     models = {"m": first}
-    async with serving(tmp_path, models, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
+    async with serving(tmp_path, models, config=WARMED_UP_CONFIG, settings=explicit(tmp_path)) as served:
         one = await loading(served, first)
         models["m"] = second
         two = asyncio.create_task(load(served, "m"))
@@ -298,7 +298,7 @@ async def test_loads_of_the_same_model_run_in_turn(tmp_path: Path) -> None:
 
 async def test_loads_of_different_models_run_at_the_same_time(tmp_path: Path) -> None:
     models = {"a": slow_model(), "b": slow_model()}
-    async with serving(tmp_path, models, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
+    async with serving(tmp_path, models, config=WARMED_UP_CONFIG, settings=explicit(tmp_path)) as served:
         tasks = [await loading(served, model, name) for name, model in models.items()]
         for model in models.values():
             model.gate.open()
@@ -308,7 +308,7 @@ async def test_loads_of_different_models_run_at_the_same_time(tmp_path: Path) ->
 
 async def test_load_continues_after_its_caller_gives_up(tmp_path: Path) -> None:
     model = slow_model()
-    async with serving(tmp_path, {"m": model}, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
+    async with serving(tmp_path, {"m": model}, config=WARMED_UP_CONFIG, settings=explicit(tmp_path)) as served:
         task = await loading(served, model)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as pb
 from tests.integration.controlling import (
-    KNOWN_DIMS,
     READY_M,
     ROW,
+    WARMED_UP_CONFIG,
     all_left,
     answers,
     ask,
@@ -108,7 +108,7 @@ async def test_load_after_unload_serves_while_the_unloaded_model_still_executes(
 
 async def test_unload_during_a_load_waits_for_it_and_then_unloads(tmp_path: Path) -> None:
     model = slow_model()
-    async with serving(tmp_path, {"m": model}, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
+    async with serving(tmp_path, {"m": model}, config=WARMED_UP_CONFIG, settings=explicit(tmp_path)) as served:
         load_task = await loading(served, model)
         unload_task = asyncio.create_task(unload(served, "m"))
         assert await index(served) == [("m", "1", "LOADING", "")]
@@ -168,7 +168,7 @@ async def test_unload_accepts_unload_dependents_and_refuses_other_parameters(tmp
 
 async def test_stop_during_a_load_does_not_wait_for_it_and_closes_the_loaded_model(tmp_path: Path) -> None:
     model = slow_model()
-    async with serving(tmp_path, {"m": model}, config=KNOWN_DIMS, settings=explicit(tmp_path)) as served:
+    async with serving(tmp_path, {"m": model}, config=WARMED_UP_CONFIG, settings=explicit(tmp_path)) as served:
         task = await loading(served, model)
         assert not await served.server.stop(5)
         assert await failure_of(task) == (Code.UNAVAILABLE, "the server is stopping")

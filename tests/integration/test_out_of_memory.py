@@ -109,7 +109,7 @@ async def test_instance_without_memory_fails_no_request_that_another_instance_ca
 
 
 async def test_onnx_model_runs_smaller_batches_when_full_ones_do_not_fit(tmp_path: Path) -> None:
-    models.write(models.hungry(3), tmp_path / "m" / "1" / "model.onnx")
+    models.write(models.memory_hungry(3), tmp_path / "m" / "1" / "model.onnx")
     config = (
         'max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 60000000 } model_warmup { name: "none" }'
     )

@@ -20,7 +20,7 @@ OWN = f'{GPUS % ""} parameters {{ key: "paceline.own_process" value {{ string_va
 @pytest.mark.parametrize("seed", ["", "3"], ids=["late", "random"])
 def test_concurrent_clients_get_the_cpus_answers(seed: str, libraries: Path, tmp_path: Path) -> None:
     with Served(tmp_path, libraries, OWN, STAND_IN_SEED=seed) as served:
-        served.crowd(clients=16, requests=20)
+        served.check_concurrently(clients=16, requests=20)
         executions = served.metric("nv_inference_exec_count", model="m", version="1")
         assert executions < 16 * 20, "nobody shared a batch"
         assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
@@ -38,7 +38,7 @@ def test_lost_gpu_serves_again_once_it_is_back_without_a_server_restart(librarie
         assert served.stub.ServerLive(pb.ServerLiveRequest()).live
         lost.unlink()
         eventually(lambda: served.stub.ServerReady(pb.ServerReadyRequest()).ready, "another process")
-        served.crowd(clients=4, requests=5)
+        served.check_concurrently(clients=4, requests=5)
         assert served.server.terminate() == 0
 
 
@@ -52,6 +52,6 @@ def test_request_beyond_the_devices_memory_fails_alone_and_later_ones_are_answer
         status, text = served.refused(512)
         assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "BFCArena" in text
-        served.crowd(clients=32, requests=4)
+        served.check_concurrently(clients=32, requests=4)
         assert served.metric("paceline_out_of_memory", model="m", version="1") >= 1
         assert served.metric("paceline_lost_instances", model="m", version="1") == 0

@@ -118,7 +118,7 @@ class FailingModel(MemoryModel):
         return super().instance(spec, device)
 
 
-class Wordless(LoadError):
+class UnprintableError(LoadError):
     def __str__(self) -> str:
         raise KeyError("words")
 
@@ -128,7 +128,7 @@ class Wordless(LoadError):
     [
         (LoadError("no more memory"), "no more memory"),
         (RuntimeError("never seen"), "RuntimeError: never seen"),
-        (Wordless(), "Wordless"),
+        (UnprintableError(), "Wordless"),
     ],
 )
 async def test_bad_model_raising_any_exception_is_unavailable_and_leaves_nothing_open(
@@ -153,7 +153,7 @@ async def test_start_with_exit_on_error_closes_the_loaded_models_and_says_why(tm
     assert good.open_instances == 0
 
 
-class Clinging(MemoryModel):
+class BlockingCloseModel(MemoryModel):
     """A model that isn't closed before `gate` is set."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Clinging(MemoryModel):
 
 
 async def test_failed_start_waits_for_a_closing_model_no_longer_than_the_exit_timeout(tmp_path: Path) -> None:
-    good, reason = Clinging(), ensemble(tmp_path)
+    good, reason = BlockingCloseModel(), ensemble(tmp_path)
     settings = Settings(paths=(tmp_path,), exit_on_error=True, exit_timeout_secs=0)
     with pytest.raises(StartError, match=reason):
         async with serving(tmp_path, {"good": good}, settings=settings):
@@ -178,7 +178,7 @@ async def test_failed_start_waits_for_a_closing_model_no_longer_than_the_exit_ti
 
 
 async def test_failed_start_says_why_although_it_is_cancelled_meanwhile(tmp_path: Path) -> None:
-    good, reason = Clinging(), ensemble(tmp_path)
+    good, reason = BlockingCloseModel(), ensemble(tmp_path)
 
     async def start() -> None:
         async with serving(tmp_path, {"good": good}, settings=Settings(paths=(tmp_path,), exit_on_error=True)):

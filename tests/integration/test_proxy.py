@@ -36,7 +36,9 @@ async def behind(tmp_path: Path, stub: Upstream, **given: Any) -> AsyncIterator[
         yield served
 
 
-async def held(served: Served, stub: Upstream, *requests: pb.ModelInferRequest, **how: Any) -> list[Any]:
+async def calls_behind_a_busy_upstream(
+    served: Served, stub: Upstream, *requests: pb.ModelInferRequest, **how: Any
+) -> list[Any]:
     """Calls: the first one keeps the upstream busy, and the others, of `requests`, wait here in that order."""
     stub.gate.clear()
     before = stub.under_way
@@ -51,7 +53,7 @@ async def held(served: Served, stub: Upstream, *requests: pb.ModelInferRequest, 
 async def test_waiting_requests_are_sent_as_one_and_each_gets_its_share(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, request(1), request(2, rows=3), request(3))
+        calls = await calls_behind_a_busy_upstream(served, stub, request(1), request(2, rows=3), request(3))
         stub.gate.set()
         answers = [tensors_of(await call) for call in calls]
         assert stub.marks == [[-1], [1, 2, 2, 2, 3]]
@@ -69,7 +71,7 @@ async def test_outputs_nobody_wants_are_not_requested_from_the_upstream(tmp_path
         assert list(tensors_of(await served.infer(one))) == ["y"]
         assert [output.name for output in stub.calls[0].outputs] == ["y"]
         two.outputs.add(name="x")
-        calls = await held(served, stub, one, two)
+        calls = await calls_behind_a_busy_upstream(served, stub, one, two)
         stub.gate.set()
         answers = [tensors_of(await call) for call in calls[1:]]
         assert [list(answer) for answer in answers] == [["y"], ["x"]]
@@ -81,7 +83,9 @@ async def test_requests_of_different_shapes_are_sent_separately(tmp_path: Path) 
     stub = Upstream()
     stub.inputs, stub.outputs = {"a": ("FP32", [-1, -1])}, {"x": ("FP32", [-1, -1]), "y": ("FP32", [-1, -1])}
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, request(1, columns=3), request(2, columns=4), request(3, columns=3))
+        calls = await calls_behind_a_busy_upstream(
+            served, stub, request(1, columns=3), request(2, columns=4), request(3, columns=3)
+        )
         stub.gate.set()
         await asyncio.gather(*calls)
         assert sorted(map(tuple, stub.marks)) == [(-1,), (1, 3), (2,)]
@@ -91,7 +95,7 @@ async def test_max_batch_size_comes_from_the_upstreams_config_if_it_has_one(tmp_
     stub = Upstream()
     stub.config = config_pb.ModelConfig(name="m", max_batch_size=2)
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, *(request(mark) for mark in range(5)))
+        calls = await calls_behind_a_busy_upstream(served, stub, *(request(mark) for mark in range(5)))
         stub.gate.set()
         await asyncio.gather(*calls)
         assert stub.marks == [[-1], [0, 1], [2, 3], [4]]
@@ -155,7 +159,7 @@ async def test_deadline_of_a_batch_is_the_longest_and_each_request_keeps_its_own
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
         stub.gates[1] = asyncio.Event()
-        _, short = await held(served, stub, request(1), timeout_s=2)
+        _, short = await calls_behind_a_busy_upstream(served, stub, request(1), timeout_s=2)
         (long,) = send(served, request(2), timeout_s=60)
         await eventually_async(lambda: served.waiting("m") == 2, "both waiting")
         stub.gate.set()
@@ -185,7 +189,7 @@ async def test_deadline_of_a_lone_request_is_passed_on(tmp_path: Path) -> None:
 async def test_requests_with_different_headers_are_sent_separately_with_them(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub)
+        calls = await calls_behind_a_busy_upstream(served, stub)
         users = ["Bearer a", "Bearer b", "Bearer a"]
         for number, user in enumerate(users):
             metadata = (("authorization", user), ("cookie", "mine"))
@@ -208,7 +212,7 @@ async def test_trace_headers_are_passed_on_unless_they_differ_within_the_batch(t
 
         await traced(1, "t1")
         for traces in (["t2", "t3"], ["t4", "t4"]):
-            calls = await held(served, stub)
+            calls = await calls_behind_a_busy_upstream(served, stub)
             for number, trace in enumerate(traces):
                 calls.append(traced(number, trace))
                 await eventually_async(lambda n=number: served.waiting("m") == n + 1, "waiting")
@@ -249,7 +253,7 @@ async def test_parameters_except_ours_are_passed_on_and_must_be_equal_in_a_batch
         ours = request(3, temperature=2.5, priority=1, paceline_batch_info=True)
         hot.inputs[0].parameters["content_type"].string_param = "np"
         ours.inputs[0].parameters["content_type"].string_param = "np"
-        calls = await held(served, stub, hot, cold, ours)
+        calls = await calls_behind_a_busy_upstream(served, stub, hot, cold, ours)
         stub.gate.set()
         await asyncio.gather(*calls)
         assert stub.marks == [[-1], [1, 3], [2]]
@@ -270,7 +274,7 @@ async def test_priorities_and_timeouts_of_the_upstreams_config_apply_to_our_queu
         # Requests with different parameters are sent separately.
         late = [request(number, temperature=float(number)) for number in (1, 2)]
         first = request(3, temperature=3.0, priority=1)
-        calls = await held(served, stub, *late, first)
+        calls = await calls_behind_a_busy_upstream(served, stub, *late, first)
         status, text = await failure_of(served.infer(request(4, timeout=1_000)))
         assert (status, text[:34]) == (grpc.StatusCode.DEADLINE_EXCEEDED, "model 'm': Request timeout expired")
         stub.gate.set()
@@ -296,7 +300,9 @@ async def test_outputs_omitted_upstream_with_optional_inputs_are_omitted_here(tm
         'max_batch_size: 8 input { name: "b" optional: true }', config_pb.ModelConfig(name="m")
     )
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, *[request(mark) for mark in range(1, 4 if merged else 2)])
+        calls = await calls_behind_a_busy_upstream(
+            served, stub, *[request(mark) for mark in range(1, 4 if merged else 2)]
+        )
         stub.gate.set()
         for call, mark in zip(calls, (-1, 1, 2, 3), strict=False):
             answer = tensors_of(await call)
@@ -321,7 +327,7 @@ async def test_id_of_a_request_is_passed_on_only_if_it_is_sent_alone(tmp_path: P
         one, two = request(1), request(2)
         one.id, two.id = "first", "second"
         assert (await served.infer(one)).id == "first"
-        calls = await held(served, stub, one, two)
+        calls = await calls_behind_a_busy_upstream(served, stub, one, two)
         stub.gate.set()
         assert [(await call).id for call in calls] == ["", "first", "second"]
         assert [call.id for call in stub.calls] == ["first", "", ""]
@@ -345,7 +351,7 @@ async def test_tensors_read_by_fronts_are_sent_upstream_from_the_fronts_memory(t
     stub.inputs = {"a": ("FP32", [-1, -1])}
     stub.outputs = {"x": ("FP32", [-1, -1]), "y": ("FP32", [-1, -1])}
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, request(1, columns=8192))
+        calls = await calls_behind_a_busy_upstream(served, stub, request(1, columns=8192))
         assert await held_bytes(served, "in") == 8192 * 4
         stub.gate.set()
         *_, answer = [tensors_of(await call) for call in calls]

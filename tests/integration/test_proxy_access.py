@@ -125,7 +125,7 @@ def asks(target: str, token: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "learns"),
+    ("args", "expected_authorization"),
     [
         ((), f"Bearer {HERS}"),  # the proxy checks no tokens: this one may be for the upstream
         (("--grpc-token-file={tokens}",), None),
@@ -136,7 +136,7 @@ def asks(target: str, token: str) -> None:
     ids=["by default", "ours to check", "asked for", "own", "own and ours to check"],
 )
 async def test_upstream_gets_no_token_meant_for_us_unless_configured(
-    tmp_path: Path, args: Sequence[str], learns: str | None
+    tmp_path: Path, args: Sequence[str], expected_authorization: str | None
 ) -> None:
     (tmp_path / "tokens").write_text(line_of("edge", HERS))
     (tmp_path / "own").write_text(OURS)
@@ -150,7 +150,7 @@ async def test_upstream_gets_no_token_meant_for_us_unless_configured(
             await asyncio.to_thread(asks, proxy.target, HERS)
         finally:
             proxy.kill()
-    assert [headers.get("authorization") for headers in stub.headers] == [learns]
+    assert [headers.get("authorization") for headers in stub.headers] == [expected_authorization]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from protos import inference_pb2 as pb
 from server.config import Settings
 from tests.integration.scripted import Script, request, send
 from tests.integration.serving import failure_of, serving
-from tests.integration.test_proxy import behind, held
+from tests.integration.test_proxy import behind, calls_behind_a_busy_upstream
 from tests.integration.upstreams import Upstream, double, proxying, tensors_of, upstream
 from tests.polling import eventually_async
 
@@ -36,7 +36,7 @@ def rows(call: pb.ModelInferRequest) -> list[float]:
     return stub.marks[0]
 
 
-class Wordless(grpc.GenericRpcHandler):
+class EmptyAnswers(grpc.GenericRpcHandler):
     """Ends each call with OK but without a message: to a unary caller, an empty stream looks like that."""
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any]:
@@ -51,7 +51,7 @@ async def test_answer_without_a_message_is_an_error_and_does_not_prevent_the_sta
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((Wordless(),))
+    server.add_generic_rpc_handlers((EmptyAnswers(),))
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     remote = RemoteServer(target)
@@ -78,7 +78,7 @@ async def test_request_refused_by_the_upstream_fails_alone_with_the_upstreams_st
     stub = Upstream()
     stub.abort = poison(5, code, "not this one")
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, *(request(mark) for mark in range(8)))
+        calls = await calls_behind_a_busy_upstream(served, stub, *(request(mark) for mark in range(8)))
         stub.gate.set()
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert [mark for mark, one in enumerate(outcomes[1:]) if isinstance(one, Exception)] == [5]
@@ -97,7 +97,7 @@ async def test_upstream_error_messages_of_any_length_keep_their_status(tmp_path:
     stub = Upstream()
     stub.abort = poison(2, Code.INTERNAL, "begin " + "Zeile ü\n" * 5_000 + "end")
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, *(request(mark) for mark in range(4)))
+        calls = await calls_behind_a_busy_upstream(served, stub, *(request(mark) for mark in range(4)))
         stub.gate.set()
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert [mark for mark, one in enumerate(outcomes[1:]) if isinstance(one, Exception)] == [2]
@@ -119,7 +119,7 @@ async def test_refusal_not_due_to_a_request_fails_the_whole_batch_without_a_reru
     stub = Upstream()
     stub.abort = lambda call: (code, "not now") if len(rows(call)) > 1 else None
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, *(request(mark) for mark in range(4)))
+        calls = await calls_behind_a_busy_upstream(served, stub, *(request(mark) for mark in range(4)))
         stub.gate.set()
         for call in calls[1:]:
             got, text = await failure_of(call)
@@ -136,7 +136,7 @@ async def test_batch_beyond_the_upstreams_message_limit_is_sent_in_halves(tmp_pa
         upstream(stub, options=[("grpc.max_receive_message_length", 250)]) as target,
         proxying(tmp_path, target, **NAMED) as served,
     ):
-        calls = await held(served, stub, *(request(mark, rows=8) for mark in range(1, 5)))
+        calls = await calls_behind_a_busy_upstream(served, stub, *(request(mark, rows=8) for mark in range(1, 5)))
         stub.gate.set()
         answers = await asyncio.gather(*calls)
         assert [float(tensors_of(one)["x"][0, 0]) for one in answers] == [-2, 2, 4, 6, 8]
@@ -198,7 +198,7 @@ async def test_malformed_answer_is_an_error_and_does_not_affect_the_next_one(
     stub = Upstream()
     stub.answer = answer
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, request(1), request(2))
+        calls = await calls_behind_a_busy_upstream(served, stub, request(1), request(2))
         stub.gate.set()
         for call in calls:
             code, text = await failure_of(call)
@@ -219,7 +219,7 @@ async def test_answer_in_typed_contents_is_understood(tmp_path: Path) -> None:
     stub = Upstream()
     stub.answer = typed
     async with behind(tmp_path, stub) as served:
-        calls = await held(served, stub, request(1), request(2))
+        calls = await calls_behind_a_busy_upstream(served, stub, request(1), request(2))
         stub.gate.set()
         assert [float(tensors_of(await call)["y"][0, 1]) for call in calls] == [1, -1, -2]
 
@@ -240,7 +240,7 @@ async def test_upstream_call_is_cancelled_once_its_last_caller_is_gone(tmp_path:
     stub = Upstream()
     stub.gates[1] = asyncio.Event()
     async with behind(tmp_path, stub) as served:
-        _, *waiting = await held(served, stub, request(1), request(2))
+        _, *waiting = await calls_behind_a_busy_upstream(served, stub, request(1), request(2))
         stub.gate.set()
         await eventually_async(lambda: stub.marks[1:] == [[1, 2]], "the batch of both")
         waiting[0].cancel()
@@ -259,7 +259,7 @@ async def test_upstream_call_is_cancelled_once_its_last_caller_has_timed_out(tmp
     stub = Upstream()
     stub.gates[1] = asyncio.Event()
     async with behind(tmp_path, stub) as served:
-        _, patient = await held(served, stub, request(1), timeout_s=60)
+        _, patient = await calls_behind_a_busy_upstream(served, stub, request(1), timeout_s=60)
         (hasty,) = send(served, request(2), timeout_s=2)
         await eventually_async(lambda: served.waiting("m") == 2, "waiting")
         stub.gate.set()
@@ -307,7 +307,7 @@ async def test_queue_timeout_applies_in_front_of_an_upstream(tmp_path: Path) -> 
     settings = Settings(paths=())
     short_wait = replace(settings, batching=replace(settings.batching, queue_timeout_ns=50_000_000))
     async with behind(tmp_path, stub, settings=short_wait) as served:
-        calls = await held(served, stub, request(1))
+        calls = await calls_behind_a_busy_upstream(served, stub, request(1))
         code, text = await failure_of(calls[1])
         assert (code, "timeout expired" in text) == (Code.DEADLINE_EXCEEDED, True)
         stub.gate.set()

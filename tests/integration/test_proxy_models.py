@@ -196,7 +196,7 @@ async def test_unready_model_has_a_reason_even_while_its_readiness_checks_go_una
         assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4
 
 
-class Silent(Upstream):
+class SilentWhileBusy(Upstream):
     """Fails readiness checks, `unanswered` so far, once it has received a request; `peers` are the connections over
     which they came."""
 
@@ -217,7 +217,7 @@ class Silent(Upstream):
 async def test_upstream_that_answers_no_readiness_check_while_it_computes_is_not_taken_for_gone(tmp_path: Path) -> None:
     """Servers that compute on their event loop behave like this."""
 
-    stub = Silent()
+    stub = SilentWhileBusy()
     async with behind(tmp_path, stub) as served:
         while stub.unanswered < 20:
             assert tensors_of(await served.infer(request(3)))["x"][0, 0] == 6
@@ -227,7 +227,7 @@ async def test_upstream_that_answers_no_readiness_check_while_it_computes_is_not
 
 async def test_silent_upstream_is_checked_over_new_connections_while_calls_under_way_continue(tmp_path: Path) -> None:
     """A vanished machine closes no connection. If its address is another machine's by then, a new one leads there."""
-    stub = Silent()
+    stub = SilentWhileBusy()
     stub.gates[1] = asyncio.Event()
     async with behind(tmp_path, stub, timeout_secs=20) as served:
         (call,) = send(served, request(1), timeout_s=None)
@@ -348,7 +348,7 @@ async def test_upstream_is_asked_for_its_models_again_after_a_call_finds_it_unav
         assert tensors_of(await served.infer(request(1, columns=3)))["x"][0, 0] == 2
 
 
-class OfMany(Upstream):
+class UpstreamWithModels(Upstream):
     """An upstream whose index has the given models, all of them ready or none."""
 
     def __init__(self, *names: str) -> None:
@@ -365,7 +365,7 @@ class OfMany(Upstream):
 async def test_model_whose_readiness_check_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
     silent, answer = asyncio.Event(), asyncio.Event()
 
-    class Silent(OfMany):
+    class HangingReadyCheck(UpstreamWithModels):
         async def ModelReady(self, call: Any, context: Any) -> pb.ModelReadyResponse:
             if call.name == "silent":
                 silent.set()
@@ -375,7 +375,7 @@ async def test_model_whose_readiness_check_hangs_does_not_hold_up_the_others(tmp
                     silent.clear()
             return await super().ModelReady(call, context)
 
-    stub = Silent("m")
+    stub = HangingReadyCheck("m")
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
         stub.has("m", "silent", "n")
         await eventually_async(lambda: served.server.repository.find("n", ""), "the one behind it")
@@ -388,7 +388,7 @@ async def test_model_whose_readiness_check_hangs_does_not_hold_up_the_others(tmp
 async def test_model_beyond_max_models_is_served_once_another_is_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stub = OfMany("m", "n")
+    stub = UpstreamWithModels("m", "n")
     settings = Settings(paths=(), limits=Limits(models=1))
     async with upstream(stub) as target, proxying(tmp_path, target, settings=settings) as served:
         # The served one is whichever answered first.
@@ -404,7 +404,7 @@ async def test_model_beyond_max_models_is_served_once_another_is_removed(
 
 
 async def test_probe_gives_the_reasons_of_five_models_and_counts_the_others(tmp_path: Path) -> None:
-    stub = OfMany(*(f"m{number}" for number in range(8)))
+    stub = UpstreamWithModels(*(f"m{number}" for number in range(8)))
     stub.model_ready = False
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
         why = f"upstream {target}: the model is not ready"

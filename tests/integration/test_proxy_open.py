@@ -19,7 +19,7 @@ from server.config import Settings
 from server.models.batch_policy import BatchDefaults
 from tests.integration.scripted import marked, request
 from tests.integration.serving import Served, failure_of
-from tests.integration.test_proxy import behind, held
+from tests.integration.test_proxy import behind, calls_behind_a_busy_upstream
 from tests.integration.upstreams import Upstream, double, tensors_of
 from tests.wire import add_raw
 
@@ -44,7 +44,9 @@ async def test_requests_that_look_alike_are_sent_together(tmp_path: Path) -> Non
         other.inputs[0].name = "b"
         few = request(4)
         few.outputs.add(name="y")
-        calls = await held(served, stub, request(1), request(2, rows=2), request(3, columns=3), other, few)
+        calls = await calls_behind_a_busy_upstream(
+            served, stub, request(1), request(2, rows=2), request(3, columns=3), other, few
+        )
         stub.gate.set()
         answers = [tensors_of(await call) for call in calls]
         assert sorted(map(tuple, stub.marks)) == [(-1,), (1, 2, 2), (3,), (4,), (9,)]
@@ -82,7 +84,7 @@ async def test_requests_whose_tensors_differ_in_rows_are_sent_alone(tmp_path: Pa
             one = request(mark, rows=2)
             add_raw(one, "scale", "FP32", [], np.float32(1).tobytes())
             odd.append(one)
-        calls = await held(served, stub, *odd)
+        calls = await calls_behind_a_busy_upstream(served, stub, *odd)
         stub.gate.set()
         await asyncio.gather(*calls)
         assert sorted(map(tuple, stub.marks)) == [(-1,), (1, 1), (2, 2)]
@@ -101,7 +103,7 @@ async def test_requests_are_sent_again_alone_if_the_answer_lacks_the_rows_of_the
     stub = Upstream()
     stub.answer = summed
     async with behind_silent(tmp_path, stub) as served:
-        calls = await held(served, stub, request(1, rows=3), request(2, rows=3))
+        calls = await calls_behind_a_busy_upstream(served, stub, request(1, rows=3), request(2, rows=3))
         stub.gate.set()
         answers = [tensors_of(await call)["x"].tolist() for call in calls]
         assert answers == [[-2, -2], [6, 6], [12, 12]]
@@ -164,7 +166,7 @@ async def test_parts_answered_without_their_rows_are_an_error_and_no_shorter_ans
 async def test_requests_of_unbatched_models_are_sent_alone(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind_silent(tmp_path, stub, unbatched=("m",), calls=1) as served:
-        calls = await held(served, stub, request(1), request(2))
+        calls = await calls_behind_a_busy_upstream(served, stub, request(1), request(2))
         stub.gate.set()
         await asyncio.gather(*calls)
         assert stub.marks == [[-1], [1], [2]]

@@ -14,7 +14,7 @@ from protos import inference_pb2 as pb
 from tests.integration.regions import register, settings, unregister
 from tests.integration.scripted import queued
 from tests.integration.serving import Served, failure_of, serving
-from tests.shared_objects import SharedObject, lies_in, shared_object
+from tests.shared_objects import SharedObject, add_shared_input, shared_object
 from tests.wire import Array, infer
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -59,7 +59,7 @@ def of_message(x: Array) -> pb.ModelInferRequest:
 
 def of_region(rows: int, offset: int, name: str = "r") -> pb.ModelInferRequest:
     request = infer("m", {"n": numbered(rows)})
-    lies_in(request, "x", "FP32", [rows, WIDTH], name, rows * ROW, offset)
+    add_shared_input(request, "x", "FP32", [rows, WIDTH], name, rows * ROW, offset)
     return request
 
 

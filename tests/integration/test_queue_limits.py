@@ -28,7 +28,7 @@ def config(queue: str = "", batching: str = "") -> str:
 
 
 @asynccontextmanager
-async def held(tmp_path: Path, configuration: str) -> AsyncIterator[tuple[Served, MemoryModel]]:
+async def busy_server(tmp_path: Path, configuration: str) -> AsyncIterator[tuple[Served, MemoryModel]]:
     """A server whose model is busy with one request until the block ends; that request must be answered, and so must
     the next; nothing may be left in the queue."""
     model = echo_model()
@@ -59,7 +59,7 @@ async def failures(served: Served, reason: str) -> float:
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 async def test_full_queue_refuses_exactly_the_requests_beyond_its_limit(tmp_path: Path, limit: int) -> None:
-    async with held(tmp_path, config(f"max_queue_size: {limit}")) as (served, model):
+    async with busy_server(tmp_path, config(f"max_queue_size: {limit}")) as (served, model):
         accepted = await waiting(served, limit)
         for _ in range(3):
             assert await failure_of(served.infer(ONE)) == (
@@ -77,7 +77,7 @@ async def test_full_queue_refuses_requests_whichever_process_read_them(
     tmp_path: Path, frontends: int, columns: int
 ) -> None:
     one = infer("m", {"a": rows_of_floats(1, columns)})
-    async with held(tmp_path, config("max_queue_size: 1")) as (served, model):
+    async with busy_server(tmp_path, config("max_queue_size: 1")) as (served, model):
         accepted = await waiting(served, 1)
         assert await failure_of(served.infer(one)) == (
             Code.RESOURCE_EXHAUSTED,
@@ -90,7 +90,7 @@ async def test_full_queue_refuses_requests_whichever_process_read_them(
 
 
 async def test_queue_limit_counts_requests_and_not_rows(tmp_path: Path) -> None:
-    async with held(tmp_path, config("max_queue_size: 2")) as (served, model):
+    async with busy_server(tmp_path, config("max_queue_size: 2")) as (served, model):
         big = infer("m", {"a": rows_of_floats(4)})
         accepted = [asyncio.create_task(served.infer(big)) for _ in range(2)]
         await eventually_async(lambda: served.waiting("m") == 2, "two requests waiting")
@@ -100,7 +100,7 @@ async def test_queue_limit_counts_requests_and_not_rows(tmp_path: Path) -> None:
 
 
 async def test_cancelled_request_frees_its_place_in_the_queue(tmp_path: Path) -> None:
-    async with held(tmp_path, config("max_queue_size: 1")) as (served, model):
+    async with busy_server(tmp_path, config("max_queue_size: 1")) as (served, model):
         (first,) = await waiting(served, 1)
         first.cancel()
         await eventually_async(lambda: served.waiting("m") == 0, "the cancelled request gone")
@@ -112,7 +112,7 @@ async def test_cancelled_request_frees_its_place_in_the_queue(tmp_path: Path) ->
 
 
 async def test_queue_timeout_of_the_policy_expires_requests_while_the_model_is_busy(tmp_path: Path) -> None:
-    async with held(tmp_path, config("default_timeout_microseconds: 50000")) as (served, model):
+    async with busy_server(tmp_path, config("default_timeout_microseconds: 50000")) as (served, model):
         code, text = await failure_of(served.infer(ONE))
         assert code is Code.DEADLINE_EXCEEDED
         assert text.startswith("model 'm': Request timeout expired after ")
@@ -123,7 +123,7 @@ async def test_queue_timeout_of_the_policy_expires_requests_while_the_model_is_b
 
 async def test_queue_timeout_of_the_request_expires_it_if_overriding_is_allowed(tmp_path: Path) -> None:
     queue = "default_timeout_microseconds: 100000000 allow_timeout_override: true"
-    async with held(tmp_path, config(queue)) as (served, model):
+    async with busy_server(tmp_path, config(queue)) as (served, model):
         patient = await waiting(served, 1)
         hasty = infer("m", {"a": rows_of_floats(1)}, parameters={"timeout": 20_000})
         code, text = await failure_of(served.infer(hasty))
@@ -135,7 +135,7 @@ async def test_queue_timeout_of_the_request_expires_it_if_overriding_is_allowed(
 
 
 async def test_queue_timeout_of_the_request_is_ignored_unless_overriding_is_allowed(tmp_path: Path) -> None:
-    async with held(tmp_path, config()) as (served, model):
+    async with busy_server(tmp_path, config()) as (served, model):
         hasty = infer("m", {"a": rows_of_floats(1)}, parameters={"timeout": 1})
         call = asyncio.create_task(served.infer(hasty))
         await eventually_async(lambda: served.waiting("m") == 1, "the request waiting")
@@ -157,7 +157,7 @@ async def test_queue_timeout_that_passes_during_a_delay_ends_the_wait_early(tmp_
 
 
 async def test_request_whose_rpc_deadline_passes_in_the_queue_is_never_executed(tmp_path: Path) -> None:
-    async with held(tmp_path, config()) as (served, model):
+    async with busy_server(tmp_path, config()) as (served, model):
         code, _ = await failure_of(served.infer(ONE, timeout_s=0.1))
         assert code is Code.DEADLINE_EXCEEDED
         await eventually_async(lambda: served.waiting("m") == 0, "the expired request gone")
@@ -166,7 +166,7 @@ async def test_request_whose_rpc_deadline_passes_in_the_queue_is_never_executed(
 
 
 async def test_request_whose_rpc_deadline_has_passed_on_arrival_is_never_queued(tmp_path: Path) -> None:
-    async with held(tmp_path, config()) as (served, model):
+    async with busy_server(tmp_path, config()) as (served, model):
         code, _ = await failure_of(served.infer(ONE, timeout_s=0))
         assert code is Code.DEADLINE_EXCEEDED
         assert served.waiting("m") == 0
@@ -174,7 +174,7 @@ async def test_request_whose_rpc_deadline_has_passed_on_arrival_is_never_queued(
 
 
 async def test_rpc_deadline_of_one_request_does_not_hurry_its_neighbours(tmp_path: Path) -> None:
-    async with held(tmp_path, config()) as (served, model):
+    async with busy_server(tmp_path, config()) as (served, model):
         patient = await waiting(served, 2)
         assert (await failure_of(served.infer(ONE, timeout_s=0.05)))[0] is Code.DEADLINE_EXCEEDED
         await eventually_async(lambda: served.waiting("m") == 2, "the expired request gone")
@@ -185,7 +185,7 @@ async def test_rpc_deadline_of_one_request_does_not_hurry_its_neighbours(tmp_pat
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 async def test_cancel_in_the_queue_removes_one_request_and_leaves_its_neighbours(tmp_path: Path, victim: int) -> None:
-    async with held(tmp_path, config()) as (served, model):
+    async with busy_server(tmp_path, config()) as (served, model):
         calls = await waiting(served, 4)
         calls[victim].cancel()
         await eventually_async(lambda: served.waiting("m") == 3, "the cancelled request gone")
@@ -197,7 +197,7 @@ async def test_cancel_in_the_queue_removes_one_request_and_leaves_its_neighbours
 
 
 async def test_cancel_during_execution_loses_one_answer_and_no_other(tmp_path: Path) -> None:
-    async with held(tmp_path, config()) as (served, model):
+    async with busy_server(tmp_path, config()) as (served, model):
         calls = await waiting(served, 3)
         model.gate.release()
         await asyncio.to_thread(model.gate.wait_entered, 2)

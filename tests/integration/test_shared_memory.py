@@ -15,7 +15,7 @@ from protos import inference_pb2 as pb
 from tests.integration.regions import ROW, in_region, regions, register, settings, unregister
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.polling import eventually_async
-from tests.shared_objects import SharedObject, held_by, lies_in, shared_object, wanted_in
+from tests.shared_objects import SharedObject, add_shared_input, held_by, request_shared_output, shared_object
 from tests.wire import add_raw, infer, parameter, raw_bytes, rows_of_floats
 
 Code = grpc.StatusCode
@@ -234,8 +234,8 @@ async def test_infer_bytes_tensors_pass_through_shared_memory_both_ways(
     data = raw_bytes(array)
     memory.put(data, 3)
     request = Request(model_name="t")
-    lies_in(request, "a", "BYTES", array.shape, "r", len(data), 3)
-    wanted_in(request, "x", "r", 2000, 2000)
+    add_shared_input(request, "a", "BYTES", array.shape, "r", len(data), 3)
+    request_shared_output(request, "x", "r", 2000, 2000)
     answer = await served.infer(request)
     assert answer.outputs[0].parameters["shared_memory_byte_size"].int64_param == len(data)
     assert memory.get(len(data), 2000) == data
@@ -247,7 +247,7 @@ async def test_infer_bytes_element_with_a_wrong_length_is_refused(
 ) -> None:
     memory.put(length.to_bytes(4, "little") + b"abcd")
     request = Request(model_name="t")
-    lies_in(request, "a", "BYTES", [1, 1], "r", 8)
+    add_shared_input(request, "a", "BYTES", [1, 1], "r", 8)
     code, text = await failure_of(served.infer(request))
     assert (code, text[:23]) == (Code.INVALID_ARGUMENT, "model 't': input 'a': e")
 
@@ -256,7 +256,7 @@ async def test_infer_bool_that_is_neither_0_nor_1_is_refused(served: Served, mem
     memory.put(b"\x01\x02")
     for size, code in ((1, Code.OK), (2, Code.INVALID_ARGUMENT)):
         request = Request(model_name="b")
-        lies_in(request, "a", "BOOL", [1, size], "r", size)
+        add_shared_input(request, "a", "BOOL", [1, size], "r", size)
         if code is Code.OK:
             assert (await served.infer(request)).raw_output_contents[0] == b"\x01"
         else:
@@ -282,11 +282,11 @@ async def test_infer_any_mixture_of_raw_and_shared_memory_tensors_keeps_their_or
     for index, array in enumerate(sent):
         memory.put(array, 64 * index)
         if inside >> index & 1:
-            lies_in(request, "abc"[index], "FP32", [1, 2], "r", ROW, 64 * index)
+            add_shared_input(request, "abc"[index], "FP32", [1, 2], "r", ROW, 64 * index)
             request.outputs.add(name=f"x{'abc'[index]}")
         else:
             add_raw(request, "abc"[index], "FP32", [1, 2], array.tobytes())
-            wanted_in(request, f"x{'abc'[index]}", "r", ROW, 1024 + 64 * index)
+            request_shared_output(request, f"x{'abc'[index]}", "r", ROW, 1024 + 64 * index)
     async with serving(tmp_path, {"m": three_in_out()}, config=BATCHED, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)
         answer = await served.infer(request)
@@ -301,7 +301,7 @@ async def test_infer_shared_memory_beside_typed_contents_is_accepted(tmp_path: P
     for index, name in enumerate("abc"):
         memory.put(rows_of_floats(1, first=index), 0)
         if name == "b":
-            lies_in(request, name, "FP32", [1, 2], "r", ROW)
+            add_shared_input(request, name, "FP32", [1, 2], "r", ROW)
         else:
             request.inputs.add(name=name, datatype="FP32", shape=[1, 2]).contents.fp32_contents.extend([index, index])
     async with serving(tmp_path, {"m": three_in_out()}, config=BATCHED, settings=settings(tmp_path)) as served:
@@ -321,14 +321,14 @@ async def test_infer_without_shared_memory_parameters_is_unaffected(served: Serv
 Change = Callable[[Request], None]
 
 
-def said(key: str, value: object, where: str = "inputs") -> Change:
+def with_parameter(key: str, value: object, where: str = "inputs") -> Change:
     def change(request: Request) -> None:
         getattr(request, where)[0].parameters[f"shared_memory_{key}"].CopyFrom(parameter(value))
 
     return change
 
 
-def unsaid(key: str, where: str = "inputs") -> Change:
+def without_parameter(key: str, where: str = "inputs") -> Change:
     def change(request: Request) -> None:
         del getattr(request, where)[0].parameters[f"shared_memory_{key}"]
 
@@ -345,30 +345,57 @@ def with_raw(request: Request) -> None:
 
 UINT = pb.InferParameter(uint64_param=2**64 - 1)
 BAD: list[tuple[Change, str]] = [
-    (said("region", 1), "input 'a': 'shared_memory_region': expected string_param, got int64_param"),
-    (said("region", pb.InferParameter()), "input 'a': 'shared_memory_region': expected string_param, got no value"),
-    (said("byte_size", "8"), "input 'a': 'shared_memory_byte_size': expected int64_param or uint64_param, got string"),
-    (said("offset", True), "input 'a': 'shared_memory_offset': expected int64_param or uint64_param, got bool_param"),
-    (unsaid("byte_size"), "input 'a': 'shared_memory_byte_size' must be specified along with 'shared_memory_region'"),
-    (unsaid("region"), "input 'a': 'shared_memory_byte_size' can not be specified without 'shared_memory_region'"),
-    (said("byte_size", 7), "input 'a': expected 8 bytes for FP32 of shape [1, 2], got 7"),
-    (said("byte_size", 128), "input 'a': expected 8 bytes for FP32 of shape [1, 2], got 128"),
-    (said("byte_size", -8), "input 'a': Invalid offset + byte size for shared memory region: 'r'"),
-    (said("byte_size", 4097), "input 'a': Invalid offset + byte size for shared memory region: 'r'"),
-    (said("byte_size", UINT), "input 'a': Invalid offset + byte size for shared memory region: 'r'"),
-    (said("offset", 4089), "input 'a': Invalid offset + byte size for shared memory region: 'r'"),
-    (said("offset", 4096), "input 'a': Invalid offset for shared memory region: 'r': expected 0 to 4095, got 4096"),
-    (said("offset", -1), "input 'a': Invalid offset for shared memory region: 'r': expected 0 to 4095, got -1"),
-    (said("offset", 2**63 - 1), "input 'a': Invalid offset for shared memory region: 'r'"),
-    (said("offset", UINT), "input 'a': Invalid offset for shared memory region: 'r'"),
+    (with_parameter("region", 1), "input 'a': 'shared_memory_region': expected string_param, got int64_param"),
+    (
+        with_parameter("region", pb.InferParameter()),
+        "input 'a': 'shared_memory_region': expected string_param, got no value",
+    ),
+    (
+        with_parameter("byte_size", "8"),
+        "input 'a': 'shared_memory_byte_size': expected int64_param or uint64_param, got string",
+    ),
+    (
+        with_parameter("offset", True),
+        "input 'a': 'shared_memory_offset': expected int64_param or uint64_param, got bool_param",
+    ),
+    (
+        without_parameter("byte_size"),
+        "input 'a': 'shared_memory_byte_size' must be specified along with 'shared_memory_region'",
+    ),
+    (
+        without_parameter("region"),
+        "input 'a': 'shared_memory_byte_size' can not be specified without 'shared_memory_region'",
+    ),
+    (with_parameter("byte_size", 7), "input 'a': expected 8 bytes for FP32 of shape [1, 2], got 7"),
+    (with_parameter("byte_size", 128), "input 'a': expected 8 bytes for FP32 of shape [1, 2], got 128"),
+    (with_parameter("byte_size", -8), "input 'a': Invalid offset + byte size for shared memory region: 'r'"),
+    (with_parameter("byte_size", 4097), "input 'a': Invalid offset + byte size for shared memory region: 'r'"),
+    (with_parameter("byte_size", UINT), "input 'a': Invalid offset + byte size for shared memory region: 'r'"),
+    (with_parameter("offset", 4089), "input 'a': Invalid offset + byte size for shared memory region: 'r'"),
+    (
+        with_parameter("offset", 4096),
+        "input 'a': Invalid offset for shared memory region: 'r': expected 0 to 4095, got 4096",
+    ),
+    (
+        with_parameter("offset", -1),
+        "input 'a': Invalid offset for shared memory region: 'r': expected 0 to 4095, got -1",
+    ),
+    (with_parameter("offset", 2**63 - 1), "input 'a': Invalid offset for shared memory region: 'r'"),
+    (with_parameter("offset", UINT), "input 'a': Invalid offset for shared memory region: 'r'"),
     (with_contents, "input 'a': expected either contents or shared_memory_region, got both"),
     (with_raw, "expected 0 entries in raw_input_contents, one per input that is not in shared memory, got 1"),
-    (said("byte_size", 7, "outputs"), "output 'x': expected 'shared_memory_byte_size' to be at least 8 bytes"),
-    (said("byte_size", -1, "outputs"), "output 'x': Invalid offset + byte size for shared memory region: 'r'"),
-    (said("offset", 4096, "outputs"), "output 'x': Invalid offset for shared memory region: 'r'"),
-    (said("offset", 4089, "outputs"), "output 'x': Invalid offset + byte size for shared memory region: 'r'"),
-    (unsaid("byte_size", "outputs"), "output 'x': 'shared_memory_byte_size' must be specified along with"),
-    (unsaid("region", "outputs"), "output 'x': 'shared_memory_byte_size' can not be specified without"),
+    (
+        with_parameter("byte_size", 7, "outputs"),
+        "output 'x': expected 'shared_memory_byte_size' to be at least 8 bytes",
+    ),
+    (
+        with_parameter("byte_size", -1, "outputs"),
+        "output 'x': Invalid offset + byte size for shared memory region: 'r'",
+    ),
+    (with_parameter("offset", 4096, "outputs"), "output 'x': Invalid offset for shared memory region: 'r'"),
+    (with_parameter("offset", 4089, "outputs"), "output 'x': Invalid offset + byte size for shared memory region: 'r'"),
+    (without_parameter("byte_size", "outputs"), "output 'x': 'shared_memory_byte_size' must be specified along with"),
+    (without_parameter("region", "outputs"), "output 'x': 'shared_memory_byte_size' can not be specified without"),
 ]
 
 
@@ -385,7 +412,7 @@ async def test_infer_of_impossibly_large_tensors_is_refused(
     memory.resize(2**60)  # not backed by memory
     await register(served, "huge", memory.key, 2**60)
     request = pb.ModelInferRequest(model_name=model)
-    lies_in(request, "a", datatype, [1, 2 if model == "b" else 1], "huge", 2**60)
+    add_shared_input(request, "a", datatype, [1, 2 if model == "b" else 1], "huge", 2**60)
     code, got = await failure_of(served.infer(request))
     assert code is Code.INVALID_ARGUMENT
     assert got.startswith(text)
@@ -422,7 +449,7 @@ async def test_infer_with_too_little_room_for_an_output_of_known_size_is_never_q
 @pytest.mark.parametrize("where", ["inputs", "outputs"])
 async def test_infer_with_an_unregistered_region_is_not_found(served: Served, where: str) -> None:
     request = in_region(target=0)
-    said("region", "other", where)(request)
+    with_parameter("region", "other", where)(request)
     code, text = await failure_of(served.infer(request))
     tensor = "input 'a'" if where == "inputs" else "output 'x'"
     assert (code, text) == (

@@ -19,7 +19,7 @@ from tests.integration.scripted import Script, busy, marked, own, queued, totals
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
-from tests.shared_objects import SharedObject, held_by, lies_in, shared_object, wanted_in
+from tests.shared_objects import SharedObject, add_shared_input, held_by, request_shared_output, shared_object
 from tests.wire import add_raw, infer, rows_of_floats
 
 Code = grpc.StatusCode
@@ -151,8 +151,8 @@ async def test_too_little_room_for_a_size_known_only_after_execution_writes_noth
 ) -> None:
     text = np.array([[b"x" * 50]], object)
     request = infer("twice", {"a": text})
-    wanted_in(request, "x", "r", 54)
-    wanted_in(request, "y", "r", 53, 64)
+    request_shared_output(request, "x", "r", 54)
+    request_shared_output(request, "y", "r", 53, 64)
     code, got = await failure_of(served.infer(request))
     assert (code, "at least 54 bytes to hold the result, got 53" in got) == (Code.INVALID_ARGUMENT, True)
     assert memory.get(4096) == bytes(4096)
@@ -360,8 +360,8 @@ async def test_adapted_tensors_are_read_from_and_written_to_shared_memory(
     requests = []
     for number in range(3):
         request = Request(model_name="m")
-        lies_in(request, "a", datatype, shape, "r", 8, 8 * number)
-        wanted_in(request, "x", "r", 8, 512 + 8 * number)
+        add_shared_input(request, "a", datatype, shape, "r", 8, 8 * number)
+        request_shared_output(request, "x", "r", 8, 512 + 8 * number)
         if more == "SHAPE":
             add_raw(request, "b", "FP32", [1, 1], b"abcd")
         requests.append(request)

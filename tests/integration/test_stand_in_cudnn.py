@@ -118,7 +118,7 @@ def test_convolutions_match_the_cpus_in_batches_of_any_size(
     with ServedNet(tmp_path, libraries, convnet(), f"{GPUS % ''} {config}", seed) as served:
         for number, rows in enumerate(ROWS):
             served.check(rows, number)
-        served.crowd(clients=8, requests=15)
+        served.check_concurrently(clients=8, requests=15)
         assert served.metric("nv_inference_exec_count", model="m", version="1") < len(ROWS) + 8 * 15
         assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
 

@@ -121,7 +121,7 @@ class Served:
             self.check(rows)
         return refusal.value.code(), refusal.value.details()
 
-    def crowd(self, clients: int, requests: int) -> None:
+    def check_concurrently(self, clients: int, requests: int) -> None:
         def client(number: int) -> None:
             for turn in range(requests):
                 self.check(1 + (number + turn) % 3, 1000 * number + turn)
@@ -142,7 +142,7 @@ class Served:
 @pytest.mark.parametrize("config", [GPUS % "", f"{GPUS % ''} {GRAPHS}"], ids=["plain", "graphs"])
 def test_concurrent_clients_get_the_cpus_answers(config: str, seed: str, libraries: Path, tmp_path: Path) -> None:
     with Served(tmp_path, libraries, config, STAND_IN_SEED=seed) as served:
-        served.crowd(clients=16, requests=40)
+        served.check_concurrently(clients=16, requests=40)
         executions = served.metric("nv_inference_exec_count", model="m", version="1")
         assert executions < 16 * 40, "nobody shared a batch"
         assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
@@ -167,7 +167,7 @@ def test_gpu_whose_kernels_take_time_answers_the_same_and_reports_its_utilizatio
         busy: list[float] = []
 
         def some_of_the_time() -> bool:
-            served.crowd(clients=8, requests=5)
+            served.check_concurrently(clients=8, requests=5)
             busy.append(served.metric("nv_gpu_utilization", gpu_uuid=UUIDS[0]))
             return 0 < busy[-1] <= 1
 
@@ -190,7 +190,7 @@ def test_libraries_in_the_folders_of_pypi_packages_are_found(libraries: Path, tm
 def test_instances_on_two_gpus_share_the_load(libraries: Path, tmp_path: Path) -> None:
     config = f"{GPUS % 'count: 2 gpus: [ 0, 1 ]'} {GRAPHS}"
     with Served(tmp_path, libraries, config, STAND_IN_GPUS=2, STAND_IN_SEED=5) as served:
-        served.crowd(clients=16, requests=20)
+        served.check_concurrently(clients=16, requests=20)
         for uuid in UUIDS:
             eventually(lambda one=uuid: served.metric("nv_gpu_memory_used_bytes", gpu_uuid=one) > 0, uuid)
 
@@ -205,7 +205,7 @@ def test_request_beyond_the_devices_memory_fails_alone_and_later_ones_are_answer
         status, text = served.refused(512)
         assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "BFCArena" in text
-        served.crowd(clients=32, requests=8)
+        served.check_concurrently(clients=32, requests=8)
         assert served.metric("paceline_out_of_memory", model="m", version="1") >= 1
         assert served.stub.ServerReady(pb.ServerReadyRequest()).ready
 
@@ -270,7 +270,7 @@ def test_arena_shrinkage_on_the_gpu_does_not_disturb_concurrent_clients(librarie
     shrinks = 'parameters { key: "memory.enable_memory_arena_shrinkage" value { string_value: "gpu:0" } }'
     config = f"max_batch_size: 128 instance_group {{ kind: KIND_GPU }} {shrinks}"
     with Served(tmp_path, libraries, config, sizes=(64, 2048, 16)) as served:
-        served.crowd(clients=8, requests=20)
+        served.check_concurrently(clients=8, requests=20)
         assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
 
 

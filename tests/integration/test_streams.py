@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from protos import inference_pb2 as pb
 from tests.integration.scripted import Script, busy, mark_of, marked, own, request, totals
 from tests.integration.serving import Served, serving, write_model
-from tests.integration.streams import Stream, told
+from tests.integration.streams import Stream, outcome_of
 from tests.polling import eventually_async
 from tests.wire import infer
 
@@ -163,7 +163,10 @@ async def test_stream_error_names_its_request(served: Served) -> None:
     errors = [await stream.message() for _ in range(3)]
     named = [(one.id, one.model_name, one.model_version) for one in (error.infer_response for error in errors)]
     assert named == [("bad", "m", ""), ("worse", "m", "9"), ("", "", "")]
-    assert [told(errors[0]), told(errors[2])] == [("INVALID_ARGUMENT", BAD_TEXT), ("INVALID_ARGUMENT", NO_MESSAGE)]
+    assert [outcome_of(errors[0]), outcome_of(errors[2])] == [
+        ("INVALID_ARGUMENT", BAD_TEXT),
+        ("INVALID_ARGUMENT", NO_MESSAGE),
+    ]
     assert errors[1].error_message
 
 

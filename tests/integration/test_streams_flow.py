@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from server.config import Settings
 from tests.integration.scripted import Script, busy, mark_of, request, totals
-from tests.integration.serving import TRIES_CANCELLED_AGAIN, Served, failure_of, serving
+from tests.integration.serving import RETRY_CANCELLED, Served, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
 
@@ -133,7 +133,7 @@ async def test_64_concurrent_streams_each_get_their_own_answers_in_order(tmp_pat
 async def test_stop_answers_stream_requests_under_way_and_refuses_the_rest_in_the_stream(
     tmp_path: Path, script: Script
 ) -> None:
-    async with serving(tmp_path, {"m": script.model}, config=MERGE, options=TRIES_CANCELLED_AGAIN) as served:
+    async with serving(tmp_path, {"m": script.model}, config=MERGE, options=RETRY_CANCELLED) as served:
         stream = Stream(served)
         async with busy(served, script) as gate:
             await stream.send(request(1), request(2))

@@ -19,7 +19,7 @@ from tests.wire import infer
 OWN = 'parameters { key: "paceline.own_process" value { string_value: "true" } }'
 
 
-def everywhere(folder: Path, told: str) -> dict[str, str]:
+def telemetry_environment(folder: Path, told: str) -> dict[str, str]:
     """Variables for all places where ONNX Runtime keeps unsent telemetry; `told` is ORT_DISABLE_TELEMETRY."""
     folder.mkdir(exist_ok=True)
     return {"TMPDIR": str(folder), "HOME": str(folder), "XDG_CACHE_HOME": str(folder), "ORT_DISABLE_TELEMETRY": told}
@@ -34,12 +34,12 @@ def test_nothing_is_reported_about_served_models(tmp_path: Path) -> None:
     models.write(models.mlp(), tmp_path / "models" / "apart" / "1" / "model.onnx")
     (tmp_path / "models" / "apart" / "config.pbtxt").write_text(OWN)
     source = f"import onnxruntime as ort; ort.InferenceSession({str(path)!r}, providers=['CPUExecutionProvider'])"
-    env = {**os.environ, **everywhere(tmp_path / "told", "0")}
+    env = {**os.environ, **telemetry_environment(tmp_path / "told", "0")}
     subprocess.run([sys.executable, "-c", source], env=env, cwd=REPO, check=True, timeout=60)
     if not files(tmp_path / "told"):
         pytest.skip("this onnxruntime tells nobody anything, or not here")
     with (
-        ServerProcess(tmp_path / "models", env=everywhere(tmp_path / "server", "")) as server,
+        ServerProcess(tmp_path / "models", env=telemetry_environment(tmp_path / "server", "")) as server,
         grpc.insecure_channel(server.target) as channel,
     ):
         stub = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]

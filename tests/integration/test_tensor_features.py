@@ -30,11 +30,11 @@ def write(repository: Path, model: onnx.ModelProto, config: str) -> None:
     (repository / "m" / "config.pbtxt").write_text(config)
 
 
-def together(requests: int, rows: int = 16) -> str:
+def together(rows_per_batch: int, rows: int = 16) -> str:
     """Configuration: a batch leaves when it has `requests` rows."""
     return (
         f"max_batch_size: {rows} "
-        f"dynamic_batching {{ preferred_batch_size: {requests} max_queue_delay_microseconds: 100000000 }} "
+        f"dynamic_batching {{ preferred_batch_size: {rows_per_batch} max_queue_delay_microseconds: 100000000 }} "
     )
 
 

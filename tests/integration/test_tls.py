@@ -55,7 +55,7 @@ async def refusal(connection: grpc.aio.Channel) -> Code:
     return (await failure_of(stub.ModelInfer(request(1), timeout=20)))[0]
 
 
-def shown(served: Served) -> str:
+def served_certificate(served: Served) -> str:
     """The certificate that a new connection gets, as PEM without any text around it."""
     host, _, port = served.target.rpartition(":")
     return ssl.get_server_certificate((host, int(port)))
@@ -125,11 +125,11 @@ async def test_replaced_certificate_is_shown_to_new_connections_while_old_ones_c
     before, after = pem(first), pem(second)
     assert before != after
     async with serving(tmp_path, {"m": Script().model}, settings=settings(tmp_path, first)) as served:
-        assert await asyncio.to_thread(shown, served) == before
+        assert await asyncio.to_thread(served_certificate, served) == before
         async with channel(served, ours.roots) as old:
             assert await infer(old, 1) == 1
             first.replace(second)
-            assert await asyncio.to_thread(shown, served) == after
+            assert await asyncio.to_thread(served_certificate, served) == after
             assert await infer(old, 2) == 2
             async with channel(served, ours.roots) as new:
                 assert await infer(new, 3) == 3
@@ -141,13 +141,13 @@ async def test_new_certificate_is_not_shown_until_its_key_is_present(tmp_path: P
     before, after = pem(first), pem(second)
     async with serving(tmp_path, {"m": Script().model}, settings=settings(tmp_path, first)) as served:
         first.certificate.write_text(after)
-        assert await asyncio.to_thread(shown, served) == before
+        assert await asyncio.to_thread(served_certificate, served) == before
         first.key.unlink()
-        assert await asyncio.to_thread(shown, served) == before
+        assert await asyncio.to_thread(served_certificate, served) == before
         first.key.write_text("no key")
-        assert await asyncio.to_thread(shown, served) == before
+        assert await asyncio.to_thread(served_certificate, served) == before
         first.replace(second)
-        assert await asyncio.to_thread(shown, served) == after
+        assert await asyncio.to_thread(served_certificate, served) == after
 
 
 async def test_replaced_root_decides_about_new_clients(tmp_path: Path) -> None:

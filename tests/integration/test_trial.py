@@ -123,7 +123,7 @@ def _alone_by_index(model: onnx.ModelProto) -> Callable[[int], Array]:
 
 
 async def test_unconfigured_model_with_wrongly_declared_output_dims_is_served_and_batched(tmp_path: Path) -> None:
-    model = models.claims((1, 3))
+    model = models.declared_dims((1, 3))
     models.write(model, tmp_path / "m" / "1" / "model.onnx")
     inputs = [rows_of_floats(1 + i % 3, 3, first=i) for i in range(8)]
     async with serving(tmp_path) as served:
@@ -140,7 +140,7 @@ async def test_unconfigured_model_with_wrongly_declared_output_dims_is_served_an
 
 @pytest.mark.parametrize("dims", [("batch", 4), (2, 3), (1, 3)])
 async def test_wrongly_declared_output_dims_may_be_free_in_a_configuration(tmp_path: Path, dims: models.Dims) -> None:
-    path = models.write(models.claims(dims), tmp_path / "m" / "1" / "model.onnx")
+    path = models.write(models.declared_dims(dims), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text("""
         input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }
         output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1, -1 ] }

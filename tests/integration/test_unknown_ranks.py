@@ -18,7 +18,7 @@ from tests import models
 from tests.integration.regions import register, settings
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.upstreams import proxying
-from tests.shared_objects import lies_in, shared_object, wanted_in
+from tests.shared_objects import add_shared_input, request_shared_output, shared_object
 from tests.wire import Array, infer
 
 SHAPES = [(), (0,), (3,), (2, 3), (2, 0, 3), (1,) * 8]
@@ -113,14 +113,16 @@ async def test_scalar_is_a_one_element_vector_to_clients_if_configured(tmp_path:
 async def test_output_declared_as_a_scalar_may_be_a_one_element_vector_already(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
-    write(tmp_path, models.called_scalar(shape), 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }')
+    write(tmp_path, models.misdeclared_scalar(shape), 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }')
     async with serving(tmp_path) as served:
         np.testing.assert_array_equal(await answer(served, floats(1)), floats(1))
 
 
 @pytest.mark.parametrize("dims", ["2", "-1"])
 async def test_output_declared_as_a_scalar_has_the_configured_dims(tmp_path: Path, dims: str) -> None:
-    write(tmp_path, models.called_scalar((2,)), f'output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ {dims} ] }}')
+    write(
+        tmp_path, models.misdeclared_scalar((2,)), f'output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ {dims} ] }}'
+    )
     async with serving(tmp_path) as served:
         np.testing.assert_array_equal(await answer(served, floats(2)), floats(2))
 
@@ -207,8 +209,8 @@ async def test_tensors_of_unknown_rank_may_be_in_shared_memory(tmp_path: Path) -
         async with serving(tmp_path, settings=settings(tmp_path)) as served:
             await register(served, "r", region.key, 64)
             request = pb.ModelInferRequest(model_name="m")
-            lies_in(request, "INPUT0", "FP32", [2, 3], "r", one.nbytes, 0)
-            wanted_in(request, "OUTPUT0", "r", 32, 32)
+            add_shared_input(request, "INPUT0", "FP32", [2, 3], "r", one.nbytes, 0)
+            request_shared_output(request, "OUTPUT0", "r", 32, 32)
             response = await served.infer(request)
             assert list(response.outputs[0].shape) == [2, 3]
             np.testing.assert_array_equal(np.frombuffer(region.get(24, 32), np.float32), -one.ravel())

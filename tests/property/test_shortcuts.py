@@ -29,7 +29,7 @@ from server.memory.region_tensors import RegionTensor
 from server.memory.regions import Regions
 from server.memory.system_region import open_system_region
 from server.rpc.handlers import serialized
-from tests.shared_objects import SharedObject, held_by, lies_in, shared_object, wanted_in
+from tests.shared_objects import SharedObject, add_shared_input, held_by, request_shared_output, shared_object
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -378,7 +378,7 @@ def content_of(one: Array | RegionTensor) -> tuple[Any, ...]:
     return type(one), array.dtype, array.shape, array.tolist()
 
 
-def way_of(codec: ModelCodec, request: AnyRequest, result: Array, memory: SharedObject) -> list[Any]:
+def outcome_of(codec: ModelCodec, request: AnyRequest, result: Array, memory: SharedObject) -> list[Any]:
     """What happens to a request that isn't stacked: its inputs, all else that is read, the answer, the memory then."""
     decoded = settled(lambda: codec.decode(request))
     if isinstance(decoded, str):
@@ -419,11 +419,11 @@ def test_alike_requests_in_shared_memory_are_treated_as_if_each_were_the_first(
                 message.inputs.add(name="x", datatype=kind, shape=(1, 2))
                 message.raw_input_contents.append(content)
             else:
-                lies_in(message, "x", kind, (1, 2), "r", len(content), input_at)
+                add_shared_input(message, "x", kind, (1, 2), "r", len(content), input_at)
             message.inputs.add(name="z", datatype="INT8", shape=(1, 1))
             message.raw_input_contents.append(bytes([number]))
             if output_at is not None:
-                wanted_in(message, "y", "r", output_bytes, output_at)
+                request_shared_output(message, "y", "r", output_bytes, output_at)
             read = reader(message.SerializeToString())
             assert not isinstance(read, DecodeError)
             assert isinstance(read, WireRequest) == (number > 0)
@@ -432,7 +432,7 @@ def test_alike_requests_in_shared_memory_are_treated_as_if_each_were_the_first(
                 there = CUT_BYTES if change == "cut short" else REGION_BYTES
                 memory.put(bytes(there))  # both ways find the same, though the first may have overwritten it
                 memory.put(content[: max(0, there - (input_at or 0))], input_at or 0)
-                ways.append(way_of(one, asked, np.array([[number, 5]], "<f4"), memory))
+                ways.append(outcome_of(one, asked, np.array([[number, 5]], "<f4"), memory))
             assert ways[0] == ways[1]
 
 
@@ -444,8 +444,8 @@ def test_third_request_of_a_head_in_shared_memory_needs_no_message() -> None:
         regions.add(open_system_region("r", memory.key, 0, REGION_BYTES))
         for number in range(3):
             message = pb.ModelInferRequest(model_name="m", id=str(number))
-            lies_in(message, "x", "FP32", (1, 2), "r", 8)
-            wanted_in(message, "y", "r", 8, 8)
+            add_shared_input(message, "x", "FP32", (1, 2), "r", 8)
+            request_shared_output(message, "y", "r", 8, 8)
             request = reader(message.SerializeToString())
             assert not isinstance(request, DecodeError)
             decoded = codec.decode(request)

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.product_modules import modules
 
 # Where the time of day is shown, and nothing is computed with it.
-TOLD = {
+TIME_OF_DAY_USES = {
     "server.telemetry.model_statistics": {"time.time_ns"},  # `last_inference` of ModelStatistics
     "server.telemetry.log": {"time.gmtime"},  # at the beginning of each line of the log
     "server.telemetry.spans": {"time.time_ns"},  # OpenTelemetry's spans have the time of day
@@ -41,7 +41,7 @@ def clocks(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_each_module_uses_only_monotonic_clocks_unless_listed(module: str) -> None:
-    assert clocks(module) - MONOTONIC - HARMLESS == TOLD.get(module, set())
+    assert clocks(module) - MONOTONIC - HARMLESS == TIME_OF_DAY_USES.get(module, set())
 
 
 def test_clocks_are_found_at_all() -> None:

@@ -33,11 +33,15 @@ LEFT_OUT = {
 VOLUMES = {"name", "persistentVolumeClaim", "emptyDir", "configMap", "secret"}
 
 
-def without_words(node: Any) -> Any:
+def without_descriptions(node: Any) -> Any:
     """The schema without descriptions. Properties with that name stay."""
     if isinstance(node, dict):
-        return {key: without_words(value) for key, value in node.items() if key != "description" or type(value) is dict}
-    return [without_words(each) for each in node] if isinstance(node, list) else node
+        return {
+            key: without_descriptions(value)
+            for key, value in node.items()
+            if key != "description" or type(value) is dict
+        }
+    return [without_descriptions(each) for each in node] if isinstance(node, list) else node
 
 
 def cut(schema: dict[str, Any], names: set[str]) -> None:
@@ -50,7 +54,7 @@ def make(file: Path) -> None:
     crd = yaml.load(file.read_text(), yaml.CSafeLoader)
     name = crd["spec"]["names"]["plural"]
     (version,) = crd["spec"]["versions"]
-    schema = without_words(version["schema"]["openAPIV3Schema"])
+    schema = without_descriptions(version["schema"]["openAPIV3Schema"])
     spec = schema["properties"]["spec"]
     del schema["properties"]["status"]
     cut(spec, LEFT_OUT[name])

@@ -13,7 +13,7 @@ INT32, FP32 = np.dtype("<i4"), np.dtype("<f4")
 # Two requests: two rows of 3 x 1 elements, one row of 2 x 2.
 SOURCES = [np.zeros((2, 3, 1)), np.zeros((1, 2, 2))]
 
-WORTH = {
+EXPECTED = {
     BatchInputKind.ELEMENT_COUNT: [6, 4],
     BatchInputKind.ACCUMULATED_ELEMENT_COUNT: [6, 10],
     BatchInputKind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO: [0, 6, 10],
@@ -21,7 +21,7 @@ WORTH = {
     BatchInputKind.ITEM_SHAPE: [[3, 1], [3, 1], [2, 2]],
     BatchInputKind.ITEM_SHAPE_FLATTEN: [3, 1, 3, 1, 2, 2],
 }
-OF_ONE = {
+EXPECTED_OF_ONE = {
     BatchInputKind.ELEMENT_COUNT: [4],
     BatchInputKind.ACCUMULATED_ELEMENT_COUNT: [4],
     BatchInputKind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO: [0, 4],
@@ -37,12 +37,12 @@ def test_batch_input_of_two_requests_equals_the_worked_example(kind: BatchInputK
     made = batch_input(kind, SOURCES, dtype)
 
     assert made.dtype == dtype
-    assert made.tolist() == WORTH[kind]
+    assert made.tolist() == EXPECTED[kind]
 
 
 @pytest.mark.parametrize("kind", BatchInputKind)
 def test_batch_input_of_one_request_equals_the_worked_example(kind: BatchInputKind) -> None:
-    assert batch_input(kind, SOURCES[1:], INT32).tolist() == OF_ONE[kind]
+    assert batch_input(kind, SOURCES[1:], INT32).tolist() == EXPECTED_OF_ONE[kind]
 
 
 def test_batch_input_of_empty_requests_counts_nothing() -> None:

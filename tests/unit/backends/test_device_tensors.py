@@ -54,7 +54,7 @@ class Gpu:
         self.accelerator = stand_in.accelerator(folder, self.driver)
         self.memory = stand_in.ClientMemory(self.driver, 4096)
 
-    def lying(self, array: Array, offset: int) -> DeviceTensor:
+    def on_device(self, array: Array, offset: int) -> DeviceTensor:
         self.memory.put(array.tobytes(), offset)
         return DeviceTensor(self.memory, self.memory.address + offset, array.dtype, array.shape)
 
@@ -70,7 +70,7 @@ def device(tmp_path: Path) -> Gpu:
     return Gpu(tmp_path)
 
 
-def lying(array: Array) -> DeviceTensor:
+def on_device(array: Array) -> DeviceTensor:
     """`array` as a tensor in the memory of a device that is the host."""
     return DeviceTensor(array, array.ctypes.data, array.dtype, array.shape)
 
@@ -91,10 +91,10 @@ def test_execute_results_do_not_depend_on_where_inputs_and_outputs_are(seed: int
         counts = [int(rng.integers(1, 4)) for _ in range(int(rng.integers(1, 5)))]
         padded = int(rng.choice([0, sum(counts), 16, 17]))
         arrays = [[rng.standard_normal((rows, 2)).astype(np.float32) for _ in (0, 1)] for rows in counts]
-        requests = [[lying(one) if rng.integers(2) else one for one in request] for request in arrays]
+        requests = [[on_device(one) if rng.integers(2) else one for one in request] for request in arrays]
         places = [np.full((rows + 1, 2), 7, np.float32) for rows in counts for _ in (0, 1)]
         targets: list[Targets] = [
-            {index: lying(places[2 * number + index]) for index in (0, 1) if rng.integers(2)}
+            {index: on_device(places[2 * number + index]) for index in (0, 1) if rng.integers(2)}
             for number in range(len(counts))
         ]
         if not any(targets) and rng.integers(2):
@@ -118,7 +118,7 @@ def test_execute_with_inputs_and_outputs_on_the_device_copies_nothing_to_or_from
 ) -> None:
     slot = slots(tmp_path, models.identity("FP32", ("batch", 2)), one_of(2), device.accelerator)[0]
     x = np.arange(6, dtype=np.float32).reshape(3, 2)
-    requests = [[device.lying(x[:2], 64)], [device.lying(x[2:], 128)]]
+    requests = [[device.on_device(x[:2], 64)], [device.on_device(x[2:], 128)]]
     targets = [{0: device.target(2 * ROW, 512)}, {0: device.target(ROW, 1024)}]
     results = slot.execute(requests, 8, targets).results
     assert [[one.shape for one in result] for result in results if not isinstance(result, Exception)] == [
@@ -137,7 +137,7 @@ def one_of(*dims: int) -> ModelSpec:
 def test_execute_output_that_overwrites_an_input_is_correct(tmp_path: Path, device: Gpu) -> None:
     slot = slots(tmp_path, negative(), one_of(2), device.accelerator)[0]
     x = np.arange(1, 7, dtype=np.float32).reshape(3, 2)
-    tensor = device.lying(x, 0)
+    tensor = device.on_device(x, 0)
     for sign in (-1, 1, -1):
         slot.execute([[tensor]], 4, [{0: device.target(3 * ROW, 0)}])
         assert device.memory.get(3 * ROW) == (sign * x).tobytes()
@@ -157,7 +157,7 @@ def test_execute_outputs_of_unknown_size_stay_on_the_device_or_come_as_arrays_if
     for size, fits in ((20, True), (19, False), (40, True)):
         targets = [{0: device.target(size, 512)}, {0: device.target(20, 1024)}]
         device.memory.put(bytes(2048), 512)
-        one, two = slot.execute([[device.lying(x[:1], 0)], [x[1:]]], 4, targets).results
+        one, two = slot.execute([[device.on_device(x[:1], 0)], [x[1:]]], 4, targets).results
         assert isinstance(one, list)
         assert isinstance(two, list)
         assert isinstance(one[0], DeviceTensor) is fits
@@ -183,10 +183,10 @@ def test_execute_of_tensors_that_the_model_keeps_in_host_memory_is_correct(tmp_p
     x, y = (np.arange(6, dtype=np.float32).reshape(3, 2) + n for n in (0, 7))
     expected = other.execute([[x[:1], y[:1]], [x[1:], y[1:]]], 5).results
     for requests in (
-        [[lying(x[:1]), y[:1]], [lying(x[1:]), lying(y[1:])]],
-        [[x[:1], lying(y[:1])], [lying(x[1:]), y[1:]]],
+        [[on_device(x[:1]), y[:1]], [on_device(x[1:]), on_device(y[1:])]],
+        [[x[:1], on_device(y[:1])], [on_device(x[1:]), y[1:]]],
     ):
-        got = slot.execute(requests, 5, [{0: lying(np.zeros((1, 2), np.float32))}, {}]).results
+        got = slot.execute(requests, 5, [{0: on_device(np.zeros((1, 2), np.float32))}, {}]).results
         assert [[value(output) for output in one] for one in got if not isinstance(one, Exception)] == [
             [output.tolist() for output in one] for one in expected if not isinstance(one, Exception)
         ]
@@ -197,7 +197,7 @@ def test_execute_without_batch_axis(tmp_path: Path, device: Gpu) -> None:
         spec = ModelSpec((TensorSpec("INPUT0", "FP32", dims),), (TensorSpec("OUTPUT0", "FP32", dims),))
         slot = slots(tmp_path, models.identity("FP32", dims), spec, device.accelerator)[0]
         x = np.arange(5, 5 + np.prod(dims, dtype=int), dtype=np.float32).reshape(dims)
-        (result,) = slot.execute([[device.lying(x, 0)]], 0, [{0: device.target(64, 256)}]).results
+        (result,) = slot.execute([[device.on_device(x, 0)]], 0, [{0: device.target(64, 256)}]).results
         assert not isinstance(result, Exception)
         assert result[0].shape == dims
         assert device.memory.get(x.nbytes, 256) == x.tobytes()
@@ -206,7 +206,7 @@ def test_execute_without_batch_axis(tmp_path: Path, device: Gpu) -> None:
 def test_execute_tensors_without_elements(tmp_path: Path, device: Gpu) -> None:
     slot = slots(tmp_path, models.identity("FP32", ("batch", "n")), OPEN, device.accelerator)[0]
     x = np.zeros((2, 0), np.float32)
-    (result,) = slot.execute([[device.lying(x, 0)]], 4, [{0: device.target(64, 256)}]).results
+    (result,) = slot.execute([[device.on_device(x, 0)]], 4, [{0: device.target(64, 256)}]).results
     assert not isinstance(result, Exception)
     assert result[0].shape == (2, 0)
 
@@ -215,8 +215,8 @@ def test_execute_mismatched_requests_on_the_device_fail_and_the_slot_keeps_worki
     slot = slots(tmp_path, negative(), one_of(2), device.accelerator)[0]
     for odd in (np.zeros((1, 3), np.float32), np.zeros((1, 2), np.float64)):
         with pytest.raises(ExecutionError, match="requests of one batch don't fit together"):
-            slot.execute([[device.lying(np.zeros((1, 2), np.float32), 0)], [device.lying(odd, 64)]])
-    (result,) = slot.execute([[device.lying(np.ones((1, 2), np.float32), 0)]]).results
+            slot.execute([[device.on_device(np.zeros((1, 2), np.float32), 0)], [device.on_device(odd, 64)]])
+    (result,) = slot.execute([[device.on_device(np.ones((1, 2), np.float32), 0)]]).results
     assert not isinstance(result, Exception)
     assert result[0].tolist() == [[-1, -1]]
 
@@ -227,7 +227,7 @@ def test_execute_failed_copy_of_a_clients_memory_raises_the_error_for_its_code(
 ) -> None:
     slot = slots(tmp_path, negative(), one_of(2), device.accelerator)[0]
     x = np.ones((1, 2), np.float32)
-    for requests, targets in (([[device.lying(x, 0)]], []), ([[x]], [{0: device.target(ROW, 0)}])):
+    for requests, targets in (([[device.on_device(x, 0)]], []), ([[x]], [{0: device.target(ROW, 0)}])):
         device.driver.stand_in_fail(b"cuMemcpyDtoDAsync", code)
         with pytest.raises(ExecutionError, match=f"cuMemcpyDtoDAsync_v2 returned {code}") as caught:
             slot.execute(requests, 0, targets)

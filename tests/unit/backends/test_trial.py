@@ -427,7 +427,7 @@ def test_try_rows_finds_that_an_output_may_have_any_rank_if_it_depends_on_the_ro
 def test_try_rows_reports_the_dims_of_outputs_as_observed(
     tmp_path: Path, said: models.Dims, seen: tuple[int, ...]
 ) -> None:
-    tried = trial(tmp_path, models.claims(said))
+    tried = trial(tmp_path, models.declared_dims(said))
     assert [tensor.dims for tensor in tried.spec.outputs] == [seen]
     assert tried.why_not == ""
 

@@ -8,7 +8,7 @@ import pytest
 from bench import figures
 from bench.document import DOCUMENT, FIGURES, RESULTS, markdown
 from bench.summary import dump, load
-from tests.unit.bench.findings import section, summary
+from tests.unit.bench.summaries import section, summary
 
 FOUND = summary(section("a", ratio=0.5), section("b", plot=True))
 

@@ -4,7 +4,7 @@ import pytest
 
 from bench.report import Absence, Result, absolute, facts, section_of, series_of, table, text
 from bench.scenario import Closed, parse
-from tests.unit.bench.findings import MACHINE, section, summary
+from tests.unit.bench.summaries import MACHINE, section, summary
 
 SCENARIO = parse(
     "mlp",

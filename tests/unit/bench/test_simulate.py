@@ -135,7 +135,7 @@ def waiting(rows: int, now_ms: int) -> Waiting:
     return Waiting(now_ms * MS, rows, now_ms * MS, NEVER, now_ms * MS)
 
 
-def told(rule: Rule, answers_ms: Sequence[int], comes_after_ms: int) -> None:
+def feed(rule: Rule, answers_ms: Sequence[int], comes_after_ms: int) -> None:
     for answer_ms in answers_ms:
         rule.answered(answer_ms * MS, 4)
         for _ in range(4):
@@ -144,7 +144,7 @@ def told(rule: Rule, answers_ms: Sequence[int], comes_after_ms: int) -> None:
 
 def test_returning_waits_for_clients_that_return_at_once() -> None:
     rule = Returning(Linear(80 * MS, MS), 80 * MS)
-    told(rule, range(0, 4_000, 100), comes_after_ms=1)
+    feed(rule, range(0, 4_000, 100), comes_after_ms=1)
     rule.answered(4_000 * MS, 4)
     rule.arrived(4_001 * MS, 1)
     assert rule.hold_until_ns(waiting(1, 4_001)) > 4_001 * MS
@@ -155,7 +155,7 @@ def test_returning_waits_for_clients_that_return_at_once() -> None:
 
 def test_returning_is_greedy_when_requests_come_long_after_answers() -> None:
     rule = Returning(Linear(80 * MS, MS), 80 * MS)
-    told(rule, range(0, 4_000, 100), comes_after_ms=30)
+    feed(rule, range(0, 4_000, 100), comes_after_ms=30)
     rule.answered(4_000 * MS, 4)
     assert rule.hold_until_ns(waiting(1, 4_001)) <= 4_001 * MS
 

@@ -22,13 +22,13 @@ REPORT = "Inferences/Second,p50 latency,p90 latency,p99 latency\n100.0,1000,2000
 
 
 @dataclass(frozen=True, slots=True)
-class Nobody:
+class FakeServer:
     """A server's address, by default of one that is never called; its process is unknown."""
 
     target: str = "host:1"
     pid: int = -1
 
-    def __enter__(self) -> Nobody:
+    def __enter__(self) -> FakeServer:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
@@ -47,7 +47,7 @@ def analyzer(folder: Path, unstable: int) -> Load:
     """)
     binary.chmod(0o755)
     side = Side("echo", "tiny", ((16,),))
-    return Load(Nobody(), (), Closed(8), "tiny", binary=binary, side=side)
+    return Load(FakeServer(), (), Closed(8), "tiny", binary=binary, side=side)
 
 
 def windows_ms(folder: Path) -> list[int]:
@@ -118,5 +118,5 @@ def test_our_own_load_without_an_answer_in_time_is_measured_for_longer(tmp_path:
     request = tmp_path / "request"
     request.write_bytes(b"request")
     with slow_server(0.15) as target:
-        found = Load(Nobody(target), (request,), Closed(2), "tiny").measure(0.1, 0.0)
+        found = Load(FakeServer(target), (request,), Closed(2), "tiny").measure(0.1, 0.0)
     assert found["requests_per_s"] > 0

@@ -8,7 +8,7 @@ import pytest
 from bench.scenario import parse_reach
 from bench.stats import spread
 from bench.summary import Comparison, Summary, SummaryError, dump, load, merge
-from tests.unit.bench.findings import MACHINE, section, summary
+from tests.unit.bench.summaries import MACHINE, section, summary
 
 
 @pytest.mark.parametrize(

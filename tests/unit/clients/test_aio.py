@@ -60,7 +60,12 @@ async def test_many_calls_at_once_each_get_their_own_answer(client: AsyncInferen
     assert [result["x"].tolist() for result in results] == [[number] for number in range(32)]
 
 
-WAYS: list[dict[str, Any]] = [{}, {"transport": "stream"}, {"coalesce": 4}, {"transport": "stream", "coalesce": 4}]
+CLIENT_SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"transport": "stream"},
+    {"coalesce": 4},
+    {"transport": "stream", "coalesce": 4},
+]
 ANOTHER = r"belongs to the event loop in which it was first used, and this is another one: make a client in each loop"
 
 
@@ -74,7 +79,7 @@ def uses(client: AsyncInferenceClient) -> list[Coroutine[Any, Any, Any]]:
     return [use(client), client.server_live(), client.wait_ready(5), client.__aenter__()]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", CLIENT_SETTINGS, ids=str)
 def test_use_in_another_loop_after_the_first_has_ended_is_refused_with_a_reason(
     peer: Peer, way: dict[str, Any]
 ) -> None:
@@ -91,7 +96,7 @@ def test_use_in_another_loop_after_the_first_has_ended_is_refused_with_a_reason(
         asyncio.run(use(client))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", CLIENT_SETTINGS, ids=str)
 async def test_use_in_a_loop_beside_the_first_is_refused_with_a_reason_and_the_first_still_works(
     peer: Peer, way: dict[str, Any]
 ) -> None:

@@ -20,7 +20,7 @@ class Answer(Exception):
     """A result or an error; a weak reference to it shows whether it is kept."""
 
 
-class Asked:
+class CancelTarget:
     """In place of the batcher: requests notify it when they are cancelled."""
 
     def __init__(self, answers: OrderedAnswers) -> None:
@@ -33,7 +33,7 @@ class Asked:
 async def expected(answers: OrderedAnswers, count: int) -> list[Pending[Any, Any]]:
     requests: list[Pending[Any, Any]] = [Pending() for _ in range(count)]
     for request in requests:
-        request.batcher = Asked(answers)
+        request.batcher = CancelTarget(answers)
         answers.expect(request)
     return requests
 

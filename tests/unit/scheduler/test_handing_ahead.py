@@ -17,7 +17,7 @@ from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from scheduler.runner import Outcome, ThreadRunner
 from scheduler.testing import Results, StepRunner
 from scheduler.waiting import SharedQueueLimits
-from tests.unit.scheduler.workbench import Alone, Bench, one_turn
+from tests.unit.scheduler.workbench import Bench, NeverWaits, one_turn
 
 MS = 1_000_000
 LONG_NS = 20 * MS
@@ -80,7 +80,7 @@ class StagingBench(Bench):
         self.runner.batches.clear()
 
 
-class Counted(Alone):
+class Counted(NeverWaits):
     """Counts the requests that execute, and how often it is asked how long to wait for more."""
 
     executing = asked = 0

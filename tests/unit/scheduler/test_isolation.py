@@ -19,7 +19,7 @@ from tests.unit.scheduler.workbench import Bench, one_turn
 MS = 1_000_000
 
 
-class SearchBench(Bench):
+class PoisonBench(Bench):
     """Runs batches that may have poisoned requests."""
 
     def run_all(self, poison: str = "!") -> int:
@@ -41,7 +41,7 @@ def outcomes(futures: Sequence[asyncio.Future[str]]) -> list[str]:
 
 @pytest.mark.parametrize("place", [0, 13, 31])
 async def test_one_poisoned_row_among_31_good_ones_fails_alone_within_the_budget(place: int) -> None:
-    bench = SearchBench(BatchPolicy(max_batch_rows=32))
+    bench = PoisonBench(BatchPolicy(max_batch_rows=32))
     payloads = [f"p{number}" for number in range(32)]
     payloads[place] = "bad!"
     futures = await bench.submit(*payloads)
@@ -52,7 +52,7 @@ async def test_one_poisoned_row_among_31_good_ones_fails_alone_within_the_budget
 
 
 async def test_two_poisoned_rows_fail_alone() -> None:
-    bench = SearchBench(BatchPolicy(max_batch_rows=32))
+    bench = PoisonBench(BatchPolicy(max_batch_rows=32))
     payloads = [f"p{number}!" if number in (3, 20) else f"p{number}" for number in range(32)]
     futures = await bench.submit(*payloads)
     bench.run_all()
@@ -61,7 +61,7 @@ async def test_two_poisoned_rows_fail_alone() -> None:
 
 
 async def test_all_poisoned_rows_run_one_by_one_once_the_budget_is_spent() -> None:
-    bench = SearchBench(BatchPolicy(max_batch_rows=32))
+    bench = PoisonBench(BatchPolicy(max_batch_rows=32))
     futures = await bench.submit(*[f"p{number}!" for number in range(32)])
     assert bench.run_all() <= 1 + budget_for(32) + 32
     assert outcomes(futures) == ["failed"] * 32
@@ -72,7 +72,7 @@ async def test_all_poisoned_rows_run_one_by_one_once_the_budget_is_spent() -> No
 @pytest.mark.parametrize("bad", [3, 6, 11, 16, 24])
 async def test_good_requests_never_fail_however_many_bad_ones_share_their_batch(bad: int) -> None:
     for seed in range(20):
-        bench = SearchBench(BatchPolicy(max_batch_rows=32))
+        bench = PoisonBench(BatchPolicy(max_batch_rows=32))
         poisoned = set(random.Random(seed).sample(range(32), bad))
         payloads = [f"p{number}!" if number in poisoned else f"p{number}" for number in range(32)]
         futures = await bench.submit(*payloads)
@@ -97,7 +97,7 @@ def test_budget_is_spent_as_long_as_it_covers_two_halves() -> None:
 
 @pytest.mark.parametrize("first", ["", "!"])
 async def test_bad_requests_in_every_other_place_fail_alone(first: str) -> None:
-    bench = SearchBench(BatchPolicy(max_batch_rows=32))
+    bench = PoisonBench(BatchPolicy(max_batch_rows=32))
     payloads = [f"p{number}{first if number % 2 else '!' * (not first)}" for number in range(32)]
     futures = await bench.submit(*payloads)
     bench.run_all()
@@ -106,7 +106,7 @@ async def test_bad_requests_in_every_other_place_fail_alone(first: str) -> None:
 
 
 async def test_isolation_fails_each_culprit_with_its_own_error() -> None:
-    bench = SearchBench(BatchPolicy(max_batch_rows=4))
+    bench = PoisonBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b!", "c", "d")
     bench.run_all()
     with pytest.raises(ExecutionFailed, match=r"poisoned: \['b!'\]"):
@@ -116,7 +116,7 @@ async def test_isolation_fails_each_culprit_with_its_own_error() -> None:
 
 @pytest.mark.parametrize("off", ["policy", "error"])
 async def test_batch_fails_as_a_whole_with_isolation_off_or_an_error_of_the_whole_session(off: str) -> None:
-    bench = SearchBench(
+    bench = PoisonBench(
         BatchPolicy(max_batch_rows=4, isolate_failures=off != "policy"),
         blames=lambda error: Blame.NOBODY if isinstance(error, MemoryError) else Blame.REQUESTS,
     )
@@ -129,7 +129,7 @@ async def test_batch_fails_as_a_whole_with_isolation_off_or_an_error_of_the_whol
 
 
 async def test_isolation_leaves_out_requests_cancelled_or_expired_meanwhile() -> None:
-    bench = SearchBench(BatchPolicy(max_batch_rows=4))
+    bench = PoisonBench(BatchPolicy(max_batch_rows=4))
     bench.clock.advance(7 * MS)
     late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
     gone, good = await bench.submit("gone", "good")
@@ -145,7 +145,7 @@ async def test_isolation_leaves_out_requests_cancelled_or_expired_meanwhile() ->
 
 
 async def test_drain_waits_for_the_search_for_culprits() -> None:
-    bench = SearchBench(BatchPolicy(max_batch_rows=4))
+    bench = PoisonBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b!")
     drained = asyncio.create_task(bench.batcher.drain())
     bench.runner.fail(ValueError("x"))
@@ -158,7 +158,7 @@ async def test_drain_waits_for_the_search_for_culprits() -> None:
 
 
 async def test_close_during_the_search_fails_every_request() -> None:
-    bench = SearchBench(BatchPolicy(max_batch_rows=4))
+    bench = PoisonBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b", "c", "d")
     bench.runner.fail(ValueError("x"))
     bench.batcher.close()
@@ -166,7 +166,7 @@ async def test_close_during_the_search_fails_every_request() -> None:
 
 
 async def test_request_cancelled_while_waiting_to_run_again_leaves_at_once() -> None:
-    bench = SearchBench(BatchPolicy(max_batch_rows=2))
+    bench = PoisonBench(BatchPolicy(max_batch_rows=2))
     executes, waits = await bench.submit("a", "b")
     bench.runner.fail(ValueError("x"))
     assert bench.batcher.waiting_requests == 1

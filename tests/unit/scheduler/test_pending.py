@@ -14,7 +14,7 @@ from scheduler.policy import BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 
-class Told:
+class CallbackLog:
     """Collects the payloads of requests that are done, in a list for each call."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_results_of_a_batch_are_delivered_together_and_at_once(bench: Bench) -> None:
-    told = Told()
+    told = CallbackLog()
     requests = await bench.submit("a", "b", "c")
     told.follow(requests)
     bench.runner.finish(str.upper)
@@ -55,7 +55,7 @@ async def test_batch_is_reported_before_its_results_are_delivered(bench: Bench) 
 
 
 async def test_failures_of_a_batch_are_delivered_together_too(bench: Bench) -> None:
-    told = Told()
+    told = CallbackLog()
     requests = await bench.submit("a", "b")
     told.follow(requests)
     bench.runner.fail(ValueError("no"))
@@ -66,7 +66,7 @@ async def test_failures_of_a_batch_are_delivered_together_too(bench: Bench) -> N
 
 
 async def test_failures_of_requests_given_up_are_delivered_from_the_loop(bench: Bench) -> None:
-    told = Told()
+    told = CallbackLog()
     told.follow(bench.put("a", "b"))
     bench.batcher.close()
     assert told.lists == []
@@ -75,7 +75,7 @@ async def test_failures_of_requests_given_up_are_delivered_from_the_loop(bench: 
 
 
 async def test_present_results_are_delivered_though_others_are_missing(bench: Bench) -> None:
-    told = Told()
+    told = CallbackLog()
     requests = await bench.submit("a", "b")
     told.follow(requests)
     with pytest.raises(ValueError, match="shorter"):
@@ -84,7 +84,7 @@ async def test_present_results_are_delivered_though_others_are_missing(bench: Be
 
 
 async def test_cancelled_request_is_delivered_once_and_not_with_its_batch(bench: Bench) -> None:
-    told = Told()
+    told = CallbackLog()
     waits, runs = await bench.submit("waits", "runs")
     told.follow([waits, runs])
     waits.cancel()
@@ -98,7 +98,7 @@ async def test_raising_callback_does_not_affect_others(bench: Bench, caplog: pyt
     def fail(about: list[str]) -> None:
         raise ValueError(f"deaf: {about}")
 
-    told = Told()
+    told = CallbackLog()
     first, deaf, last = await bench.submit("first", "deaf", "last")
     told.follow([first, last])
     deaf.on_done = fail
@@ -110,7 +110,7 @@ async def test_raising_callback_does_not_affect_others(bench: Bench, caplog: pyt
 
 
 async def test_awaited_requests_and_requests_with_callbacks_share_a_batch(bench: Bench) -> None:
-    told = Told()
+    told = CallbackLog()
     awaited, followed = await bench.submit("awaited", "followed")
     told.follow([followed])
     bench.runner.finish(str.upper)
@@ -120,7 +120,7 @@ async def test_awaited_requests_and_requests_with_callbacks_share_a_batch(bench:
 
 async def test_ordered_answers_are_delivered_in_order_failures_included() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True, isolate_failures=False), instances=4)
-    told = Told()
+    told = CallbackLog()
     told.follow(await bench.submit("first", "fails", "third", "last"))
     free = {runner.batches[0][0]: runner for runner in bench.runners}
     free["last"].finish(str.upper)
@@ -136,7 +136,7 @@ async def test_ordered_answers_are_delivered_in_order_failures_included() -> Non
 
 async def test_ordered_answers_held_back_by_a_cancelled_request_are_delivered_from_the_loop() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=2)
-    told = Told()
+    told = CallbackLog()
     gone, kept = await bench.submit("gone", "kept")
     told.follow([gone, kept])
     next(runner for runner in bench.runners if runner.batches == [["kept"]]).finish(str.upper)
@@ -148,7 +148,7 @@ async def test_ordered_answers_held_back_by_a_cancelled_request_are_delivered_fr
 
 
 async def test_callback_and_subject_are_not_kept_after_delivery(bench: Bench) -> None:
-    told = Told()
+    told = CallbackLog()
     good, bad = await bench.submit("good", "bad")
     told.follow([good, bad])
     bad.cancel()

@@ -11,11 +11,11 @@ import pytest
 from scheduler.errors import ExecutionFailed
 from scheduler.policy import BatchPolicy
 from scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS
-from tests.unit.scheduler.gpus import Gpus
+from tests.unit.scheduler.memory_bench import MemoryBench
 from tests.unit.scheduler.workbench import one_turn
 
 
-async def refused_of(bench: Gpus, clients: int, took_ns: int = 5_000_000) -> int:
+async def refused_of(bench: MemoryBench, clients: int, took_ns: int = 5_000_000) -> int:
     """How many requests fail: `clients` clients ask again and again, while instance 0 fails at once, several times for
     each execution of another one, which takes `took_ns`."""
     refused = 0
@@ -39,7 +39,7 @@ async def refused_of(bench: Gpus, clients: int, took_ns: int = 5_000_000) -> int
 @pytest.mark.parametrize("clients", [1, 4, 9])
 @pytest.mark.parametrize("took_ns", [SHORTEST_REST_NS // 2, 2 * SHORTEST_REST_NS, 20 * SHORTEST_REST_NS])
 async def test_no_request_fails_that_another_instance_has_memory_for(slots: int, clients: int, took_ns: int) -> None:
-    bench = Gpus(slots=slots)
+    bench = MemoryBench(slots=slots)
     await bench.warm()
     bench.full = {0}
     assert await refused_of(bench, clients, took_ns) == 0
@@ -49,7 +49,7 @@ async def test_no_request_fails_that_another_instance_has_memory_for(slots: int,
 
 
 async def test_requests_fail_while_all_instances_are_full_and_all_serve_once_memory_is_free() -> None:
-    bench = Gpus()
+    bench = MemoryBench()
     await bench.warm()
     bench.full = {0, 1}
     assert await refused_of(bench, 3) > 40
@@ -66,7 +66,7 @@ ONE_ROW = BatchPolicy(max_batch_rows=1, execution_limit_ns=1_000)
 
 
 async def test_rest_ends_when_the_other_instances_are_lost_and_waiting_requests_run() -> None:
-    bench = Gpus(policy=ONE_ROW)
+    bench = MemoryBench(policy=ONE_ROW)
     await bench.warm()
     bench.full = {0}
     futures = await bench.submit(*"abcd")
@@ -83,9 +83,9 @@ async def test_rest_ends_when_the_other_instances_are_lost_and_waiting_requests_
     bench.batcher.close()
 
 
-async def resting(**how: Any) -> Gpus:
+async def resting(**how: Any) -> MemoryBench:
     """A bench whose instance 0 had no memory for a single request, and rests; all others execute."""
-    bench = Gpus(**{"policy": ONE_ROW, **how})
+    bench = MemoryBench(**{"policy": ONE_ROW, **how})
     await bench.warm()
     bench.full = {0}
     await bench.submit(*"a" * len(bench.runners))
@@ -143,7 +143,7 @@ async def test_instance_that_has_rested_is_used_last() -> None:
 
 
 async def test_resting_instance_is_handed_no_batch_ahead() -> None:
-    bench = Gpus(stages=True, policy=BatchPolicy(max_batch_rows=1))
+    bench = MemoryBench(stages=True, policy=BatchPolicy(max_batch_rows=1))
     await bench.submit(*"w" * 12)
     while bench.busy():
         bench.clock.advance(10_000_000)
@@ -177,7 +177,7 @@ class Chaos:
             isolate_failures=self.chance.random() < 0.9,
         )
         stages = self.slots == 1 and self.chance.random() < 0.5
-        self.bench = Gpus(self.instances, self.slots, policy=policy, stages=stages)
+        self.bench = MemoryBench(self.instances, self.slots, policy=policy, stages=stages)
         self.futures: list[Any] = []
         self.was_full = False
 

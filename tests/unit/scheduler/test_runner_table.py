@@ -20,7 +20,7 @@ LIMIT_NS = 100 * MS
 Runner = StepRunner[str, str]
 
 
-class Bench:
+class TableBench:
     """A table of instances with two slots each; `events` has what is reported about them."""
 
     def __init__(self, slots: int = 2) -> None:
@@ -30,10 +30,10 @@ class Bench:
         latency = LatencyModel(4)
         for _ in range(3):
             latency.observe("k", 1, 20 * MS, 0)
-        self.instances: RunnerTable[str, str] = RunnerTable(
+        self.table: RunnerTable[str, str] = RunnerTable(
             self.runners, self.clock, latency, self, lambda runner: self.runners.index(runner) // 2
         )
-        self.instances.start(LIMIT_NS, lambda runner: self.events.append(("late", runner)))
+        self.table.start(LIMIT_NS, lambda runner: self.events.append(("late", runner)))
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         self.events.append(("hang", runner, *others))
@@ -51,115 +51,115 @@ def batch(number: int = 1, requests: int = 0) -> Batch[Pending[str, str]]:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench() -> TableBench:
+    return TableBench()
 
 
-def test_start_starts_all_runners_and_the_first_one_is_taken_first(bench: Bench) -> None:
+def test_start_starts_all_runners_and_the_first_one_is_taken_first(bench: TableBench) -> None:
     assert all(runner.started for runner in bench.runners)
-    first = bench.instances.take(batch())
+    first = bench.table.take(batch())
     assert first is bench.runners[0]
-    assert bench.instances.running == {first: batch()}
-    assert bench.instances.end(first) == (batch(), None)
-    assert (bench.instances.running, bench.instances.slots.free) == ({}, 2)
+    assert bench.table.running == {first: batch()}
+    assert bench.table.end(first) == (batch(), None)
+    assert (bench.table.running, bench.table.slots.free) == ({}, 2)
 
 
-def test_runner_with_a_next_batch_has_begun_it_when_its_execution_ends(bench: Bench) -> None:
-    runner = bench.instances.take(batch(1))
-    bench.instances.ahead.next[runner] = batch(2)
-    assert bench.instances.end(runner) == (batch(1), batch(2))
-    assert bench.instances.running == {runner: batch(2)}
-    assert bench.instances.slots.free == 1
-    assert bench.instances.ahead.ends_ns(runner) == 1 + 20 * MS
+def test_runner_with_a_next_batch_has_begun_it_when_its_execution_ends(bench: TableBench) -> None:
+    runner = bench.table.take(batch(1))
+    bench.table.ahead.next[runner] = batch(2)
+    assert bench.table.end(runner) == (batch(1), batch(2))
+    assert bench.table.running == {runner: batch(2)}
+    assert bench.table.slots.free == 1
+    assert bench.table.ahead.ends_ns(runner) == 1 + 20 * MS
 
 
-def test_execution_is_late_when_its_limit_has_passed_unless_it_ended(bench: Bench) -> None:
-    one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
-    bench.instances.end(one)
+def test_execution_is_late_when_its_limit_has_passed_unless_it_ended(bench: TableBench) -> None:
+    one, two = bench.table.take(batch(1)), bench.table.take(batch(2))
+    bench.table.end(one)
     bench.clock.advance(LIMIT_NS)
     assert bench.events == [("late", two)]
-    bench.instances.has_begun(two)
+    bench.table.has_begun(two)
     bench.clock.advance(LIMIT_NS)
     assert bench.events == [("late", two)] * 2
 
 
-def test_hang_gives_the_instance_up_and_its_other_slot_ends_its_last_execution(bench: Bench) -> None:
-    one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
-    bench.instances.hang(one)
+def test_hang_gives_the_instance_up_and_its_other_slot_ends_its_last_execution(bench: TableBench) -> None:
+    one, two = bench.table.take(batch(1)), bench.table.take(batch(2))
+    bench.table.hang(one)
     assert bench.events == [("hang", one, two)]
     assert one.stopped  # type: ignore[attr-defined]
-    assert bench.instances.running == {two: batch(2)}
-    assert bench.instances.end(two) == (batch(2), None)
+    assert bench.table.running == {two: batch(2)}
+    assert bench.table.end(two) == (batch(2), None)
     assert bench.events[1:] == [("return", two)]
     assert two.stopped  # type: ignore[attr-defined]
-    assert bench.instances.slots.free == 0
-    assert not bench.instances._leaving
+    assert bench.table.slots.free == 0
+    assert not bench.table._leaving
 
 
-def test_hanging_instance_is_never_about_to_end(bench: Bench) -> None:
-    bench.instances.hang(bench.instances.take(batch(1)))
-    assert not bench.instances.ahead
-    assert bench.instances.ahead.about_to_end(1 + 19 * MS) == []
+def test_hanging_instance_is_never_about_to_end(bench: TableBench) -> None:
+    bench.table.hang(bench.table.take(batch(1)))
+    assert not bench.table.ahead
+    assert bench.table.ahead.about_to_end(1 + 19 * MS) == []
 
 
-def test_hang_of_the_remaining_slot_is_not_reported_again(bench: Bench) -> None:
-    one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
-    bench.instances.hang(one)
-    bench.instances.hang(two)
+def test_hang_of_the_remaining_slot_is_not_reported_again(bench: TableBench) -> None:
+    one, two = bench.table.take(batch(1)), bench.table.take(batch(2))
+    bench.table.hang(one)
+    bench.table.hang(two)
     assert bench.events == [("hang", one, two)]
-    assert bench.instances.running == {}
+    assert bench.table.running == {}
     assert two.stopped  # type: ignore[attr-defined]
 
 
 def test_loss_stops_the_idle_slots_and_is_reported_once() -> None:
-    bench = Bench(slots=4)
-    one = bench.instances.take(batch())
-    bench.instances.end(one)
-    assert bench.instances.may_be_lost(one)
-    bench.instances.lose(one, OSError())
+    bench = TableBench(slots=4)
+    one = bench.table.take(batch())
+    bench.table.end(one)
+    assert bench.table.may_be_lost(one)
+    bench.table.lose(one, OSError())
     assert bench.events == [("loss", one)]
     assert [runner.stopped for runner in bench.runners] == [True, True, False, False]
-    assert not bench.instances.may_be_lost(one)
-    assert bench.instances.slots.free == 2
+    assert not bench.table.may_be_lost(one)
+    assert bench.table.slots.free == 2
 
 
 @pytest.mark.parametrize(("requests", "same"), [(1, False), (2, True)])
 async def test_instance_without_memory_for_a_single_request_is_used_last(requests: int, same: bool) -> None:
-    bench = Bench(slots=4)
+    bench = TableBench(slots=4)
     failing = batch(requests=requests)
-    one = bench.instances.take(failing)
-    bench.instances.end(one)
-    assert not bench.instances.on_out_of_memory(one, failing, left=())
-    assert (bench.runners.index(bench.instances.take(batch())) // 2 == bench.runners.index(one) // 2) == same
+    one = bench.table.take(failing)
+    bench.table.end(one)
+    assert not bench.table.on_out_of_memory(one, failing, left=())
+    assert (bench.runners.index(bench.table.take(batch())) // 2 == bench.runners.index(one) // 2) == same
 
 
 async def test_instance_lost_while_it_rests_leaves_nothing_behind() -> None:
-    bench = Bench(slots=4)
+    bench = TableBench(slots=4)
     failing = batch(requests=1)
-    one = bench.instances.take(failing)
-    other = bench.instances.take(batch(2))
-    bench.instances.end(other)
-    bench.instances.executed(other, "k")
-    bench.instances.end(one)
-    assert bench.instances.on_out_of_memory(one, failing, left=())
-    assert (bench.instances.resting, bench.instances.slots.free) == (1, 2)
-    bench.instances.lose(one, OSError())
-    assert (bench.instances.resting, bench.instances.wake_ns, bench.instances.slots.free) == (0, None, 2)
-    assert not bench.instances._held
+    one = bench.table.take(failing)
+    other = bench.table.take(batch(2))
+    bench.table.end(other)
+    bench.table.executed(other, "k")
+    bench.table.end(one)
+    assert bench.table.on_out_of_memory(one, failing, left=())
+    assert (bench.table.resting, bench.table.slots.free) == (1, 2)
+    bench.table.lose(one, OSError())
+    assert (bench.table.resting, bench.table.wake_ns, bench.table.slots.free) == (0, None, 2)
+    assert not bench.table._held
     assert [runner.stopped for runner in bench.runners].count(True) == 2
 
 
-def test_forgotten_batch_is_never_late(bench: Bench) -> None:
-    runner = bench.instances.take(batch())
-    bench.instances.forget(runner)
-    assert not bench.instances.ahead
+def test_forgotten_batch_is_never_late(bench: TableBench) -> None:
+    runner = bench.table.take(batch())
+    bench.table.forget(runner)
+    assert not bench.table.ahead
     bench.clock.advance(LIMIT_NS)
-    assert (bench.events, bench.instances.running) == ([], {})
+    assert (bench.events, bench.table.running) == ([], {})
 
 
-def test_close_stops_all_runners_and_watches_none(bench: Bench) -> None:
-    bench.instances.take(batch())
-    bench.instances.close()
+def test_close_stops_all_runners_and_watches_none(bench: TableBench) -> None:
+    bench.table.take(batch())
+    bench.table.close()
     bench.clock.advance(LIMIT_NS)
     assert bench.events == []
     assert all(runner.stopped for runner in bench.runners)

@@ -13,13 +13,13 @@ US = 1_000
 NEVER = 2**62
 
 
-class Taken:
+class CountedTurns:
     """Counts the turns of a batcher where `waiting` requests, besides those announced, wait for an instance that may be
     kept waiting for `max_more` more at most. If `waiting` is None, there is no such instance."""
 
     def __init__(self, arrivals: ArrivalModel, waiting: int | None = 0, max_more: int = NEVER) -> None:
         self.waiting, self.max_more = waiting, max_more
-        self.count = self.thoughts = 0
+        self.count = self.budget_requests = 0
         self.until_ns = NEVER
         self.submitted: list[str] = []
         self.clock = ManualClock(now_ns=1)
@@ -42,7 +42,7 @@ class Taken:
         self.count += 1
 
     def _wait_budget(self) -> WaitBudget | None:
-        self.thoughts += 1
+        self.budget_requests += 1
         there = len(self.submitted)
         return None if self.waiting is None else WaitBudget(self.waiting + there, self.max_more - there, self.until_ns)
 
@@ -58,7 +58,7 @@ async def iterations(count: int) -> None:
 
 
 async def test_turn_is_taken_in_the_next_iteration_where_no_more_requests_are_expected() -> None:
-    taken = Taken(ArrivalModel())
+    taken = CountedTurns(ArrivalModel())
     taken.announce("a", "b")
     assert taken.count == 0
     await iterations(1)
@@ -66,7 +66,7 @@ async def test_turn_is_taken_in_the_next_iteration_where_no_more_requests_are_ex
 
 
 async def test_turn_requested_many_times_is_taken_once() -> None:
-    taken = Taken(ArrivalModel())
+    taken = CountedTurns(ArrivalModel())
     for _ in range(5):
         taken.turns.request()
         taken.turns.arrived()
@@ -75,7 +75,7 @@ async def test_turn_requested_many_times_is_taken_once() -> None:
 
 
 async def test_turn_is_put_off_for_more_requests_and_taken_when_none_come() -> None:
-    taken = Taken(crowd())
+    taken = CountedTurns(crowd())
     taken.announce("a")
     assert await taken.after(799) == 0
     assert await taken.after(1) == 1
@@ -83,7 +83,7 @@ async def test_turn_is_put_off_for_more_requests_and_taken_when_none_come() -> N
 
 
 async def test_turn_is_put_off_again_after_another_request() -> None:
-    taken = Taken(crowd())
+    taken = CountedTurns(crowd())
     taken.announce("a")
     assert await taken.after(799) == 0
     taken.announce("b")
@@ -93,7 +93,7 @@ async def test_turn_is_put_off_again_after_another_request() -> None:
 
 
 async def test_turn_is_taken_once_all_expected_requests_have_come() -> None:
-    taken = Taken(crowd(4))
+    taken = CountedTurns(crowd(4))
     taken.announce("a", "b", "c")
     await iterations(2)
     assert taken.count == 0
@@ -103,7 +103,7 @@ async def test_turn_is_taken_once_all_expected_requests_have_come() -> None:
 
 
 async def test_turn_is_taken_when_the_batch_is_full() -> None:
-    taken = Taken(crowd(), max_more=2)
+    taken = CountedTurns(crowd(), max_more=2)
     taken.announce("a")
     await iterations(2)
     assert taken.count == 0
@@ -114,7 +114,7 @@ async def test_turn_is_taken_when_the_batch_is_full() -> None:
 
 
 async def test_close_leaves_no_alarm() -> None:
-    taken = Taken(crowd())
+    taken = CountedTurns(crowd())
     taken.announce("a")
     await iterations(2)
     taken.turns.close()
@@ -122,26 +122,26 @@ async def test_close_leaves_no_alarm() -> None:
 
 
 async def test_turn_is_not_put_off_without_an_instance_to_keep_waiting() -> None:
-    taken = Taken(crowd(), waiting=None)
+    taken = CountedTurns(crowd(), waiting=None)
     taken.announce("a")
     await iterations(1)
     assert taken.count == 1
 
 
 async def test_wait_is_reconsidered_for_arrivals_together_and_at_its_end_not_for_each_request() -> None:
-    taken = Taken(crowd())
+    taken = CountedTurns(crowd())
     for request in "abc":
         taken.announce(request)
         await iterations(10)
-    assert (taken.count, taken.thoughts, taken.submitted) == (0, 1, ["a"])
+    assert (taken.count, taken.budget_requests, taken.submitted) == (0, 1, ["a"])
     assert await taken.after(500) == 0
-    assert (taken.thoughts, taken.submitted) == (2, ["a", "b", "c"])
+    assert (taken.budget_requests, taken.submitted) == (2, ["a", "b", "c"])
     assert await taken.after(300) == 0
-    assert taken.thoughts == 3
+    assert taken.budget_requests == 3
 
 
 async def test_turn_is_taken_before_a_request_runs_out_of_time() -> None:
-    taken = Taken(crowd())
+    taken = CountedTurns(crowd())
     taken.until_ns = 300 * US
     taken.announce("a")
     assert await taken.after(299) == 0
@@ -149,7 +149,7 @@ async def test_turn_is_taken_before_a_request_runs_out_of_time() -> None:
 
 
 async def test_turn_is_taken_before_a_later_request_runs_out_of_time() -> None:
-    taken = Taken(crowd())
+    taken = CountedTurns(crowd())
     taken.announce("a")
     await iterations(2)
     taken.until_ns = 600 * US
@@ -160,14 +160,14 @@ async def test_turn_is_taken_before_a_later_request_runs_out_of_time() -> None:
 
 async def test_turn_is_not_put_off_when_a_request_has_less_than_50_us_left() -> None:
     for left_ns, turns in ((50 * US - 1, 1), (50 * US, 0)):
-        taken = Taken(crowd())
+        taken = CountedTurns(crowd())
         taken.until_ns = taken.clock.now_ns() + left_ns
         taken.announce("a")
         assert await taken.after(0) == turns
 
 
 async def test_arrivals_put_a_turn_off_but_not_forever() -> None:
-    taken = Taken(crowd(1000))
+    taken = CountedTurns(crowd(1000))
     waited_us = 0
     while not taken.count and waited_us < 1_000_000:
         taken.announce("x")
@@ -178,7 +178,7 @@ async def test_arrivals_put_a_turn_off_but_not_forever() -> None:
 
 
 async def test_requesting_a_turn_that_is_put_off_does_not_delay_it_further() -> None:
-    taken = Taken(crowd(1000))
+    taken = CountedTurns(crowd(1000))
     waited_us = 0
     while not taken.count and waited_us < 1_000_000:
         taken.announce("x")
@@ -190,7 +190,7 @@ async def test_requesting_a_turn_that_is_put_off_does_not_delay_it_further() -> 
 
 
 async def test_request_announced_while_others_are_submitted_gets_the_next_turn() -> None:
-    taken = Taken(ArrivalModel())
+    taken = CountedTurns(ArrivalModel())
 
     def submit(requests: list[str]) -> None:
         taken.submitted.extend(requests)
@@ -205,7 +205,7 @@ async def test_request_announced_while_others_are_submitted_gets_the_next_turn()
 
 
 async def test_turn_taken_early_while_put_off_is_not_taken_again() -> None:
-    taken = Taken(crowd())
+    taken = CountedTurns(crowd())
     taken.announce("a")
     await iterations(5)
     taken.turns.begin()
@@ -214,7 +214,7 @@ async def test_turn_taken_early_while_put_off_is_not_taken_again() -> None:
 
 
 async def test_turn_taken_before_its_loop_iteration_is_not_taken_again() -> None:
-    taken = Taken(ArrivalModel())
+    taken = CountedTurns(ArrivalModel())
     taken.announce("a")
     taken.turns.begin()
     await iterations(10)
@@ -222,7 +222,7 @@ async def test_turn_taken_before_its_loop_iteration_is_not_taken_again() -> None
 
 
 async def test_turn_for_which_all_have_come_waits_for_the_loop_though_the_alarm_rings_first() -> None:
-    taken = Taken(crowd(4))
+    taken = CountedTurns(crowd(4))
     taken.announce("a")
     await iterations(2)
     taken.announce("b", "c", "d")
@@ -233,7 +233,7 @@ async def test_turn_for_which_all_have_come_waits_for_the_loop_though_the_alarm_
 
 
 async def test_turn_is_taken_at_the_next_look_when_no_instance_is_left_to_keep_waiting() -> None:
-    taken = Taken(crowd())
+    taken = CountedTurns(crowd())
     taken.announce("a")
     await iterations(2)
     taken.announce("b")
@@ -244,7 +244,7 @@ async def test_turn_is_taken_at_the_next_look_when_no_instance_is_left_to_keep_w
 
 async def test_turn_is_taken_at_the_next_look_when_a_request_has_less_than_50_us_left() -> None:
     for left_ns, turns in ((50 * US - 1, 1), (50 * US, 0)):
-        taken = Taken(crowd())
+        taken = CountedTurns(crowd())
         taken.announce("a")
         await iterations(2)
         taken.announce("b")
@@ -254,19 +254,19 @@ async def test_turn_is_taken_at_the_next_look_when_a_request_has_less_than_50_us
 
 
 async def test_turn_after_one_taken_early_is_put_off_for_its_full_time() -> None:
-    taken = Taken(crowd())
+    taken = CountedTurns(crowd())
     taken.announce("a")
     assert await taken.after(700) == 0
     taken.turns.begin()
     taken.announce("b")
     assert await taken.after(700) == 0
-    assert taken.thoughts == 2
+    assert taken.budget_requests == 2
     assert await taken.after(100) == 1
     assert taken.submitted == ["a", "b"]
 
 
 async def test_requests_announced_alternately_to_different_submitters_keep_their_order() -> None:
-    taken = Taken(ArrivalModel())
+    taken = CountedTurns(ArrivalModel())
     seen: list[str] = []
 
     def submit(requests: list[str]) -> None:

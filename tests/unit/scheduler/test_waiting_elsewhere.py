@@ -10,14 +10,14 @@ from scheduler.errors import ExecutionFailed, QueueFull
 from scheduler.policy import BatchPolicy, QueuePolicy
 from scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS
 from scheduler.testing import StepRunner
-from tests.unit.scheduler.gpus import Gpus
+from tests.unit.scheduler.memory_bench import MemoryBench
 from tests.unit.scheduler.workbench import one_turn
 
 SECOND = 1_000_000_000
 
 
 async def test_request_moves_on_past_as_many_instances_as_may_rest() -> None:
-    bench = Gpus(4)
+    bench = MemoryBench(4)
     await bench.warm()
     bench.full = {0, 1, 2, 3}
     (future,) = await bench.submit("a")
@@ -39,7 +39,7 @@ async def test_request_that_fits_nowhere_fails_though_all_instances_execute_smal
     instances: int, took_ns: int
 ) -> None:
     """The smaller ones have its key, so each instance is a witness against the others again and again."""
-    bench = Gpus(instances)
+    bench = MemoryBench(instances)
     await bench.warm()
     (huge,) = await bench.submit("huge", rows=4)
     tries = 0
@@ -58,10 +58,10 @@ async def test_request_that_fits_nowhere_fails_though_all_instances_execute_smal
     bench.batcher.close()
 
 
-async def left_one(request: str, *others: str) -> tuple[Gpus, list[Any], list[Any]]:
+async def left_one(request: str, *others: str) -> tuple[MemoryBench, list[Any], list[Any]]:
     """A bench where one instance had no memory for `request` and rests, while the others execute. Also the futures and
     runners of all these requests. Their queue timeouts pass before any wait for another instance ends."""
-    bench = Gpus(
+    bench = MemoryBench(
         1 + len(others), policy=BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=SECOND // 2))
     )
     await bench.warm()
@@ -124,7 +124,7 @@ async def test_request_waits_for_another_instance_as_long_as_an_execution_may_ta
 
 
 async def test_request_waits_longer_for_another_instance_where_executions_are_known_to_be_long() -> None:
-    bench = Gpus(policy=BatchPolicy(max_batch_rows=1))
+    bench = MemoryBench(policy=BatchPolicy(max_batch_rows=1))
     await bench.submit("a", "b")
     bench.clock.advance(2 * SECOND)
     await bench.end()
@@ -142,7 +142,7 @@ async def test_request_waits_longer_for_another_instance_where_executions_are_kn
 
 
 async def test_request_waits_for_another_instance_ten_seconds_at_most() -> None:
-    bench = Gpus(policy=BatchPolicy(max_batch_rows=1))
+    bench = MemoryBench(policy=BatchPolicy(max_batch_rows=1))
     await bench.submit("a", "b")
     bench.clock.advance(60 * SECOND)
     await bench.end()
@@ -179,7 +179,7 @@ async def test_request_waits_again_for_each_further_instance_that_has_no_memory_
 
 
 async def test_request_waiting_for_another_instance_takes_room_in_the_queue() -> None:
-    bench = Gpus(policy=BatchPolicy(max_batch_rows=1, queue=QueuePolicy(max_queue_size=3)))
+    bench = MemoryBench(policy=BatchPolicy(max_batch_rows=1, queue=QueuePolicy(max_queue_size=3)))
     await bench.submit("a", "b")
     await bench.end()
     futures = await bench.submit("huge", "long")
@@ -224,7 +224,7 @@ async def test_request_waits_for_a_resting_instance_rather_than_going_back() -> 
 
 
 async def test_parts_of_a_batch_that_was_too_large_run_on_any_instance() -> None:
-    bench = Gpus(policy=BatchPolicy(max_batch_rows=8))
+    bench = MemoryBench(policy=BatchPolicy(max_batch_rows=8))
     await bench.submit(*"w" * 16)
     await bench.end()
     await bench.submit("x")
@@ -249,7 +249,7 @@ async def test_parts_of_a_batch_that_was_too_large_run_on_any_instance() -> None
 
 
 async def test_lost_instance_no_longer_counts_as_one_without_memory_for_a_request() -> None:
-    bench = Gpus(3, policy=BatchPolicy(max_batch_rows=1))
+    bench = MemoryBench(3, policy=BatchPolicy(max_batch_rows=1))
     await bench.warm()
     (moved, _, _) = await bench.submit("moved", "b", "c")
     (first,) = bench.executing("moved")

@@ -13,7 +13,7 @@ from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
 from scheduler.testing import ManualClock, RecordingObserver, StepRunner
 
-__all__ = ["Alone", "Bench", "LossBench", "crowd", "one_turn"]
+__all__ = ["Bench", "LossBench", "NeverWaits", "crowd", "one_turn"]
 
 _BLAMES = {
     MemoryError: Blame.SIZE,
@@ -24,7 +24,7 @@ _BLAMES = {
 }
 
 
-class Alone(ArrivalModel):
+class NeverWaits(ArrivalModel):
     """Never waits for more requests, as that takes time, which moves only when a test says so."""
 
     def patience_ns(self, waiting: int, waited_ns: int) -> int:
@@ -48,7 +48,7 @@ class Bench:
         self.runners = [StepRunner[str, str](self.clock, stages=stages) for _ in range(instances)]
         self.seen = RecordingObserver()
         self.batcher: Batcher[str, str] = Batcher(
-            policy, self.runners, clock=self.clock, **{"observer": self.seen, "arrivals": Alone(), **more}
+            policy, self.runners, clock=self.clock, **{"observer": self.seen, "arrivals": NeverWaits(), **more}
         )
         self.batcher.start()
 

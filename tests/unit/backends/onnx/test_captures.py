@@ -19,7 +19,7 @@ NEVER_S = 0.05
 """How long to check that something doesn't happen."""
 
 
-class Beside:
+class OnThread:
     """Runs `function` on a separate thread; `done` is set once it has returned."""
 
     def __init__(self, function: Callable[[], object]) -> None:
@@ -54,13 +54,13 @@ def hang(context: Any, ends: threading.Event) -> None:
 def test_threads_synchronize_at_the_same_time() -> None:
     turns = Captures()
     with turns.synchronizing():
-        assert Beside(lambda: inside(turns.synchronizing())).ends()
+        assert OnThread(lambda: inside(turns.synchronizing())).ends()
 
 
 def test_capture_runs_alone() -> None:
     turns = Captures()
     with turns.capturing():
-        others = [Beside(lambda: inside(turns.synchronizing())), Beside(lambda: inside(turns.capturing()))]
+        others = [OnThread(lambda: inside(turns.synchronizing())), OnThread(lambda: inside(turns.capturing()))]
         assert [one.waits() for one in others] == [True, True]
     assert [one.ends() for one in others] == [True, True]
 
@@ -68,7 +68,7 @@ def test_capture_runs_alone() -> None:
 def test_capture_waits_for_threads_that_synchronize() -> None:
     turns = Captures()
     with turns.synchronizing():
-        capture = Beside(lambda: inside(turns.capturing()))
+        capture = OnThread(lambda: inside(turns.capturing()))
         assert capture.waits()
     assert capture.ends()
 
@@ -76,33 +76,33 @@ def test_capture_waits_for_threads_that_synchronize() -> None:
 def test_capturing_thread_never_waits_for_itself() -> None:
     turns = Captures()
     with turns.capturing(), turns.synchronizing():
-        other = Beside(lambda: inside(turns.synchronizing()))
+        other = OnThread(lambda: inside(turns.synchronizing()))
         assert other.waits()
     assert other.ends()
 
 
 def test_hanging_capture_is_not_waited_for_forever() -> None:
     turns, ends = Captures(longest_s=NEVER_S), threading.Event()
-    hanging = Beside(lambda: hang(turns.capturing(), ends))
+    hanging = OnThread(lambda: hang(turns.capturing(), ends))
     assert hanging.waits()
-    assert Beside(lambda: inside(turns.synchronizing())).ends()
+    assert OnThread(lambda: inside(turns.synchronizing())).ends()
     turns._longest_s = 60.0
     with turns.capturing():
         ends.set()
         assert hanging.ends()
         # When it ends, it doesn't end another's turn.
-        assert Beside(lambda: inside(turns.capturing())).waits()
+        assert OnThread(lambda: inside(turns.capturing())).waits()
 
 
 def test_threads_that_synchronize_a_hanging_device_are_waited_for_once() -> None:
     turns, ends = Captures(longest_s=NEVER_S), threading.Event()
-    hanging = Beside(lambda: hang(turns.synchronizing(), ends))
+    hanging = OnThread(lambda: hang(turns.synchronizing(), ends))
     assert hanging.waits()
-    assert Beside(lambda: inside(turns.capturing())).ends()
+    assert OnThread(lambda: inside(turns.capturing())).ends()
     turns._longest_s = 60.0
-    assert Beside(lambda: inside(turns.capturing())).ends()
+    assert OnThread(lambda: inside(turns.capturing())).ends()
     with turns.synchronizing():
-        assert Beside(lambda: inside(turns.capturing())).waits()
+        assert OnThread(lambda: inside(turns.capturing())).waits()
     ends.set()
     assert hanging.ends()
 
@@ -112,7 +112,7 @@ def test_turns_are_given_back_after_a_failure() -> None:
     for context in (turns.capturing, turns.synchronizing):
         with pytest.raises(ValueError, match="no"), context():
             raise ValueError("no")
-    assert Beside(lambda: inside(turns.capturing())).ends()
+    assert OnThread(lambda: inside(turns.capturing())).ends()
 
 
 @pytest.mark.parametrize("datatype", ["FP32", "BYTES"])  # staged, and plain
@@ -120,12 +120,12 @@ def test_sessions_open_and_close_only_while_nothing_is_captured(datatype: str, t
     backend = OnnxBackend(accelerators=lambda device: HostAccelerator())
     source = ModelSource("m", models.write(models.identity(datatype, ("batch", 2)), tmp_path / "model.onnx"))
     with captures.capturing():
-        opening = Beside(lambda: backend.open(source, Device()))
+        opening = OnThread(lambda: backend.open(source, Device()))
         assert opening.waits()
     assert opening.ends()
     used, unused = (backend.open(source, Device()) for _ in range(2))
     for close in (used.instance(used.spec, Device()).close, unused.close):
         with captures.capturing():
-            closing = Beside(close)
+            closing = OnThread(close)
             assert closing.waits()
         assert closing.ends()

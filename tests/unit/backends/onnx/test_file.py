@@ -39,9 +39,9 @@ def test_without_shape_is_what_onnx_reads(tmp_path: Path) -> None:
     assert without_shape(path) == _as_onnx_reads(path) == {"入力0", "OUTPUT0"}
 
 
-@pytest.mark.parametrize("make", [models.mlp, models.hungry, models.batch_input_echo, models.endless])
+@pytest.mark.parametrize("make", [models.mlp, models.memory_hungry, models.batch_input_echo, models.endless])
 def test_operators_are_what_onnx_reads(make: Callable[..., onnx.ModelProto], tmp_path: Path) -> None:
-    made = make(2) if make is models.hungry else make()
+    made = make(2) if make is models.memory_hungry else make()
     path = models.write(made, tmp_path / "model.onnx")
     assert operators(path) == {node.op_type for node in onnx.load(path).graph.node}
 

@@ -275,7 +275,7 @@ def test_execute_driver_failure_distinguishes_a_lost_device_from_others(
     assert type(caught.value) is kind
 
 
-class _InStep(HostAccelerator):
+class _LockstepAccelerator(HostAccelerator):
     """A slot that has queued its copies waits until the other slot has, too: both always work at the same time, or the
     test fails. `threads` are those that wait."""
 
@@ -289,13 +289,13 @@ class _InStep(HostAccelerator):
         self._streams += 1
         stream = super().stream()
         # The second of the three is for computing, and only one slot at a time may queue there.
-        return _MeetingStream(stream, self) if self._streams % 3 != 2 else stream
+        return _LockstepStream(stream, self) if self._streams % 3 != 2 else stream
 
 
-class _MeetingStream:
+class _LockstepStream:
     handle = 0
 
-    def __init__(self, stream: Any, accelerator: _InStep) -> None:
+    def __init__(self, stream: Any, accelerator: _LockstepAccelerator) -> None:
         self.copy_in, self.copy_out = stream.copy_in, stream.copy_out
         self.wait, self.synchronize = stream.wait, stream.synchronize
         self._stream, self._accelerator = stream, accelerator
@@ -307,7 +307,7 @@ class _MeetingStream:
 
 
 def test_execute_of_both_slots_at_the_same_time_keeps_batches_separate(tmp_path: Path) -> None:
-    accelerator = _InStep()
+    accelerator = _LockstepAccelerator()
     instance = identity(tmp_path, accelerator)
     answers: dict[int, list[Sequence[Any]]] = {0: [], 1: []}
 

@@ -136,7 +136,7 @@ def test_failed_execute_keeps_the_class_and_message_of_its_error(
             instance.execute([[np.ones((1, 1), np.int64), np.zeros((1, 1), np.int64)]])
         assert type(caught.value) is ExecutionError
         assert not instance.has_ended
-    with opened(source_of(tmp_path, models.hungry(1))) as model, serving(model, batched(model.spec)) as instance:
+    with opened(source_of(tmp_path, models.memory_hungry(1))) as model, serving(model, batched(model.spec)) as instance:
         with pytest.raises(OutOfMemory, match=r"^onnx runtime error"):
             instance.execute([[np.zeros((2, 1), np.float32)]])
         assert not instance.has_ended

@@ -259,7 +259,7 @@ WIDE_SPEC = ModelSpec(
 )
 
 
-class Counting(PythonInstance):
+class RecordingBuffers(PythonInstance):
     """Records the buffers that it gives."""
 
     def __init__(self, spec: ModelSpec, process: ModelProcess) -> None:
@@ -274,16 +274,16 @@ class Counting(PythonInstance):
 
 
 @pytest.fixture
-def counting(tmp_path: Path) -> Iterator[Counting]:
+def counting(tmp_path: Path) -> Iterator[RecordingBuffers]:
     (tmp_path / "model.py").write_text(WIDE)
-    instance = Counting(WIDE_SPEC, ModelProcess(ModelSource("m", tmp_path / "model.py"), CPU))
+    instance = RecordingBuffers(WIDE_SPEC, ModelProcess(ModelSource("m", tmp_path / "model.py"), CPU))
     assert instance._process is not None
     instance._process.load()
     yield instance
     instance.close()
 
 
-def test_inputs_made_in_buffers_of_an_instance_reach_its_process(counting: Counting) -> None:
+def test_inputs_made_in_buffers_of_an_instance_reach_its_process(counting: RecordingBuffers) -> None:
     texts = np.full((8, 5000), b"t", object)
     assert isinstance(counting, ProvidesBuffers)
     assert counting.buffer(0, (0, 5000)) is None
@@ -300,7 +300,7 @@ def test_inputs_made_in_buffers_of_an_instance_reach_its_process(counting: Count
     assert counting.buffer(0, (8, 5000)) is None
 
 
-def test_batches_are_stacked_in_buffers_that_are_free_afterwards_even_if_they_fail(counting: Counting) -> None:
+def test_batches_are_stacked_in_buffers_that_are_free_afterwards_even_if_they_fail(counting: RecordingBuffers) -> None:
     process = counting._process
     assert process is not None
     wide = [(np.full((8, 5000), value, np.float32), np.full((8, 5000), b"", object)) for value in (1, 2)]
@@ -318,7 +318,9 @@ def test_batches_are_stacked_in_buffers_that_are_free_afterwards_even_if_they_fa
     assert counting.rooms == [], "of small ones copies cost less"
 
 
-def test_process_of_an_abandoned_and_closed_instance_is_freed_without_garbage_collector(counting: Counting) -> None:
+def test_process_of_an_abandoned_and_closed_instance_is_freed_without_garbage_collector(
+    counting: RecordingBuffers,
+) -> None:
     process = counting._process
     assert process is not None
     counting.when_lost(lambda _: None)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import REPO
 
-PROGRAM = "tests.unit.backends.transport.running_out"
+PROGRAM = "tests.unit.backends.transport.descriptor_limits"
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def found() -> dict[str, list[tuple[str | None, int]]]:
     return dict(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("kind", ["line", "link"])
+@pytest.mark.parametrize("kind", ["blocking_link", "link"])
 def test_ends_without_enough_descriptors_or_memory_leave_no_descriptor_open(
     found: dict[str, list[tuple[str | None, int]]], kind: str
 ) -> None:

@@ -100,7 +100,7 @@ def give_one_raw_and_one_typed(request: Request) -> None:
     add_contents_beside_raw(request)
 
 
-def said(text: str) -> str:
+def full_error(text: str) -> str:
     """The error that the caller reads. Texts in Triton's wording already contain the model's name."""
     return text if "for model 'm'" in text else f"model 'm': {text}"
 
@@ -125,7 +125,7 @@ def said(text: str) -> str:
     ],
 )
 def test_decode_names_datatypes_or_entries_that_do_not_fit_are_refused(change: Change, text: str) -> None:
-    assert refused(change) == said(text)
+    assert refused(change) == full_error(text)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_decode_names_datatypes_or_entries_that_do_not_fit_are_refused(change: C
     ],
 )
 def test_decode_shapes_that_do_not_fit_are_refused(change: Change, text: str) -> None:
-    assert refused(change) == said(text)
+    assert refused(change) == full_error(text)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_decode_without_batch_axis_shapes_that_do_not_fit_are_refused(change: Ch
     request = Request()
     request.inputs.add(name="t", datatype="FP32")
     change(request)
-    assert refusal(request, WHOLE, 0) == said(text)
+    assert refusal(request, WHOLE, 0) == full_error(text)
 
 
 def typed(datatype: str, **contents: list[object]) -> tuple[Request, ModelSpec]:

@@ -24,7 +24,7 @@ from server.memory.region_tensors import RegionTensor
 from server.memory.regions import Regions
 from server.memory.system_region import open_system_region
 from server.rpc.handlers import serialized
-from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
+from tests.shared_objects import SharedObject, add_shared_input, request_shared_output, shared_object
 from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
 from tests.wire import bytes_element, infer, rows_of_floats
 
@@ -87,9 +87,9 @@ def _message(shape: Sequence[int] = (1, 2, 3), outputs: str = "", **parameters: 
 
 def _in_region(region: str, target: str = "", offset: int = 0) -> pb.ModelInferRequest:
     message = pb.ModelInferRequest(model_name="m")
-    lies_in(message, "a", "FP32", [1, 2, 3], region, 24, offset)
+    add_shared_input(message, "a", "FP32", [1, 2, 3], region, 24, offset)
     if target:
-        wanted_in(message, "x", target, 24)
+        request_shared_output(message, "x", target, 24)
     return message
 
 
@@ -258,7 +258,7 @@ def test_requests_in_shared_memory_are_alike_whatever_their_regions(regions: Reg
 def test_requests_in_messages_and_in_shared_memory_are_alike_if_they_ask_for_the_same(regions: Regions) -> None:
     sender = Sender(FLOATS, regions)
     answered_there = _message(outputs="xy")
-    wanted_in(answered_there, "x", "r1", 24)
+    request_shared_output(answered_there, "x", "r1", 24)
     del answered_there.outputs[0]
     requests = [sender.learned(one) for one in (_message(outputs="yx"), answered_there, _in_region("r0"))]
     assert sender.alike(*requests[:2]) == 2

@@ -15,7 +15,7 @@ from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from server.errors import InvalidRequest
 from server.memory.regions import Regions
 from server.memory.system_region import open_system_region
-from tests.shared_objects import SharedObject, shared_object, wanted_in
+from tests.shared_objects import SharedObject, request_shared_output, shared_object
 from tests.wire import infer, rows_of_floats
 
 SPEC = ModelSpec(
@@ -39,7 +39,7 @@ def codec(memory: SharedObject) -> ModelCodec:
 
 def wanted_there() -> pb.ModelInferRequest:
     message = infer("m", {"a": rows_of_floats(1)})
-    wanted_in(message, "x", "r", 8)
+    request_shared_output(message, "x", "r", 8)
     return message
 
 

@@ -16,7 +16,7 @@ MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 ASKS = "always [madvise] never"
 GLIBC = "glibc 2.36"
 
-given_to_those_who_ask = pytest.mark.skipif(
+needs_huge_pages_on_request = pytest.mark.skipif(
     not (sys.platform == "linux" and MODE.exists() and wanted({}, MODE.read_text(), os.confstr("CS_GNU_LIBC_VERSION"))),
     reason="this system gives huge pages to everybody or nobody, or its C library can't ask",
 )
@@ -44,28 +44,28 @@ def test_huge_pages_are_requested_where_it_matters_unless_the_environment_decide
     assert wanted(environment, mode, libc) is asks
 
 
-def told(server: ServerProcess) -> set[str]:
+def malloc_tunables(server: ServerProcess) -> set[str]:
     """The settings given to the process's C library, which terminates each of them where the kernel shows them."""
     environment = Path(f"/proc/{server.pid}/environ").read_bytes().decode()
     return set(re.findall(r"glibc\.malloc\.\w+=\d+", environment))
 
 
-@given_to_those_who_ask
+@needs_huge_pages_on_request
 def test_server_has_its_c_library_request_huge_pages_and_keep_freed_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TUNABLES, raising=False)
     write_identity(tmp_path)
     with ServerProcess(tmp_path) as server:
-        assert told(server) == {
+        assert malloc_tunables(server) == {
             "glibc.malloc.hugetlb=1",
             "glibc.malloc.mmap_threshold=268435456",
             "glibc.malloc.trim_threshold=268435456",
         }
 
 
-@given_to_those_who_ask
+@needs_huge_pages_on_request
 def test_server_leaves_tunables_given_in_the_environment_unchanged(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, env={TUNABLES: "glibc.malloc.tcache_count=7"}) as server:
-        assert told(server) == {"glibc.malloc.tcache_count=7"}
+        assert malloc_tunables(server) == {"glibc.malloc.tcache_count=7"}

@@ -30,7 +30,7 @@ def region(driver: Driver) -> CudaRegion:
     return CudaRegion("r", 0, 64, open_cuda_memory(HANDLE, 0, driver.load))
 
 
-def left(targets: Mapping[int, Span], *results: Array) -> Tensors | Exception:
+def results_after_writing(targets: Mapping[int, Span], *results: Array) -> Tensors | Exception:
     """The results of a request, some of whose outputs belong in `targets`, after an execution."""
 
     def execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
@@ -41,7 +41,7 @@ def left(targets: Mapping[int, Span], *results: Array) -> Tensors | Exception:
 
 def test_outputs_are_written_to_their_targets_and_others_stay(region: CudaRegion, driver: Driver) -> None:
     results = rows_of_floats(1), rows_of_floats(1, first=5)
-    done = left({1: Span(region, 16, 8)}, *results)
+    done = results_after_writing({1: Span(region, 16, 8)}, *results)
     assert not isinstance(done, Exception)
     assert done[0] is results[0]
     assert isinstance(done[1], DeviceTensor)
@@ -53,7 +53,7 @@ def test_outputs_of_a_request_all_stay_if_one_of_them_cannot_be_written(
     region: CudaRegion, driver: Driver, other: Array
 ) -> None:
     results = rows_of_floats(1), other
-    done = left({0: Span(region, 0, 8), 1: Span(region, 16, 8)}, *results)
+    done = results_after_writing({0: Span(region, 0, 8), 1: Span(region, 16, 8)}, *results)
     assert done is results or (not isinstance(done, Exception) and all(map(np.array_equal, done, results)))
     assert driver.memory.raw == bytes(64)
 

@@ -56,11 +56,11 @@ def region(memory: SharedObject) -> SystemRegion:
     return open_system_region("r", memory.key, 0, 800)
 
 
-def lying(region: SystemRegion, rows: int, first: int = 0) -> RegionTensor:
+def in_region(region: SystemRegion, rows: int, first: int = 0) -> RegionTensor:
     return RegionTensor.of_span("input 'a'", Span(region, 8 * first, 8 * rows), FP32, (rows, 2))
 
 
-def brought(rows: int, first: int = 0) -> Array:
+def in_message(rows: int, first: int = 0) -> Array:
     return np.arange(2 * first, 2 * (first + rows), dtype=np.float32).reshape(rows, 2)
 
 
@@ -79,13 +79,13 @@ def test_results_are_the_same_wherever_inputs_were_stored(
         monkeypatch.setattr(bulk_copy.Allowed, "now", False)
     rows, firsts = [1, 3, 2], [5, 40, 7]
     requests: list[tuple[Input]] = [
-        (lying(region, count, first),) if inside >> number & 1 else (brought(count, first),)
+        (in_region(region, count, first),) if inside >> number & 1 else (in_message(count, first),)
         for number, (count, first) in enumerate(zip(rows, firsts, strict=True))
     ]
     bench, plain = Bench(spec), Bench(spec)
     done = bench.run(requests, padded)
     expected = plain.instance.execute(
-        [(brought(count, first),) for count, first in zip(rows, firsts, strict=True)], padded
+        [(in_message(count, first),) for count, first in zip(rows, firsts, strict=True)], padded
     )
     assert values(done.results) == values(expected.results)
     assert bench.seen[0][0].tolist() == plain.seen[0][0].tolist()
@@ -112,8 +112,8 @@ def test_tensors_of_a_batch_are_read_in_one_call(region: SystemRegion, padded: i
         for rows, first in ((1, 5), (3, 40))
     ]
     bench = Bench(STACKED)
-    done = bench.run([requests[0], (brought(2, 7),), requests[1]], padded)
-    assert values(done.results) == [[brought(rows, first).tolist()] for rows, first in ((1, 5), (2, 7), (3, 40))]
+    done = bench.run([requests[0], (in_message(2, 7),), requests[1]], padded)
+    assert values(done.results) == [[in_message(rows, first).tolist()] for rows, first in ((1, 5), (2, 7), (3, 40))]
     assert len(bench.seen[0][0]) == max(6, padded)
 
 
@@ -155,8 +155,8 @@ class Slot:
 def test_inputs_are_read_into_the_instances_buffers(region: SystemRegion, count: int, padded: int) -> None:
     slot = Slot(STACKED)
     run = reading(slot.execute, STACKED, slot)
-    results = run([(lying(region, 2, 10 * number),) for number in range(count)], padded).results
-    assert values(results) == [[brought(2, 10 * number).tolist()] for number in range(count)]
+    results = run([(in_region(region, 2, 10 * number),) for number in range(count)], padded).results
+    assert values(results) == [[in_message(2, 10 * number).tolist()] for number in range(count)]
     assert slot.there == [True]
     assert [buffer.shape for buffer in slot.buffers] == [(max(padded, 2 * count), 2)]
 
@@ -164,7 +164,7 @@ def test_inputs_are_read_into_the_instances_buffers(region: SystemRegion, count:
 def test_buffers_are_released_if_no_request_of_the_batch_can_be_read(
     memory: SharedObject, region: SystemRegion
 ) -> None:
-    requests = [(lying(region, 2, 90),), (lying(region, 2, 90),)]
+    requests = [(in_region(region, 2, 90),), (in_region(region, 2, 90),)]
     memory.resize(90 * 8 + 3)
     for some in (requests, requests[:1]):
         slot = Slot(STACKED)
@@ -176,14 +176,14 @@ def test_buffers_are_released_if_no_request_of_the_batch_can_be_read(
 def test_inputs_from_messages_need_no_buffers() -> None:
     slot = Slot(STACKED)
     slot.buffer(0, (0, 2))
-    reading(slot.execute, STACKED, slot)([(brought(2),)], 0)
+    reading(slot.execute, STACKED, slot)([(in_message(2),)], 0)
     assert (slot.there, len(slot.buffers)) == ([False], 1)
 
 
 def test_inputs_of_a_model_without_batch_axis_need_no_buffers(region: SystemRegion) -> None:
     slot = Slot(ALONE)
     slot.buffer(0, (0, 2))
-    results = reading(slot.execute, ALONE, slot)([(lying(region, 2, 3),)], 0).results
+    results = reading(slot.execute, ALONE, slot)([(in_region(region, 2, 3),)], 0).results
     assert values(results) == [[[[6, 7], [8, 9]]]]
     assert (slot.there, len(slot.buffers)) == ([False], 1)
 
@@ -193,14 +193,14 @@ def test_inputs_left_out_by_all_stay_missing_beside_those_in_shared_memory(regio
     spec = ModelSpec((left_out, given), (given,), batched=True)
     instance = MemoryModel(spec, lambda inputs: [inputs[1] if inputs[0] is MISSING else -inputs[1]])
     run = reading(instance.instance(spec, Device()).execute, spec)
-    done = run([(MISSING, lying(region, 1)), (MISSING, brought(2, 30))], 0)
-    assert values(done.results) == [[brought(1).tolist()], [brought(2, 30).tolist()]]
+    done = run([(MISSING, in_region(region, 1)), (MISSING, in_message(2, 30))], 0)
+    assert values(done.results) == [[in_message(1).tolist()], [in_message(2, 30).tolist()]]
 
 
 def test_inputs_beside_those_in_shared_memory_are_joined_too(region: SystemRegion) -> None:
     texts = [np.array([[b"p"]], object), np.array([[b"q"], [b"r"]], object)]
     bench = Bench(PAIR)
-    done = bench.run([(lying(region, 1), texts[0]), (brought(2, 30), texts[1])], 4)
+    done = bench.run([(in_region(region, 1), texts[0]), (in_message(2, 30), texts[1])], 4)
     assert values(done.results) == [
         [[[0, 1]], [[b"p"]]],
         [[[60, 61], [62, 63]], [[b"q"], [b"r"]]],
@@ -210,7 +210,7 @@ def test_inputs_beside_those_in_shared_memory_are_joined_too(region: SystemRegio
 
 def test_joined_batch_reaches_the_model_in_the_array_that_was_read_into(region: SystemRegion) -> None:
     bench = Bench(STACKED)
-    bench.run([(lying(region, 1),), (lying(region, 2, 1),)], 4)
+    bench.run([(in_region(region, 1),), (in_region(region, 2, 1),)], 4)
     (array,) = bench.seen[0]
     assert array.base is None
     assert array.shape == (4, 2)
@@ -219,7 +219,7 @@ def test_joined_batch_reaches_the_model_in_the_array_that_was_read_into(region: 
 @pytest.mark.parametrize("spec", [STACKED, RAGGED, ALONE], ids=["joined", "one by one", "no batch axis"])
 def test_one_request_alone_is_read_and_executed(region: SystemRegion, spec: ModelSpec) -> None:
     bench = Bench(spec)
-    assert values(bench.run([(lying(region, 2, 3),)], 0).results) == [[[[6, 7], [8, 9]]]]
+    assert values(bench.run([(in_region(region, 2, 3),)], 0).results) == [[[[6, 7], [8, 9]]]]
 
 
 @pytest.mark.parametrize("spec", [STACKED, RAGGED], ids=["joined", "one by one"])
@@ -228,7 +228,7 @@ def test_one_request_alone_is_read_and_executed(region: SystemRegion, spec: Mode
 def test_requests_with_truncated_memory_fail_alone(
     memory: SharedObject, region: SystemRegion, spec: ModelSpec, was_read: bool, gone: set[int]
 ) -> None:
-    requests = [(lying(region, 2, 90 if number in gone else 2 * number),) for number in range(3)]
+    requests = [(in_region(region, 2, 90 if number in gone else 2 * number),) for number in range(3)]
     if was_read:
         Bench(spec).run(requests, 6)
     memory.resize(90 * 8 + 3)
@@ -242,7 +242,7 @@ def test_requests_with_truncated_memory_fail_alone(
             assert str(result).startswith("input 'a': shared memory region 'r': expected ")
             assert (result.__traceback__, result.__context__) == (None, None)
         else:
-            assert values([result]) == [[brought(2, 2 * number).tolist()]]
+            assert values([result]) == [[in_message(2, 2 * number).tolist()]]
     assert len(bench.seen) == (len(gone) < 3)
     assert 0 < done.input_ns <= took_ns
 
@@ -253,7 +253,7 @@ def test_model_error_is_passed_on(region: SystemRegion) -> None:
 
     instance = MemoryModel(STACKED, fail).instance(STACKED, Device())
     with pytest.raises(ExecutionError, match="no"):
-        reading(instance.execute, STACKED)([(lying(region, 1),), (brought(1),)], 0)
+        reading(instance.execute, STACKED)([(in_region(region, 1),), (in_message(1),)], 0)
 
 
 def test_requests_from_messages_are_passed_on_unchanged() -> None:
@@ -263,6 +263,6 @@ def test_requests_from_messages_are_passed_on_unchanged() -> None:
         given.append(requests)
         return Execution([], 1, 2, 3)
 
-    requests = [(brought(1),)]
+    requests = [(in_message(1),)]
     assert reading(execute, STACKED)(requests, 5) == Execution([], 1, 2, 3)
     assert given == [requests]

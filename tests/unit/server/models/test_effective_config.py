@@ -131,7 +131,7 @@ CONFIGS: dict[str, tuple[ModelMaker | None, str | None]] = {
 
 
 @dataclass
-class Shelf:
+class ModelLoader:
     """Loads models, each from a folder with nothing else, and closes them when the test ends."""
 
     root: Path
@@ -151,8 +151,8 @@ class Shelf:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    made = Shelf(tmp_path, [])
+def shelf(tmp_path: Path) -> Iterator[ModelLoader]:
+    made = ModelLoader(tmp_path, [])
     yield made
     for one in made.loaded:
         one.close()
@@ -166,7 +166,7 @@ def assert_same_service(first: LoadedVersion, again: LoadedVersion) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_config_loaded_again_as_text_serves_the_same(shelf: Shelf, name: str) -> None:
+def test_config_loaded_again_as_text_serves_the_same(shelf: ModelLoader, name: str) -> None:
     maker, config = CONFIGS[name]
     first = shelf.load(maker, config)
     assert_same_service(first, shelf.load(maker, text_format.MessageToString(first.config)))
@@ -174,7 +174,7 @@ def test_config_loaded_again_as_text_serves_the_same(shelf: Shelf, name: str) ->
 
 @pytest.mark.parametrize("names", [True, False], ids=["snake case", "camel case"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_config_loaded_again_as_json_serves_the_same(shelf: Shelf, name: str, names: bool) -> None:
+def test_config_loaded_again_as_json_serves_the_same(shelf: ModelLoader, name: str, names: bool) -> None:
     maker, config = CONFIGS[name]
     first = shelf.load(maker, config)
     text = json_format.MessageToJson(first.config, preserving_proto_field_name=names)
@@ -182,7 +182,7 @@ def test_config_loaded_again_as_json_serves_the_same(shelf: Shelf, name: str, na
     assert_same_service(first, shelf.load(maker, text_format.MessageToString(override)))
 
 
-def test_config_loaded_again_without_the_flags_serves_the_same(shelf: Shelf) -> None:
+def test_config_loaded_again_without_the_flags_serves_the_same(shelf: ModelLoader) -> None:
     flags = LoadDefaults(BatchDefaults(5, 3_000, 7_000), max_batch_rows=6)
     first = shelf.load(models.mlp, None, flags)
     assert first.plan.policy.queue.default_timeout_ns == 7_000
@@ -191,7 +191,7 @@ def test_config_loaded_again_without_the_flags_serves_the_same(shelf: Shelf) -> 
     assert_same_service(alone, shelf.load(models.fixed_batch, text_format.MessageToString(alone.config)))
 
 
-def test_model_without_configuration_gets_a_complete_one(shelf: Shelf) -> None:
+def test_model_without_configuration_gets_a_complete_one(shelf: ModelLoader) -> None:
     assert shelf.load(models.mlp, None).config == text_format.Parse(
         f"""
         name: "m" platform: "onnxruntime_onnx" backend: "onnxruntime" default_model_filename: "model.onnx"
@@ -205,7 +205,7 @@ def test_model_without_configuration_gets_a_complete_one(shelf: Shelf) -> None:
     )
 
 
-def test_written_settings_are_kept(shelf: Shelf) -> None:
+def test_written_settings_are_kept(shelf: ModelLoader) -> None:
     config = shelf.load(models.mlp, OTHERS + ALL_BATCHING).config
     written = text_format.Parse(OTHERS + ALL_BATCHING, pb.ModelConfig())
     for field in ("optimization", "metric_tags", "cc_model_filenames", "runtime", "model_warmup", "version_policy"):
@@ -225,14 +225,14 @@ def test_written_settings_are_kept(shelf: Shelf) -> None:
     ],
 )
 def test_dynamic_batching_is_present_where_requests_share_batches(
-    shelf: Shelf, text: str, batching: str | None
+    shelf: ModelLoader, text: str, batching: str | None
 ) -> None:
     config = shelf.load(models.mlp, text).config
     assert config.HasField("dynamic_batching") == (batching is not None)
     assert config.dynamic_batching == text_format.Parse(batching or "", pb.ModelDynamicBatching())
 
 
-def test_tensors_are_those_that_clients_see(shelf: Shelf) -> None:
+def test_tensors_are_those_that_clients_see(shelf: ModelLoader) -> None:
     config = shelf.load(lambda: models.identity(dims=("batch",)), None).config
     assert config.input[0] == text_format.Parse(
         'name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] reshape { }', pb.ModelInput()

@@ -158,7 +158,7 @@ async def test_load_that_takes_long_is_logged_once_it_has_begun(bench: Bench, ca
 
 
 @pytest.mark.parametrize("config", [WARMED, WARMED + _SAMPLE], ids=["default", "configured"])
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 async def test_load_with_a_hanging_warm_up_fails_and_is_closed_when_that_ends(bench: Bench, config: str) -> None:
     model = bench.add("m", config)
     model.gate.close()
@@ -172,7 +172,7 @@ async def test_load_with_a_hanging_warm_up_fails_and_is_closed_when_that_ends(be
     assert (model.open_instances, model.gate.entered) == (0, 1)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 async def test_hanging_load_that_was_cancelled_before_is_under_way_until_it_ends(bench: Bench) -> None:
     model, _ = bench.add("m"), bench.add("n")
     model.gate.close()

@@ -51,7 +51,7 @@ class Model(MemoryModel):
         return super().instance(spec, device)
 
 
-class Shelf:
+class VersionBackend:
     """A backend that opens a model for each version, the given one or a new one, and records what it was asked for."""
 
     def __init__(self, **versions: Model | Exception) -> None:
@@ -92,7 +92,7 @@ def folder(tmp_path: Path, *versions: int, config: str | None = None) -> ModelFo
 
 
 def test_load_without_configuration_loads_the_latest_version(tmp_path: Path) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     (loaded,) = load_model(folder(tmp_path, 1, 3, 20), shelf.of)
     assert (loaded.name, loaded.version, len(loaded.instances)) == ("m", 20, 1)
     assert shelf.sources[0].path == tmp_path / "m" / "20" / "model.onnx"
@@ -101,7 +101,7 @@ def test_load_without_configuration_loads_the_latest_version(tmp_path: Path) -> 
 
 
 def test_load_several_versions_opens_each_in_ascending_order(tmp_path: Path) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     loaded = load_model(folder(tmp_path, 10, 9, config="version_policy { all { } }"), shelf.of)
     assert [one.version for one in loaded] == [9, 10]
     assert [source.path.parent.name for source in shelf.sources] == ["9", "10"]
@@ -109,12 +109,12 @@ def test_load_several_versions_opens_each_in_ascending_order(tmp_path: Path) -> 
 
 def test_load_of_instance_groups_makes_an_instance_per_device(tmp_path: Path) -> None:
     groups = "instance_group [ { count: 2 }, { count: 1 } ]"
-    (loaded,) = load_model(folder(tmp_path, 1, config=groups), Shelf().of)
+    (loaded,) = load_model(folder(tmp_path, 1, config=groups), VersionBackend().of)
     assert len(loaded.instances) == 3
 
 
 def test_load_gives_the_backend_its_part_of_the_configuration(tmp_path: Path) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     text = 'parameters { key: "k" value { string_value: "v" } } optimization { graph { level: 1 } }'
     load_model(folder(tmp_path, 1, config=text), shelf.of)
     (source,) = shelf.sources
@@ -122,7 +122,7 @@ def test_load_gives_the_backend_its_part_of_the_configuration(tmp_path: Path) ->
 
 
 def test_load_parameters_of_the_configuration_override_those_of_flags(tmp_path: Path) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     flags = LoadDefaults(parameters={"intra_op_thread_count": "3", "inter_op_thread_count": "4"})
     text = 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
     load_model(folder(tmp_path, 1, config=text), shelf.of, flags)
@@ -136,12 +136,12 @@ def test_load_parameters_of_the_configuration_override_those_of_flags(tmp_path: 
 def test_load_rows_of_flags_apply_to_configurations_that_leave_them_open(
     tmp_path: Path, config: str | None, rows: int
 ) -> None:
-    (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(max_batch_rows=6))
+    (loaded,) = load_model(folder(tmp_path, 1, config=config), VersionBackend().of, LoadDefaults(max_batch_rows=6))
     assert loaded.plan.max_batch_rows == rows
 
 
 def test_load_rows_of_flags_may_be_0_which_means_no_batch_axis(tmp_path: Path) -> None:
-    (loaded,) = load_model(folder(tmp_path, 1, config=""), Shelf().of, LoadDefaults(max_batch_rows=0))
+    (loaded,) = load_model(folder(tmp_path, 1, config=""), VersionBackend().of, LoadDefaults(max_batch_rows=0))
     assert (loaded.plan.max_batch_rows, loaded.plan.spec.inputs[0].dims) == (0, (-1, 2))
 
 
@@ -152,7 +152,7 @@ TENSORS = """
 
 @pytest.mark.parametrize("config", [None, "", "max_batch_size: 2", TENSORS.partition("output")[0]])
 def test_load_without_auto_complete_refuses_what_is_left_to_the_model(tmp_path: Path, config: str | None) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     with pytest.raises(ConfigError) as caught:
         load_model(folder(tmp_path, 1, config=config), shelf.of, LoadDefaults(auto_complete=False))
     assert str(caught.value) == (
@@ -164,27 +164,27 @@ def test_load_without_auto_complete_refuses_what_is_left_to_the_model(tmp_path: 
 def test_load_without_auto_complete_refuses_tensors_without_a_datatype(tmp_path: Path) -> None:
     config = 'backend: "memory" input { name: "a" dims: [ 1 ] } output { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }'
     with pytest.raises(ConfigError, match="'a': expected a data_type, as --disable-auto-complete-config is given"):
-        load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(auto_complete=False))
+        load_model(folder(tmp_path, 1, config=config), VersionBackend().of, LoadDefaults(auto_complete=False))
 
 
 def test_load_without_auto_complete_accepts_a_complete_configuration(tmp_path: Path) -> None:
     config = f"max_batch_size: 2 {TENSORS}"
-    (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(auto_complete=False))
+    (loaded,) = load_model(folder(tmp_path, 1, config=config), VersionBackend().of, LoadDefaults(auto_complete=False))
     assert loaded.plan.max_batch_rows == 2
 
 
 def test_load_reads_the_labels_of_outputs(tmp_path: Path) -> None:
     model = folder(tmp_path, 1, config=TENSORS.replace("[ 2 ] }", '[ 2 ] label_filename: "l.txt" }').partition("}")[2])
     with pytest.raises(ConfigError, match=r"^output 'x': label_filename: .*/l\.txt: No such file or directory$"):
-        load_model(model, Shelf().of)
+        load_model(model, VersionBackend().of)
     (model.path / "l.txt").write_text("cat\ndog\n")
-    (loaded,) = load_model(model, Shelf().of)
+    (loaded,) = load_model(model, VersionBackend().of)
     assert loaded.labels == {"x": (b"cat", b"dog")}
 
 
 def test_load_of_a_bare_file_opens_that_file(tmp_path: Path) -> None:
     (tmp_path / "res.net.onnx").touch()
-    shelf = Shelf()
+    shelf = VersionBackend()
     (model,) = find_models([tmp_path / "res.net.onnx"])
     (loaded,) = load_model(model, shelf.of)
     assert (loaded.name, loaded.version, shelf.sources[0].path) == ("res.net", 1, tmp_path / "res.net.onnx")
@@ -192,13 +192,13 @@ def test_load_of_a_bare_file_opens_that_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["other.onnx", "sub/model.onnx", "model.onnx/"])
 def test_load_default_model_filename_is_looked_up_inside_the_version(tmp_path: Path, name: str) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     load_model(folder(tmp_path, 1, config=f'default_model_filename: "{name}"'), shelf.of)
     assert shelf.sources[0].path == tmp_path / "m" / "1" / name
 
 
 def test_load_default_model_filename_too_long_for_a_file_is_refused(tmp_path: Path) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     with pytest.raises(ConfigError, match=r"^default_model_filename: .*: File name too long$"):
         load_model(folder(tmp_path, 1, config=f'default_model_filename: "{"x" * 300}"'), shelf.of)
     assert not shelf.sources
@@ -206,7 +206,7 @@ def test_load_default_model_filename_too_long_for_a_file_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../2/model.onnx", "sub/../../x", ".."])
 def test_load_default_model_filename_outside_of_the_version_is_refused(tmp_path: Path, name: str) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     with pytest.raises(ConfigError) as caught:
         load_model(folder(tmp_path, 1, config=f'default_model_filename: "{name}"'), shelf.of)
     assert str(caught.value) == (
@@ -230,7 +230,7 @@ def test_load_default_model_filename_outside_of_the_version_is_refused(tmp_path:
 def test_load_refuses_an_invalid_configuration_before_anything_is_opened(
     tmp_path: Path, config: str, text: str
 ) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     with pytest.raises(ConfigError) as caught:
         load_model(folder(tmp_path, 1, config=config), shelf.of)
     assert str(caught.value) == text
@@ -240,7 +240,7 @@ def test_load_refuses_an_invalid_configuration_before_anything_is_opened(
 def test_load_folder_with_a_problem_fails_with_it(tmp_path: Path) -> None:
     broken = ModelFolder("m", tmp_path / "m", {}, problem="m: Permission denied")
     with pytest.raises(ConfigError, match=r"^m: Permission denied$"):
-        load_model(broken, Shelf().of)
+        load_model(broken, VersionBackend().of)
 
 
 def policy(text: str) -> pb.ModelConfig:
@@ -268,7 +268,7 @@ def test_wanted_versions_follow_the_policy(tmp_path: Path, text: str, versions: 
 def test_load_logs_folders_that_are_not_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "m" / "abc").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "paceline.server.loader"):
-        load_model(folder(tmp_path, 1), Shelf().of)
+        load_model(folder(tmp_path, 1), VersionBackend().of)
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}/m/abc is ignored: expected a version folder, named by a number without leading zeros"
     ]
@@ -333,7 +333,7 @@ def failing_warm_up() -> Model:
 def test_load_that_fails_in_a_later_step_leaves_nothing_open(
     tmp_path: Path, config: str, second: Model | Exception, error: type[Exception], text: str
 ) -> None:
-    shelf = Shelf(v2=second)
+    shelf = VersionBackend(v2=second)
     with pytest.raises(error) as caught:
         load_model(folder(tmp_path, 1, 2, config=config), shelf.of)
     assert str(caught.value) == text
@@ -342,21 +342,21 @@ def test_load_that_fails_in_a_later_step_leaves_nothing_open(
 
 
 def test_load_that_fails_unexpectedly_leaves_nothing_open_either(tmp_path: Path) -> None:
-    shelf = Shelf(v2=MemoryError())
+    shelf = VersionBackend(v2=MemoryError())
     with pytest.raises(MemoryError):
         load_model(folder(tmp_path, 1, 2, config=ALL), shelf.of)
     assert not shelf.leaked
 
 
 def test_load_of_tensors_that_no_message_can_hold_leaves_nothing_open(tmp_path: Path) -> None:
-    shelf = Shelf(v1=Model(spec=ModelSpec(SPEC.inputs, (TensorSpec("x", "FP32", (-1, 2**63)),))))
+    shelf = VersionBackend(v1=Model(spec=ModelSpec(SPEC.inputs, (TensorSpec("x", "FP32", (-1, 2**63)),))))
     with pytest.raises(ValueError, match="9223372036854775808"):
         load_model(folder(tmp_path, 1), shelf.of)
     assert not shelf.leaked
 
 
 def test_loaded_version_is_warm_and_executes(tmp_path: Path) -> None:
-    shelf = Shelf()
+    shelf = VersionBackend()
     (loaded,) = load_model(folder(tmp_path, 1), shelf.of)
     assert shelf.opened["1"].batches == [(1,)]
     (result,) = loaded.instances[0].execute([[np.ones((2, 2), np.float32)]]).results
@@ -387,7 +387,7 @@ def test_load_logs_how_the_model_will_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str, text: str
 ) -> None:
     with caplog.at_level(logging.INFO, "paceline.server.loader"):
-        load_model(folder(tmp_path, 1, config=config), Shelf().of)
+        load_model(folder(tmp_path, 1, config=config), VersionBackend().of)
     (record,) = caplog.records
     assert record.getMessage().startswith("model 'm' version 1 loaded in ")
     assert record.getMessage().endswith(text)
@@ -402,23 +402,23 @@ class Untried(Model):
 
 @pytest.mark.parametrize("config", ["max_batch_size: 4", "dynamic_batching { }"])
 def test_load_of_a_model_that_is_configured_to_batch_tries_nothing(tmp_path: Path, config: str) -> None:
-    (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf(v1=Untried()).of)
+    (loaded,) = load_model(folder(tmp_path, 1, config=config), VersionBackend(v1=Untried()).of)
     assert loaded.plan.max_batch_rows > 1
     loaded.close()
 
 
-class Endless(Model):
+class HangingTrial(Model):
     """Hangs in its trial run until `gate` opens."""
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return supervise(lambda: (self.gate.enter(), Trial(self.spec))[1])
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 def test_load_with_a_hanging_trial_fails_and_closes_nothing_until_that_has_ended(tmp_path: Path) -> None:
-    model = Endless()
+    model = HangingTrial()
     model.gate.close()
-    shelf = Shelf(v1=model)
+    shelf = VersionBackend(v1=model)
     with pytest.raises(LoadHangs) as caught:
         load_model(folder(tmp_path, 1), shelf.of, LoadDefaults(execution_limit_ns=1_000_000))
     assert not model.closed
@@ -427,25 +427,25 @@ def test_load_with_a_hanging_trial_fails_and_closes_nothing_until_that_has_ended
     eventually(lambda: model.closed, "the model closed")
 
 
-class Deadly(Model):
+class CrashingTrial(Model):
     """Kills the process of its trial run."""
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return Trial(self.spec, "it was killed", deadly=True)
 
 
-class Mixed(Shelf):
+class Mixed(VersionBackend):
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
         return Device(), Device(DeviceKind.GPU)
 
 
-@pytest.mark.parametrize("shelf", [Shelf, Mixed])
+@pytest.mark.parametrize("shelf", [VersionBackend, Mixed])
 @pytest.mark.parametrize("told", ["", "false"])
 def test_load_opens_a_model_that_kills_its_trial_in_its_own_process_unless_configured_not_to(
-    told: str, shelf: type[Shelf], tmp_path: Path
+    told: str, shelf: type[VersionBackend], tmp_path: Path
 ) -> None:
     own = f'parameters {{ key: "{OWN_PROCESS}" value {{ string_value: "{told}" }} }}' if told else ""
-    backend = shelf(v1=Deadly())
+    backend = shelf(v1=CrashingTrial())
     (loaded,) = load_model(folder(tmp_path, 1, config=own), backend.of)
     says = [source.parameters.get(OWN_PROCESS) for source in backend.sources]
     assert says == ([told] if told else [None, "true"])
@@ -464,17 +464,17 @@ class Watched(Model):
 
 def test_load_leaves_no_trial_thread_behind(tmp_path: Path) -> None:
     model = Watched()
-    (loaded,) = load_model(folder(tmp_path, 1), Shelf(v1=model).of, LoadDefaults(execution_limit_ns=1_000_000))
+    (loaded,) = load_model(folder(tmp_path, 1), VersionBackend(v1=model).of, LoadDefaults(execution_limit_ns=1_000_000))
     assert model.tried_on is not threading.current_thread()
     model.tried_on.join(30)
     assert not model.tried_on.is_alive()
     loaded.close()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 def test_load_uses_the_models_own_execution_limit(tmp_path: Path) -> None:
     config = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "%d" } }'
-    shelf = Shelf()
+    shelf = VersionBackend()
     (loaded,) = load_model(folder(tmp_path, 1, config=config % 0), shelf.of, LoadDefaults(execution_limit_ns=1))
     loaded.close()
     assert shelf.leaked == []
@@ -502,9 +502,9 @@ class Abandoning(Model):
         return instance
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 def test_load_with_a_hanging_warm_up_abandons_instances_that_allow_it_and_closes_them(tmp_path: Path) -> None:
-    shelf = Shelf(v1=Abandoning())
+    shelf = VersionBackend(v1=Abandoning())
     with pytest.raises(LoadHangs) as caught:
         load_model(folder(tmp_path, 1), shelf.of, LoadDefaults(execution_limit_ns=1_000_000))
     assert isinstance(caught.value.ended.exception(10), ExecutionError)

@@ -69,7 +69,7 @@ class Bench:
         return found
 
     @property
-    def loads(self) -> list[str]:
+    def load_ids(self) -> list[str]:
         """For each model that serves, a text that differs for each load."""
         return [model.batch_id_prefix for model in self.repository.models]
 
@@ -82,7 +82,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     await bench.repository.stop()
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the poller logged."""
     return [record.getMessage() for record in caplog.records if record.name == "paceline.server.poller"]
 
@@ -103,9 +103,9 @@ async def test_start_on_an_empty_repository_is_ready(bench: Bench) -> None:
 async def test_poll_without_changes_does_nothing(bench: Bench) -> None:
     bench.write("a")
     await bench.start()
-    before = bench.loads
+    before = bench.load_ids
     assert not await bench.look()
-    assert bench.loads == before
+    assert bench.load_ids == before
 
 
 async def test_poll_loads_a_new_model_when_two_polls_saw_the_same(bench: Bench) -> None:
@@ -179,14 +179,14 @@ async def test_poll_reloads_a_changed_model_and_no_other(bench: Bench, change: o
     folder = bench.write("a")
     bench.write("b")
     await bench.start()
-    a, b = bench.loads
+    a, b = bench.load_ids
     change(folder)  # type: ignore[operator]
     await bench.settle()
-    assert bench.loads[0] != a
-    assert bench.loads[1] == b
-    again = bench.loads
+    assert bench.load_ids[0] != a
+    assert bench.load_ids[1] == b
+    again = bench.load_ids
     await bench.settle()
-    assert bench.loads == again
+    assert bench.load_ids == again
 
 
 async def test_poll_follows_versions_that_come_and_go(bench: Bench) -> None:
@@ -268,12 +268,12 @@ async def test_model_without_a_place_is_loaded_when_the_one_that_had_it_fails(tm
 async def test_poll_of_a_folder_that_one_poll_missed_changes_nothing(bench: Bench) -> None:
     folder = bench.write("a")
     await bench.start()
-    before = bench.loads
+    before = bench.load_ids
     folder.rename(bench.root.parent / "elsewhere")
     assert await bench.look()
     (bench.root.parent / "elsewhere").rename(folder)
     assert not await bench.look()
-    assert bench.loads == before
+    assert bench.load_ids == before
 
 
 async def test_poll_of_a_model_that_fails_to_load_keeps_the_old_one_and_tries_once(
@@ -281,14 +281,14 @@ async def test_poll_of_a_model_that_fails_to_load_keeps_the_old_one_and_tries_on
 ) -> None:
     folder = bench.write("a")
     await bench.start()
-    before = bench.loads
+    before = bench.load_ids
     (folder / "config.pbtxt").write_text(f"{CONFIG} sequence_batching {{ }}")
     with caplog.at_level(logging.ERROR, "paceline.server.poller"):
         for _ in range(5):
             await bench.look()
-    assert bench.loads == before
+    assert bench.load_ids == before
     assert bench.repository.ready
-    (text,) = said(caplog)
+    (text,) = logged_messages(caplog)
     assert text == (
         "load failed for model 'a': sequence_batching is not supported by this build; it is not tried again "
         "until its files change"
@@ -299,7 +299,7 @@ async def test_poll_of_a_model_that_fails_to_load_keeps_the_old_one_and_tries_on
     )
     (folder / "config.pbtxt").write_text(CONFIG)
     await bench.settle()
-    assert bench.loads != before
+    assert bench.load_ids != before
     assert bench.repository.index() == [IndexLine("a", "1", ModelState.READY)]
 
 
@@ -341,10 +341,10 @@ async def test_poll_continues_while_a_model_loads_and_checks_that_one_again_afte
     assert model.gate.entered == 1
     model.gate.open()
     await bench.poller.ended()
-    before = bench.loads
+    before = bench.load_ids
     assert len(before) == 1
     assert not await bench.look(), "what changed meanwhile was seen twice"
-    assert bench.loads != before
+    assert bench.load_ids != before
     assert bench.ready == {"slow": ["1"]}
 
 
@@ -389,17 +389,17 @@ async def test_poll_of_an_unreadable_repository_changes_nothing_and_is_logged_on
 ) -> None:
     bench.write("a")
     await bench.start()
-    before = bench.loads
+    before = bench.load_ids
     bench.root.rename(bench.root.parent / "elsewhere")
     with caplog.at_level(logging.WARNING, "paceline.server.poller"):
         for _ in range(3):
             assert not await bench.look()
-    (text,) = said(caplog)
+    (text,) = logged_messages(caplog)
     assert text.startswith("the repositories can't be read, so models stay as they are: ")
-    assert bench.loads == before
+    assert bench.load_ids == before
     (bench.root.parent / "elsewhere").rename(bench.root)
     await bench.settle()
-    assert bench.loads == before
+    assert bench.load_ids == before
 
 
 async def test_poll_of_one_models_folder_follows_its_replacement(tmp_path: Path) -> None:
@@ -408,12 +408,12 @@ async def test_poll_of_one_models_folder_follows_its_replacement(tmp_path: Path)
     bench.layout = Layout([folder])
     bench.poller = Poller(bench.layout, bench.repository, interval_s=1e6)
     await bench.start()
-    (before,) = bench.loads
+    (before,) = bench.load_ids
     shutil.rmtree(folder)
     await bench.look()
     bench.write("a", f"{CONFIG} max_batch_size: 2")
     await bench.settle()
-    (after,) = bench.loads
+    (after,) = bench.load_ids
     assert after != before
     assert bench.repository.get("a", "").max_batch_rows == 2
     await bench.repository.stop()

@@ -42,7 +42,7 @@ def test_limits_below_a_minute_become_one_since_first_executions_take_longer() -
     supervise.close()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 def test_function_beyond_the_limit_is_not_waited_for_and_its_end_is_reported() -> None:
     gate = threading.Event()
     supervise = Supervisor(1_000_000)

@@ -21,7 +21,7 @@ from tests.harness import REPO
 ENOUGH_S = 60
 
 
-class Played:
+class PipedOutput:
     """A `LogOutput` for one end of a pipe of one page, the pipe's other end, and the gaps, each of which is reported in
     a separate line."""
 
@@ -63,13 +63,13 @@ def numbers(lines: list[str]) -> list[int]:
 
 
 @pytest.fixture
-def played() -> Iterator[Played]:
-    made = Played()
+def played() -> Iterator[PipedOutput]:
+    made = PipedOutput()
     yield made
     made.close()
 
 
-def test_lines_of_several_threads_are_written_in_each_threads_order(played: Played) -> None:
+def test_lines_of_several_threads_are_written_in_each_threads_order(played: PipedOutput) -> None:
     threads = [threading.Thread(target=played.write, args=range(first, 20, 4)) for first in range(4)]
     for thread in threads:
         thread.start()
@@ -85,7 +85,7 @@ def test_lines_of_several_threads_are_written_in_each_threads_order(played: Play
 
 
 def test_writer_to_an_unread_pipe_does_not_wait_and_losses_are_reported_once_it_is_read(
-    played: Played,
+    played: PipedOutput,
 ) -> None:
     played.write(*range(500))
     lost = played.output.lost_lines
@@ -100,7 +100,7 @@ def test_writer_to_an_unread_pipe_does_not_wait_and_losses_are_reported_once_it_
     assert numbers(played.read(until=line(500).strip())) == [500]
 
 
-def test_gap_stays_one_even_if_there_is_room_for_some_lines_in_between(played: Played) -> None:
+def test_gap_stays_one_even_if_there_is_room_for_some_lines_in_between(played: PipedOutput) -> None:
     played.write(*range(500))
     first = played.output.lost_lines
     os.read(played.reading, PIPE_BUF)
@@ -110,7 +110,7 @@ def test_gap_stays_one_even_if_there_is_room_for_some_lines_in_between(played: P
     assert played.gaps == [first + 10]
 
 
-def test_text_larger_than_the_buffer_is_lost_and_the_next_is_not(played: Played) -> None:
+def test_text_larger_than_the_buffer_is_lost_and_the_next_is_not(played: PipedOutput) -> None:
     played.output.write("x" * 30_000 + "\n")
     assert played.output.lost_lines == 1
     assert played.read(until="1 lost") == ["1 lost"]
@@ -169,7 +169,7 @@ def test_lines_lost_on_a_full_disk_are_reported_once_it_takes_others() -> None:
         assert (output.lost_lines, gaps) == (5, [5])
 
 
-def test_lines_for_a_pipe_whose_reader_has_gone_are_lost(played: Played) -> None:
+def test_lines_for_a_pipe_whose_reader_has_gone_are_lost(played: PipedOutput) -> None:
     other = os.dup(played.writing)
     reading, writing = os.pipe()
     os.dup2(writing, played.writing)
@@ -182,7 +182,7 @@ def test_lines_for_a_pipe_whose_reader_has_gone_are_lost(played: Played) -> None
     os.close(other)
 
 
-def test_non_blocking_descriptor_loses_nothing(played: Played) -> None:
+def test_non_blocking_descriptor_loses_nothing(played: PipedOutput) -> None:
     """Another process that shares it may have made it so, for all that have it."""
     os.set_blocking(played.writing, False)
     os.write(played.writing, b"0" * (PIPE_BUF - 1) + b"\n")
@@ -192,7 +192,7 @@ def test_non_blocking_descriptor_loses_nothing(played: Played) -> None:
     assert played.output.lost_lines == 0
 
 
-def test_bytes_are_refused_as_by_any_text_stream(played: Played) -> None:
+def test_bytes_are_refused_as_by_any_text_stream(played: PipedOutput) -> None:
     with pytest.raises(AttributeError):
         played.output.write(b"x")  # type: ignore[arg-type]
     assert played.output.drain(ENOUGH_S)

@@ -15,7 +15,7 @@ from server.telemetry.repeat_filter import RepeatFilter
 from tests.polling import eventually
 
 
-class Played:
+class ManualFilter:
     """A filter with windows of 10 s, with a clock that the test sets, and the lines that were written."""
 
     def __init__(self, window_s: float = 10) -> None:
@@ -40,7 +40,7 @@ class Played:
 
 
 def test_storm_is_its_first_line_and_a_count_each_window() -> None:
-    played = Played()
+    played = ManualFilter()
     for _ in range(1000):
         played.say("no %s", "memory")
     assert played.after(9) == ["no memory"]
@@ -53,7 +53,7 @@ def test_storm_is_its_first_line_and_a_count_each_window() -> None:
 
 
 def test_single_line_has_no_count() -> None:
-    played = Played()
+    played = ManualFilter()
     played.say("once")
     assert played.after(60) == ["once"]
 
@@ -67,7 +67,7 @@ def test_single_line_has_no_count() -> None:
     ],
 )
 def test_different_lines_are_no_storm(other: dict[str, object]) -> None:
-    played = Played()
+    played = ManualFilter()
     played.say("no %s", "memory")
     args = other.pop("args")
     played.say(other.pop("text"), *args, **other)  # type: ignore[arg-type, misc]
@@ -75,14 +75,14 @@ def test_different_lines_are_no_storm(other: dict[str, object]) -> None:
 
 
 def test_information_is_never_held_back() -> None:
-    played = Played()
+    played = ManualFilter()
     for _ in range(50):
         played.say("loaded", level=logging.INFO)
     assert played.after(60) == ["loaded"] * 50
 
 
 def test_texts_that_all_differ_are_held_back_after_the_first_101() -> None:
-    played = Played()
+    played = ManualFilter()
     for number in range(1000):
         played.say("request %d failed", number)
     lines = played.after(11)
@@ -94,7 +94,7 @@ def test_texts_that_all_differ_are_held_back_after_the_first_101() -> None:
 
 
 def test_preformatted_texts_are_held_back_by_the_place_that_logs_them() -> None:
-    played = Played()
+    played = ManualFilter()
     for number in range(1000):
         played.say(f"Task exception was never retrieved: Task-{number}", name="asyncio")
     lines = played.after(11)
@@ -103,7 +103,7 @@ def test_preformatted_texts_are_held_back_by_the_place_that_logs_them() -> None:
 
 
 def test_exceptions_are_distinguished_by_class_and_not_kept_alive() -> None:
-    played = Played()
+    played = ManualFilter()
 
     class Kept(Exception):
         pass
@@ -127,7 +127,7 @@ def test_exceptions_are_distinguished_by_class_and_not_kept_alive() -> None:
 
 
 def test_close_writes_the_remaining_counts() -> None:
-    played = Played()
+    played = ManualFilter()
     played.say("x")
     played.say("x")
     played.storms.close()
@@ -147,7 +147,7 @@ def test_count_is_written_by_itself_and_leaves_no_thread() -> None:
 
 
 def test_storm_on_many_threads_loses_no_count() -> None:
-    played = Played()
+    played = ManualFilter()
     threads = [threading.Thread(target=lambda: [played.say("x") for _ in range(500)]) for _ in range(8)]
     for thread in threads:
         thread.start()

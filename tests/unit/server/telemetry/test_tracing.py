@@ -216,7 +216,7 @@ def test_start_where_nothing_can_be_written_is_an_oserror(tmp_path: Path) -> Non
             Tracer(TraceConfig(path)).start()
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "paceline.server.tracing"]
 
 
@@ -229,7 +229,7 @@ def test_file_error_later_ends_tracing_with_one_line_and_a_final_count(
     with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
         traces.record(*"abc")
         traces.tracer.close()
-    first, second = said(caplog)
+    first, second = logged(caplog)
     assert first == f"no more traces are written to {tmp_path}/sub/t.json until a restart: No such file or directory"
     assert second == f"3 traces were not written to {tmp_path}/sub/t.json: No such file or directory"
 
@@ -242,7 +242,7 @@ def test_full_disk_ends_tracing_with_one_line_and_the_thread_without_an_error(
     with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
         traces.record(*"abc")
         traces.tracer.close()
-    assert said(caplog) == [
+    assert logged(caplog) == [
         f"no more traces are written to {tmp_path}/t.json until a restart: No space left on device",
         f"3 traces were not written to {tmp_path}/t.json: No space left on device",
     ]
@@ -257,6 +257,6 @@ def test_traces_that_wait_for_a_hanging_file_are_counted(tmp_path: Path, caplog:
         writer.put([{}], 0)
     with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
         writer.close()
-    by_then = said(caplog)
+    by_then = logged(caplog)
     os.close(os.open(tmp_path / "t.json", os.O_RDONLY))  # so that the thread can end
     assert by_then == [f"3 traces were not written to {tmp_path}/t.json: writing hangs"]

@@ -50,7 +50,7 @@ def outcome(pair: Callable[[int], Any]) -> str | None:
 
 def main() -> None:
     found = {}
-    for name, pair in (("line", BlockingLink.pair), ("link", Link.pair)):
+    for name, pair in (("blocking_link", BlockingLink.pair), ("link", Link.pair)):
         found[name] = []
         for count in range(MOST):
             before = descriptors()

@@ -8,12 +8,12 @@ from scheduler.isolation import Blame
 from scheduler.policy import BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
-__all__ = ["Gpus"]
+__all__ = ["MemoryBench"]
 
 BLAMES = {MemoryError: Blame.SIZE, OSError: Blame.INSTANCE, EOFError: Blame.FATAL, ValueError: Blame.REQUESTS}
 
 
-class Gpus(Bench):
+class MemoryBench(Bench):
     """Instances of `slots` slots each; those in `full` have no memory for anything."""
 
     def __init__(self, instances: int = 2, slots: int = 1, **more: Any) -> None:
