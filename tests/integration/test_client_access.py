@@ -123,7 +123,7 @@ def test_public_authorities_do_not_verify_our_certificate(world: World) -> None:
         client.health()
 
 
-@pytest.mark.parametrize("fault", ["no ca", "bad ca", "no key", "other key", "locked key"])
+@pytest.mark.parametrize("fault", ["missing ca", "bad ca", "missing key", "other key", "locked key"])
 async def test_unusable_files_are_named_when_the_client_opens(tmp_path: Path, fault: str) -> None:
     ours = Authority(tmp_path)
     pair, ca = ours.sign("client"), tmp_path / "ca.crt"

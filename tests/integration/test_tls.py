@@ -169,9 +169,9 @@ async def test_replaced_root_decides_about_new_clients(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("no certificate", "server.crt: No such file or directory"),
-        ("no key", "server.key: No such file or directory"),
-        ("no root", "roots.crt: No such file or directory"),
+        ("missing certificate", "server.crt: No such file or directory"),
+        ("missing key", "server.key: No such file or directory"),
+        ("missing root", "roots.crt: No such file or directory"),
         ("piped certificate", "server.crt: expected a file, got something else"),
         ("piped root", "roots.crt: expected a file, got something else"),
         ("bad certificate", "expected a certificate in"),

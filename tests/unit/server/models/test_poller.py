@@ -372,10 +372,10 @@ async def test_poll_of_a_duplicate_name_keeps_what_serves(tmp_path: Path) -> Non
     one.layout = Layout([one.root, two])
     one.poller = Poller(one.layout, one.repository, interval_s=1e6)
     await one.start()
-    before = one.loads
+    before = one.load_ids
     (two / "a" / "1").mkdir(parents=True)
     await one.settle()
-    assert one.loads == before
+    assert one.load_ids == before
     (line,) = one.repository.index()
     assert (line.state, "model appears in two or more repositories" in line.reason) == (ModelState.READY, True)
     shutil.rmtree(two / "a")
