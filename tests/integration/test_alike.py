@@ -28,7 +28,7 @@ from server.rpc.handlers import serialized
 from server.telemetry.metrics import Metrics
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import Served, serving, write_model
-from tests.integration.test_announced import Context, called
+from tests.integration.without_grpc import Context, called
 from tests.unit.server.found import find_models
 
 TEXT = "max_batch_size: 32 dynamic_batching { }"

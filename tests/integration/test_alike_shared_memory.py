@@ -17,7 +17,7 @@ from server.limits import Limits
 from tests.integration.regions import ROW, in_region, register, settings, unregister
 from tests.integration.scripted import Script, mark_of, totals
 from tests.integration.serving import Served, serving
-from tests.integration.test_announced import Context
+from tests.integration.without_grpc import Context
 from tests.polling import eventually_async
 from tests.shared_objects import SharedObject, held_by, request_shared_output, shared_object
 from tests.wire import infer

@@ -14,16 +14,13 @@ import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
-from scheduler.policy import NEVER
-from server.call_facts import NO_PASSED_HEADERS
-from server.codec.codec import AnyResponse
 from server.codec.decoded import DecodedRequest
-from server.codec.wire_request import AnyRequest, RequestReader
+from server.codec.wire_request import RequestReader
 from server.errors import ModelNotFound
-from server.requests.in_flight import Call, InferenceSteps
-from server.rpc.handlers import serialized
+from server.requests.in_flight import Call
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import serving
+from tests.integration.without_grpc import Context, called
 from tests.polling import eventually_async
 
 TEXT = "max_batch_size: 32 dynamic_batching { }"
@@ -34,26 +31,6 @@ def script() -> Script:
     return Script()
 
 
-class Context:
-    """What a stream reads and writes."""
-
-    def __init__(self, requests: Iterable[Any]) -> None:
-        self._requests = iter(requests)
-        self.written: list[pb.ModelStreamInferResponse] = []
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    def time_remaining(self) -> None:
-        return None
-
-    async def read(self) -> Any:
-        return next(self._requests, EOF)
-
-    async def write(self, message: Any) -> None:
-        self.written.append(pb.ModelStreamInferResponse.FromString(serialized(message)))
-
-
 class Endless(Context):
     """A stream that stays open after its last request."""
 
@@ -62,11 +39,6 @@ class Endless(Context):
         if request is EOF:
             await asyncio.Event().wait()
         return request
-
-
-async def called(inference: InferenceSteps, request: AnyRequest, deadline_ns: int = NEVER) -> AnyResponse:
-    """The answer to a request sent as its own call."""
-    return await Call(inference, request, deadline_ns, None, NO_PASSED_HEADERS).response()
 
 
 def _alive(kind: type) -> int:

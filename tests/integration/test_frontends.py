@@ -32,6 +32,7 @@ from tests.fronts import channel_each, fronts_of
 from tests.harness import ServerProcess, write_identity
 from tests.integration import serving as serving_module
 from tests.integration.controlling import explicit, load, unload
+from tests.integration.front_memory import held_bytes, nothing_held
 from tests.integration.regions import in_region, register
 from tests.integration.regions import settings as with_shared_memory
 from tests.integration.serving import Served, echo_model, failure_of, write_model
@@ -62,20 +63,6 @@ async def through_each(served: Served) -> AsyncIterator[tuple[Served, Served]]:
             Served(served.server, channel, GRPCInferenceServiceStub(channel))  # type: ignore[no-untyped-call]
             for channel in (first, second)
         )
-
-
-async def held_bytes(served: Served, direction: str) -> float:
-    return await served.metric("paceline_frontend_memory_bytes", f'direction="{direction}"')
-
-
-async def nothing_held(served: Served) -> None:
-    async def is_so() -> bool:
-        return not (await held_bytes(served, "in") or await held_bytes(served, "out"))
-
-    for _ in range(1000):
-        if await is_so():
-            return
-    raise AssertionError("shared memory is held still")
 
 
 # ---- One server ------------------------------------------------------------------------------------------------------

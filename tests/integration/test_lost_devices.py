@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from backends.base import Device, ModelSpec
 from backends.errors import DeviceLost, InstanceLost, LoadError, OutOfMemory, ProcessEndedBeforeBatch, StalePlan
 from backends.memory import MemoryInstance, MemoryModel
+from tests.integration.probing import probe
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
-from tests.integration.test_probes import probe
 from tests.polling import eventually_async
 from tests.rlimits import without_threads
 from tests.wire import infer, rows_of_floats

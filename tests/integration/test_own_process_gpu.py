@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from protos import inference_pb2 as pb
-from tests.integration.test_stand_in_gpu import GPUS, Served, libraries
+from tests.integration.stand_in_server import GPUS, Served, libraries
 from tests.polling import eventually
 
 __all__ = ["libraries"]

@@ -128,7 +128,7 @@ class UnprintableError(LoadError):
     [
         (LoadError("no more memory"), "no more memory"),
         (RuntimeError("never seen"), "RuntimeError: never seen"),
-        (UnprintableError(), "Wordless"),
+        (UnprintableError(), "UnprintableError"),
     ],
 )
 async def test_bad_model_raising_any_exception_is_unavailable_and_leaves_nothing_open(

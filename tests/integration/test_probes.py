@@ -6,8 +6,6 @@ import asyncio
 import logging
 import os
 import socket
-import urllib.error
-import urllib.request
 from pathlib import Path
 from threading import Event, Thread
 
@@ -21,24 +19,11 @@ from server.telemetry.metrics import Metrics
 from server.telemetry.metrics_endpoint import MetricsEndpoint
 from server.telemetry.probes import LoopProbe
 from tests.integration.controlling import explicit, load, unload
-from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.integration.probing import get, probe
+from tests.integration.serving import echo_model, failure_of, serving, write_model
 from tests.polling import eventually_async
 from tests.ports import free_port
 from tests.wire import infer, rows_of_floats
-
-
-def get(port: int | None, path: str, method: str = "GET") -> tuple[int, str]:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
-async def probe(served: Served, path: str) -> tuple[int, str]:
-    return await asyncio.to_thread(get, served.server.metrics_port, path)
 
 
 async def test_serving_server_is_live_and_ready(tmp_path: Path) -> None:

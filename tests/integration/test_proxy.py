@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +15,14 @@ from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
 from server.config import Settings
 from server.models.batch_policy import BatchDefaults
+from tests.integration.front_memory import held_bytes, nothing_held
 from tests.integration.scripted import marked, request, send
-from tests.integration.serving import Served, failure_of
+from tests.integration.serving import failure_of
 from tests.integration.streams import Stream
-from tests.integration.test_frontends import held_bytes, nothing_held
-from tests.integration.upstreams import Upstream, proxying, tensors_of, upstream
+from tests.integration.upstreams import Upstream, behind, calls_behind_a_busy_upstream, tensors_of
 from tests.polling import eventually_async
 
 pytestmark = pytest.mark.usefixtures("frontends")
-
-NAMED = {"models": ("m",)}
-
-
-@asynccontextmanager
-async def behind(tmp_path: Path, stub: Upstream, **given: Any) -> AsyncIterator[Served]:
-    """The proxy in front of `stub`."""
-    async with upstream(stub) as target, proxying(tmp_path, target, **{**NAMED, **given}) as served:
-        yield served
-
-
-async def calls_behind_a_busy_upstream(
-    served: Served, stub: Upstream, *requests: pb.ModelInferRequest, **how: Any
-) -> list[Any]:
-    """Calls: the first one keeps the upstream busy, and the others, of `requests`, wait here in that order."""
-    stub.gate.clear()
-    before = stub.under_way
-    calls = send(served, request(-1), timeout_s=None)
-    await eventually_async(lambda: stub.under_way == before + 1, "the upstream is busy")
-    for number, one in enumerate(requests):
-        calls += send(served, one, **how)
-        await eventually_async(lambda n=number: served.waiting("m") == n + 1, f"{number + 1} waiting")
-    return calls
 
 
 async def test_waiting_requests_are_sent_as_one_and_each_gets_its_share(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from server.rpc.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.integration.http2 import call_by_hand
+from tests.integration.probing import get
 from tests.integration.scripted import request
-from tests.integration.test_probes import get
 from tests.integration.upstreams import Upstream, upstream
 
 HERS, OURS = "tok-hers", "tok-ours"

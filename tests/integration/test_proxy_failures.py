@@ -18,8 +18,15 @@ from protos import inference_pb2 as pb
 from server.config import Settings
 from tests.integration.scripted import Script, request, send
 from tests.integration.serving import failure_of, serving
-from tests.integration.test_proxy import behind, calls_behind_a_busy_upstream
-from tests.integration.upstreams import Upstream, double, proxying, tensors_of, upstream
+from tests.integration.upstreams import (
+    Upstream,
+    behind,
+    calls_behind_a_busy_upstream,
+    double,
+    proxying,
+    tensors_of,
+    upstream,
+)
 from tests.polling import eventually_async
 
 Code = grpc.StatusCode

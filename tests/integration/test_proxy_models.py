@@ -14,12 +14,11 @@ from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.config import Settings
 from server.limits import Limits
 from tests.harness import ServerProcess, write_identity
+from tests.integration.probing import probe
 from tests.integration.scripted import request, send
 from tests.integration.serving import Served, failure_of
 from tests.integration.streams import Stream
-from tests.integration.test_probes import probe
-from tests.integration.test_proxy import behind
-from tests.integration.upstreams import Upstream, proxying, tensors_of, upstream
+from tests.integration.upstreams import Upstream, behind, proxying, tensors_of, upstream
 from tests.polling import eventually, eventually_async
 from tests.wire import infer, rows_of_floats
 

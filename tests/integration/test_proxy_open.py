@@ -19,8 +19,7 @@ from server.config import Settings
 from server.models.batch_policy import BatchDefaults
 from tests.integration.scripted import marked, request
 from tests.integration.serving import Served, failure_of
-from tests.integration.test_proxy import behind, calls_behind_a_busy_upstream
-from tests.integration.upstreams import Upstream, double, tensors_of
+from tests.integration.upstreams import Upstream, behind, calls_behind_a_busy_upstream, double, tensors_of
 from tests.wire import add_raw
 
 pytestmark = pytest.mark.usefixtures("frontends")

@@ -19,8 +19,8 @@ from server.config import Settings
 from server.errors import StartError
 from tests import models, puppet
 from tests.integration.controlling import explicit, index, load, unload
+from tests.integration.probing import probe
 from tests.integration.serving import Served, failure_of, serving
-from tests.integration.test_probes import probe
 from tests.polling import eventually_async
 from tests.wire import infer
 

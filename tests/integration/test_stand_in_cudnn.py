@@ -22,7 +22,7 @@ from onnx import helper, numpy_helper
 from protos import inference_pb2 as pb
 from tests import models
 from tests.harness import REPO
-from tests.integration.test_stand_in_gpu import GPUS, Served, libraries
+from tests.integration.stand_in_server import GPUS, Served, libraries
 from tests.wire import infer
 
 __all__ = ["libraries"]

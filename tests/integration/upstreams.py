@@ -24,11 +24,23 @@ from protos.inference_pb2_grpc import (
 )
 from server.config import Settings
 from server.models.upstream_settings import UpstreamSettings
+from tests.integration.scripted import request, send
 from tests.integration.serving import Served, serving
+from tests.polling import eventually_async
 from tests.wire import Array
 
-__all__ = ["Call", "Upstream", "fp32", "proxying", "tensors_of", "upstream"]
+__all__ = [
+    "Call",
+    "Upstream",
+    "behind",
+    "calls_behind_a_busy_upstream",
+    "fp32",
+    "proxying",
+    "tensors_of",
+    "upstream",
+]
 
+NAMED = {"models": ("m",)}
 Call = pb.ModelInferRequest
 Answer = Callable[[pb.ModelInferRequest], pb.ModelInferResponse]
 
@@ -152,3 +164,24 @@ async def proxying(
     given = UpstreamSettings(target, **{"health_secs": 0.02, "batches": 1, **upstream})
     async with serving(tmp_path, settings=replace(settings or Settings(paths=()), upstream=given)) as served:
         yield served
+
+
+@asynccontextmanager
+async def behind(tmp_path: Path, stub: Upstream, **given: Any) -> AsyncIterator[Served]:
+    """The proxy in front of `stub`."""
+    async with upstream(stub) as target, proxying(tmp_path, target, **{**NAMED, **given}) as served:
+        yield served
+
+
+async def calls_behind_a_busy_upstream(
+    served: Served, stub: Upstream, *requests: pb.ModelInferRequest, **how: Any
+) -> list[Any]:
+    """Calls: the first one keeps the upstream busy, and the others, of `requests`, wait here in that order."""
+    stub.gate.clear()
+    before = stub.under_way
+    calls = send(served, request(-1), timeout_s=None)
+    await eventually_async(lambda: stub.under_way == before + 1, "the upstream is busy")
+    for number, one in enumerate(requests):
+        calls += send(served, one, **how)
+        await eventually_async(lambda n=number: served.waiting("m") == n + 1, f"{number + 1} waiting")
+    return calls
