@@ -252,6 +252,8 @@ class RunnerTable(Generic[P, R]):
         self._shortages.forget(instance)
         self._runners = tuple(one for one in self._runners if one not in slots)
         executing = [one for one in slots if one in self.running]
+        for one in executing:
+            self.ahead.hand_no_more(one)
         self._leaving.update(executing)
         return executing
 

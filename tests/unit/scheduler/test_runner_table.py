@@ -73,6 +73,19 @@ def test_runner_with_a_next_batch_has_begun_it_when_its_execution_ends(bench: Ta
     assert bench.table.ahead.ends_ns(runner) == 1 + 20 * MS
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_slot_that_still_executes_when_its_instance_is_given_up_gets_nothing_ahead(bench: TableBench, hangs: bool) -> None:
+    one, two = bench.table.take(batch(1)), bench.table.take(batch(2))
+    assert bench.table.ahead.about_to_end(19 * MS) == [one, two]
+    if hangs:
+        bench.table.hang(one)
+    else:
+        bench.table.end(one)
+        bench.table.lose(one, OSError())
+    assert two in bench.table.running
+    assert bench.table.ahead.about_to_end(19 * MS) == []
+
+
 def test_execution_is_late_when_its_limit_has_passed_unless_it_ended(bench: TableBench) -> None:
     one, two = bench.table.take(batch(1)), bench.table.take(batch(2))
     bench.table.end(one)
