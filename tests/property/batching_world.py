@@ -1,6 +1,5 @@
-"""A batcher and everything around it, on time that moves when told: callers, instances whose executions end in every
-way there is, whoever replaces these, and what can be known of each request by what all of them see. `test_batcher.py`
-sets it in motion, and checks it.
+"""A batcher and everything around it, on a manual clock: callers, instances whose executions end in every possible way,
+the replacer of instances, and what these know about each request. `test_batcher.py` drives and checks it.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ POISONS = (Blame.FATAL, Blame.REQUESTS, Blame.SIZE)
 
 
 class Complaints(logging.Handler):
-    """Keeps what is logged where it is caught: nothing here may raise, except where that is what is tested."""
+    """Records what the scheduler logs as an error: none of its callbacks may raise."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -60,7 +59,7 @@ class Fault(Exception):
 
 
 class Like(NamedTuple):
-    """What requests may have in common. An execution with one that is poisoned fails, if it fails honestly."""
+    """What requests may have in common. An execution with a poisoned one fails if it is to end "honestly"."""
 
     rows: int
     key: str
@@ -73,7 +72,7 @@ class Like(NamedTuple):
 
 @dataclass(eq=False)
 class Search:
-    """Those who failed together once, and how many instances have ended because of them."""
+    """Requests that once failed together, and how many instances have ended because of them."""
 
     members: Sequence[Request]
     ends: int = 0
@@ -81,7 +80,7 @@ class Search:
 
 @dataclass(eq=False)
 class Request:
-    """`answer` is what it has to be answered with, as far as is known; `faults` are errors that it may have failed by.
+    """`answer` is what it must be answered with, as far as is known; `faults` are errors by which it may have failed.
     It is `vague` if nobody can see whether it still waits. `short` are the instances that had no memory for it."""
 
     like: Like
@@ -108,7 +107,7 @@ class Request:
 
 
 class Arrivals(ArrivalModel):
-    """Counts who executes. Nobody is waited for, unless there are `crowds`."""
+    """Counts the requests that execute. Instances wait for more requests only with `crowds`."""
 
     def __init__(self, *, crowds: bool) -> None:
         super().__init__()
@@ -130,8 +129,8 @@ class Arrivals(ArrivalModel):
 
 
 class Slot(StepRunner[Request, Any]):
-    """Has the world check what it is given. `ended`: its instance has ended by itself. `hangs`: what it executes was
-    given up."""
+    """Has the world check each batch that it is given. `ended`: its instance has ended by itself. `hangs`: its
+    execution was given up."""
 
     def __init__(self, world: World, instance: int) -> None:
         super().__init__(world.clock, stages=world.setup.stages)
@@ -151,7 +150,7 @@ class Slot(StepRunner[Request, Any]):
         super().run(payloads, padded_rows, done)
 
     def take_back(self) -> bool:
-        """A batch whose predecessor has just ended isn't begun until that is reported."""
+        """A batch isn't begun before the end of its predecessor is reported."""
         if self.gives_back and self._next is None:
             self._current = None
         return super().take_back()
@@ -208,10 +207,10 @@ class World(RecordingObserver):
             arrivals=self.arrivals,
         )
 
-    # What the batcher is told of, and tells.
+    # What the batcher calls.
 
     def instance_of(self, slot: Slot) -> int:
-        assert slot.instance not in self.gone, "nothing is known any more of what was given up"
+        assert slot.instance not in self.gone, "asked about an instance that was given up"
         return slot.instance
 
     def on_batch(self, report: BatchReport) -> None:
@@ -247,7 +246,7 @@ class World(RecordingObserver):
     def on_done(self, subjects: list[Request]) -> None:
         self.notified += subjects
 
-    # What is done, by chance.
+    # Actions.
 
     def submit(self, like: Like, count: int, announces: bool) -> None:
         requests = [self.request(like) for _ in range(count)]
@@ -339,13 +338,13 @@ class World(RecordingObserver):
         self.frozen = True
         self.clock.freeze(by_ns)
 
-    def end_untold(self, which: int) -> None:
-        """An execution has ended, and the next one has begun, but that isn't reported yet."""
+    def end_unreported(self, which: int) -> None:
+        """Let an execution end and the next one begin without a report of that yet."""
         if slots := [one for one in self.slots if one.next and not one.hangs]:
             slots[which % len(slots)].gives_back = False
 
     def finish(self, which: int, how: Blame | str, begins: bool) -> None:
-        """How an execution ends; if the next one `begins` at once, it can't be taken back any more."""
+        """End an execution. If the next one `begins` at once, it can no longer be taken back."""
         if slots := [one for one in self.slots if one.busy]:
             slot = slots[which % len(slots)]
             slot.gives_back = not (begins and slot.next)
@@ -449,7 +448,7 @@ class World(RecordingObserver):
     def drain(self) -> None:
         self.draining = asyncio.ensure_future(self.batcher.drain())
 
-    # What is known.
+    # What is known of instances and requests.
 
     @property
     def in_use(self) -> set[int]:
@@ -457,7 +456,7 @@ class World(RecordingObserver):
 
     @property
     def expected_ns(self) -> int:
-        """No execution is expected to take longer, going by those of less rows."""
+        """No execution is expected to take longer than this, extrapolated from those of fewer rows."""
         return 2 * self.policy.max_batch_rows * self.longest_ns
 
     def slots_of(self, instance: int) -> list[Slot]:

@@ -1,6 +1,6 @@
-"""The batcher as a whole: requests, time, executions that end in every way there is, instances that come and go, all by
-chance. What is checked after each step are promises of the documentation, by what callers, instances, observers and
-replacers see (`batching_world.py`). Which requests make a batch is checked by `test_batch_queue.py`.
+"""The whole batcher under random sequences of requests, passing time, executions that end in every possible way, and
+instances that come and go. After each step, promises of the documentation are checked by what callers, instances, the
+observer and the replacer see (`batching_world.py`). `test_batch_queue.py` checks which requests make a batch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, Timeo
 from tests.property.batching_world import LIMIT_NS, MS, POISONS, Fault, Like, Request, Setup, Slot, World
 
 LONGEST_PATIENCE_NS = 10 * MS
-"""An idle instance is kept waiting for no longer, whoever is likely to come."""
+"""An idle instance never waits longer for requests that are likely to arrive."""
 
 Script = Sequence[tuple[Sequence[tuple[Any, ...]], bool]]
-"""Actions, and whether the next ones come before the loop has done what these lead to."""
+"""Actions, and whether the next ones follow before the event loop has carried these out."""
 
 
 class CheckedWorld(World):
-    """A world in which nothing may happen that isn't promised."""
+    """A world that checks everything that happens against what is promised."""
 
     def check_batch(self, slot: Slot, batch: Sequence[Request], padded_rows: int) -> None:
         now_ns, rows, policy = self.clock.now_ns(), sum(one.like.rows for one in batch), self.policy
@@ -54,7 +54,7 @@ class CheckedWorld(World):
         for one in batch:
             assert len(batch) == 1 or not one.may_be_deadly
             avoids = slot.instance in one.short_alone and now_ns < one.short_since_ns + SHORTEST_WAIT_NS
-            # Without a replacer, it is known a moment later that an instance is in use no more.
+            # Without a replacer, the world learns a moment later that an instance is no longer used.
             assert not avoids or self.in_use <= one.short or not self.setup.replaces
         if batch[0].search is None:
             for one in batch:
@@ -64,7 +64,7 @@ class CheckedWorld(World):
             assert not is_busy or len(self.idle()) <= self.batcher.resting_instances
 
     def check(self) -> None:
-        """Whatever has happened: nothing else is about to, unless time moves."""
+        """Check the state that holds until time passes or somebody acts: the event loop has nothing left to do."""
         assert not self.complaints.all
         executing, ahead = self.executing(), self.handed_over()
         for one in self.requests:
@@ -81,9 +81,9 @@ class CheckedWorld(World):
             assert not all(one.future.done() for one in self.requests) or executing
 
     def check_counters(self, executing: set[Request], ahead: set[Request]) -> None:
-        told = len(self.drops) + sum(len(one.waits_ns) + one.failed + one.cancelled for one in self.reports)
-        told -= self.refused.total()
-        waiting = len(self.requests) - told - len(executing)
+        reported = len(self.drops) + sum(len(one.waits_ns) + one.failed + one.cancelled for one in self.reports)
+        reported -= self.refused.total()
+        waiting = len(self.requests) - reported - len(executing)
         assert self.batcher.waiting_requests == len(self.announced) + waiting
         assert self.arrivals.executing == len(executing) + len(ahead)
         waits = [one for one in self.requests if one in ahead or (one.waits and one not in executing)]
@@ -144,7 +144,7 @@ class CheckedWorld(World):
             assert any(now_ns < one.arrived_ns + delay_ns for one in queued if one.like.key == key)
 
     def check_end(self, one: Request) -> None:
-        """How a request ended is what it deserved."""
+        """Check that a request ended as it had to."""
         if one.future.cancelled():
             return
         error = one.future.exception()
@@ -169,23 +169,23 @@ class CheckedWorld(World):
             assert self.closed
 
     def check_reports(self) -> None:
-        """The observer was told of each request once, and of what its caller was told, or would have been."""
+        """Check that the observer was told of each request once, with the same outcome as its caller."""
         ends = Counter[str](self.refused)
         for one in self.requests:
             error = None if one.future.cancelled() else one.future.exception()
             kinds = {QueueTimeout: "expired", DeadlineUnreachable: "unreachable"}
             kinds |= {NoInstance: "no_instance", BatcherClosed: "closed", type(None): "answered"}
             ends["cancelled" if one.future.cancelled() else kinds.get(type(error), "failed")] += 1
-        told = Counter(drop.value for drop in self.drops)
+        reported = Counter(drop.value for drop in self.drops)
         for report in self.reports:
-            told.update(answered=len(report.waits_ns), failed=report.failed, cancelled=report.cancelled)
-        assert told.total() == ends.total()
+            reported.update(answered=len(report.waits_ns), failed=report.failed, cancelled=report.cancelled)
+        assert reported.total() == ends.total()
         if self.policy.preserve_ordering:  # a caller may go while its answer is held back
-            assert all(told[kind] >= ends[kind] for kind in ends if kind != "cancelled")
+            assert all(reported[kind] >= ends[kind] for kind in ends if kind != "cancelled")
         else:
-            assert +told == +ends
+            assert +reported == +ends
 
-    # How it goes.
+    # Running a script.
 
     async def settle(self) -> None:
         for _ in range(6):
@@ -196,7 +196,8 @@ class CheckedWorld(World):
         self.check()
 
     async def play(self, script: Script, ending: str, epilogue: Script) -> None:
-        """`ending`: whether the batcher drains, during the `epilogue`, serves on, or closes at once."""
+        """Run `script`. `ending` says whether the batcher then keeps serving, is flushed, drains while `epilogue`
+        runs, or closes at once."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self.complaints.all.append(context))
         self.batcher.start()
@@ -246,7 +247,7 @@ class CheckedWorld(World):
         raise AssertionError("some are never answered")
 
     async def serve_on(self) -> None:
-        """Nothing that has happened takes room from the next ones, or keeps them from being served."""
+        """Check that nothing that has happened takes room from new requests, or keeps them from being served."""
         if not self.in_use:
             self.add()
         self.advance(2 * LONGEST_WAIT_NS)  # nobody rests any more
@@ -333,11 +334,11 @@ ONE = Like(1, "a", 0, 0, 0, NEVER, None)
 DEADLY = ONE._replace(patience_ns=45 * MS, poison=Blame.FATAL)
 ALMOST_DONE = [("submit", ONE, 3, False), ("advance", 18 * MS), ("submit", ONE, 2, False)]
 PHRASES: dict[str, list[tuple[Any, ...]]] = {
-    # After three of these it is known that an execution takes 20 ms.
+    # After three of these, the batcher knows that an execution takes 20 ms.
     "one takes 20 ms": [("submit", ONE, 1, False), ("advance", 20 * MS), ("finish", 0, "well", False)],
-    # If that is known, instances get their next batches ahead.
+    # Once that is known, instances get their next batches ahead.
     "almost done": ALMOST_DONE,
-    "done, which isn't told": [*ALMOST_DONE, ("end_untold", 0), ("advance", 60 * MS)],
+    "done but not reported": [*ALMOST_DONE, ("end_unreported", 0), ("advance", 60 * MS)],
     "lost before the next one": [*ALMOST_DONE, ("finish", 0, Blame.INSTANCE, False)],
     "lost during the next one": [*ALMOST_DONE, ("finish", 0, Blame.INSTANCE, True), ("submit", ONE, 2, False)],
     "deadly, each of them": [("submit", DEADLY, 5, False), *[("finish", 0, "honestly", False), ("add",)] * 5],
@@ -353,7 +354,7 @@ ARGUMENTS: dict[str, list[st.SearchStrategy[Any]]] = {
     "finish": [WHICH, HOW, st.booleans()],
     "cancel": [WHICH],
     "cancel_all": [],
-    "end_untold": [WHICH],
+    "end_unreported": [WHICH],
     "lose": [WHICH],
     "add": [],
     "suspend": [],
@@ -366,14 +367,14 @@ RARE = ["flush", "freeze", "cancel_all", "cancel_all", *["advance"] * 4]
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[tuple[Any, ...]], bool]:
-    """Actions, and whether the next ones come before the loop has done what these lead to."""
+    """Actions, and whether the next ones follow before the event loop has carried these out."""
     name = draw(st.sampled_from([*WEIGHTS.elements(), *PHRASES, "rare"]))
     name = draw(st.sampled_from(RARE)) if name == "rare" else name
     actions = PHRASES.get(name) or [(name, *map(draw, ARGUMENTS[name]))]
     return actions, draw(st.sampled_from([False, False, True]))
 
 
-@settings(max_examples=600, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(
     setup=setups(),
     measured=st.sampled_from([True, True, False]),

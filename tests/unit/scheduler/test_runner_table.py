@@ -74,7 +74,9 @@ def test_runner_with_a_next_batch_has_begun_it_when_its_execution_ends(bench: Ta
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_slot_that_still_executes_when_its_instance_is_given_up_gets_nothing_ahead(bench: TableBench, hangs: bool) -> None:
+def test_slot_that_still_executes_when_its_instance_is_given_up_gets_nothing_ahead(
+    bench: TableBench, hangs: bool
+) -> None:
     one, two = bench.table.take(batch(1)), bench.table.take(batch(2))
     assert bench.table.ahead.about_to_end(19 * MS) == [one, two]
     if hangs:
