@@ -156,7 +156,7 @@ async def test_too_little_room_for_a_size_known_only_after_execution_writes_noth
     code, got = await failure_of(served.infer(request))
     assert (code, "at least 54 bytes to hold the result, got 53" in got) == (Code.INVALID_ARGUMENT, True)
     assert memory.get(4096) == bytes(4096)
-    asked = pb.ModelStatisticsRequest(name="t")
+    asked = pb.ModelStatisticsRequest(name="twice")
     (counted,) = (await served.stub.ModelStatistics(asked, timeout=20)).model_stats
     assert (counted.inference_stats.success.count, counted.inference_stats.fail.count) == (0, 1)
     assert (counted.inference_count, counted.execution_count) == (1, 1)
