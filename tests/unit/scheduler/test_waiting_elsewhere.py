@@ -123,14 +123,22 @@ async def test_request_waits_for_another_instance_as_long_as_an_execution_may_ta
     bench.batcher.close()
 
 
-async def test_request_waits_longer_for_another_instance_where_executions_are_known_to_be_long() -> None:
+async def left_where_executions_take(
+    duration_ns: int,
+) -> tuple[MemoryBench, Any, StepRunner[Any, Any], StepRunner[Any, Any]]:
+    """The future of a request that has just left the first of two instances; the second one executes another."""
     bench = MemoryBench(policy=BatchPolicy(max_batch_rows=1))
     await bench.submit("a", "b")
-    bench.clock.advance(2 * SECOND)
+    bench.clock.advance(duration_ns)
     await bench.end()
     (moved, _) = await bench.submit("moved", "long")
     here, there = bench.executing("moved", "long")
     here.fail(MemoryError())
+    return bench, moved, here, there
+
+
+async def test_request_waits_longer_for_another_instance_where_executions_are_known_to_be_long() -> None:
+    bench, moved, here, there = await left_where_executions_take(2 * SECOND)
     bench.clock.advance(2 * SECOND)
     await one_turn()
     assert not here.busy
@@ -142,13 +150,7 @@ async def test_request_waits_longer_for_another_instance_where_executions_are_kn
 
 
 async def test_request_waits_for_another_instance_ten_seconds_at_most() -> None:
-    bench = MemoryBench(policy=BatchPolicy(max_batch_rows=1))
-    await bench.submit("a", "b")
-    bench.clock.advance(60 * SECOND)
-    await bench.end()
-    (moved, _) = await bench.submit("moved", "long")
-    (here, _) = bench.executing("moved", "long")
-    here.fail(MemoryError())
+    bench, moved, here, there = await left_where_executions_take(60 * SECOND)
     bench.clock.advance(10 * SECOND - 1)
     await one_turn()
     assert not here.busy
@@ -156,6 +158,7 @@ async def test_request_waits_for_another_instance_ten_seconds_at_most() -> None:
     await one_turn()
     here.finish(str.upper)
     assert await moved == "MOVED"
+    there.finish(str.upper)
     bench.batcher.close()
 
 
