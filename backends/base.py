@@ -79,7 +79,8 @@ class TensorSpec:
     `optional`: requests (for an output: results) may leave it out. `ragged`: requests of different dims share a batch,
     and the model sees all their elements concatenated into one vector. `shape_tensor`: has no batch axis even if the
     model is batched; all requests of a batch have the same value, which the model sees once. `any_rank`: after the
-    batch axis, if there is one, any number of axes of any size is allowed, and `dims` mean nothing.
+    batch axis, if there is one, any number of axes of any size is allowed, and `dims` mean nothing. `assumed`: the
+    `dims` of an output are only what the model says of itself, which may be wrong, so results may have others.
     """
 
     name: str
@@ -91,6 +92,7 @@ class TensorSpec:
     ragged: bool = False
     shape_tensor: bool = False
     any_rank: bool = False
+    assumed: bool = False
 
     @property
     def model_dims(self) -> tuple[int, ...]:
@@ -98,8 +100,8 @@ class TensorSpec:
         return self.dims if self.reshape is None else self.reshape
 
     def dims_of(self, rank: int) -> tuple[int, ...]:
-        """`dims`, or for a tensor of any rank those of a tensor of `rank` axes."""
-        return (-1,) * rank if self.any_rank else self.dims
+        """`dims`, or for a tensor that isn't bound to them those of any tensor of `rank` axes."""
+        return (-1,) * rank if self.any_rank or self.assumed else self.dims
 
 
 class BatchInputKind(Enum):

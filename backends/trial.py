@@ -256,6 +256,7 @@ def _as_seen(spec: ModelSpec, results: Sequence[Tensors]) -> ModelSpec:
 def _seen(tensor: TensorSpec, shapes: Sequence[tuple[int, ...]]) -> TensorSpec:
     """`tensor` with its dims as seen: a model may declare wrong sizes of its outputs, or not even their rank. Those
     become free."""
+    tensor = replace(tensor, assumed=False)
     ranks = {len(shape) for shape in shapes}
     if len(ranks) != 1:
         return replace(tensor, dims=(), any_rank=True)

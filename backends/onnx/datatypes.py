@@ -70,7 +70,9 @@ def tensor_spec(model: str, what: str, node: NodeArg, any_rank: bool = False) ->
     if datatype is None:
         raise LoadError(f"model '{model}': {what} '{node.name}': {why_unknown(node)}")
     dims = tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape)
-    return TensorSpec(node.name, datatype, dims, utf8=datatype == "BYTES", any_rank=any_rank and not dims)
+    any_rank = any_rank and not dims
+    assumed = what == "output" and not any_rank
+    return TensorSpec(node.name, datatype, dims, utf8=datatype == "BYTES", any_rank=any_rank, assumed=assumed)
 
 
 def check_served(model: str, served: ModelSpec, own: ModelSpec) -> None:

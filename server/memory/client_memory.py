@@ -144,6 +144,6 @@ def _fixed_bytes(spec: ModelSpec, index: int) -> int:
     """The bytes that each row of an output takes at least, or all of it if there are no rows; 0 if unknown."""
     tensor = spec.outputs[index]
     scattered = any(tensor.name in one.targets for one in spec.batch_outputs)
-    if tensor.optional or scattered or tensor.any_rank or -1 in tensor.dims:
+    if tensor.optional or scattered or tensor.any_rank or tensor.assumed or -1 in tensor.dims:
         return 0
     return math.prod(tensor.dims) * by_name(tensor.datatype).item_bytes

@@ -133,7 +133,9 @@ def _filled_in(own: TensorSpec, batched: bool) -> TensorSpec:
         return replace(own, dims=())
     if not batched:
         return own
-    return replace(own, dims=(1,), reshape=()) if own.dims == (-1,) else replace(own, dims=own.dims[1:])
+    if own.dims == (-1,):
+        return replace(own, dims=(1,), reshape=(), assumed=False)  # converted for clients, which needs a known shape
+    return replace(own, dims=own.dims[1:])
 
 
 def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scattered: bool) -> TensorSpec:
@@ -161,6 +163,7 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         ragged=ragged,
         shape_tensor=declared.is_shape_tensor,
         any_rank=own.any_rank and not (dims or ragged or scattered) and reshape is None,
+        assumed=own.assumed and not (declared.dims or scattered) and reshape is None,
     )
 
 

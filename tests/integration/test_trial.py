@@ -138,6 +138,16 @@ async def test_unconfigured_model_with_wrongly_declared_output_dims_is_served_an
         assert len(await _answers(served, inputs)) == 8
 
 
+async def test_wrongly_declared_output_dims_do_no_harm_if_the_configuration_does_not_state_them(tmp_path: Path) -> None:
+    model = models.declared_dims((2, 3))
+    path = models.write(model, tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text('input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }')
+    inputs = [rows_of_floats(1 + i % 3, 3, first=i) for i in range(8)]
+    async with serving(tmp_path) as served:
+        for answer, expected in zip(await _answers(served, inputs), _alone(model, inputs), strict=True):
+            np.testing.assert_array_equal(answer, expected)
+
+
 @pytest.mark.parametrize("dims", [("batch", 4), (2, 3), (1, 3)])
 async def test_wrongly_declared_output_dims_may_be_free_in_a_configuration(tmp_path: Path, dims: models.Dims) -> None:
     path = models.write(models.declared_dims(dims), tmp_path / "m" / "1" / "model.onnx")

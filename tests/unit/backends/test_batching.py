@@ -144,6 +144,14 @@ def test_split_free_dimensions_still_fix_the_rank() -> None:
         split([_floats(3, 7, 2)], [1, 2], _spec(TensorSpec("OUTPUT0", "FP32", (-1,))))
 
 
+def test_split_passes_on_other_dims_than_assumed_ones_if_the_rows_are_right() -> None:
+    spec = _spec(TensorSpec("OUTPUT0", "FP32", (5,), assumed=True))
+
+    assert [share[0].shape for share in split([_floats(3, 7, 2)], [1, 2], spec)] == [(1, 7, 2), (2, 7, 2)]
+    with pytest.raises(ExecutionError, match=re.escape("got [2, 5]; the first dimension of every output must be")):
+        split([_floats(2, 5)], [1, 2], spec)
+
+
 def test_split_unbatched_checks_all_dims() -> None:
     spec = _spec(TensorSpec("OUTPUT0", "FP32", (3, 2)), batched=False)
 

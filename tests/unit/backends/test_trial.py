@@ -428,8 +428,16 @@ def test_try_rows_reports_the_dims_of_outputs_as_observed(
     tmp_path: Path, said: models.Dims, seen: tuple[int, ...]
 ) -> None:
     tried = trial(tmp_path, models.declared_dims(said))
-    assert [tensor.dims for tensor in tried.spec.outputs] == [seen]
+    assert [(tensor.dims, tensor.assumed) for tensor in tried.spec.outputs] == [(seen, False)]
     assert tried.why_not == ""
+
+
+def test_try_rows_leaves_dims_of_outputs_that_it_has_not_seen_assumed() -> None:
+    def refuse(inputs: Sequence[Array]) -> Tensors:
+        raise ExecutionError("no")
+
+    spec = replace(SPEC, outputs=(TensorSpec("x", "FP32", (-1, 4), assumed=True),))
+    assert try_rows(spec, refuse).spec == spec
 
 
 def test_try_rows_finds_the_rank_of_an_output_if_it_is_unknown() -> None:
