@@ -9,7 +9,7 @@ count. A model that accepts no made-up inputs isn't batched; for one with random
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -33,13 +33,23 @@ _NOISE = 4e-5
 """The absolute difference allowed where results cancel out, for inputs up to 4: such a remainder may differ by all of
 itself."""
 
-_NOISIER = 10
-"""How many times as much as larger numbers of the same output smaller ones may differ: the errors of models that
-quantize are proportional to the largest."""
+_ROUNDED = 0.005
+"""The largest fraction of a number that only rounding changes, unless a model quantizes at run time."""
 
-_MANY = (0, 0, 1, 0, 1, 1, 0, 1)
-"""Which of the two rows is at each place of a longer stack. It shows what rows do to others that aren't next to them:
-for each distance from one to seven, in either direction, there are two different rows that far apart."""
+_NOISIER = 10
+"""How many times as much as larger numbers of the same output, if these are only rounded, smaller ones may differ:
+errors are proportional to the largest. Larger ones that differ by more excuse only as much as that."""
+
+_MANY = 8
+"""How many rows are in a longer stack. It shows what rows do to others that aren't next to them, or that are like them
+in one input and not in another."""
+
+_OF_TWO = (0, 0, 1, 0, 1, 1, 0, 1)
+"""Which of two rows is at each place of a longer stack, if a model accepts no more of them: for each distance from one
+to seven, in either direction, there are two different rows that far apart."""
+
+_WORDS = 63
+"""The largest integer for a model with one input, of integers: they may be words, of which 0 and 1 are often none."""
 
 Run = Callable[[Sequence[Array]], Tensors]
 
@@ -66,8 +76,10 @@ class _MadeUp(NamedTuple):
 _LONG, _LONGEST = 32, 4096
 _ATTEMPTS = (
     _MadeUp(signed=True),
+    _MadeUp(highest=_WORDS),
     _MadeUp(),
     _MadeUp(highest=0),
+    _MadeUp(highest=_WORDS, free=_LONG),
     _MadeUp(free=_LONG),
     _MadeUp(highest=0, free=_LONG),
     _MadeUp(highest=0, free=_LONG, rows=8),
@@ -81,8 +93,9 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
     order; one row if its inputs don't all have a free first dimension. `run` returns the outputs for one array per
     input and raises ExecutionError.
 
-    Blocks for fourteen executions, two of them of eight rows; for eighteen if other dimensions are free, too; for one
-    more if results differ, and for some more if the model doesn't accept the first rows.
+    Blocks for twenty-one executions, three of them of eight rows; for about as many again if the only input is of
+    integers; for four more if other dimensions are free, too, and for some more if results differ or the model doesn't
+    accept the first rows.
     """
     if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
@@ -96,16 +109,17 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
     """Raises ProcessError."""
     stackable = _can_be_stacked(spec)
     is_free = any(-1 in tensor.dims[stackable:] for tensor in spec.inputs)
-    found, failed, longest = None, "they would be too large", 0
+    found, failed, longest, varied = None, "they would be too large", 0, False
     taken = _ATTEMPTS[0]
     for made_up in _ATTEMPTS:
         is_last_resort = made_up.free > _LONG
-        if made_up.free <= longest or _elements(spec, made_up) > _MAX_ELEMENTS:
+        if made_up.free <= longest or not _fits(spec, made_up):
             continue
         if is_last_resort and (found or not is_free):
             break
         try:
-            found = _try(found.spec if found else spec, run, made_up, many=found is None)
+            many = found is None or made_up.highest == _WORDS
+            found, differ = _try(found.spec if found else spec, run, made_up, many=many)
         except ProcessError:
             raise
         except InstanceError as error:
@@ -114,64 +128,106 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
         except ExecutionError as error:
             failed = str(error)
             continue
-        taken = made_up
+        taken, varied = made_up, varied or differ
         # Other rows may show what rows of both signs don't: in attention, a row attends to itself alone if the one
         # beside it is nearly its opposite. And what short rows do to each other may be too little to see.
         if found.why_not or not stackable or not (made_up.signed or is_free):
             break
         longest = 0 if made_up.signed else made_up.free
     if found is None:
-        return _untried(spec, failed)
-    if not stackable or found.why_not or not any(map(_is_of_floats, spec.inputs)):
+        return _unknown(spec, f"it accepts no made-up inputs ({failed})")
+    if not stackable or found.why_not:
         return found
-    return _contrasted(found, run, taken)
+    if any(map(_is_of_floats, spec.inputs)):
+        found, differ = _contrasted(found, run, taken)
+        varied = varied or differ
+    # Text that no vocabulary has gives the same results in most models.
+    if varied or found.why_not or any(tensor.datatype == "BYTES" for tensor in spec.inputs):
+        return found
+    return _unknown(found.spec, "all made-up rows give the same results")
 
 
-def _contrasted(found: Trial, run: Run, taken: _MadeUp) -> Trial:
-    """`found`, checked once more with inputs like those `taken` but with extremely different rows. Raises
-    ProcessError."""
+def _fits(spec: ModelSpec, made_up: _MadeUp) -> bool:
+    """Whether `made_up` is for models of `spec`, and small enough."""
+    if made_up.highest > 1 and not (len(spec.inputs) == 1 and _is_of_integers(spec.inputs[0])):
+        return False
+    return _elements(spec, made_up) <= _MAX_ELEMENTS
+
+
+def _contrasted(found: Trial, run: Run, taken: _MadeUp) -> tuple[Trial, bool]:
+    """`found`, checked once more with inputs like those `taken` but with extremely different rows; and whether they
+    gave different results. Raises ProcessError."""
     try:
         return _try(found.spec, run, taken._replace(signed=False, contrast=True), many=False)
     except ProcessError:
         raise
     except ExecutionError:  # such large numbers aren't accepted, or memory is too small
-        return found
+        return found, False
 
 
-def _untried(spec: ModelSpec, why: str) -> Trial:
-    return Trial(spec, f"it isn't known whether its rows depend on each other, as it accepts no made-up inputs ({why})")
+def _unknown(spec: ModelSpec, why: str) -> Trial:
+    return Trial(spec, f"it isn't known whether its rows depend on each other, as {why}")
 
 
-def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
-    """`many`: also try more than two rows at a time. Raises ExecutionError if the model doesn't accept single rows, and
-    InstanceError."""
+def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> tuple[Trial, bool]:
+    """What it shows, and whether any rows give different results. `many`: also try more than two rows at a time. Raises
+    ExecutionError if the model doesn't accept single rows, and InstanceError."""
     stackable = _can_be_stacked(spec)
+    many = many and stackable and made_up.rows == 1 and _MANY // 2 * _elements(spec, made_up) <= _MAX_ELEMENTS
     random = np.random.default_rng(0)
-    pairs = [_pair(tensor, made_up, stackable, random) for tensor in spec.inputs]
-    rows = [[pair[number] for pair in pairs] for number in range(1 + stackable)]
-    alone = [run(row) for row in rows]
+    columns = [_rows(tensor, made_up, stackable, _MANY if many else 2, random) for tensor in spec.inputs]
+    rows = list(zip(*columns, strict=True))
+    alone = [run(row) for row in rows[: 1 + stackable]]
     if made_up.signed and not all(map(_is_finite, spec.outputs * len(alone), chain(*alone))):
         raise ExecutionError("it computes infinities from negative numbers")
     if not stackable:
-        return Trial(_as_seen(spec, alone))
-    # In either order, to see what rows do to those before them and to those after them.
-    orders: list[tuple[int, ...]] = [(0, 1), (1, 0)]
-    if many and made_up.rows == 1 and len(_MANY) // 2 * _elements(spec, made_up) <= _MAX_ELEMENTS:
-        orders += [_MANY, _MANY[::-1]]
+        return Trial(_as_seen(spec, alone)), True
+    alone += _more_alone(rows[2:], run)
     seen, found, results = _as_seen(spec, alone), dict[int, str](), list(alone)
-    for order in orders:
+    for order in _orders(len(alone), many):
         try:
-            together = run([np.concatenate([pair[number] for number in order]) for pair in pairs])
+            together = run([np.concatenate([rows[number][index] for number in order]) for index in range(len(columns))])
         except InstanceError:
             raise
         except ExecutionError as error:
             few, more = _count(made_up.rows), _count(len(order) * made_up.rows)
-            return Trial(seen, f"it runs with {few} and fails with {more}: {error}")
+            return Trial(seen, f"it runs with {few} and fails with {more}: {error}"), True
         results.append(together)
         seen = _as_seen(spec, results)
         found = found or _differences(seen, alone, together, order, made_up)
     steady = _steady(alone[0], lambda: run(rows[0])) if found else ()
-    return Trial(seen, next((why for index, why in found.items() if index in steady), ""))
+    return Trial(seen, next((why for index, why in found.items() if index in steady), "")), _vary(alone)
+
+
+def _more_alone(rows: Sequence[Sequence[Array]], run: Run) -> list[Tensors]:
+    """The results of `rows`, or none if the model doesn't accept one of them. Raises InstanceError."""
+    try:
+        return [run(row) for row in rows]
+    except InstanceError:
+        raise
+    except ExecutionError:
+        return []
+
+
+def _orders(count: int, many: bool) -> Iterator[Sequence[int]]:
+    """Which of `count` rows to stack. In either order, to see what rows do to those before them and to those after
+    them; and many that are the same, as there may be room for only a few of one kind."""
+    yield from ((0, 1), (1, 0))
+    if many:
+        stack = range(_MANY) if count == _MANY else _OF_TWO
+        yield from (stack, stack[::-1], (0,) * _MANY)
+
+
+def _vary(alone: Sequence[Tensors]) -> bool:
+    """Whether rows gave different results. If not, nothing has been shown, as those of a stack would be the same, too;
+    unless there is nothing that could differ."""
+    return all(array.size == 0 for array in alone[0]) or any(
+        not _equal(one, two) for other in alone[1:] for one, two in zip(alone[0], other, strict=True)
+    )
+
+
+def _equal(one: Array, two: Array) -> bool:
+    return np.array_equal(one, two, equal_nan=one.dtype.kind == "f")
 
 
 def _can_be_stacked(spec: ModelSpec) -> bool:
@@ -217,8 +273,8 @@ def _alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
     order = np.argsort(-sizes, kind="stable")
     sizes, apart = sizes[order], np.abs(alone - both).max(axis=0, initial=0)[order]
     likely = apart <= _LIKENESS * sizes + _NOISE
-    of_larger = np.maximum.accumulate(np.where(likely, apart, 0))
-    return bool(np.all(likely | (apart <= _NOISIER * of_larger)))
+    excused = apart * np.where(apart <= _ROUNDED * sizes, _NOISIER, 1)
+    return bool(np.all(likely | (apart <= np.maximum.accumulate(np.where(likely, excused, 0)))))
 
 
 def _is_finite(tensor: TensorSpec, array: Array) -> bool:
@@ -228,6 +284,10 @@ def _is_finite(tensor: TensorSpec, array: Array) -> bool:
 
 def _is_of_floats(tensor: TensorSpec) -> bool:
     return tensor.datatype == "BF16" or by_name(tensor.datatype).dtype.kind == "f"
+
+
+def _is_of_integers(tensor: TensorSpec) -> bool:
+    return tensor.datatype != "BF16" and by_name(tensor.datatype).dtype.kind in "iu"
 
 
 def _numbers(tensor: TensorSpec, array: Array) -> Array:
@@ -245,7 +305,7 @@ def _steady(first: Tensors, again: Callable[[], Tensors]) -> frozenset[int]:
         raise
     except ExecutionError:
         return frozenset(range(len(first)))
-    return frozenset(index for index, (one, two) in pairs if np.array_equal(one, two, equal_nan=one.dtype.kind == "f"))
+    return frozenset(index for index, (one, two) in pairs if _equal(one, two))
 
 
 def _as_seen(spec: ModelSpec, results: Sequence[Tensors]) -> ModelSpec:
@@ -271,24 +331,39 @@ def _elements(spec: ModelSpec, made_up: _MadeUp) -> int:
     return 2 * made_up.rows * sum(sizes)
 
 
-def _pair(tensor: TensorSpec, made_up: _MadeUp, stackable: bool, random: np.random.Generator) -> tuple[Array, Array]:
-    """Two sets of rows. Every element differs, unless it is an integer and `highest` is 0. So does the average, with
-    `signed` even in sign: the mean of many numbers of one kind is always the same, and a model that takes it over all
-    rows would go unnoticed. Integers in text are digits, which are in every vocabulary."""
+def _rows(
+    tensor: TensorSpec, made_up: _MadeUp, stackable: bool, count: int, random: np.random.Generator
+) -> list[Array]:
+    """`count` sets of rows. In the first two, every element differs, unless it is an integer and `highest` is 0. So
+    does the average, with `signed` even in sign: the mean of many numbers of one kind is always the same, and a model
+    that takes it over all rows would go unnoticed. Further sets are like these two in turn. Integers in text are
+    digits, which are in every vocabulary."""
     shape = tuple(made_up.free if dim < 0 else dim for dim in tensor.dims)
     if stackable:
         shape = (made_up.rows, *shape[1:])
     dtype = by_name(tensor.datatype).dtype
     # Flat: arrays that have the maximum number of axes can't be stacked.
-    floats = random.random((2, math.prod(shape)), np.float32)
-    floats[1] = 6 * floats[1] - 4 if made_up.signed else floats[1] / 4
+    random_floats = random.random((count, math.prod(shape)), np.float32)
+    if tensor.datatype == "BF16":
+        rows = (_floats(random_floats, made_up).view(np.uint32) >> 16).astype(dtype)
+    elif dtype.kind == "f":
+        rows = _floats(random_floats, made_up).astype(dtype)
+    else:
+        integers = _integers(random_floats, made_up.highest)
+        rows = np.where(integers, b"1", b"0").astype(dtype) if dtype.hasobject else integers.astype(dtype)
+    return [row.reshape(shape) for row in rows]
+
+
+def _floats(floats: Array, made_up: _MadeUp) -> Array:
+    floats[1::2] = 6 * floats[1::2] - 4 if made_up.signed else floats[1::2] / 4
     if made_up.contrast:
         floats *= np.array([[_FAINT], [_LOUD]], np.float32)
-    if tensor.datatype == "BF16":
-        rows = (floats.view(np.uint32) >> 16).astype(dtype)
-    elif dtype.kind == "f":
-        rows = floats.astype(dtype)
-    else:
-        ones = np.array([floats[0] < 0.75, floats[0] >= 0.75]) & bool(made_up.highest)
-        rows = np.where(ones, b"1", b"0").astype(dtype) if dtype.hasobject else ones.astype(dtype)
-    return rows[0].reshape(shape), rows[1].reshape(shape)
+    return floats
+
+
+def _integers(floats: Array, highest: int) -> Array:
+    """Integers up to `highest`, which is even or one less than a power of two; more of the lower ones."""
+    floats[1] = floats[0]
+    integers = np.floor(floats**2 * (highest + 1)) if highest > 1 else (floats < 0.75) * highest
+    integers[1::2] = highest - integers[1::2]
+    return integers

@@ -47,7 +47,7 @@ from server.models.model_config import (
 from server.models.model_record import DUPLICATE_NAME
 from server.models.python_models import PYTHON, check_python_allowed, is_python
 from server.models.supervisor import Supervisor
-from server.models.tensor_config import can_batch, without_datatype
+from server.models.tensor_config import can_batch, why_no_batch_axis, without_datatype
 from server.models.warmup import WarmUp
 
 __all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
@@ -238,7 +238,7 @@ def _load_version(
                 config, source = _in_own_process(config, source)
                 opened = backend.open(source, devices[0])
                 undo.callback(opened.close)
-            served = _plan(config, tried, defaults, batching)
+            served = _plan(config, tried, defaults, batching, _rounds_by(opened))
             _tell_if_rounded(opened, folder.name, served)
             warm_up = WarmUp(config, served, folder.path)
             for device in devices:
@@ -254,7 +254,8 @@ def _load_version(
         whole = effective_config(config, served, platform=opened.platform, file=file.name, groups=groups)
         undo.pop_all()
     took_ns = time.monotonic_ns() - began_ns
-    _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, _say(served))
+    text = _say(served, config, tried)
+    _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, text)
     return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), warm_up, took_ns)
 
 
@@ -287,15 +288,18 @@ def _in_own_process(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.Mod
     return changed, replace(source, parameters={**source.parameters, OWN_PROCESS: "true"})
 
 
-def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None) -> ServingPlan:
+def _plan(
+    config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None, rounds_by: str
+) -> ServingPlan:
     limit_ns = defaults.execution_limit_ns
     served = plan(config, tried.spec, batching, defaults.max_batch_rows, limit_ns)
     if not (tried.why_not and served.max_batch_rows):
         return served
     _log.warning(
-        "model '%s' isn't batched: %s; to batch it anyway, set max_batch_size in a config.pbtxt",
+        "model '%s' isn't batched: %s%s; to batch it anyway, set max_batch_size in a config.pbtxt",
         config.name,
         tried.why_not,
+        f" ({rounds_by} scales by the largest number in a batch)" if rounds_by else "",
     )
     return plan(config, tried.spec, batching and replace(batching, max_batch_rows=0), 0, limit_ns)
 
@@ -303,13 +307,17 @@ def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching
 def _tell_if_rounded(opened: OpenModel, name: str, served: ServingPlan) -> None:
     """Log a warning if requests share batches of a model that rounds by all rows of a batch."""
     shares = served.max_batch_rows > 1 and served.policy.max_batch_requests != 1
-    if shares and isinstance(opened, Rounding) and opened.rounds_by:
+    if shares and _rounds_by(opened):
         text = (
             "model '%s': %s scales by the largest number in a batch, so answers depend a little on the other requests "
             "in it; if that matters, quantize the model statically, or give it a config.pbtxt with input and output "
             "and without dynamic_batching"
         )
-        _log.warning(text, name, opened.rounds_by)
+        _log.warning(text, name, _rounds_by(opened))
+
+
+def _rounds_by(opened: OpenModel) -> str:
+    return opened.rounds_by if isinstance(opened, Rounding) else ""
 
 
 def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Path:
@@ -342,10 +350,12 @@ def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> 
     return tuple(found)
 
 
-def _say(served: ServingPlan) -> str:
+def _say(served: ServingPlan, config: pb.ModelConfig, tried: Trial) -> str:
     policy = served.policy
     if not served.max_batch_rows:
-        return "no batch axis, requests run one by one"
+        asked_for = config.input and config.output
+        why = "" if asked_for or tried.why_not else why_no_batch_axis(config, tried.spec)
+        return f"no batch axis, requests run one by one{f' ({why})' if why else ''}"
     if policy.max_batch_requests == 1:
         return f"up to {served.max_batch_rows} rows a request, not batched: no dynamic_batching in its configuration"
     preferred = f", preferred {sorted(policy.preferred_batch_rows)}" if policy.preferred_batch_rows else ""

@@ -8,7 +8,7 @@ for the first request to find.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from backends.base import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
@@ -16,7 +16,7 @@ from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES
 from server.errors import ConfigError
 
-__all__ = ["can_batch", "declared_spec", "served_spec", "without_datatype"]
+__all__ = ["can_batch", "declared_spec", "served_spec", "why_no_batch_axis", "without_datatype"]
 
 _BATCH_INPUT_TYPES = ("INT32", "FP32")
 _FLAT = (-1,)
@@ -69,13 +69,34 @@ def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
     `config` has joined or split in other ways, and outputs that it leaves out, which nobody fetches; and there must be
     an input to read the number of rows from. For tensors that may have any rank, the configuration is trusted.
     """
+    return bool(own.inputs) and not any(_against_a_batch_axis(config, own))
+
+
+def why_no_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> str:
+    """What keeps a model of spec `own` from having a batch axis, in words; "" if nothing does."""
+    if not own.inputs:
+        return "it has no inputs"
+    why = next(_against_a_batch_axis(config, own), "")
+    others = len(own.outputs) > 1 and not config.output
+    return f"{why}; it may be left out of `output` in a config.pbtxt" if why.startswith("output") and others else why
+
+
+def _against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[str]:
     made = _made(config)
     joined = {one.name: not (one.allow_ragged_batch or one.is_shape_tensor) for one in config.input}
     cut = {one.name: not one.is_shape_tensor for one in config.output} | dict.fromkeys(_scattered(config), False)
-    stacked = [one for one in own.inputs if one.name not in made and joined.get(one.name, not one.optional)]
-    stacked += [one for one in own.outputs if cut.get(one.name, not config.output)]
-    asked_for = config.max_batch_size > 0
-    return bool(own.inputs) and all(tensor.dims[:1] == (-1,) or (tensor.any_rank and asked_for) for tensor in stacked)
+    inputs = [one for one in own.inputs if one.name not in made and joined.get(one.name, not one.optional)]
+    outputs = [one for one in own.outputs if cut.get(one.name, not config.output)]
+    for kind, tensors in (("input", inputs), ("output", outputs)):
+        for tensor in tensors:
+            if tensor.dims[:1] != (-1,) and not (tensor.any_rank and config.max_batch_size > 0):
+                yield f"{kind} '{tensor.name}' {_axes(tensor)}"
+
+
+def _axes(tensor: TensorSpec) -> str:
+    if tensor.any_rank:
+        return "may have any number of axes"
+    return f"has a first dimension of {tensor.dims[0]}" if tensor.dims else "is a scalar"
 
 
 def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:

@@ -393,6 +393,35 @@ def test_load_logs_how_the_model_will_batch(
     assert record.getMessage().endswith(text)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "why"),
+    [
+        ({"a": (-1, 2), "state": (2, -1, 8)}, {"x": (-1, 2)}, "input 'state' has a first dimension of 2"),
+        ({"a": (-1, 2), "rate": ()}, {"x": (-1, 2)}, "input 'rate' is a scalar"),
+        ({"a": (-1, 2)}, {"x": (1, 2)}, "output 'x' has a first dimension of 1"),
+        (
+            {"a": (-1, 2)},
+            {"x": (-1, 2), "y": ()},
+            "output 'y' is a scalar; it may be left out of `output` in a config.pbtxt",
+        ),
+        ({}, {"x": (-1, 2)}, "it has no inputs"),
+    ],
+)
+def test_load_logs_which_tensor_has_no_batch_axis(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    inputs: dict[str, tuple[int, ...]],
+    outputs: dict[str, tuple[int, ...]],
+    why: str,
+) -> None:
+    spec = ModelSpec(
+        *(tuple(TensorSpec(name, "FP32", dims) for name, dims in one.items()) for one in (inputs, outputs))
+    )
+    with caplog.at_level(logging.INFO, "paceline.server.loader"):
+        load_model(folder(tmp_path, 1), VersionBackend(v1=Model(spec=spec)).of)
+    assert caplog.messages[-1].endswith(f"no batch axis, requests run one by one ({why})")
+
+
 class Untried(Model):
     """May not be tried."""
 
