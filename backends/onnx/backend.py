@@ -267,4 +267,4 @@ def _instead(folder: Path) -> str:
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     hint = "; default_model_filename in its config.pbtxt can name another file than model.onnx" if names else ""
-    return f"; there is {', '.join(names[:_MAX_NAMES]) or 'nothing'}{more}{hint}"
+    return f"; there is {', '.join(names[:_MAX_NAMES])}{more}{hint}" if names else "; the folder is empty"

@@ -99,7 +99,7 @@ def test_open_folder_without_a_model_names_the_file_it_lacks(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        ((), "; there is nothing"),
+        ((), "; the folder is empty"),
         (
             (".net.onnx.part", "net.onnx"),
             "; there is net.onnx; default_model_filename in its config.pbtxt can name another",
