@@ -3,7 +3,8 @@
 Lives here: the turns that captures and sessions take, in the whole process. Must not: know what a session is. The rule
 is the driver's: while a stream is captured, nobody may wait for its whole device, on any thread and in any capture mode
 (`cuda.context.ignore_captures`); otherwise both fail, the capture and the wait. ONNX Runtime waits like this when it
-opens a session, and cuBLAS when its handles are destroyed, which is when a session is closed.
+opens a session; cuBLAS when its handles are destroyed, which is when a session is closed; and either library may when
+its handles are created, which is when a thread executes a session for the first time.
 """
 
 from __future__ import annotations

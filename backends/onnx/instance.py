@@ -90,11 +90,13 @@ class OnnxInstance:
         being tried now, its session may be staged later, where plans are keyed by rows."""
 
         def run_planned(inputs: Sequence[Array | None]) -> list[Array]:
-            plans = self._opened().plans
+            opened = self._opened()
+            plans = opened.plans
             shapes = tuple(None if array is None else array.shape for array in inputs)
             plans.check(shapes)
             try:
-                outputs = run(inputs)
+                with opened.executing(shapes[0][0] if shapes and shapes[0] else 0):
+                    outputs = run(inputs)
             except ExecutionError as error:
                 plans.failed(error, shapes, *(shape[0] for shape in shapes[:1] if shape))
                 raise

@@ -16,7 +16,8 @@ import io
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,44 @@ PROBE_MODEL = (
 )
 
 
+_MAX_SIZES = 1024
+"""Per session and thread. After so many, no kernels are likely to be left that weren't loaded."""
+_NOTHING = nullcontext()
+
+
+class _Warm(threading.local):
+    """What the current thread has executed: with graphs, ONNX Runtime has handles for each."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+
 class OpenSession:
     """A session. `streams` are those of its device, on one of which it computes; they must outlive it, so whoever holds
     the session or anything bound to it holds this object. `graphs`: it captures what runs under a graph id. `plans` is
     for those who execute the session, one at a time."""
 
-    __slots__ = ("graphs", "plans", "session", "streams")
+    __slots__ = ("_warm", "graphs", "plans", "session", "streams")
 
     def __init__(self, session: ort.InferenceSession, streams: Streams | None, graphs: bool = False) -> None:
         self.session = session
         self.streams = streams
         self.graphs = graphs
         self.plans = Plans()
+        self._warm = _Warm()
+
+    # hot path: 0.3 us
+    def executing(self, rows: int) -> AbstractContextManager[None]:
+        """To be executed within, on a device: a batch of `rows` rows. Blocks during captures if this thread hasn't
+        executed such a batch, which makes the libraries create their handles and load kernels."""
+        warm = self._warm.rows
+        return _NOTHING if rows in warm or len(warm) >= _MAX_SIZES else self._warming(rows)
+
+    @contextmanager
+    def _warming(self, rows: int) -> Iterator[None]:
+        with captures.synchronizing():
+            yield
+        self._warm.rows.add(rows)
 
     def __del__(self) -> None:
         if self.streams is None:

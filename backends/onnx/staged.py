@@ -145,9 +145,10 @@ class StagedSlot:
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
         opened = shared.opened
         try:
-            bound = self._stage(opened, requests, sum(rows), padding)
-            staged_ns = monotonic_ns()
-            turn = self._compute(opened, bound, capture)
+            with opened.executing(sum(rows) + padding):
+                bound = self._stage(opened, requests, sum(rows), padding)
+                staged_ns = monotonic_ns()
+                turn = self._compute(opened, bound, capture)
             outputs, left = self._collect(bound, rows, targets)
             ran_ns = monotonic_ns()
             self._let_go(bound)

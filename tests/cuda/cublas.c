@@ -1,5 +1,5 @@
-/* cuBLAS, as far as tests' models need it: libcublas.so.13. A handle has a workspace on the device, as a real one, and
-   waits for the whole device when it goes. */
+/* cuBLAS, as far as tests' models need it: libcublas.so.13. A handle has a workspace on the device, as a real one. When it
+   is made, and when it goes, it waits for the whole device: a real one may. */
 #include "device.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +12,8 @@ int cudaDeviceSynchronize(void);
 typedef struct { Stream *stream; void *workspace; int mode; } Handle;
 EXPORT int cublasCreate_v2(Handle **handle) {
     void *workspace;
-    int code = cudaMalloc(&workspace, WORKSPACE);
+    int code = cudaDeviceSynchronize();
+    if (!code) code = cudaMalloc(&workspace, WORKSPACE);
     if (code) return code == OUT_OF_MEMORY ? ALLOC_FAILED : NOT_INITIALIZED;
     *handle = malloc(sizeof **handle);
     **handle = (Handle){NULL, workspace, 0};

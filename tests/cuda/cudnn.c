@@ -1,6 +1,7 @@
 /* cuDNN, as far as convolutional models need it: libcudnn.so.9, with convolutions in `cudnn_graph.c`. Here is what is
-   older than those graphs: a handle, biases, poolings, normalization. A handle has memory on the device, as a real one,
-   and waits for the whole device when it goes. What can't be computed here is refused, by a line that names it. */
+   older than those graphs: a handle, biases, poolings, normalization. A handle has memory on the device, as a real one.
+   When it is made, and when it goes, it waits for the whole device: a real one may. What can't be computed here is
+   refused, by a line that names it. */
 #include "cudnn.h"
 #include <math.h>
 #include <stdio.h>
@@ -27,7 +28,8 @@ EXPORT size_t cudnnGetVersion(void) { return 92800; }
 EXPORT int cudnnCreate(Handle **handle) {
     enum { SOME = 1 << 20 };
     void *memory;
-    int code = cudaMalloc(&memory, SOME);
+    int code = cudaDeviceSynchronize();
+    if (!code) code = cudaMalloc(&memory, SOME);
     if (code) return code == OUT_OF_MEMORY ? DNN_NO_MEMORY : DNN_NOT_INITIALIZED;
     *handle = malloc(sizeof **handle);
     **handle = (Handle){NULL, memory};

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from backends.base import Device, ModelSource
+from backends.base import Device, ModelSource, ModelSpec, TensorSpec
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.captures import Captures, captures
+from backends.worker_thread import WorkerThread
 from tests import models
 
 NEVER_S = 0.05
 """How long to check that something doesn't happen."""
+
+
+@pytest.fixture(autouse=True)
+def without_old_sessions() -> None:
+    """Sessions of earlier tests would wait for captures on whichever thread happens to collect garbage."""
+    gc.collect()
 
 
 class OnThread:
@@ -129,3 +139,65 @@ def test_sessions_open_and_close_only_while_nothing_is_captured(datatype: str, t
             closing = OnThread(close)
             assert closing.waits()
         assert closing.ends()
+
+
+def spec_of(datatype: str) -> ModelSpec:
+    given, taken = (TensorSpec(name, datatype, (2,)) for name in ("INPUT0", "OUTPUT0"))
+    return ModelSpec((given,), (taken,), batched=True)
+
+
+class Thread:
+    """A thread that executes batches full of `element`."""
+
+    def __init__(self, instance: Any, element: Any) -> None:
+        self._instance, self._element = instance, element
+        self._thread = WorkerThread()
+
+    def execute(self, rows: int) -> None:
+        batch = np.full((rows, 2), self._element, np.float32 if self._element == 1 else object)
+        self._future = self._thread.submit(lambda: self._instance.execute([(batch,)]))
+
+    def waits(self) -> bool:
+        return not wait([self._future], NEVER_S).done
+
+    def ends(self) -> bool:
+        return bool(self._future.result(30))
+
+
+@pytest.mark.parametrize(("datatype", "one"), [("FP32", 1), ("BYTES", b"1")])  # staged, and plain
+def test_executions_that_are_a_threads_first_of_their_size_wait_for_captures(
+    datatype: str, one: Any, tmp_path: Path
+) -> None:
+    backend = OnnxBackend(accelerators=lambda device: HostAccelerator())
+    source = ModelSource("m", models.write(models.identity(datatype, ("batch", 2)), tmp_path / "model.onnx"))
+    opened = backend.open(source, Device())
+    instance = opened.instance(spec_of(datatype), Device())
+    first, second = Thread(instance, one), Thread(instance, one)
+    for thread, rows in ((first, 1), (first, 2), (second, 2)):
+        with captures.capturing():
+            thread.execute(rows)
+            assert thread.waits()
+        assert thread.ends()
+        with captures.capturing():
+            thread.execute(rows)
+            assert thread.ends()
+
+
+def test_trial_takes_turns_with_captures(tmp_path: Path) -> None:
+    backend = OnnxBackend(accelerators=lambda device: HostAccelerator())
+    model = models.identity("FP32", ("batch", 2))
+    opened = backend.open(ModelSource("m", models.write(model, tmp_path / "model.onnx")), Device())
+    begun, executed = threading.Event(), threading.Event()
+
+    def supervise(execute: Callable[[], Any]) -> Any:
+        begun.set()
+        outcome = execute()
+        executed.set()
+        return outcome
+
+    with captures.capturing():
+        trial = OnThread(lambda: opened.try_rows(supervise))
+        assert begun.wait(30)
+        assert not executed.wait(NEVER_S)
+    assert trial.ends()
+    assert executed.is_set()

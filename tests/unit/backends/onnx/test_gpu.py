@@ -378,6 +378,32 @@ def test_graphs_are_captured_while_other_sessions_open_and_close(
     assert not caplog.records
 
 
+def test_graphs_are_captured_while_threads_execute_another_model_for_the_first_time(
+    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    captured = threading.Event()
+    (tmp_path / "other").mkdir()
+    other = Pair(tmp_path / "other", models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
+
+    def execute() -> None:
+        while not captured.is_set():  # ONNX Runtime makes handles for each thread
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(other.check, other.gpu.slots[0], [floats(np.random.default_rng(2), 8, 64)]).result(60)
+
+    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"), ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(execute)
+        try:
+            pair = Pair(tmp_path, models.mlp((64, *[16] * 100, 16)), MLP, accelerator, GRAPHS)  # slow to capture
+            for slot in pair.gpu.slots:
+                for size in range(20, 0, -1):
+                    slot.prepare([floats(np.random.default_rng(1), 1, 64)], size)
+        finally:
+            captured.set()
+        beside.result(60)
+    assert pair.gpu._shared.graphs
+    assert not caplog.records
+
+
 def test_graphs_are_captured_while_buffers_of_other_models_grow(
     tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
