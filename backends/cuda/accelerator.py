@@ -3,7 +3,8 @@
 Lives here: the driver's calls, by ctypes. Must not: ONNX Runtime, tensors. The rules: every call is made with the
 device's primary context current, and releasing raises no error, since nobody is left to handle it. Calls that wait or
 allocate release the GIL; calls that only queue keep it: these take microseconds, and getting the GIL back beside a busy
-event loop may take half a millisecond each time.
+event loop may take half a millisecond each time. They release it, too, while others may keep them waiting
+(`long_calls`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 from backends.accelerator import Buffer, Event, Stream
 from backends.base import Device, DeviceKind
-from backends.cuda.context import PrimaryContext, check, load_driver
+from backends.cuda.context import PrimaryContext, check, ignore_captures, load_driver
 from backends.cuda.driver import LIBRARY
+from backends.cuda.long_calls import LongCalls, long_calls
 from backends.errors import DeviceError
 
 __all__ = ["CudaAccelerator", "accelerator_of", "open_cuda"]
@@ -27,6 +29,7 @@ _WAITED_FOR = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: waiters
 _pointer, _size, _address, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint
 # Without these, ctypes would pass addresses as C ints.
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cuCtxSetCurrent": (_pointer,),
     "cuMemHostAlloc": (ctypes.POINTER(_pointer), _size, _number),
     "cuMemFreeHost": (_pointer,),
     "cuMemAlloc_v2": (ctypes.POINTER(_address), _size),
@@ -43,33 +46,52 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (_pointer, _address, _size, _pointer),
     "cuMemcpyDtoDAsync_v2": (_address, _address, _size, _pointer),
 }
-_QUEUE_ONLY = frozenset(("cuEventRecord", "cuStreamWaitEvent", *(name for name in _ARGUMENTS if "Async" in name)))
+_QUEUE_ONLY = frozenset(
+    ("cuCtxSetCurrent", "cuEventRecord", "cuStreamWaitEvent", *(name for name in _ARGUMENTS if "Async" in name))
+)
 
 
 class _Device:
     """The driver and a device's context, kept as long as anything made with it."""
 
-    def __init__(self, driver: Any, index: int) -> None:
+    def __init__(self, driver: Any, index: int, calls: LongCalls) -> None:
         self.driver = driver
+        self.calls = calls
         # The same library, called without releasing the GIL.
         self._quick = ctypes.PyDLL(LIBRARY, handle=driver._handle)
         for library in (driver, self._quick):
             for name, arguments in _ARGUMENTS.items():
                 getattr(library, name).argtypes = arguments
-        self.context = PrimaryContext(driver, index, self._quick)
+        self.context = PrimaryContext(driver, index)
         closing = weakref.finalize(self, self.context.release)
         # At process exit the driver may be gone first; likewise below.
         closing.atexit = False
 
+    def enter(self) -> None:
+        """Make the context current on this thread from now on."""
+        self.calls.look()
+        self.call("cuCtxSetCurrent", self.context.handle)
+        ignore_captures(self.driver)
+
+    # hot path: a dozen per batch
     def call(self, name: str, *arguments: Any) -> None:
-        library = self._quick if name in _QUEUE_ONLY else self.driver
+        is_quick = name in _QUEUE_ONLY and not (self.calls.expected or self.calls.overdue)
+        library = self._quick if is_quick else self.driver
         check(self.driver, name, getattr(library, name)(*arguments))
+
+    def wait(self, name: str, handle: int) -> None:
+        self.calls.wait_began()
+        try:
+            self.call(name, handle)
+        finally:
+            self.calls.wait_ended()
 
     def make(self, owner: object, call: str, give_back: str, *arguments: Any) -> int:
         """The handle or address that `call` creates. When `owner` is garbage-collected, on whichever thread, the
         driver's call `give_back` releases it."""
         made = _ARGUMENTS[call][0]._type_()  # the first argument points to it
-        self.call(call, ctypes.byref(made), *arguments)
+        with self.calls.making():
+            self.call(call, ctypes.byref(made), *arguments)
         handle: int = made.value
         closing = weakref.finalize(owner, _give_back, self, give_back, handle)
         closing.atexit = False
@@ -78,7 +100,7 @@ class _Device:
 
 def _give_back(device: _Device, call: str, handle: int) -> None:
     try:
-        with device.context.current():
+        with device.calls.making(), device.context.current():
             getattr(device.driver, call)(handle)
     except DeviceError:
         pass
@@ -103,7 +125,7 @@ class _Event:
         self.handle = device.make(self, "cuEventCreate", "cuEventDestroy_v2", _WAITED_FOR)
 
     def synchronize(self) -> None:
-        self._device.call("cuEventSynchronize", self.handle)
+        self._device.wait("cuEventSynchronize", self.handle)
 
 
 class _Stream:
@@ -129,25 +151,25 @@ class _Stream:
         self._device.call("cuStreamWaitEvent", self.handle, event.handle, 0)
 
     def synchronize(self) -> None:
-        self._device.call("cuStreamSynchronize", self.handle)
+        self._device.wait("cuStreamSynchronize", self.handle)
 
 
 class CudaAccelerator:
     """GPU `index` as an `Accelerator`. `ort_device` and `memory_name` are the names that ONNX Runtime's CUDA provider
-    uses."""
+    uses. `calls` are the process's long calls."""
 
     memory_name = "Cuda"
 
-    def __init__(self, driver: Any, index: int) -> None:
-        self._device = _Device(driver, index)
+    def __init__(self, driver: Any, index: int, calls: LongCalls = long_calls) -> None:
+        self._device = _Device(driver, index, calls)
         self.gpu = index
         self.ort_device = "cuda", index
 
     def enter(self) -> None:
-        self._device.context.enter()
+        self._device.enter()
 
     def synchronize(self) -> None:
-        with self._device.context.current():
+        with self._device.calls.making(), self._device.context.current():
             self._device.call("cuCtxSynchronize")
 
     def host_memory(self, size_bytes: int) -> _HostMemory:
@@ -170,4 +192,5 @@ def accelerator_of(device: Device) -> CudaAccelerator | None:
 
 def open_cuda(index: int) -> CudaAccelerator:
     """GPU `index`. Blocks, the first time until its context is created; raises DeviceError."""
-    return CudaAccelerator(load_driver(ctypes.CDLL), index)
+    with long_calls.making():
+        return CudaAccelerator(load_driver(ctypes.CDLL), index)

@@ -51,32 +51,25 @@ def ignore_captures(driver: Any) -> None:
 
 
 class PrimaryContext:
-    """The primary context of one device, retained until `release`. `quick` is the driver for calls that don't block.
-    Raises DeviceError."""
+    """The primary context of one device, retained until `release`; `handle` is the driver's. Raises DeviceError."""
 
-    def __init__(self, driver: Any, device: int, quick: Any = None) -> None:
+    def __init__(self, driver: Any, device: int) -> None:
         self._driver = driver
-        self._quick = driver if quick is None else quick
         number = ctypes.c_int()
         check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(number), device))
         handle = ctypes.c_void_p()
         check(driver, "cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(handle), number))
-        self._number, self._handle = number, handle
+        self._number, self.handle = number, handle
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make it current on this thread within the block, and restore the previous one afterwards."""
-        check(self._driver, "cuCtxPushCurrent", self._driver.cuCtxPushCurrent_v2(self._handle))
+        check(self._driver, "cuCtxPushCurrent", self._driver.cuCtxPushCurrent_v2(self.handle))
         try:
             ignore_captures(self._driver)
             yield
         finally:
             self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-
-    def enter(self) -> None:
-        """Make it current on this thread from now on."""
-        check(self._driver, "cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._handle))
-        ignore_captures(self._driver)
 
     def release(self) -> None:
         self._driver.cuDevicePrimaryCtxRelease_v2(self._number)

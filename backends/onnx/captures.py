@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from backends.cuda.long_calls import long_calls
+
 __all__ = ["Captures", "captures"]
 
 
@@ -22,7 +24,7 @@ _LONGEST_S = 600.0
 
 class Captures:
     """Either one capture at a time and nothing else, or any number of threads that synchronize a device. After
-    `longest_s` the wait is given up: both may fail then, but nobody waits for ever."""
+    `longest_s` the wait is given up: both may fail then, but nobody waits for ever. All of it counts as long calls."""
 
     def __init__(self, longest_s: float = _LONGEST_S) -> None:
         self._longest_s = longest_s
@@ -38,7 +40,8 @@ class Captures:
                 self._given_up = self._synchronizing
             self._capturing = thread = threading.get_ident()
         try:
-            yield
+            with long_calls.making():
+                yield
         finally:
             with self._turn:
                 if self._capturing == thread:
@@ -55,7 +58,8 @@ class Captures:
                 self._capturing = 0
             self._synchronizing += 1
         try:
-            yield
+            with long_calls.making():
+                yield
         finally:
             with self._turn:
                 self._synchronizing -= 1

@@ -3,8 +3,9 @@
    where it is said to lie, unless `stand_in_show`. A call is refused with CUDA's own codes where a real one may: without
    a context, with memory or streams that weren't given out, during captures, while `stand_in_fail` names it, and for
    ever once the device is lost: something has touched memory that isn't there, or the file STAND_IN_LOST has appeared.
-   While there is a file STAND_IN_HANG, whoever waits does so for ever. Both files may have the number of the GPU in them
-   that is meant, 0 otherwise. There are STAND_IN_GPUS of STAND_IN_MEMORY bytes each.
+   While there is a file STAND_IN_HANG, whoever waits does so for ever; with STAND_IN_HANG_LOCKED=1 he keeps the one lock,
+   so that all other calls wait as well. Both files may have the number of the GPU in them that is meant, 0 otherwise.
+   There are STAND_IN_GPUS of STAND_IN_MEMORY bytes each.
 
    With STAND_IN_KERNEL_US they keep time: each kernel takes so long, one after the other, and copies go at 25 GB/s beside
    them, one each way; who waits sleeps. With STAND_IN_IDLE kernels take time and compute nothing. Processes with the same
@@ -55,6 +56,7 @@ int gpu_shown;
 static __thread int current = -1, capture_mode;
 static char failing[64];
 static int failing_code;
+static volatile int hangs; /* somebody, who keeps the lock */
 
 static size_t setting(const char *name, size_t otherwise) {
     const char *text = getenv(name);
@@ -149,7 +151,14 @@ static int lost(void) {
     return device->broken;
 }
 static void hang(void) {
-    while (told_by("STAND_IN_HANG")) { pthread_mutex_unlock(&lock); usleep(10000); pthread_mutex_lock(&lock); }
+    int locked = setting("STAND_IN_HANG_LOCKED", 0);
+    while (told_by("STAND_IN_HANG")) {
+        hangs = locked;
+        if (!locked) pthread_mutex_unlock(&lock);
+        usleep(10000);
+        if (!locked) pthread_mutex_lock(&lock);
+    }
+    hangs = 0;
 }
 
 /* Whether a call that may disturb captures fails, and breaks them (cuThreadExchangeStreamCaptureMode). */
@@ -610,6 +619,7 @@ EXPORT void stand_in_fail(const char *call, int code) {
     failing_code = code;
     pthread_mutex_unlock(&lock);
 }
+EXPORT int stand_in_hangs(void) { return hangs; }
 EXPORT int stand_in_retained(void) { return devices[0].retained; }
 EXPORT void stand_in_release(int device) { devices[device].retained--; }
 #define COUNT(list, type, where) \

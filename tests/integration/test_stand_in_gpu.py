@@ -184,6 +184,29 @@ def test_gpu_that_hangs_while_its_model_is_unloaded_blocks_no_other_model(librar
         served.server.terminate()
 
 
+def test_gpu_that_hangs_inside_the_driver_stops_only_what_needs_it(libraries: Path, tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs"
+    limit = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "1500" } }'
+    for name, config in (("limited", f"{GPUS % ''} {limit}"), ("other", GPUS % "")):
+        write(tmp_path / "models", name, config)
+    config, locked = "instance_group { kind: KIND_CPU }", {"STAND_IN_HANG": hangs, "STAND_IN_HANG_LOCKED": 1}
+    with Served(tmp_path / "models", libraries, config, **locked) as served:
+        for name in ("limited", "other"):
+            served.check(2, name=name)
+        hangs.touch()
+        with pytest.raises(grpc.RpcError, match="and was given up"):
+            served.check(2, name="limited")
+        request = infer("other", {"INPUT0": np.zeros((2, 64), np.float32)})
+        waiting = [served.stub.ModelInfer.future(request, timeout=60) for _ in range(4)]
+        for _ in range(20):
+            assert served.stub.ServerLive(pb.ServerLiveRequest(), timeout=10).live
+            served.check(2)
+        assert not any(one.done() for one in waiting)
+        hangs.unlink()
+        assert all(len(one.result(timeout=60).raw_output_contents[0]) == 2 * 16 * 4 for one in waiting)
+        served.check(2, name="other")
+
+
 def test_buffers_for_outputs_of_open_size_are_not_kept(libraries: Path, tmp_path: Path) -> None:
     node = models.helper.make_node("Neg", ["INPUT0"], ["OUTPUT0"])
     tensors = [models.tensor(name, "FP32", ["batch", "n"]) for name in ("INPUT0", "OUTPUT0")]

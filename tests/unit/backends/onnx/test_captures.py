@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from backends.base import Device, ModelSource, ModelSpec, TensorSpec
+from backends.cuda.long_calls import long_calls
+from backends.errors import ExecutionError
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.captures import Captures, captures
@@ -201,3 +203,23 @@ def test_trial_takes_turns_with_captures(tmp_path: Path) -> None:
         assert not executed.wait(NEVER_S)
     assert trial.ends()
     assert executed.is_set()
+
+
+def test_slow_first_execution_is_a_long_call_and_later_ones_are_not(tmp_path: Path) -> None:
+    accelerator = HostAccelerator()
+    backend = OnnxBackend(accelerators=lambda device: accelerator)
+    source = ModelSource("m", models.write(models.identity("FP32", ("batch", 2)), tmp_path / "model.onnx"))
+    opened = backend.open(source, Device())
+    seen: list[int] = []
+    # Called as each batch begins.
+    accelerator.enter = lambda: seen.append(long_calls.expected)  # type: ignore[method-assign]
+    instance = opened.instance(spec_of("FP32"), Device())
+    batch = [(np.zeros((1, 2), np.float32),)]
+    before = long_calls.expected
+    seen.clear()
+    for _ in range(3):
+        instance.execute(batch)
+    assert [expected - before for expected in seen] == [1, 0, 0]
+    with pytest.raises(ExecutionError):
+        instance.execute([(np.zeros((3, 5), np.float32),)])
+    assert long_calls.expected == before
