@@ -28,9 +28,9 @@ _OUT_OF_MEMORY = re.compile(
     r"|CUFFT_ALLOC_FAILED"
 )
 # Values of cudaError_t after which, says NVIDIA, the process must be terminated and relaunched to use CUDA again: every
-# further call fails with the same. ECC and NVLink errors, and what kernels did wrong: addresses, instructions, asserts,
-# time.
-_BROKEN = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721))
+# further call fails with the same. ECC and NVLink errors, what kernels did wrong (addresses, instructions, asserts,
+# time), a process of the same MPS server that was ended, and another device's error.
+_BROKEN = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
 # The device is gone, or gone for this process: the driver was shut down, the device is unavailable, there is none, its
 # context is gone, or CUDA has no name for the error, as after a reset.
 _GONE = frozenset((3, 4, 46, 100, 101, 201, 709, 999))
@@ -42,7 +42,7 @@ _LOST = re.compile(
 _LOST_BY_NAME = re.compile(
     r"\bCUDA error cudaError(?:InitializationError|CudartUnloading|NoDevice|InvalidDevice|DeviceUninitialized"
     r"|NvlinkUncorrectable|Contained|LaunchTimeout|ContextIsDestroyed|Assert|HardwareStackError|InvalidAddressSpace"
-    r"|InvalidPc|TensorMemoryLeak|Unknown):"
+    r"|InvalidPc|TensorMemoryLeak|MpsClientTerminated|ExternalDevice|Unknown):"
 )
 _DRIVER_ERROR = re.compile(r"returned (\d+) \(")
 _SESSION_FAULT = re.compile(

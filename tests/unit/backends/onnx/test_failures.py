@@ -49,6 +49,8 @@ def test_shortage_of_memory_is_recognized_by_its_text(text: str) -> None:
         (710, "device-side assert triggered"),
         (715, "an illegal instruction was encountered"),
         (719, "unspecified launch failure"),
+        (810, "the MPS client has been terminated"),
+        (911, "an async error has occurred in external entity outside of CUDA"),
         (999, "unknown error"),
     ],
 )
@@ -64,6 +66,8 @@ def test_lost_device_is_recognized_by_its_number(code: int, text: str) -> None:
         ("IllegalAddress", "an illegal memory access was encountered"),
         ("LaunchTimeout", "the launch timed out and was terminated"),
         ("HardwareStackError", "hardware stack error"),
+        ("MpsClientTerminated", "the MPS client has been terminated"),
+        ("ExternalDevice", "an async error has occurred in external entity outside of CUDA"),
         ("Unknown", "unknown error"),
     ],
 )
