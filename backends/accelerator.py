@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,6 +91,9 @@ class Accelerator(Protocol):
 
     def enter(self) -> None:
         """Prepare the calling thread for this device."""
+
+    def current(self) -> AbstractContextManager[None]:
+        """Within the block, the calling thread is prepared for this device, whichever it is prepared for otherwise."""
 
     def synchronize(self) -> None:
         """Block until the device has finished all its work. Other Python threads run meanwhile. No capture may be in

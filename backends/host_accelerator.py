@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 
 from backends.accelerator import Buffer, Event, Stream
 
@@ -86,6 +87,9 @@ class HostAccelerator:
 
     def enter(self) -> None:
         pass
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Nothing to do: copies are carried out by whoever waits for them."""

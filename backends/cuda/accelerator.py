@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
 from backends.accelerator import Buffer, Event, Stream
@@ -167,6 +168,9 @@ class CudaAccelerator:
 
     def enter(self) -> None:
         self._device.enter()
+
+    def current(self) -> AbstractContextManager[None]:
+        return self._device.context.current()
 
     def synchronize(self) -> None:
         with self._device.calls.making(), self._device.context.current():

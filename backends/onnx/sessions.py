@@ -25,9 +25,9 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.accelerator import Accelerator, Streams, open_streams
 from backends.base import Device, DeviceKind
-from backends.errors import DeviceError, DeviceLost, LoadError
+from backends.errors import DeviceError, LoadError
 from backends.onnx.captures import captures
-from backends.onnx.failures import device_failure, reason_of
+from backends.onnx.failures import reason_of
 from backends.onnx.options import OnnxOptions, without_graphs
 from backends.onnx.plans import Plans
 from backends.onnx.providers import (
@@ -131,23 +131,18 @@ class OpenSession:
     def __del__(self) -> None:
         if self.streams is None:
             return
-        with captures.synchronizing():
-            if _has_ended(self.streams.accelerator):
+        accelerator = self.streams.accelerator
+        try:
+            # Nobody says which thread this runs on, and ONNX Runtime releases a session on the thread's device.
+            with captures.synchronizing(), accelerator.current():
+                # Destroying a session waits as well, but holding the GIL, and for ever if the device hangs.
+                accelerator.synchronize()
                 # While nothing is captured, and before its streams: left alone, attributes go in an arbitrary order.
                 del self.session
-            else:
-                _keep_for_ever(self.session)
-
-
-def _has_ended(accelerator: Accelerator) -> bool:
-    """Wait until the device has finished all its work. Destroying a session waits as well, but holding the GIL, and for
-    ever if the device hangs. False if the device is lost: destroying a session's graphs would then end the process, as
-    ONNX Runtime throws in a destructor."""
-    try:
-        accelerator.synchronize()
-    except DeviceError as error:
-        return not isinstance(device_failure(error), DeviceLost)
-    return True
+        except DeviceError:
+            # The device is lost, or a capture is in progress after all. Destroying the session's graphs could end the
+            # process, as ONNX Runtime throws in a destructor.
+            _keep_for_ever(self.session)
 
 
 def _keep_for_ever(session: ort.InferenceSession) -> None:

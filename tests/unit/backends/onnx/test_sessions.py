@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
+from backends.accelerator import open_streams
 from backends.base import Device, DeviceKind
+from backends.errors import DeviceError
 from backends.host_accelerator import HostAccelerator
 from backends.onnx import sessions
 from backends.onnx.options import GraphLevel, OnnxOptions
@@ -79,6 +84,56 @@ def test_session_is_freed_before_the_streams_that_it_computes_on() -> None:
     assert not gone
     held.clear()
     assert gone == ["session", "streams"]
+
+
+class Entered(HostAccelerator):
+    """`inside`: within a block of `current`. `error` is what `synchronize` raises, if given."""
+
+    def __init__(self, error: DeviceError | None = None) -> None:
+        super().__init__()
+        self.inside = False
+        self._error = error
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    def synchronize(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class Session:
+    """A session; `gone` gets whether its device was current when it was freed."""
+
+    def __init__(self, accelerator: Entered, gone: list[bool]) -> None:
+        self._accelerator, self._gone = accelerator, gone
+
+    def __del__(self) -> None:
+        self._gone.append(self._accelerator.inside)
+
+
+def test_session_is_freed_while_its_device_is_current_on_the_thread() -> None:
+    accelerator, gone = Entered(), list[bool]()
+    session: Any = Session(accelerator, gone)
+    held = [OpenSession(session, open_streams(accelerator))]
+    del session
+    held.clear()
+    assert gone == [True]
+
+
+@pytest.mark.parametrize("code", [700, 900])
+def test_session_whose_device_cannot_be_waited_for_is_never_freed(code: int) -> None:
+    gone: list[bool] = []
+    accelerator = Entered(DeviceError(f"the NVIDIA driver failed: cuCtxSynchronize returned {code} (why)"))
+    session: Any = Session(accelerator, gone)
+    held = [OpenSession(session, open_streams(accelerator))]
+    del session
+    held.clear()
+    gc.collect()
+    assert not gone
 
 
 def test_runs_that_shrink_the_gpus_arena_are_synchronized() -> None:
