@@ -165,8 +165,9 @@ class StagedSlot:
             # Inputs that were read directly into the slot's buffers would be lost when these grow.
             requests = [[_own(one) for one in cast("Tensors", request)] for request in requests]
             return self._execute(requests, more, targets, capture)
-        except BaseException:
-            self._settle()
+        except BaseException as error:
+            if (lost := self._settle()) and not isinstance(error, DeviceLost):
+                raise DeviceLost(lost) from error
             raise
         results: Sequence[Tensors] = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
         if left:
@@ -333,15 +334,22 @@ class StagedSlot:
         self._bindings.clear()
         self._bound_to = None
 
-    def _settle(self) -> None:
-        """Wait for what was queued before a failure: the next batch writes to the same buffers."""
+    def _settle(self) -> str:
+        """Wait for what was queued before a failure: the next batch writes to the same buffers. Returns what the driver
+        says if the device is lost, else "". Libraries that notice it first, such as cuBLAS, only say that they
+        failed."""
+        lost = ""
         for stream in self._shared.streams.all:
-            with contextlib.suppress(DeviceError):
+            try:
                 stream.synchronize()
+            except DeviceError as error:
+                if isinstance(device_failure(error), DeviceLost):
+                    lost = str(error)
         for bound in self._bindings.values():
             # The failure is already being raised, and this may fail for the same reason.
             with contextlib.suppress(Exception):
                 self._let_go(bound)
+        return lost
 
 
 def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, shape: Shape) -> bool:

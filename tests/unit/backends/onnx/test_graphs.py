@@ -17,7 +17,7 @@ import pytest
 
 from backends.accelerator import open_streams
 from backends.base import Array, Device, Execution, ModelSpec, Slot, TensorSpec
-from backends.errors import ExecutionError, LoadError
+from backends.errors import DeviceLost, ExecutionError, LoadError
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.captures import captures
 from backends.onnx.options import OnnxOptions
@@ -258,6 +258,19 @@ def test_streams_of_a_session_that_failed_to_capture_live_as_long_as_its_binding
     assert driver.stand_in_streams() == 6
     assert values(instance.slots[1].execute([rows(1, 7)])) == [negated(1, 7)]
     assert driver.stand_in_streams() == 3
+
+
+def test_loss_of_the_device_during_a_capture_is_not_blamed_on_graphs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = stand_in.build(tmp_path)
+    bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True, accelerator=stand_in.accelerator(tmp_path, driver))
+    slot = bench.instance().slots[0]
+    driver.stand_in_fail(b"cuStreamSynchronize", 719)
+    with pytest.raises(DeviceLost, match="cuStreamSynchronize returned 719"):
+        slot.prepare([rows(1, 0)], 8)
+    assert len(bench.sessions) == 1
+    assert not caplog.records
 
 
 def test_model_that_can_be_neither_captured_nor_opened_again_is_an_error(tmp_path: Path) -> None:

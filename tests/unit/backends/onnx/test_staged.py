@@ -275,6 +275,34 @@ def test_execute_driver_failure_distinguishes_a_lost_device_from_others(
     assert type(caught.value) is kind
 
 
+class Failing:
+    """`session`, whose runs fail with `text`."""
+
+    def __init__(self, session: Any, text: str) -> None:
+        self._session, self._text = session, text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        raise RuntimeError(self._text)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(719, DeviceLost), (900, InstanceError)])
+def test_loss_of_the_device_that_a_library_noticed_first_is_recognized_by_what_the_driver_says(
+    code: int, kind: type[InstanceError], tmp_path: Path
+) -> None:
+    driver = stand_in.build(tmp_path)
+    slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
+    opened = slot._shared.opened
+    opened.session = Failing(opened.session, "CUBLAS failure 13: CUBLAS_STATUS_EXECUTION_FAILED ; GPU=0 ; expr=f();")
+    driver.stand_in_fail(b"cuStreamSynchronize", code)
+    with pytest.raises(InstanceError) as caught:
+        slot.execute([rows(1)])
+    assert type(caught.value) is kind
+    assert "CUBLAS failure 13" in str(caught.value if kind is InstanceError else caught.value.__cause__)
+
+
 class _LockstepAccelerator(HostAccelerator):
     """A slot that has queued its copies waits until the other slot has, too: both always work at the same time, or the
     test fails. `threads` are those that wait."""
