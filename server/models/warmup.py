@@ -27,7 +27,7 @@ from backends.base import (
     fits,
     unsupervised,
 )
-from backends.errors import BackendError, DeviceLost, LoadError, OutOfMemory, Unequipped
+from backends.errors import BackendError, DeviceLost, InstanceError, InstanceLost, LoadError, OutOfMemory, Unequipped
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
 from protos.tensors import TensorError, decode_raw, element_count
@@ -61,7 +61,8 @@ class WarmUp:
 
         Blocks. Raises ConfigError if a configured sample fails: a model that can't do what its author says it does
         isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input; but
-        LoadError is raised if the device is lost, or the runtime lacks what any input would need.
+        LoadError is raised if it failed whatever its values: the device is lost or refuses, or the runtime lacks what
+        any input would need.
         """
         if not self._samples:
             self._run_default(instance, supervise)
@@ -94,30 +95,37 @@ class WarmUp:
         try:
             for run in _runs_of(instance, supervise):
                 self._run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
-        except (DeviceLost, Unequipped) as error:
-            raise LoadError(f"its warm-up failed: {error}") from error
         except (OutOfMemory, MemoryError) as error:
             _log.warning("model '%s' is served without warm-up, for lack of memory: %s", self._name, _text_of(error))
         except (BackendError, TensorError) as error:
+            if _is_of_any_input(error):
+                raise LoadError(f"its warm-up failed: {error}") from error
             text = "model '%s' is served without warm-up, as it rejects zeros: %s"
             _log.warning(text, self._name, _text_of(error))
 
     def _run_sizes(self, run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> None:
-        """Run the sample in each size. Sizes that memory isn't enough for are left out; OutOfMemory if all are."""
-        shortage: OutOfMemory | None = None
-        done = 0
+        """Run the sample in each size. Sizes that there isn't enough memory for, or that fail whatever their values,
+        are left out; InstanceError if all are."""
         # A sample larger than a size isn't padded to it: that would only run the sample as it is once more.
         rows = sum(len(request[0]) for request in requests) if max(sizes) else 0
-        for size in [size for size in sizes if size >= rows]:
+        fitting = [size for size in sizes if size >= rows]
+        done = False
+        for size in fitting:
             try:
                 run(requests, size)
-                done += 1
-            except OutOfMemory as error:
-                text = "model '%s': warm-up: a batch of %d rows doesn't fit into the device's memory: %s"
-                _log.warning(text, self._name, size, error)
-                shortage = error
-        if shortage is not None and not done:
-            raise shortage
+                done = True
+            except InstanceError as error:
+                if isinstance(error, (InstanceLost, Unequipped)) or (size == fitting[-1] and not done):
+                    raise
+                what = "doesn't fit into the device's memory" if isinstance(error, OutOfMemory) else "fails"
+                _log.warning("model '%s': warm-up: a batch of %d rows %s: %s", self._name, size, what, error)
+
+
+def _is_of_any_input(error: Exception) -> bool:
+    """Whether zeros aren't why it failed. They may be why a process ended."""
+    if isinstance(error, InstanceLost):
+        return isinstance(error, DeviceLost)
+    return isinstance(error, InstanceError)
 
 
 def _runs_of(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import text_format
 
 from backends.base import MISSING, Array, Device, ModelSpec, Tensors, TensorSpec
-from backends.errors import DeviceLost, ExecutionError, LoadError, Unequipped
+from backends.errors import DeviceLost, ExecutionError, InstanceError, LoadError, Unequipped
 from backends.memory import MemoryModel
 from protos import model_config_pb2 as pb
 from protos.datatypes import DATATYPES, by_name
@@ -51,7 +51,10 @@ def test_default_with_an_unknown_dimension_runs_nothing() -> None:
     assert not bench.seen
 
 
-@pytest.mark.parametrize("error", [DeviceLost("CUDA failure 719"), Unequipped("cuDNN is not available")])
+@pytest.mark.parametrize(
+    "error",
+    [DeviceLost("CUDA failure 719"), Unequipped("cuDNN is not available"), InstanceError("Failed to initialize CUDNN")],
+)
 def test_default_that_fails_as_any_input_would_fails_the_load(error: ExecutionError) -> None:
     bench = Bench(instances=2)
     bench.model.faults.raise_next(error)

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import text_format
 
 from backends.base import Device, Execution, ModelInstance, Tensors
-from backends.errors import OutOfMemory
+from backends.errors import InstanceError, LoadError, OutOfMemory
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError
 from server.models.model_config import plan
@@ -20,18 +20,18 @@ from tests.unit.server.models.warmup_bench import Bench, sample
 
 
 class Slot:
-    """Records the sizes that it is prepared for; more than `most` rows are too many."""
+    """Records the sizes that it is prepared for; more than `most` rows fail with `kind`."""
 
-    def __init__(self, instance: ModelInstance, most: int) -> None:
+    def __init__(self, instance: ModelInstance, most: int, kind: type[InstanceError]) -> None:
         self.device = instance.device
         self.execute, self.close = instance.execute, instance.close
         self.sizes: list[int] = []
-        self._most = most
+        self._most, self._kind = most, kind
 
     def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
         size = max(padded_rows, sum(len(request[0]) for request in requests))
         if size > self._most:
-            raise OutOfMemory("too large")
+            raise self._kind("too large")
         self.sizes.append(size)
         self.execute(requests, padded_rows)
 
@@ -39,20 +39,27 @@ class Slot:
 class Slotted:
     """An instance with two slots, which is to be warmed up only through these."""
 
-    def __init__(self, instance: ModelInstance, most: int) -> None:
+    def __init__(self, instance: ModelInstance, most: int, kind: type[InstanceError]) -> None:
         self.device, self.close = instance.device, instance.close
-        self.slots = [Slot(instance, most) for _ in range(2)]
+        self.slots = [Slot(instance, most, kind) for _ in range(2)]
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         raise AssertionError("its slots are to be warmed up, each on its own thread")
 
 
-def prepared(text: str = "", *, rows: int = 6, most: int = 100, dims: tuple[int, ...] = (2,)) -> list[list[int]]:
+def prepared(
+    text: str = "",
+    *,
+    rows: int = 6,
+    most: int = 100,
+    kind: type[InstanceError] = OutOfMemory,
+    dims: tuple[int, ...] = (2,),
+) -> list[list[int]]:
     """The sizes that each of two slots was prepared for, in order."""
     bench = Bench(dims=dims, rows=rows)
     config = text_format.Parse(f'name: "m" max_batch_size: {rows} {text}', pb.ModelConfig())
     served = plan(config, bench.own)
-    instance: Any = Slotted(bench.model.instance(served.spec, Device()), most)
+    instance: Any = Slotted(bench.model.instance(served.spec, Device()), most, kind)
     WarmUp(config, served, Path()).run(instance)
     return [slot.sizes for slot in instance.slots]
 
@@ -73,12 +80,20 @@ def test_slots_are_prepared_by_samples_padded_to_each_size_that_holds_them() -> 
     assert prepared(SIZES + sample(more="batch_size: 0")) == [[]] * 2
 
 
-def test_size_that_does_not_fit_into_memory_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("kind", "what"), [(OutOfMemory, "doesn't fit into the device's memory"), (InstanceError, "fails")]
+)
+def test_size_that_does_not_fit_into_memory_or_that_the_session_fails_is_left_out(
+    kind: type[InstanceError], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
-        assert prepared(SIZES, most=3) == [[3, 1]] * 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "model 'm': warm-up: a batch of 6 rows doesn't fit into the device's memory: too large"
-    ] * 2
+        assert prepared(SIZES, most=3, kind=kind) == [[3, 1]] * 2
+    assert caplog.messages == [f"model 'm': warm-up: a batch of 6 rows {what}: too large"] * 2
+
+
+def test_without_a_size_that_its_session_executes_the_load_fails() -> None:
+    with pytest.raises(LoadError, match="its warm-up failed: too large"):
+        prepared(most=0, kind=InstanceError)
 
 
 def test_without_memory_for_any_size_there_is_no_warm_up_or_the_sample_fails(caplog: pytest.LogCaptureFixture) -> None:
