@@ -50,9 +50,10 @@ _SESSION_FAULT = re.compile(
 )
 _UNEQUIPPED = re.compile(
     r"cu(DNN|FFT) is (not available|unavailable)|no kernel image is available|STATUS_\w*ARCH_MISMATCH"
+    r"|CUDNN_STATUS_SUBLIBRARY_(LOADING_FAILED|VERSION_MISMATCH)"
 )
-"""Sessions open even if libraries are missing, or don't support the GPU (too old or too new), and fail where they need
-them."""
+"""Sessions open even if libraries are missing, are of different releases, or don't support the GPU (too old or too
+new), and fail where they need them."""
 
 
 def failure(error: Exception) -> ExecutionError:

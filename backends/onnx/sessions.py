@@ -59,6 +59,8 @@ CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _FATAL = 4
 """Severity for ONNX Runtime's own log: its errors reach us as exceptions, and each bad row would fill the log."""
+_ERROR = 3
+"""For the log of what belongs to no session, beside a GPU. Why cuDNN refused is only there, not in the exception."""
 
 _CUDNN = "libcudnn.so.9"
 _LIBRARIES = ("cudart", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
@@ -216,6 +218,8 @@ def _session(
         check_taken(session, provider[0])
     if device.kind is DeviceKind.GPU and CUDA not in session.get_providers():
         raise LoadError(f"onnxruntime couldn't use GPU {device.index}: {_why_no_cuda()}")
+    if device.kind is DeviceKind.GPU:
+        ort.set_default_logger_severity(_ERROR)
     return session
 
 
@@ -229,8 +233,7 @@ def prepare_cuda(
     looks for them only beside onnxruntime, but in an environment on top of another one they are elsewhere. What it
     doesn't find it takes from the system, which may have another release, or half of one; so `load` opens the packages'
     libraries first."""
-    # Whatever fails next repeats its complaints, as an error that says what it is about.
-    ort.set_default_logger_severity(_FATAL)
+    _silence()
     output = io.StringIO()
     with _stdout, contextlib.redirect_stdout(output):
         for library in _libraries_of_packages():
@@ -242,6 +245,13 @@ def prepare_cuda(
     for line in output.getvalue().splitlines():
         _log.debug("onnxruntime: %s", line)
     _look_for_cudnn()
+
+
+@functools.cache
+def _silence() -> None:
+    """Have ONNX Runtime log nothing until a session has opened on a GPU. Which library is missing is in our errors, in
+    better words."""
+    ort.set_default_logger_severity(_FATAL)
 
 
 def _libraries_of_packages() -> Sequence[Path]:

@@ -243,3 +243,19 @@ def test_convolutional_model_is_refused_if_cudnn_is_missing(config: str, librari
         why = next(one for one in served.said if "failed to load" in one)
         assert "its warm-up" in why
         assert "cuDNN is unavailable" in why
+
+
+def test_convolutional_model_that_cudnn_refuses_is_not_ready_and_stderr_has_cudnns_reason(
+    libraries: Path, tmp_path: Path
+) -> None:
+    net = Net()
+    net.conv("INPUT0", (4, 3, 1, 1, 1))
+    models.write(net.model((3, 4, 5, 6), (4, 4, 5, 6)), tmp_path / "conv" / "1" / "model.onnx")
+    (tmp_path / "conv" / "config.pbtxt").write_text(GPUS % "")
+    with Served(tmp_path, libraries, GPUS % "") as served:
+        served.check(3)
+        assert not served.stub.ModelReady(pb.ModelReadyRequest(name="conv")).ready
+        why = next(one for one in served.said if "failed to load" in one)
+        assert "its warm-up failed" in why
+        assert "Failed to initialize CUDNN Frontend" in why
+        assert any("SetAttribute CUDNN_ATTR_TENSOR_DIMENSIONS" in one for one in served.server.stderr)

@@ -111,6 +111,8 @@ def test_other_errors_of_cuda_are_instance_errors(text: str) -> None:
         "execution on the device",
         "[ONNXRuntimeError] : 1 : FAIL : CUBLAS failure 8: CUBLAS_STATUS_ARCH_MISMATCH ; GPU=0 ; expr=f();",
         "[ONNXRuntimeError] : 1 : FAIL : CUDNN failure 3007: CUDNN_STATUS_NOT_SUPPORTED_ARCH_MISMATCH ; GPU=0 ; ",
+        "[ONNXRuntimeError] : 1 : FAIL : CUDNN failure 1008: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED ; GPU=0 ; ",
+        "[ONNXRuntimeError] : 1 : FAIL : CUDNN failure 1002: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH ; GPU=0 ; ",
     ],
 )
 def test_permanent_lack_of_a_library_or_kernel_is_recognized_by_its_text(text: str) -> None:
