@@ -3,6 +3,7 @@
 BackendError
 ├── DeviceError        a device's driver refused or failed, whatever the model
 ├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
+│   └── DriverFailed        a device's driver is there, and fails; there may well be a device
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
     ├── UpstreamRefused     another server, which executes, answered this batch with an error
     └── InstanceError   it failed whatever the requests
@@ -20,6 +21,7 @@ __all__ = [
     "BackendError",
     "DeviceError",
     "DeviceLost",
+    "DriverFailed",
     "ExecutionError",
     "InstanceError",
     "InstanceLost",
@@ -44,6 +46,10 @@ class DeviceError(BackendError):
 
 class LoadError(BackendError):
     """The model can't be opened as asked. Raised before the model serves anything."""
+
+
+class DriverFailed(LoadError):
+    """A device's driver is installed, and fails: what is missing isn't a device."""
 
 
 class ExecutionError(BackendError):

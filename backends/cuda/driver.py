@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from backends.errors import LoadError
+from backends.errors import DriverFailed, LoadError
 
 __all__ = ["LIBRARY", "count_gpus", "failure_text", "gpu_uuids"]
 
@@ -20,7 +20,8 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def count_gpus(load: Callable[[str], Any] = ctypes.CDLL) -> int:
-    """The number of GPUs that this process may use, at least one; otherwise LoadError saying what is missing.
+    """The number of GPUs that this process may use, at least one; otherwise LoadError saying what is missing, or that
+    the driver fails (DriverFailed).
 
     CUDA_VISIBLE_DEVICES counts. Initialises the driver, which takes up to a second the first time. `load` opens a
     shared library by name.
@@ -65,7 +66,7 @@ def _check(driver: Any, call: str, code: int) -> None:
     if code == _NO_DEVICE:
         raise LoadError("the NVIDIA driver is installed, but this process sees no GPU")
     if code != 0:
-        raise LoadError(failure_text(driver, call, code))
+        raise DriverFailed(failure_text(driver, call, code))
 
 
 def failure_text(driver: Any, call: str, code: int) -> str:

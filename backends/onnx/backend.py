@@ -29,7 +29,7 @@ from backends.base import (
 )
 from backends.cuda.accelerator import accelerator_of
 from backends.cuda.driver import count_gpus
-from backends.errors import DeviceError, LoadError
+from backends.errors import DeviceError, DriverFailed, LoadError
 from backends.onnx.captures import captures
 from backends.onnx.datatypes import check_served
 from backends.onnx.instance import OnnxInstance
@@ -106,7 +106,9 @@ class OnnxBackend:
                 ) from reason
             if (group.kind, str(reason)) not in self._logged:  # it is the same for every model
                 self._logged.add((group.kind, str(reason)))
-                _log.info("%s instances run on the CPU: %s", group.kind.value, reason)
+                # There may be a GPU: in a box whose fabric manager isn't running, for instance, none is usable.
+                level = logging.WARNING if isinstance(reason, DriverFailed) else logging.INFO
+                _log.log(level, "%s instances run on the CPU: %s", group.kind.value, reason)
             return on_cpu(group)
         devices = on_gpus(group, gpus)
         if group.kind is GroupKind.GPU:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backends.cuda.driver import count_gpus, gpu_uuids
-from backends.errors import LoadError
+from backends.errors import DriverFailed, LoadError
 
 
 @dataclass
@@ -72,8 +72,9 @@ def test_count_gpus_library_missing_says_no_driver() -> None:
     ],
 )
 def test_count_gpus_driver_without_usable_gpu_says_why(driver: Driver, message: str) -> None:
-    with pytest.raises(LoadError, match=re.escape(message)):
+    with pytest.raises(LoadError, match=re.escape(message)) as caught:
         count_gpus(lambda name: driver)
+    assert isinstance(caught.value, DriverFailed) == ("failed" in message)
 
 
 def test_gpu_uuids_are_nvidias_names_in_the_order_of_indices() -> None:

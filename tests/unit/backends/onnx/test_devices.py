@@ -13,7 +13,7 @@ import pytest
 
 from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
 from backends.cuda.driver import count_gpus
-from backends.errors import ExecutionError, LoadError
+from backends.errors import DriverFailed, ExecutionError, LoadError
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.sessions import PROBE_MODEL
 from tests import models
@@ -100,6 +100,18 @@ def test_devices_auto_without_gpu_is_the_cpu_and_one_line_says_why(
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", f"{kind.value} instances run on the CPU: no driver here")
     ]
+
+
+def test_devices_auto_with_a_driver_that_fails_is_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> int:
+        raise DriverFailed("the NVIDIA driver failed: cuInit returned 802 (CUDA_ERROR_SYSTEM_NOT_READY)")
+
+    backend = OnnxBackend(fails)
+    for _ in range(2):
+        assert backend.devices([]) == (CPU,)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "KIND_AUTO instances run on the CPU: the NVIDIA driver failed: cuInit returned 802" in record.getMessage()
 
 
 def test_devices_no_group_is_auto() -> None:
