@@ -30,7 +30,7 @@ from server.addresses import host_and_port, resolve
 from server.config import ControlMode, Settings
 from server.errors import StartError
 from server.fronts.pool import FrontPool, StartFront, start_front
-from server.memory.cuda_region import open_cuda_region
+from server.memory.cuda_region import CudaRegions
 from server.memory.regions import Regions
 from server.models.layout import Layout, ModelFolder
 from server.models.load_queue import LoadQueue
@@ -189,9 +189,7 @@ class Server:
         upstream = settings.upstream
         self._upstream = Upstream(upstream, self.repository, settings.batching) if upstream else None
         self._inference = Inference(self.repository, self._tracer)
-        self._shared_memory = SharedMemory(
-            self._regions, partial(count_gpus, load), partial(open_cuda_region, load=load)
-        )
+        self._shared_memory = SharedMemory(self._regions, partial(count_gpus, load), CudaRegions(load))
         forwarding, passing = header_rules(settings)
         self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
         self._remote_settings = RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings)

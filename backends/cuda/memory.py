@@ -15,7 +15,7 @@ from typing import Any
 from backends.cuda.context import PrimaryContext, check, load_driver
 from backends.errors import DeviceError
 
-__all__ = ["HANDLE_BYTES", "CudaMemory", "open_cuda_memory"]
+__all__ = ["HANDLE_BYTES", "CudaMemories", "CudaMemory"]
 
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
@@ -60,21 +60,31 @@ class CudaMemory:
             check(self._driver, "cuStreamSynchronize", self._driver.cuStreamSynchronize(None))
 
 
-def open_cuda_memory(handle: bytes, device: int, load: Callable[[str], Any]) -> CudaMemory:
-    """The memory that `handle`, of `HANDLE_BYTES` bytes, stands for, on GPU `device`.
+class CudaMemories:
+    """Opens memory of other processes. `load` opens a shared library by name.
 
-    Blocks, the first time until the device's context is created. `load` opens a shared library by name. Raises
-    DeviceError with the driver's reason.
+    A device's context stays from its first use on. The driver destroys a context with its last reference, and whoever
+    drops the last memory would have to wait for that, which may be the event loop.
     """
-    if len(handle) != HANDLE_BYTES:
-        raise DeviceError(f"expected a handle of {HANDLE_BYTES} bytes, got {len(handle)}")
-    driver = load_driver(load)
-    context = PrimaryContext(driver, device)
-    try:
-        return _open(driver, context, handle)
-    except BaseException:
-        context.release()
-        raise
+
+    def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
+        self._load = load
+        self._contexts: dict[int, PrimaryContext] = {}
+
+    def open(self, handle: bytes, device: int) -> CudaMemory:
+        """The memory that `handle`, of `HANDLE_BYTES` bytes, stands for, on GPU `device`.
+
+        Blocks, the first time until the device's context is created. May be called on any thread. Raises DeviceError
+        with the driver's reason.
+        """
+        if len(handle) != HANDLE_BYTES:
+            raise DeviceError(f"expected a handle of {HANDLE_BYTES} bytes, got {len(handle)}")
+        driver = load_driver(self._load)
+        return _open(driver, self._context(driver, device), handle)
+
+    def _context(self, driver: Any, device: int) -> PrimaryContext:
+        # Two threads may retain it twice, which is harmless: it isn't released anyway.
+        return self._contexts.get(device) or self._contexts.setdefault(device, PrimaryContext(driver, device))
 
 
 def _open(driver: Any, context: PrimaryContext, handle: bytes) -> CudaMemory:
@@ -98,4 +108,3 @@ def _close(driver: Any, context: PrimaryContext, address: int) -> None:
             driver.cuIpcCloseMemHandle(ctypes.c_uint64(address))
     except DeviceError:
         pass
-    context.release()

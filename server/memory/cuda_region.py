@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from backends.base import Array
-from backends.cuda.memory import CudaMemory, open_cuda_memory
+from backends.cuda.memory import CudaMemories, CudaMemory
 from backends.errors import DeviceError
 from server.errors import InvalidRequest
 
-__all__ = ["CudaRegion", "open_cuda_region"]
+__all__ = ["CudaRegion", "CudaRegions"]
 
 _LAST = 2**31 - 1
 """The driver takes 32 bits, and would take a larger number for another device."""
@@ -61,24 +61,28 @@ class CudaRegion:
             raise InvalidRequest(f"shared memory region '{self.name}' can't be written: {error}") from None
 
 
-def open_cuda_region(
-    name: str, handle: bytes, device: int, byte_size: int, load: Callable[[str], Any] = ctypes.CDLL
-) -> CudaRegion:
-    """The region `name`: `byte_size` bytes of what `handle` stands for on GPU `device`. `load` opens a shared library.
+class CudaRegions:
+    """Opens regions. `load` opens a shared library."""
 
-    Blocks. Raises InvalidRequest for a handle that the driver doesn't open, or a size beyond the allocation's.
-    """
-    where = f"failed to register CUDA shared memory region '{name}': invalid args"
-    if device < 0:
-        raise InvalidRequest(f"{where}: expected a device_id of at least 0, got {device}")
-    if device > _LAST:
-        raise InvalidRequest(f"{where}: expected a device_id of at most {_LAST}, got {device}")
-    if byte_size < 1:
-        raise InvalidRequest(f"{where}: expected at least 1 byte, got {byte_size}")
-    try:
-        memory = open_cuda_memory(handle, device, load)
-    except DeviceError as error:
-        raise InvalidRequest(f"{where}: {error}") from None
-    if byte_size > memory.byte_size:
-        raise InvalidRequest(f"{where}: expected up to the {memory.byte_size} bytes of its memory, got {byte_size}")
-    return CudaRegion(name, device, byte_size, memory)
+    def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
+        self._memories = CudaMemories(load)
+
+    def open(self, name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
+        """The region `name`: `byte_size` bytes of what `handle` stands for on GPU `device`.
+
+        Blocks. Raises InvalidRequest for a handle that the driver doesn't open, or a size beyond the allocation's.
+        """
+        where = f"failed to register CUDA shared memory region '{name}': invalid args"
+        if device < 0:
+            raise InvalidRequest(f"{where}: expected a device_id of at least 0, got {device}")
+        if device > _LAST:
+            raise InvalidRequest(f"{where}: expected a device_id of at most {_LAST}, got {device}")
+        if byte_size < 1:
+            raise InvalidRequest(f"{where}: expected at least 1 byte, got {byte_size}")
+        try:
+            memory = self._memories.open(handle, device)
+        except DeviceError as error:
+            raise InvalidRequest(f"{where}: {error}") from None
+        if byte_size > memory.byte_size:
+            raise InvalidRequest(f"{where}: expected up to the {memory.byte_size} bytes of its memory, got {byte_size}")
+        return CudaRegion(name, device, byte_size, memory)

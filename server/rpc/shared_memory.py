@@ -13,7 +13,7 @@ from collections.abc import Callable
 from backends.errors import LoadError
 from protos import inference_pb2 as pb
 from server.errors import NotSupported, RegionNotFound
-from server.memory.cuda_region import CudaRegion, open_cuda_region
+from server.memory.cuda_region import CudaRegion, CudaRegions
 from server.memory.regions import Region, Regions
 from server.memory.system_region import SystemRegion, open_system_region
 from server.rpc.answering import Context, answering
@@ -29,19 +29,13 @@ _CudaStatus = pb.CudaSharedMemoryStatusResponse.RegionStatus
 class SharedMemory:
     """An `RpcGroup` over `regions`. None switches it off; then only the status RPCs work.
 
-    `count_gpus` returns how many GPUs there are, or raises LoadError; `open_region` opens CUDA memory, as
-    `open_cuda_region` does.
+    `count_gpus` returns how many GPUs there are, or raises LoadError; `cuda` opens CUDA memory.
     """
 
-    def __init__(
-        self,
-        regions: Regions | None,
-        count_gpus: Callable[[], int],
-        open_region: Callable[[str, bytes, int, int], CudaRegion] = open_cuda_region,
-    ) -> None:
+    def __init__(self, regions: Regions | None, count_gpus: Callable[[], int], cuda: CudaRegions | None = None) -> None:
         self._regions = regions
         self._count_gpus = count_gpus
-        self._open_region = open_region
+        self._cuda = cuda or CudaRegions()
         self._no_gpu = "GPUs haven't been looked for yet"
 
     @property
@@ -114,7 +108,7 @@ class SharedMemory:
             )
         # Creating a context and opening a handle takes the driver from a millisecond to a second.
         region = await asyncio.to_thread(
-            self._open_region, request.name, request.raw_handle, request.device_id, request.byte_size
+            self._cuda.open, request.name, request.raw_handle, request.device_id, request.byte_size
         )
         regions.add(region)
         return pb.CudaSharedMemoryRegisterResponse()

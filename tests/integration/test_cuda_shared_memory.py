@@ -213,12 +213,14 @@ async def test_region_unregistered_while_requests_use_it_stays_open_until_they_a
             await asyncio.sleep(0)
         await unregister_cuda(served, "c")
         assert gpu.driver.stand_in_opened() == 1
+        retained = gpu.driver.stand_in_retained()
         await served.infer(asking(4, floats(9, 4)))
         await call
         assert gpu.memory.get(4 * ROW, 1024) == (-floats(1, 4)).tobytes()
         del call
         # The threads that executed keep references for a moment longer.
         await eventually_async(lambda: gc.collect() >= 0 and gpu.driver.stand_in_opened() == 0, "the region is closed")
+        assert gpu.driver.stand_in_retained() == retained  # to release the context could be to destroy it
         assert (await failure_of(served.infer(asking(8, ("c", 0)))))[0] is Code.NOT_FOUND
 
 

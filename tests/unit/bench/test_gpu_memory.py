@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.cuda.memory import open_cuda_memory
+from backends.cuda.memory import CudaMemories
 from bench.gpu_memory import export
 from tests.cuda import stand_in
 
@@ -15,7 +15,7 @@ def test_exported_memory_is_opened_by_its_handle(tmp_path: Path) -> None:
     driver = stand_in.build(tmp_path)
     array = np.arange(1000, dtype=np.float32)
     exported = export(array, lambda name: driver)
-    opened = open_cuda_memory(exported.handle, 0, lambda name: driver)
+    opened = CudaMemories(lambda name: driver).open(exported.handle, 0)
     assert opened.byte_size == array.nbytes
     got = np.empty_like(array)
     opened.read(got.ctypes.data, got.nbytes, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda.memory import CudaMemory, open_cuda_memory
+from backends.cuda.memory import CudaMemories, CudaMemory
 from backends.errors import DeviceError
 from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
 
@@ -22,7 +22,7 @@ def read(memory: CudaMemory, size: int, offset: int = 0) -> bytes:
 
 def test_opened_memory_is_read_and_written_in_the_primary_context_which_is_popped_again() -> None:
     driver = Driver(begin=10)
-    memory = open_cuda_memory(HANDLE, 0, driver.load)
+    memory = CudaMemories(driver.load).open(HANDLE, 0)
     assert memory.byte_size == 90
     sent = np.arange(5, dtype=np.uint8)
     memory.write(sent.ctypes.data, 5, 20)
@@ -31,20 +31,23 @@ def test_opened_memory_is_read_and_written_in_the_primary_context_which_is_poppe
     assert driver.current == []
 
 
-def test_dropped_memory_is_closed_and_its_context_released() -> None:
+def test_dropped_memory_is_closed_and_its_context_stays_for_the_next() -> None:
     driver = Driver()
-    memory = open_cuda_memory(HANDLE, 0, driver.load)
+    memories = CudaMemories(driver.load)
+    memory = memories.open(HANDLE, 0)
     assert (driver.opened, driver.contexts) == (1, 1)
     del memory
-    assert (driver.opened, driver.contexts, driver.current) == (0, 0, [])
+    assert (driver.opened, driver.contexts, driver.current) == (0, 1, [])
+    kept = [memories.open(HANDLE, 0) for _ in range(2)]
+    assert (driver.opened, driver.contexts) == (len(kept), 1)
 
 
 def test_dropped_memory_raises_nothing_when_the_driver_fails() -> None:
     driver = Driver()
-    memory = open_cuda_memory(HANDLE, 0, driver.load)
+    memory = CudaMemories(driver.load).open(HANDLE, 0)
     driver.codes["push"] = 700
     del memory
-    assert driver.contexts == 0
+    assert driver.current == []
 
 
 @pytest.mark.parametrize(
@@ -60,19 +63,19 @@ def test_dropped_memory_raises_nothing_when_the_driver_fails() -> None:
 def test_open_refused_by_the_driver_says_why_and_leaves_nothing_open(call: str, code: int, text: str) -> None:
     driver = Driver(codes={call: code})
     with pytest.raises(DeviceError, match=re.escape(f"the NVIDIA driver failed: {text}")):
-        open_cuda_memory(HANDLE, 0, driver.load)
-    assert (driver.opened, driver.contexts, driver.current) == (0, 0, [])
+        CudaMemories(driver.load).open(HANDLE, 0)
+    assert (driver.opened, driver.current) == (0, [])
 
 
 def test_open_on_a_missing_gpu_is_an_error() -> None:
     with pytest.raises(DeviceError, match="cuDeviceGet returned 101"):
-        open_cuda_memory(HANDLE, 3, Driver().load)
+        CudaMemories(Driver().load).open(HANDLE, 3)
 
 
 @pytest.mark.parametrize("size", [0, 63, 65])
 def test_open_handle_of_another_size_is_refused(size: int) -> None:
     with pytest.raises(DeviceError, match=f"expected a handle of 64 bytes, got {size}"):
-        open_cuda_memory(b"x" * size, 0, Driver().load)
+        CudaMemories(Driver().load).open(b"x" * size, 0)
 
 
 def test_open_without_a_driver_is_an_error() -> None:
@@ -80,12 +83,12 @@ def test_open_without_a_driver_is_an_error() -> None:
         return ctypes.CDLL("libno-such-library.so.9")
 
     with pytest.raises(DeviceError, match=r"no NVIDIA driver: libcuda.so.1 can't be loaded"):
-        open_cuda_memory(HANDLE, 0, load)
+        CudaMemories(load).open(HANDLE, 0)
 
 
 def test_failed_copies_are_errors_and_leave_no_context_current() -> None:
     driver = Driver()
-    memory = open_cuda_memory(HANDLE, 0, driver.load)
+    memory = CudaMemories(driver.load).open(HANDLE, 0)
     driver.codes["copy"] = 700
     with pytest.raises(DeviceError, match="cuMemcpyDtoH returned 700"):
         read(memory, 1)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from backends.base import ModelSpec, TensorSpec
-from backends.cuda.memory import open_cuda_memory
 from backends.packed import Packed
 from backends.shares import Outputs, Share
 from protos import inference_pb2 as pb
@@ -19,7 +18,7 @@ from server.codec.shortcuts import AnswerPlan, Envelope
 from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from server.errors import InvalidRequest
 from server.limits import LARGEST_MESSAGE_BYTES
-from server.memory.cuda_region import CudaRegion
+from server.memory.cuda_region import CudaRegions
 from server.memory.region_tensors import RegionTensor
 from server.memory.regions import Regions
 from server.memory.system_region import open_system_region
@@ -290,7 +289,7 @@ def test_request_in_a_removed_region_ends_the_row(regions: Regions) -> None:
 
 
 def test_requests_with_outputs_on_a_gpu_are_alike_too(regions: Regions) -> None:
-    regions.add(CudaRegion("gpu", 0, 100, open_cuda_memory(HANDLE, 0, Driver(size=100).load)))
+    regions.add(CudaRegions(Driver(size=100).load).open("gpu", HANDLE, 0, 100))
     sender = Sender(FLOATS, regions)
     host, gpu = sender.learned(_in_region("r0", "r1")), sender.learned(_in_region("r0", "gpu"))
     assert sender.alike(host, gpu, host) == 3

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from backends.base import Array, DeviceTensor, Execution, Tensors
-from backends.cuda.memory import open_cuda_memory
-from server.memory.cuda_region import CudaRegion
+from server.memory.cuda_region import CudaRegion, CudaRegions
 from server.memory.output_writing import writing_outputs
 from server.memory.region_tensors import Inputs, Span, TargetedInputs
 from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
@@ -27,7 +26,7 @@ def driver() -> Driver:
 
 @pytest.fixture
 def region(driver: Driver) -> CudaRegion:
-    return CudaRegion("r", 0, 64, open_cuda_memory(HANDLE, 0, driver.load))
+    return CudaRegions(driver.load).open("r", HANDLE, 0, 64)
 
 
 def results_after_writing(targets: Mapping[int, Span], *results: Array) -> Tensors | Exception:

@@ -8,11 +8,10 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.cuda.memory import CudaMemory, open_cuda_memory
 from backends.errors import LoadError
 from protos import inference_pb2 as pb
 from server.errors import InvalidRequest
-from server.memory.cuda_region import CudaRegion, open_cuda_region
+from server.memory.cuda_region import CudaRegion, CudaRegions
 from server.memory.regions import Regions
 from server.rpc.shared_memory import SharedMemory
 from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
@@ -69,7 +68,7 @@ def test_open_cuda_region_with_bad_arguments_is_refused(device: int, size: int, 
     with pytest.raises(
         InvalidRequest, match=re.escape(f"failed to register CUDA shared memory region 'c': invalid args: {text}")
     ):
-        open_cuda_region("c", handle, device, size)
+        CudaRegions().open("c", handle, device, size)
 
 
 @pytest.fixture
@@ -78,12 +77,11 @@ def driver() -> Driver:
 
 
 @pytest.fixture
-def memory(driver: Driver) -> CudaMemory:
-    return open_cuda_memory(HANDLE, 0, driver.load)
+def region(driver: Driver) -> CudaRegion:
+    return CudaRegions(driver.load).open("c", HANDLE, 0, 100)
 
 
-def test_cuda_region_reads_and_writes_the_drivers_memory(driver: Driver, memory: CudaMemory) -> None:
-    region = CudaRegion("c", 0, 100, memory)
+def test_cuda_region_reads_and_writes_the_drivers_memory(driver: Driver, region: CudaRegion) -> None:
     region.check()
     region.write(b"\1\2\3\4", 90)
     region.write(memoryview(b"\5\6\7\x08"), 94)
@@ -94,8 +92,7 @@ def test_cuda_region_reads_and_writes_the_drivers_memory(driver: Driver, memory:
     region.read_into(np.empty(0, np.uint8), 0)
 
 
-def test_cuda_region_failure_refuses_the_request(driver: Driver, memory: CudaMemory) -> None:
-    region = CudaRegion("c", 0, 100, memory)
+def test_cuda_region_failure_refuses_the_request(driver: Driver, region: CudaRegion) -> None:
     driver.codes["copy"] = 700
     with pytest.raises(InvalidRequest, match="shared memory region 'c' can't be read: the NVIDIA driver failed"):
         region.read_into(np.empty(1, np.uint8), 0)
