@@ -94,6 +94,12 @@ def _refuse_port_in_use(address: str, port: int) -> None:
         raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
 
 
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """May be called on any thread, which may outlive the loop."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
+
+
 def _regions(settings: Settings) -> Regions | None:
     if not settings.allow_client_shm:
         return None
@@ -189,7 +195,8 @@ class Server:
         upstream = settings.upstream
         self._upstream = Upstream(upstream, self.repository, settings.batching) if upstream else None
         self._inference = Inference(self.repository, self._tracer)
-        self._shared_memory = SharedMemory(self._regions, partial(count_gpus, load), CudaRegions(load))
+        self._cuda = CudaRegions(load)
+        self._shared_memory = SharedMemory(self._regions, partial(count_gpus, load), self._cuda)
         forwarding, passing = header_rules(settings)
         self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
         self._remote_settings = RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings)
@@ -239,6 +246,7 @@ class Server:
             raise
         self._why_closed = ""
         self.repository.on_change = self._tell_health
+        self._cuda.on_loss = partial(_call_soon, asyncio.get_running_loop(), self._tell_health)
         self._tell_health()
         if self._settings.model_control_mode is ControlMode.POLL:
             self._polling = asyncio.create_task(self.poller.run())
@@ -315,11 +323,15 @@ class Server:
         if self._why_closed:
             return
         ready = self.repository.ready
-        self._grpc.set_serving(ready, not self.repository.why_not_live)
+        self._grpc.set_serving(ready, not self._why_not_live())
         self._metrics.set_health(ready, len(self.repository.failures))
         if ready and not self._was_ready:
             self._was_ready = True
             _log.info("ready: %s", self._say_ports())
+
+    def _why_not_live(self) -> str:
+        lost = self._cuda.lost and f"CUDA shared memory: {self._cuda.lost}"
+        return "; ".join(filter(None, (self.repository.why_not_live, lost)))
 
     def _why_not_ready(self) -> str:
         nobody = "" if self._grpc.is_open else "no frontend is listening; another is being started"
@@ -328,7 +340,7 @@ class Server:
     def _probes(self) -> dict[str, LoopProbe]:
         loop = asyncio.get_running_loop()
         return {
-            "/livez": LoopProbe(loop, lambda: self.repository.why_not_live),
+            "/livez": LoopProbe(loop, self._why_not_live),
             "/readyz": LoopProbe(loop, self._why_not_ready),
         }
 

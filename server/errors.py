@@ -9,6 +9,7 @@ ServerError
 ├── RegionNotFound   no shared memory region of that name
 ├── RegionExists     a shared memory region of that name is registered already
 ├── TooManyRegions   as many shared memory regions as allowed
+├── GpuLost          the GPU of a shared memory region is lost for this process
 ├── NotSupported     this build can't, or it is switched off
 ├── InternalError    something unforeseen in the process with the models, reported by a front
 ├── ConfigError      a model's configuration asks for the impossible; fails its load
@@ -64,6 +65,7 @@ __all__ = [
     "STATUS_OF",
     "AnswerTooLarge",
     "ConfigError",
+    "GpuLost",
     "InternalError",
     "InvalidRequest",
     "LoadFailed",
@@ -128,6 +130,10 @@ class TooManyRegions(ServerError):
     """No more shared memory regions may be registered."""
 
 
+class GpuLost(ServerError):
+    """The GPU of a shared memory region is lost for this process; another one can use it."""
+
+
 class NotSupported(ServerError):
     """Not in this build, or switched off; says what to switch on."""
 
@@ -184,6 +190,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     RegionNotFound: grpc.StatusCode.NOT_FOUND,
     RegionExists: grpc.StatusCode.ALREADY_EXISTS,
     TooManyRegions: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    GpuLost: grpc.StatusCode.UNAVAILABLE,
     BatcherClosed: grpc.StatusCode.UNAVAILABLE,
     NoInstance: grpc.StatusCode.UNAVAILABLE,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+from backends.cuda.codes import BROKEN, GONE, code_of
 from backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, OutOfMemory, Unequipped
 
 __all__ = ["device_failure", "failure", "reason_of"]
@@ -27,13 +28,6 @@ _OUT_OF_MEMORY = re.compile(
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_\w*ALLOCATION_FAILED"
     r"|CUFFT_ALLOC_FAILED"
 )
-# Values of cudaError_t after which, says NVIDIA, the process must be terminated and relaunched to use CUDA again: every
-# further call fails with the same. ECC and NVLink errors, what kernels did wrong (addresses, instructions, asserts,
-# time), a process of the same MPS server that was ended, and another device's error.
-_BROKEN = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
-# The device is gone, or gone for this process: the driver was shut down, the device is unavailable, there is none, its
-# context is gone, or CUDA has no name for the error, as after a reset.
-_GONE = frozenset((3, 4, 46, 100, 101, 201, 709, 999))
 _LOST = re.compile(
     r"device lost|busy or unavailable|uncorrectable ECC|illegal memory access|unspecified launch failure"
     r"|illegal instruction was encountered|misaligned address|device-side assert|GPU (?:is lost|has fallen off the bus)"
@@ -44,7 +38,6 @@ _LOST_BY_NAME = re.compile(
     r"|NvlinkUncorrectable|Contained|LaunchTimeout|ContextIsDestroyed|Assert|HardwareStackError|InvalidAddressSpace"
     r"|InvalidPc|TensorMemoryLeak|MpsClientTerminated|ExternalDevice|Unknown):"
 )
-_DRIVER_ERROR = re.compile(r"returned (\d+) \(")
 _SESSION_FAULT = re.compile(
     r"(CUDA|CUDNN(?:_FE)?|CUBLAS|CUFFT) failure|\bCUDA error cudaError|Failed to initialize CUDNN Frontend"
 )
@@ -71,8 +64,7 @@ def failure(error: Exception) -> ExecutionError:
 def device_failure(error: DeviceError) -> InstanceError:
     """The exception to raise for a driver's error during an execution. Its numbers are those of CUDA's errors."""
     reason = str(error)
-    code = _DRIVER_ERROR.search(reason)
-    if code is not None and int(code[1]) in _BROKEN | _GONE:
+    if code_of(error) in BROKEN | GONE:
         return DeviceLost(reason)
     return OutOfMemory(reason) if _OUT_OF_MEMORY.search(reason) else InstanceError(reason)
 
@@ -86,4 +78,4 @@ def reason_of(error: Exception) -> str:
 
 def _is_lost(reason: str) -> bool:
     codes = {int(code) for code in _CUDA_ERROR.findall(reason)}
-    return bool(codes & (_BROKEN | _GONE) or _LOST.search(reason) or _LOST_BY_NAME.search(reason))
+    return bool(codes & (BROKEN | GONE) or _LOST.search(reason) or _LOST_BY_NAME.search(reason))

@@ -21,7 +21,7 @@ from protos.inference_pb2 import ModelInferResponse
 from protos.tensors import TensorError, decode_raw, element_count
 from protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, varint
 from server.codec.decoded import RequestOptions
-from server.errors import InvalidRequest
+from server.errors import GpuLost, InvalidRequest
 from server.limits import LARGEST_RESPONSE_BYTES
 from server.memory.client_memory import NOWHERE
 from server.memory.region_tensors import Input, Inputs, Place, RegionTensor, Span
@@ -275,6 +275,6 @@ class BatchAnswers:
             for span, data, size_bytes, row_bytes in self._writes:
                 begin = row * row_bytes
                 span.region.write(data[begin : begin + size_bytes], span.offset)
-        except InvalidRequest:
+        except (InvalidRequest, GpuLost):
             return False
         return True

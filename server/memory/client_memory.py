@@ -13,7 +13,7 @@ from backends.base import DeviceTensor, ModelSpec, Tensors
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_raw, raw_buffer
-from server.errors import InvalidRequest, NotSupported, RegionNotFound
+from server.errors import GpuLost, InvalidRequest, NotSupported, RegionNotFound
 from server.memory.region_tensors import BYTE_SIZE, OFFSET, REGION, Input, RegionTensor, Span, span_of
 from server.memory.regions import Regions
 
@@ -119,7 +119,7 @@ class ClientMemory:
         try:
             for index, data in buffers.items():
                 targets[index].region.write(data, targets[index].offset)
-        except InvalidRequest:
+        except (InvalidRequest, GpuLost):
             return False
         return True
 

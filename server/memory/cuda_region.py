@@ -8,17 +8,21 @@ Lives here: its bounds, and the driver's errors in the caller's terms. Must not:
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from backends.base import Array
+from backends.cuda.codes import BROKEN, code_of
 from backends.cuda.memory import CudaMemories, CudaMemory
 from backends.errors import DeviceError
-from server.errors import InvalidRequest
+from server.errors import GpuLost, InvalidRequest, ServerError
 
 __all__ = ["CudaRegion", "CudaRegions"]
+
+_log = logging.getLogger("paceline.server.shared_memory")
 
 _LAST = 2**31 - 1
 """The driver takes 32 bits, and would take a larger number for another device."""
@@ -29,11 +33,12 @@ class CudaRegion:
 
     kind = "cuda"
 
-    def __init__(self, name: str, device: int, byte_size: int, memory: CudaMemory) -> None:
+    def __init__(self, name: str, device: int, byte_size: int, memory: CudaMemory, made_by: CudaRegions) -> None:
         self.name = name
         self.device = device
         self.byte_size = byte_size
         self._memory = memory
+        self._made_by = made_by
 
     @property
     def mapped_at(self) -> None:
@@ -46,31 +51,39 @@ class CudaRegion:
         return self._memory.address if gpu == self.device else None
 
     def read_into(self, target: Array, offset: int) -> None:
-        """Fill `target`, which is C-contiguous, with what begins at `offset`. Blocks; raises InvalidRequest."""
+        """Fill `target`, which is C-contiguous, with what begins at `offset`. Blocks; raises InvalidRequest or
+        GpuLost."""
         try:
             self._memory.read(target.ctypes.data, target.nbytes, offset)
         except DeviceError as error:
-            raise InvalidRequest(f"shared memory region '{self.name}' can't be read: {error}") from None
+            raise self._made_by.failure(error, f"shared memory region '{self.name}' can't be read") from None
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
-        """Put `data` at `offset`. Blocks; raises InvalidRequest."""
+        """Put `data` at `offset`. Blocks; raises InvalidRequest or GpuLost."""
         source = np.frombuffer(data, np.uint8)
         try:
             self._memory.write(source.ctypes.data, source.nbytes, offset)
         except DeviceError as error:
-            raise InvalidRequest(f"shared memory region '{self.name}' can't be written: {error}") from None
+            raise self._made_by.failure(error, f"shared memory region '{self.name}' can't be written") from None
 
 
 class CudaRegions:
-    """Opens regions. `load` opens a shared library."""
+    """Opens regions. `load` opens a shared library.
+
+    `lost` is the driver's error after which only another process can use CUDA, "" before; instances on GPUs find that
+    out for themselves. Then `on_loss` is called, on any thread.
+    """
 
     def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
         self._memories = CudaMemories(load)
+        self.lost = ""
+        self.on_loss: Callable[[], object] = lambda: None
 
     def open(self, name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
         """The region `name`: `byte_size` bytes of what `handle` stands for on GPU `device`.
 
-        Blocks. Raises InvalidRequest for a handle that the driver doesn't open, or a size beyond the allocation's.
+        Blocks. Raises InvalidRequest for a handle that the driver doesn't open, or a size beyond the allocation's;
+        GpuLost.
         """
         where = f"failed to register CUDA shared memory region '{name}': invalid args"
         if device < 0:
@@ -82,7 +95,17 @@ class CudaRegions:
         try:
             memory = self._memories.open(handle, device)
         except DeviceError as error:
-            raise InvalidRequest(f"{where}: {error}") from None
+            raise self.failure(error, where) from None
         if byte_size > memory.byte_size:
             raise InvalidRequest(f"{where}: expected up to the {memory.byte_size} bytes of its memory, got {byte_size}")
-        return CudaRegion(name, device, byte_size, memory)
+        return CudaRegion(name, device, byte_size, memory, self)
+
+    def failure(self, error: DeviceError, what: str) -> ServerError:
+        """The exception to raise for the driver's `error`, which is why `what`."""
+        if code_of(error) not in BROKEN:
+            return InvalidRequest(f"{what}: {error}")
+        if not self.lost:
+            self.lost = str(error)
+            _log.error("CUDA shared memory is lost until the server restarts: %s", error)
+            self.on_loss()
+        return GpuLost(f"{what}: {error}; the server has to restart")

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from backends.base import Array, DeviceTensor, Execution, Tensors
-from server.errors import InvalidRequest
+from server.errors import GpuLost, InvalidRequest
 from server.memory.reading import ExecuteInputs
 from server.memory.region_tensors import Inputs, TargetedInputs
 
@@ -53,7 +53,7 @@ def _left(inputs: Inputs, result: Tensors | Exception) -> Tensors | Exception:
             continue
         try:
             region.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, offset)
-        except InvalidRequest:
+        except (InvalidRequest, GpuLost):
             return result
         left[index] = cast("Array", DeviceTensor(region, 0, array.dtype, array.shape))
     return left

@@ -20,7 +20,7 @@ import numpy as np
 from backends.base import Allocate, Array, DeviceTensor, Execution, ModelSpec, ProvidesBuffers, Slot, Targets, Tensors
 from backends.batching import shares
 from backends.packed import Packed
-from server.errors import InvalidRequest
+from server.errors import GpuLost, InvalidRequest
 from server.memory.bulk_copy import Piece, copy_all
 from server.memory.region_tensors import Input, Inputs, RegionTensor, TargetedInputs
 from server.memory.regions import Region, all_intact
@@ -30,7 +30,7 @@ __all__ = ["Execute", "ExecuteInputs", "reading", "reading_by"]
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
 
-_Failures = dict[int, InvalidRequest]
+_Failures = dict[int, InvalidRequest | GpuLost]
 """By the place of the request in its batch."""
 
 
@@ -38,7 +38,7 @@ def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None =
     """Wrap an instance's `execute` for requests some of whose inputs aren't read yet. `buffers` is the instance, if
     it has memory of its own for inputs.
 
-    A request whose inputs can't be read gets an InvalidRequest in the place of its results.
+    A request whose inputs can't be read gets an InvalidRequest or GpuLost in the place of its results.
     """
     stackable = spec.by_rows and spec.batched
     allocate = buffers.buffer if buffers is not None and stackable else None
@@ -126,7 +126,7 @@ def _one_by_one(
                 _read(one, index, allocate) if isinstance(one, RegionTensor) else one
                 for index, one in enumerate(inputs)
             ]
-        except InvalidRequest as error:
+        except (InvalidRequest, GpuLost) as error:
             failures[number] = _bare(error)
         else:
             there.append(cast("Tensors", read))
@@ -206,7 +206,7 @@ def _fill_one_by_one(columns: Sequence[Array], requests: Sequence[Inputs], failu
         try:
             for column, one in zip(columns, inputs, strict=True):
                 _fill(column[start:stop], one)
-        except InvalidRequest as error:
+        except (InvalidRequest, GpuLost) as error:
             # The next one takes its rows.
             failures[number] = _bare(error)
         else:
@@ -230,7 +230,7 @@ def _timed(execute: Execute, requests: Sequence[Tensors], padded_rows: int, bega
     return replace(done, input_ns=done.input_ns + read_ns)
 
 
-def _bare(error: InvalidRequest) -> InvalidRequest:
+def _bare(error: InvalidRequest | GpuLost) -> InvalidRequest | GpuLost:
     """`error` without tracebacks, whose frames would hold the batch, and with it other clients' regions."""
     error.__context__ = None
     return error.with_traceback(None)

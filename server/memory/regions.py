@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Region(Protocol):
     """Memory of a client that requests read from and write to. Whoever holds the region may use it; it is given back
     when nobody does. All methods may be called on any thread, and raise InvalidRequest if the client has taken the
-    memory away."""
+    memory away, GpuLost if its GPU is lost."""
 
     @property
     def kind(self) -> str:

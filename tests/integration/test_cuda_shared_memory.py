@@ -14,11 +14,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from backends.onnx.backend import OnnxBackend
 from protos import inference_pb2 as pb
 from tests import models
 from tests.cuda import stand_in
+from tests.integration.probing import probe
 from tests.integration.regions import register, settings, unregister
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async
@@ -326,3 +328,31 @@ async def test_registration_that_the_driver_refuses_says_why(tmp_path: Path, gpu
         assert gpu.driver.stand_in_opened() == 1
         await unregister_cuda(served)
         assert gpu.driver.stand_in_opened() == 0
+
+
+async def test_gpu_that_is_lost_to_shared_memory_is_told_and_ends_liveness_but_no_other_request(
+    tmp_path: Path, gpu: Gpu
+) -> None:
+    write(tmp_path / "models", LATER)
+    async with served_by(gpu, tmp_path, staged=False) as served:
+        assert await probe(served, "/livez") == (200, "ok\n")
+        gpu.driver.stand_in_fail(b"cuMemcpyDtoH", 719)
+        calls = [
+            asyncio.ensure_future(served.infer(asking(4, ("c", 0)))),
+            asyncio.ensure_future(served.infer(asking(4, floats(1, 4)))),
+        ]
+        lost, answered = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(lost, grpc.aio.AioRpcError)
+        assert (lost.code(), "can't be read: the NVIDIA driver failed" in (lost.details() or "")) == (
+            Code.UNAVAILABLE,
+            True,
+        )
+        assert isinstance(answered, pb.ModelInferResponse)
+        assert answered.raw_output_contents[0] == (-floats(1, 4)).tobytes()
+        reason = "the NVIDIA driver failed: cuMemcpyDtoH returned 719 (CUDA_ERROR_LAUNCH_FAILED)"
+        assert await probe(served, "/livez") == (503, f"CUDA shared memory: {reason}\n")
+        health: Any = health_pb2_grpc.HealthStub(served.channel)
+        request = health_pb2.HealthCheckRequest(service="liveness")
+        while (await health.Check(request)).status != health_pb2.HealthCheckResponse.NOT_SERVING:
+            await asyncio.sleep(0.01)
+        assert await probe(served, "/readyz") == (200, "ok\n")

@@ -10,7 +10,7 @@ import pytest
 
 from backends.errors import LoadError
 from protos import inference_pb2 as pb
-from server.errors import InvalidRequest
+from server.errors import GpuLost, InvalidRequest
 from server.memory.cuda_region import CudaRegion, CudaRegions
 from server.memory.regions import Regions
 from server.rpc.shared_memory import SharedMemory
@@ -93,11 +93,29 @@ def test_cuda_region_reads_and_writes_the_drivers_memory(driver: Driver, region:
 
 
 def test_cuda_region_failure_refuses_the_request(driver: Driver, region: CudaRegion) -> None:
-    driver.codes["copy"] = 700
+    driver.codes["copy"] = 1
     with pytest.raises(InvalidRequest, match="shared memory region 'c' can't be read: the NVIDIA driver failed"):
         region.read_into(np.empty(1, np.uint8), 0)
     with pytest.raises(InvalidRequest, match="shared memory region 'c' can't be written: the NVIDIA driver failed"):
         region.write(b"x", 0)
+
+
+def test_cuda_region_whose_gpu_is_lost_says_so_and_is_reported_once(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    regions, losses = CudaRegions(driver.load), list[str]()
+    regions.on_loss = lambda: losses.append(regions.lost)
+    region = regions.open("c", HANDLE, 0, 100)
+    driver.codes.update(copy=700, open=700)
+    for use, what in (
+        (lambda: region.read_into(np.empty(1, np.uint8), 0), "region 'c' can't be read: the NVIDIA driver failed"),
+        (lambda: region.write(b"x", 0), "region 'c' can't be written: the NVIDIA driver failed"),
+        (lambda: regions.open("d", HANDLE, 0, 100), "failed to register CUDA shared memory region 'd'"),
+    ):
+        with pytest.raises(GpuLost, match=rf"{what}.* returned 700 .*; the server has to restart"):
+            use()
+    assert losses == ["the NVIDIA driver failed: cuMemcpyDtoH returned 700 (CUDA_ERROR_OF_SOME_KIND)"]
+    assert caplog.messages == [f"CUDA shared memory is lost until the server restarts: {losses[0]}"]
 
 
 async def test_switched_off_shared_memory_does_not_look_for_gpus() -> None:
