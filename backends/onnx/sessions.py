@@ -75,6 +75,10 @@ _UNSYNCHRONIZED = "disable_synchronize_execution_providers"
 _NOT_CAPTURED = re.compile(r"(graph capture|CUDA [Gg]raph) feature")
 """What ONNX Runtime says about a model that it can't capture because of control flow or nodes on the CPU."""
 
+_CAPTURES_SINCE = (1, 31)
+"""Graphs of earlier versions may read host memory that is gone when they are replayed, as that of GatherND
+(github.com/microsoft/onnxruntime/pull/32120): wrong answers, without an error."""
+
 _OF_DRIVER = re.compile(r"undefined symbol: cu[A-Z]")
 """A function of the driver that the provider is linked to. Names in CUDA's libraries continue with a lower-case
 letter."""
@@ -163,6 +167,10 @@ def open_session(
         streams = open_streams(accelerator) if accelerator is not None else None
         # The CUDA provider can't capture what TensorRT computes, which has graphs of its own.
         graphs = streams is not None and options.cuda_graphs and options.tensorrt is None
+        if graphs and tuple(map(int, ort.__version__.split(".")[:2])) < _CAPTURES_SINCE:
+            text = "model '%s' runs without CUDA graphs: those of onnxruntime %s may be wrong, those of 1.31 aren't"
+            _log.warning(text, name, ort.__version__)
+            graphs = False
         if graphs:
             try:
                 session = _session(str(path), options, device, streams)

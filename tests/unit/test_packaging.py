@@ -113,7 +113,10 @@ def locked() -> dict[str, list[tuple[Version, Requirement]]]:
 
 @pytest.mark.parametrize(
     "line",
-    [*PROJECT["dependencies"], *(one for extra in ("dev", "otel") for one in PROJECT["optional-dependencies"][extra])],
+    [
+        *PROJECT["dependencies"],
+        *(one for extra in ("cuda", "dev", "otel") for one in PROJECT["optional-dependencies"][extra]),
+    ],
 )
 def test_lock_satisfies_the_requirements_of_pyproject(line: str) -> None:
     wanted = Requirement(line)

@@ -19,7 +19,15 @@ from backends.errors import DeviceError
 from backends.host_accelerator import HostAccelerator
 from backends.onnx import sessions
 from backends.onnx.options import GraphLevel, OnnxOptions
-from backends.onnx.sessions import OpenSession, prepare_cuda, run_options, session_options, staged_run_options
+from backends.onnx.sessions import (
+    OpenSession,
+    open_session,
+    prepare_cuda,
+    run_options,
+    session_options,
+    staged_run_options,
+)
+from tests import models
 
 
 def test_session_options_have_the_requested_values() -> None:
@@ -134,6 +142,21 @@ def test_session_whose_device_cannot_be_waited_for_is_never_freed(code: int) -> 
     held.clear()
     gc.collect()
     assert not gone
+
+
+@pytest.mark.parametrize(("version", "graphs"), [("1.30.2", False), ("1.31.0", True), ("2.0.0", True)])
+def test_graphs_are_captured_only_by_versions_that_replay_them_rightly(
+    version: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ort, "__version__", version)
+    path = models.write(models.identity("FP32", ("batch", 2)), tmp_path / "model.onnx")
+    opened = open_session("m", path, OnnxOptions(cuda={"enable_cuda_graph": "1"}), Device(), HostAccelerator())
+    assert opened.graphs == graphs
+    assert caplog.messages == (
+        []
+        if graphs
+        else ["model 'm' runs without CUDA graphs: those of onnxruntime 1.30.2 may be wrong, those of 1.31 aren't"]
+    )
 
 
 def test_runs_that_shrink_the_gpus_arena_are_synchronized() -> None:
