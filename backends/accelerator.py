@@ -99,6 +99,9 @@ class Accelerator(Protocol):
         """Block until the device has finished all its work. Other Python threads run meanwhile. No capture may be in
         progress on it. May be called on any thread, whether it has called `enter` or not."""
 
+    def free_bytes(self) -> int:
+        """How much of the device's memory nobody has. May be called on any thread."""
+
     def host_memory(self, size_bytes: int) -> HostMemory: ...
 
     def device_memory(self, size_bytes: int) -> Memory: ...

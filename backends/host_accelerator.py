@@ -8,6 +8,7 @@ faults show up without a device. Must not: ONNX Runtime.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
@@ -93,6 +94,10 @@ class HostAccelerator:
 
     def synchronize(self) -> None:
         """Nothing to do: copies are carried out by whoever waits for them."""
+
+    def free_bytes(self) -> int:
+        """More than there is: nothing here needs to know."""
+        return sys.maxsize
 
     def host_memory(self, size_bytes: int) -> _Memory:
         with self._lock:

@@ -176,6 +176,12 @@ class CudaAccelerator:
         with self._device.calls.making(), self._device.context.current():
             self._device.call("cuCtxSynchronize")
 
+    def free_bytes(self) -> int:
+        free, total = _size(), _size()
+        with self._device.context.current():
+            self._device.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
     def host_memory(self, size_bytes: int) -> _HostMemory:
         return _HostMemory(self._device, size_bytes)
 

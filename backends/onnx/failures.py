@@ -13,7 +13,7 @@ import re
 from backends.cuda.codes import BROKEN, GONE, code_of
 from backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, OutOfMemory, Unequipped
 
-__all__ = ["device_failure", "failure", "reason_of"]
+__all__ = ["device_failure", "failure", "may_lack_memory", "reason_of"]
 
 _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 _CUDA_ERROR = re.compile(r"\bCUDA failure (\d+): ")
@@ -38,6 +38,8 @@ _LOST_BY_NAME = re.compile(
     r"|NvlinkUncorrectable|Contained|LaunchTimeout|ContextIsDestroyed|Assert|HardwareStackError|InvalidAddressSpace"
     r"|InvalidPc|TensorMemoryLeak|MpsClientTerminated|ExternalDevice|Unknown):"
 )
+# What cuBLAS and cuDNN say if they lack memory for a handle or a kernel, among other reasons.
+_MAY_LACK_MEMORY = re.compile(r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN(?:_FE)? failure")
 _SESSION_FAULT = re.compile(
     r"(CUDA|CUDNN(?:_FE)?|CUBLAS|CUFFT) failure|\bCUDA error cudaError|Failed to initialize CUDNN Frontend"
 )
@@ -67,6 +69,11 @@ def device_failure(error: DeviceError) -> InstanceError:
     if code_of(error) in BROKEN | GONE:
         return DeviceLost(reason)
     return OutOfMemory(reason) if _OUT_OF_MEMORY.search(reason) else InstanceError(reason)
+
+
+def may_lack_memory(error: BaseException) -> bool:
+    """Whether a shortage of the device's memory may be why, though the text doesn't say so."""
+    return type(error) is InstanceError and _MAY_LACK_MEMORY.search(str(error)) is not None
 
 
 def reason_of(error: Exception) -> str:

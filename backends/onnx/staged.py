@@ -13,6 +13,7 @@ host memory belong to the slot alone, and everything that it queued is done when
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
@@ -20,14 +21,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from backends.accelerator import HostMemory, Memory
+from backends.accelerator import Accelerator, HostMemory, Memory
 from backends.base import Array, DeviceTensor, Execution, Slot, Targets, Tensors
 from backends.batching import check_count, rows_of, split
 from backends.device_copies import Made, copy_to_targets, gather, with_targets
 from backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, LoadError, OutOfMemory, StalePlan
 from backends.joining import join_into
 from backends.onnx.captures import captures
-from backends.onnx.failures import device_failure, failure
+from backends.onnx.failures import device_failure, failure, may_lack_memory
 from backends.onnx.instance import from_ortvalue
 from backends.onnx.sessions import NO_GRAPH, OpenSession
 from backends.onnx.shared import Bound, Shared, StagedTensor
@@ -44,6 +45,8 @@ _RESERVED = _SLOTS + 2
 """Memory blocks per output before the first request: one per slot, and some for answers that are being sent."""
 _MAX_BINDINGS = 64
 """Bindings per slot, one per shape. At this many, those without a captured graph are dropped."""
+_LITTLE_BYTES = 2**28
+"""Free memory of a device that may be too little for what libraries need beside tensors: handles, code, workspaces."""
 
 
 class StagedInstance:
@@ -166,8 +169,7 @@ class StagedSlot:
             requests = [[_own(one) for one in cast("Tensors", request)] for request in requests]
             return self._execute(requests, more, targets, capture)
         except BaseException as error:
-            if (lost := self._settle()) and not isinstance(error, DeviceLost):
-                raise DeviceLost(lost) from error
+            self._raise_cause(error, self._settle())
             raise
         results: Sequence[Tensors] = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
         if left:
@@ -336,8 +338,7 @@ class StagedSlot:
 
     def _settle(self) -> str:
         """Wait for what was queued before a failure: the next batch writes to the same buffers. Returns what the driver
-        says if the device is lost, else "". Libraries that notice it first, such as cuBLAS, only say that they
-        failed."""
+        says if the device is lost, else ""."""
         lost = ""
         for stream in self._shared.streams.all:
             try:
@@ -350,6 +351,21 @@ class StagedSlot:
             with contextlib.suppress(Exception):
                 self._let_go(bound)
         return lost
+
+    def _raise_cause(self, error: BaseException, lost: str) -> None:
+        """Raise what is behind `error`, if it is known: libraries such as cuBLAS only say that they failed. `lost` is
+        from `_settle`."""
+        if lost and not isinstance(error, DeviceLost):
+            raise DeviceLost(lost) from error
+        if may_lack_memory(error) and (free_bytes := _free_bytes(self._shared.accelerator)) < _LITTLE_BYTES:
+            raise OutOfMemory(f"{error} (of the device's memory, {free_bytes >> 20} MiB are free)") from error
+
+
+def _free_bytes(accelerator: Accelerator) -> int:
+    try:
+        return accelerator.free_bytes()
+    except DeviceError:
+        return sys.maxsize  # not known
 
 
 def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, shape: Shape) -> bool:

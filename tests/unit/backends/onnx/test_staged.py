@@ -303,6 +303,32 @@ def test_loss_of_the_device_that_a_library_noticed_first_is_recognized_by_what_t
     assert "CUBLAS failure 13" in str(caught.value if kind is InstanceError else caught.value.__cause__)
 
 
+@pytest.mark.parametrize(
+    ("text", "free_mib", "kind"),
+    [
+        ("CUBLAS failure 1: CUBLAS_STATUS_NOT_INITIALIZED ; GPU=0 ; expr=f();", 200, OutOfMemory),
+        ("CUDNN failure 5000: CUDNN_STATUS_EXECUTION_FAILED ; GPU=0 ; expr=f();", 200, OutOfMemory),
+        ("Failed to initialize CUDNN Frontend: CUDNN_FE failure 11: CUDNN_BACKEND_API_FAILED", 200, OutOfMemory),
+        ("Failed to initialize CUDNN Frontend: CUDNN_FE failure 11: CUDNN_BACKEND_API_FAILED", 300, InstanceError),
+        ("CUBLAS failure 7: CUBLAS_STATUS_INVALID_VALUE ; GPU=0 ; expr=f();", 200, InstanceError),
+    ],
+)
+def test_failure_of_a_library_on_a_device_with_little_memory_is_a_shortage_of_it(
+    text: str, free_mib: int, kind: type[InstanceError], tmp_path: Path
+) -> None:
+    accelerator = stand_in.accelerator(tmp_path)
+    slot = identity(tmp_path, accelerator).slots[0]
+    opened = slot._shared.opened
+    opened.session = Failing(opened.session, text)
+    slot._shared.accelerator.enter()
+    taken = accelerator.device_memory(accelerator.free_bytes() - free_mib * 2**20)
+    with pytest.raises(InstanceError) as caught:
+        slot.execute([rows(1)])
+    assert type(caught.value) is kind
+    assert text in str(caught.value)
+    del taken
+
+
 class _LockstepAccelerator(HostAccelerator):
     """A slot that has queued its copies waits until the other slot has, too: both always work at the same time, or the
     test fails. `threads` are those that wait."""
