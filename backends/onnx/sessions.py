@@ -73,7 +73,8 @@ _GRAPH_ID = "gpu_graph_id"
 _UNSYNCHRONIZED = "disable_synchronize_execution_providers"
 
 _NOT_CAPTURED = re.compile(r"(graph capture|CUDA [Gg]raph) feature")
-"""What ONNX Runtime says about a model that it can't capture because of control flow or nodes on the CPU."""
+"""What ONNX Runtime says about a model that it can't capture because of control flow, copies between host and device,
+or nodes of another provider."""
 
 _CAPTURES_SINCE = (1, 31)
 """Graphs of earlier versions may read host memory that is gone when they are replayed, as that of GatherND
