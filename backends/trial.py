@@ -20,7 +20,7 @@ from backends.base import Array, ModelSpec, Tensors, TensorSpec, Trial
 from backends.errors import ExecutionError, InstanceError, ProcessError
 from protos.datatypes import by_name
 
-__all__ = ["try_rows"]
+__all__ = ["alike", "try_rows"]
 
 _MAX_ELEMENTS = 1 << 24
 """Limit for the inputs of a trial, which must not take more memory than the model's own requests may."""
@@ -251,7 +251,7 @@ def _compare(tensor: TensorSpec, alone: Sequence[Array], both: Array, judged: Ar
     if both.shape[:1] != judged.shape or any(shape != (rows, *both.shape[1:]) for shape in shapes):
         few, many = _count(rows), _count(len(judged))
         return f"output '{tensor.name}' has shape {list(shapes[0])} for {few} and {list(both.shape)} for {many}"
-    if not _alike(tensor, np.concatenate(alone)[judged], both[judged]):
+    if not alike(tensor, np.concatenate(alone)[judged], both[judged]):
         return f"output '{tensor.name}' of a row depends on {'the row' if len(alone) == 2 else 'rows'} beside it"
     return ""
 
@@ -260,7 +260,8 @@ def _count(rows: int) -> str:
     return {1: "one row", 2: "two"}.get(rows, f"{rows} rows")
 
 
-def _alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
+def alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
+    """Whether two results of `tensor`, of one axis or more, are the same but for rounding."""
     alone, both = (_numbers(tensor, array) for array in (alone, both))
     if alone.dtype.kind != "f":
         return bool(np.array_equal(alone, both))

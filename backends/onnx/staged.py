@@ -30,6 +30,7 @@ from backends.joining import join_into
 from backends.onnx.captures import captures
 from backends.onnx.failures import device_failure, failure, may_lack_memory
 from backends.onnx.instance import from_ortvalue
+from backends.onnx.replays import GraphUse, changed, check_replayed
 from backends.onnx.sessions import NO_GRAPH, OpenSession
 from backends.onnx.shared import Bound, Shared, StagedTensor
 from backends.staging import Growing, Shape, array_in
@@ -123,7 +124,9 @@ class StagedSlot:
         try:
             # A thread's first execution creates handles of libraries, which may wait for the device, too.
             with captures.capturing() if graphs else captures.synchronizing():
-                self._execute(requests, padded_rows, capture=graphs)
+                self._execute(requests, padded_rows, use=GraphUse.CAPTURE if graphs else GraphUse.REPLAY)
+            if any(bound.graph != NO_GRAPH for bound in self._bindings.values()):
+                self._check_replays(requests, padded_rows)
             for pool in self._shared.pools:
                 pool.reserve(_RESERVED)
         except (DeviceLost, OutOfMemory):
@@ -138,8 +141,22 @@ class StagedSlot:
                 raise InstanceError(str(problem)) from problem
             self._execute(requests, padded_rows)
 
+    def _check_replays(self, requests: Sequence[Tensors], padded_rows: int) -> None:
+        """Raise ExecutionError if what was captured does something else than the model."""
+        batched = self._shared.spec.batched
+        other = [changed(requests, max(padded_rows, sum(rows_of(requests))) if batched else 0, batched=batched)]
+        (computed,) = self._execute(other, padded_rows, use=GraphUse.NONE).results
+        # In between, so that the buffers don't have the right results already.
+        self._execute(requests, padded_rows, use=GraphUse.NONE)
+        (replayed,) = self._execute(other, padded_rows).results
+        check_replayed(self._shared.spec, cast("Tensors", replayed), cast("Tensors", computed))
+
     def _execute(
-        self, requests: Sequence[Inputs], padded_rows: int, targets: Sequence[Targets] = (), capture: bool = False
+        self,
+        requests: Sequence[Inputs],
+        padded_rows: int,
+        targets: Sequence[Targets] = (),
+        use: GraphUse = GraphUse.REPLAY,
     ) -> Execution:
         shared, spec = self._shared, self._shared.spec
         check_count(spec, requests)
@@ -151,7 +168,7 @@ class StagedSlot:
             with opened.executing(sum(rows) + padding):
                 bound = self._stage(opened, requests, sum(rows), padding)
                 staged_ns = monotonic_ns()
-                turn = self._compute(opened, bound, capture)
+                turn = self._compute(opened, bound, use)
             outputs, left = self._collect(bound, rows, targets)
             ran_ns = monotonic_ns()
             self._let_go(bound)
@@ -167,7 +184,7 @@ class StagedSlot:
                 more = opened.plans.next_rows(sum(rows) + padding)
             # Inputs that were read directly into the slot's buffers would be lost when these grow.
             requests = [[_own(one) for one in cast("Tensors", request)] for request in requests]
-            return self._execute(requests, more, targets, capture)
+            return self._execute(requests, more, targets, use)
         except BaseException as error:
             self._raise_cause(error, self._settle())
             raise
@@ -237,11 +254,11 @@ class StagedSlot:
         shape = (rows, *tensor.dims) if self._shared.spec.batched else tensor.dims
         return shape, self._taken[index].fit(tensor.size_bytes(shape)).address
 
-    def _compute(self, opened: OpenSession, bound: Bound, capture: bool) -> int:
+    def _compute(self, opened: OpenSession, bound: Bound, use: GraphUse) -> int:
         """Queue the computation after the copies of its inputs. Returns its number among those of the instance."""
         shared = self._shared
         with shared.lock:
-            graph = self._graph(bound, capture)
+            graph = self._graph(bound, use)
             replays = graph != NO_GRAPH and graph == bound.graph  # which uses the plans of its capture
             if not replays:
                 opened.plans.check(bound.plan)
@@ -254,19 +271,19 @@ class StagedSlot:
             if not replays:
                 opened.plans.executed()
             shared.streams.compute.record(self._computed)
-            if capture:
+            if use is GraphUse.CAPTURE:
                 bound.graph = graph
             shared.queued += 1
             return shared.queued
 
-    def _graph(self, bound: Bound, capture: bool) -> int:
+    def _graph(self, bound: Bound, use: GraphUse) -> int:
         """The id of the graph to replay or capture, else NO_GRAPH. A graph only reads and writes fixed addresses on the
         device, and belongs to the thread that captured it."""
         thread = threading.get_ident()
-        if capture and bound.graph == NO_GRAPH and self._is_fixed(bound):
+        if use is GraphUse.CAPTURE and bound.graph == NO_GRAPH and self._is_fixed(bound):
             self._capturing_thread = thread
             return self._shared.next_graph()
-        return bound.graph if thread == self._capturing_thread else NO_GRAPH
+        return bound.graph if thread == self._capturing_thread and use is not GraphUse.NONE else NO_GRAPH
 
     def _is_fixed(self, bound: Bound) -> bool:
         return None not in bound.shapes and all(tensor.on_device for tensor in self._shared.inputs)
