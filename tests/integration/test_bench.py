@@ -20,7 +20,7 @@ import pytest
 
 from backends.cuda.driver import count_gpus
 from backends.errors import LoadError
-from bench import gpu, gpu_models, gpu_steps, overload
+from bench import gpu, gpu_models, gpu_plan, gpu_steps, overload
 from bench.document import markdown
 from bench.rounds import Settings
 from bench.run import run
@@ -122,7 +122,7 @@ def test_gpu_benchmark_runs_on_a_cpu_and_its_results_make_a_document(tmp_path: P
 def test_gpu_benchmark_whose_server_dies_measures_the_rest(tmp_path: Path) -> None:
     doomed: set[str] = set()
 
-    class Plan(gpu.Plan):
+    class Plan(gpu_plan.Plan):
         def check(self) -> None:
             while doomed:
                 os.kill(int(doomed.pop()), signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_gpu_benchmark_whose_server_dies_measures_the_rest(tmp_path: Path) -> No
 def test_gpu_benchmark_measures_models_beside_one_that_cannot_be_loaded(tmp_path: Path) -> None:
     good = next(one for one in gpu_models.chosen("cpu", quick=True) if one.name == "resnet50_fp32")
     bad = replace(good, name="bad", sizes=(8, 4))  # which isn't how sizes are written
-    plan = gpu.Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
+    plan = gpu_plan.Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
     correct, told, measured, _ = gpu.run(plan, [bad, good], tmp_path)
     assert list(correct.absent) == ["bad"]
     assert "paceline.batch_sizes" in correct.absent["bad"]
@@ -150,7 +150,7 @@ def test_gpu_benchmark_measures_models_beside_one_that_cannot_be_loaded(tmp_path
 
 
 def test_gpu_benchmark_reports_why_it_has_no_gpu_utilization(tmp_path: Path) -> None:
-    class Plan(gpu.Plan):
+    class Plan(gpu_plan.Plan):
         @property
         def on_gpu(self) -> bool:
             return True

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import _reason
-from bench.gpu_steps import LoadGenerators
+from bench.gpu_plan import reason
+from bench.gpu_processes import LoadGenerators
 from bench.steps import BenchError
 
 
@@ -22,9 +22,9 @@ from bench.steps import BenchError
     ids=["long", "empty", "endless"],
 )
 def test_reason_is_the_last_lines_or_only_both_ends_if_they_are_long(text: str, told: str) -> None:
-    reason = _reason(BenchError(text))
-    assert len(reason) < 1300
-    assert re.fullmatch(told, reason)
+    told_reason = reason(BenchError(text))
+    assert len(told_reason) < 1300
+    assert re.fullmatch(told, told_reason)
 
 
 def test_load_that_ends_before_it_begins_is_not_reported_as_late(tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""The processes that `bench.gpu` starts: servers, load generators, and the model without a server.
+
+Lives here: starting them, having them begin at once, reading their lines, ending them. Must not: repeat, compare or
+print.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from bench.stats import Sample
+from bench.steps import BenchError
+from tests.harness import REPO, ServerProcess
+from tests.wire import Array
+
+__all__ = ["Direct", "LoadGenerators", "serving"]
+
+_SPARE_S = 60.0
+_START_S = 120.0
+_SERVE_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGenerators:
+    """`processes` load generators, each with `clients` clients over `channels` connections; each client has one request
+    in flight, over a stream or as a call."""
+
+    processes: int
+    clients: int
+    channels: int
+    stream: bool
+
+    def __str__(self) -> str:
+        return f"{self.processes * self.clients} clients"
+
+    def send(self, target: str, request: Path, seconds: float, warmup_s: float) -> Sample:
+        """Load `target`. Raises BenchError if an answer is an error, or there is none."""
+        arguments = [target, str(request), "--clients", str(self.clients), "--channels", str(self.channels)]
+        arguments += ["--seconds", str(seconds), "--warmup", str(warmup_s), *(["--stream"] if self.stream else [])]
+        with ExitStack() as stack:
+            loads = [stack.enter_context(_Process("load", "--wait", *arguments)) for _ in range(self.processes)]
+            for one in loads:
+                one.answer(_SPARE_S)
+            # All begin at once: a process that measures before others have begun, or after they have ended, has the
+            # server to itself, and the sum would be more than the server can do.
+            for one in loads:
+                one.tell("begin")
+            answers = [one.answer(seconds + warmup_s + _SPARE_S) for one in loads]
+        for answer in answers:
+            if answer["errors"] or not answer["ok"]:
+                raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
+        return {
+            "requests_per_s": sum(answer["requests_per_s"] for answer in answers),
+            "p50_ms": statistics.median(answer["p50_ms"] for answer in answers),
+            "p99_ms": max(answer["p99_ms"] for answer in answers),
+            "cores": sum(answer["cores"] for answer in answers),
+        }
+
+
+class _Process:
+    """`python -m bench.<module>`, for as long as the context lasts. It reads lines and prints lines of JSON."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._name = f"bench.{module}"
+        self._command = [sys.executable, "-m", self._name, *arguments]
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            self._command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+        )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """The next line. Raises BenchError if none comes in time."""
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        line = self._process.stdout.readline() if readable else ""
+        if not line:
+            raise BenchError(f"{self._name} " + ("ended" if readable else f"gave no answer within {timeout_s:g} s"))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Direct(_Process):
+    """`bench.gpu_direct`: `session.run_with_iobinding`."""
+
+    def __init__(self, file: Path, batch: Array, device: str, folder: Path) -> None:
+        path = folder / f"{file.stem}.npy"
+        np.save(path, batch)
+        super().__init__("gpu_direct", str(file), str(path), "--device", device)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self.answer(_START_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def measure(self, seconds: float) -> tuple[Sample, Sample]:
+        """Samples with tensors that stay on the device, and with tensors of the host."""
+        self.tell(str(seconds))
+        found = self.answer(2 * seconds + _SPARE_S)
+        return found["bound"], found["copies"]
+
+
+@contextmanager
+def serving(repository: Path, frontends: int) -> Iterator[ServerProcess]:
+    """A server with the time that GPUs take to load and to warm up. Requests to a model that can't be loaded are
+    answered with the reason, and the others serve: the machine may be lent, and starting over takes minutes."""
+    server = ServerProcess(
+        repository, args=["--frontends", str(frontends), "--allow-client-shm=true", "--exit-on-error=false"]
+    )
+    server.start()
+    try:
+        server.wait_ready(_SERVE_S)
+        yield server
+    finally:
+        if server.returncode is None:
+            server.terminate()
+        server.kill()
