@@ -12,25 +12,22 @@ is saturated.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
-
 from bench import gpu_models, gpu_steps, report, summary
 from bench.gpu_models import GpuModel
-from bench.gpu_plan import Plan, absent, reason, say
+from bench.gpu_plan import Found, Plan, brief, say
 from bench.gpu_processes import serving
-from bench.gpu_rounds import measure, name_of, title_of
-from bench.gpu_sections import check_answers, is_wrong, scale_frontends
+from bench.gpu_rounds import FIRST, ModelRun
+from bench.gpu_sections import ANSWERS, check_answers, scale_frontends
 from bench.machine import facts
-from bench.stats import Sample
 from bench.summary import Section, Summary
 from tests.harness import REPO, ServerProcess
 
@@ -40,41 +37,73 @@ _RESULTS = REPO / "bench" / "results"
 
 
 def run(plan: Plan, chosen: Sequence[GpuModel], folder: Path) -> Iterator[Section]:
-    """One section after the other. Those that fail say why, and the rest continues."""
-    files = {}
-    for model in chosen:
-        say(f"making {model.name}")
-        files[model.name] = gpu_models.write(model, folder)
-        gpu_models.add(model, files[model.name], folder / "models", plan.device, graphs=plan.graphs)
-    with ExitStack() as stack:
-        try:
-            server = stack.enter_context(serving(folder / "models", plan.frontends))
-        except AssertionError as error:
-            yield absent("gpu-correct", "Answers on the device", plan, f"paceline did not start: {reason(error)}")
-            return
-        first = {model.name: _first(server, model) for model in chosen}
-        correct = check_answers(plan, server, chosen, files)
-        yield correct
+    """Sections, each as often as there is something new in it. Those that fail say why, and the rest continues."""
+    found = Found()
+    with found.trying("paceline"):
+        files = {}
         for model in chosen:
-            if why := correct.absent.get(model.name) or (is_wrong(correct, model) and "its answers are wrong"):
-                yield absent(name_of(model), title_of(model), plan, why)
-                continue
-            yield measure(plan, server, model, files[model.name], first[model.name], folder)
-    yield scale_frontends(plan, folder)
+            say(f"making {model.name}")
+            files[model] = gpu_models.write(model, folder)
+            gpu_models.add(model, files[model], folder / "models", plan.device, graphs=plan.graphs)
+        say("starting paceline")
+        with serving(folder / "models", plan.frontends) as server:
+            yield from _served(plan, server, files, folder)
+    if found.absent:
+        yield found.section("gpu-server", "The server of all models", plan.how)
 
 
-def _first(server: ServerProcess, model: GpuModel) -> Sample:
-    """Latencies before any other request. If something is wrong with a model, the steps that follow say what."""
-    try:
-        first_ms, later_ms = gpu_steps.first_request(server, model)
-    except grpc.RpcError:
-        return {}
-    return {"first_ms": first_ms, "p50_ms": later_ms}
+def _served(plan: Plan, server: ServerProcess, files: Mapping[GpuModel, Path], folder: Path) -> Iterator[Section]:
+    """All that is measured of a server: first its answers, then what they cost."""
+    runs = [ModelRun(plan, server, model, file, folder, Found()) for model, file in files.items()]
+    for one in runs:
+        with one.found.trying(FIRST):
+            one.found.add(FIRST, gpu_steps.first_request(server, one.model))
+    right: set[str] = set()
+    yield check_answers(plan, server, files, right)
+    for one in runs:
+        if one.model.name in right:
+            yield from one.sections()
+        else:
+            yield one.unmeasured(f"its answers are wrong, or there are none: see {ANSWERS}")
+    yield from scale_frontends(plan, folder)
+
+
+class Results:
+    """What was found so far, in the file `out` at any time: the machine may be lent."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._found = Summary(facts(), ())
+
+    def add(self, section: Section) -> None:
+        """Add it, or replace that of the same name."""
+        sections = {one.name: one for one in (*self._found.sections, section)}
+        self._found = replace(self._found, sections=tuple(sections.values()))
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        new = self._out.with_name(f"{self._out.name}.new")
+        new.write_text(summary.dump(self._found), encoding="utf-8")
+        os.replace(new, self._out)
+
+    def failures(self) -> list[str]:
+        """What is missing or wrong, a line each."""
+        sections = self._found.sections
+        wrong = [one for found in sections if found.name == ANSWERS for one in found.comparisons]
+        return [
+            *(f"{one.name}: no {who}: {brief(why)}" for one in sections for who, why in one.absent.items()),
+            *(f"wrong: {one.what}" for one in wrong if one.verdict != "reached"),
+        ]
+
+    def show(self) -> None:
+        """Print all of it: last what matters most, as whoever runs this elsewhere may see no more than the last
+        pages."""
+        sections = [
+            replace(one, absent={who: brief(why) for who, why in one.absent.items()}) for one in self._found.sections
+        ]
+        print(f"{report.text(replace(self._found, sections=tuple(sections)))}\n\n{self._out}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     got = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     plan = Plan(
         device=got.device,
         rounds=1 if got.quick else 3,
@@ -87,22 +116,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         until_s=time.monotonic() + 60 * got.minutes,
     )
     chosen = [one for one in gpu_models.chosen(got.device, got.quick) if got.models in one.name]
-    out: Path = got.out or _RESULTS / ("gpu-quick.json" if got.quick else "gpu.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    found = Summary(facts(), ())
+    results = Results(got.out or _RESULTS / ("gpu-quick.json" if got.quick else "gpu.json"))
+
+    def end(number: int, frame: object) -> None:
+        results.show()  # before anything is ended, which may take longer than there is
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         for section in run(plan, chosen, Path(folder)):
-            found = replace(found, sections=(*found.sections, section))
-            out.write_text(summary.dump(found), encoding="utf-8")  # at once: the machine may be lent
-            for one in section.comparisons:
-                say(f"{section.name}: {one.what}: {one.found.median if one.found else 0:.2f} {one.verdict}")
-            for who, why in section.absent.items():
-                say(f"{section.name}: no {who}: {why}")
-    print(f"{report.text(found)}\n\n{out}")
-    wrong = [f"{one.name}: {why}" for one in found.sections for why in one.absent.values()]
-    wrong += [one.what for section in found.sections[:1] for one in section.comparisons if one.verdict != "reached"]
-    if wrong:
-        sys.exit("bench: " + "\n".join(wrong))
+            results.add(section)
+    failures = results.failures()
+    for one in failures:
+        say(one)
+    results.show()
+    if failures:
+        sys.exit(1)
 
 
 def _parser() -> argparse.ArgumentParser:

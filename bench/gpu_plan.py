@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-import grpc
 
 from backends.errors import DeviceError
 from bench.scenario import Reach
 from bench.stats import Sample, spread
 from bench.steps import BenchError
-from bench.subjects import NotServingError
-from bench.summary import Measurement, Section
+from bench.summary import Comparison, Measurement, Section
 
-__all__ = ["FAILURES", "Found", "Plan", "absent", "reason", "say"]
+__all__ = ["Found", "Plan", "brief", "reason", "say"]
 
-_END_OF_REASON = 600
-
-FAILURES = (BenchError, NotServingError, AssertionError, DeviceError, grpc.RpcError, OSError)
-"""What may fail in one section without failing the others: a server may die, and its port with it."""
+_SAY_ALL = (BenchError, DeviceError)
+"""Errors whose texts are written for readers; those of others, such as KeyError, need the type's name."""
+_BRIEF = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +60,10 @@ class Plan:
 
 @dataclass(slots=True)
 class Found:
-    """One model's samples, round by round, by who was measured."""
+    """One section's samples, round by round, by who was measured; and what is missing, by name, with the reason."""
 
     rounds: dict[str, list[Sample]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
 
     def add(self, who: str, sample: Sample) -> None:
         self.rounds.setdefault(who, []).append(sample)
@@ -73,22 +71,45 @@ class Found:
     def of(self, who: str, what: str) -> list[float]:
         return [sample[what] for sample in self.rounds.get(who, ()) if what in sample]
 
-    def measurements(self, points: Mapping[str, str]) -> tuple[Measurement, ...]:
-        return tuple(
-            Measurement(who, points.get(who, ""), {key: spread(self.of(who, key)) for key in samples[0]})
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """If something fails within, `what` is absent for that reason, and the rest continues. Of several reasons, the
+        first counts."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, there is one chance to measure the rest
+            self.absent.setdefault(what, reason(error))
+            say(f"no {what}: {brief(reason(error))}")
+
+    def section(
+        self,
+        name: str,
+        title: str,
+        how: str,
+        comparisons: tuple[Comparison, ...] = (),
+        points: Mapping[str, str] | None = None,
+        generator: str = "",
+    ) -> Section:
+        """All of it as a section; `points` are the loads, by who was measured."""
+        measurements = tuple(
+            Measurement(who, (points or {}).get(who, ""), {key: spread(self.of(who, key)) for key in samples[0]})
             for who, samples in self.rounds.items()
         )
-
-
-def absent(name: str, title: str, plan: Plan, reason: str) -> Section:
-    return Section(name, title, "", plan.how, False, (), (), {"paceline": reason})
+        return Section(name, title, generator, how, False, comparisons, measurements, dict(self.absent))
 
 
 def reason(error: Exception) -> str:
-    """The last lines of what the error says; of a long text, both ends: cuDNN prints a graph of thousands of
-    characters, and whoever runs this elsewhere may see no more than the last pages."""
-    text = " / ".join(str(error).strip().splitlines()[-3:]) or type(error).__name__
-    return text if len(text) <= 2 * _END_OF_REASON else f"{text[:_END_OF_REASON]} [...] {text[-_END_OF_REASON:]}"
+    """All that the error says, in one line."""
+    text = " / ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if text and isinstance(error, _SAY_ALL):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def brief(text: str) -> str:
+    """`text`, or only both ends if it is long: a server prints its log, cuDNN a graph of thousands of characters, and
+    whoever runs this elsewhere may see no more than the last pages."""
+    return text if len(text) <= _BRIEF else f"{text[: _BRIEF // 2]} [...] {text[-_BRIEF // 2 :]}"
 
 
 def say(text: str) -> None:

@@ -105,6 +105,7 @@ class _Process:
         readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline() if readable else ""
         if not line:
+            self._process.kill()  # or the next answer would be to the last question
             raise BenchError(f"{self._name} " + ("ended" if readable else f"gave no answer within {timeout_s:g} s"))
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -118,14 +119,9 @@ class Direct(_Process):
         np.save(path, batch)
         super().__init__("gpu_direct", str(file), str(path), "--device", device)
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        try:
-            self.answer(_START_S)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    def wait_ready(self) -> None:
+        """Wait until it has opened the model. Raises BenchError if it can't."""
+        self.answer(_START_S)
 
     def measure(self, seconds: float) -> tuple[Sample, Sample]:
         """Samples with tensors that stay on the device, and with tensors of the host."""
@@ -135,17 +131,25 @@ class Direct(_Process):
 
 
 @contextmanager
-def serving(repository: Path, frontends: int) -> Iterator[ServerProcess]:
+def serving(repository: Path, frontends: int, end_s: float = 20.0) -> Iterator[ServerProcess]:
     """A server with the time that GPUs take to load and to warm up. Requests to a model that can't be loaded are
-    answered with the reason, and the others serve: the machine may be lent, and starting over takes minutes."""
+    answered with the reason, and the others serve: the machine may be lent, and starting over takes minutes.
+
+    Raises BenchError if it doesn't start; or afterwards, if it doesn't end by itself. It has ended in any case.
+    """
     server = ServerProcess(
         repository, args=["--frontends", str(frontends), "--allow-client-shm=true", "--exit-on-error=false"]
     )
     server.start()
     try:
-        server.wait_ready(_SERVE_S)
+        try:
+            server.wait_ready(_SERVE_S)
+        except AssertionError as error:
+            raise BenchError(f"paceline did not start: {error}") from None
         yield server
+        try:
+            server.terminate(end_s)
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"paceline did not end within {end_s:g} s of SIGTERM and was killed") from None
     finally:
-        if server.returncode is None:
-            server.terminate()
         server.kill()

@@ -1,132 +1,147 @@
 """One model of `bench.gpu`: the server at saturation and at 70 % of that beside the ceiling, round by round.
 
-Lives here: the order of the measurements, and what is compared. Must not: single measurements (`gpu_steps`).
+Lives here: the order of the measurements, and what is compared. Must not: single measurements (`gpu_steps`). Each step
+may fail without the others, and the section is there after each, as the machine may be taken away in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench import gpu_models, gpu_steps
 from bench.gpu_models import GpuModel
-from bench.gpu_plan import FAILURES, Found, Plan, reason, say
+from bench.gpu_plan import Found, Plan, say
 from bench.gpu_processes import Direct, LoadGenerators
 from bench.scenario import Reach
-from bench.stats import Sample, ratio, spread
+from bench.stats import ratio, spread
+from bench.steps import BenchError
 from bench.summary import Comparison, Section
 from tests.harness import ServerProcess
 
-__all__ = ["measure", "name_of", "title_of"]
+__all__ = ["FIRST", "ModelRun"]
 
+FIRST = "the first request"
 _LOAD = 0.7
+_OURS, _BOUND, _COPIES, _CALM = "paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %"
+_THERE = "paceline, images on the GPU"
 
 
-def measure(plan: Plan, server: ServerProcess, model: GpuModel, file: Path, first: Sample, folder: Path) -> Section:
-    """Throughput at saturation beside the ceiling, the GPU's time, latencies at 70 % of the load, the first request."""
-    ours, bound, copies, calm = "paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %"
-    there = "paceline, images on the GPU"
-    found, absent = Found(), {}
-    crowd = _crowd(plan, model)
-    batch = gpu_models.batch_of(model, model.rows)
-    try:
-        with ExitStack() as stack:
-            name = stack.enter_context(gpu_steps.region(server, batch)) if model.shared else ""
-            request = gpu_steps.requests_of(model, batch, name, folder)
-            full = gpu_models.batch_of(model, model.batch_rows)
-            direct = stack.enter_context(Direct(file, full, plan.device, folder))
-            for number in range(plan.rounds):
-                plan.check()
-                say(f"{model.name}: round {number + 1} of {plan.rounds}")
-                _round(plan, server, model, crowd, request, direct, found, (ours, bound, copies), number)
-            plan.check()
-            say(f"{model.name}: at {_LOAD:.0%} of the load")
-            per_s = _LOAD * spread(found.of(ours, "requests_per_s")).median
-            found.add(calm, gpu_steps.latency_at(server, request, per_s, 2 * plan.seconds, plan.warmup_s))
-            if plan.on_gpu and model.shared:
-                plan.check()
-                say(f"{model.name}: from memory on the GPU")
-                name = stack.enter_context(gpu_steps.gpu_region(server, batch))
-                request = gpu_steps.requests_of(model, batch, name, folder)
-                times = plan.seconds, plan.warmup_s
-                found.add(there, gpu_steps.saturation(server, model.name, model.rows, crowd, request, *times))
-    except FAILURES as error:
-        absent[model.name] = reason(error)
-    if plan.on_gpu and found.of(ours, "rows_per_s") and not found.of(ours, "gpu_busy"):
-        absent["GPU busy"] = gpu_steps.why_not_busy()
-    if first:
-        found.add("the first request", first)
-    points = {ours: str(crowd), there: str(crowd), calm: "open loop"}
-    comparisons = tuple(_compare(plan, found, (ours, bound, copies, calm), str(crowd)))
-    measurements = found.measurements(points)
-    generator = f"{crowd.processes} of bench.load"
-    return Section(name_of(model), title_of(model), generator, plan.how, False, comparisons, measurements, absent)
+@dataclass(frozen=True, slots=True)
+class ModelRun:
+    """The measurements of `model`, which `server` serves from `file`; `folder` is for files. `found` may have the first
+    request already."""
 
+    plan: Plan
+    server: ServerProcess
+    model: GpuModel
+    file: Path
+    folder: Path
+    found: Found
 
-def _round(
-    plan: Plan,
-    server: ServerProcess,
-    model: GpuModel,
-    crowd: LoadGenerators,
-    request: Path,
-    direct: Direct,
-    found: Found,
-    names: tuple[str, str, str],
-    number: int,
-) -> None:
-    """Measure both sides, in reverse order every second round."""
+    def sections(self) -> Iterator[Section]:
+        """The section again and again, each time with one more step in it."""
+        with self.found.trying(self.model.name), ExitStack() as stack:
+            self.plan.check()
+            batch = gpu_models.batch_of(self.model, self.model.rows)
+            region = stack.enter_context(gpu_steps.region(self.server, batch)) if self.model.shared else ""
+            request = gpu_steps.requests_of(self.model, batch, region, self.folder)
+            full = gpu_models.batch_of(self.model, self.model.batch_rows)
+            direct = stack.enter_context(Direct(self.file, full, self.plan.device, self.folder))
+            with self.found.trying(_BOUND):
+                direct.wait_ready()
+            for number in range(self.plan.rounds):
+                self.plan.check()
+                self._round(number, request, direct)
+                yield self.section()
+            with self.found.trying(_CALM):
+                self._calm(request)
+                yield self.section()
+            if self.plan.on_gpu and self.model.shared:
+                with self.found.trying(_THERE), gpu_steps.gpu_region(self.server, batch) as region:
+                    self._there(gpu_steps.requests_of(self.model, batch, region, self.folder))
+        if self.plan.on_gpu and self.found.of(_OURS, "rows_per_s") and not self.found.of(_OURS, "gpu_busy"):
+            self.found.absent["GPU busy"] = gpu_steps.why_not_busy()
+        yield self.section()
 
-    def product() -> None:
-        found.add(
-            names[0],
-            gpu_steps.saturation(server, model.name, model.rows, crowd, request, plan.seconds, plan.warmup_s),
-        )
+    def unmeasured(self, why: str) -> Section:
+        """The section of a model that isn't measured."""
+        self.found.absent[self.model.name] = why
+        return self.section()
 
-    def ceiling() -> None:
-        for who, sample in zip(names[1:], direct.measure(plan.seconds / 2), strict=True):
-            found.add(who, sample)
+    def section(self) -> Section:
+        crowd = self._crowd()
+        way = "in system shared memory" if self.model.shared else "over streams"
+        how = f"requests of {self.model.rows} rows {way}, batches of up to {self.model.batch_rows}; {self.plan.how}"
+        points = {_OURS: str(crowd), _THERE: str(crowd), _CALM: "open loop"}
+        name = f"gpu-{self.model.name.replace('_', '-')}"
+        generator = f"{crowd.processes} of bench.load"
+        return self.found.section(name, self.model.name, how, tuple(self._compared()), points, generator)
 
-    for side in (product, ceiling) if number % 2 == 0 else (ceiling, product):
-        side()
-    rates = ", ".join(f"{who} {rate[-1]:,.0f}" for who in names if (rate := found.of(who, "rows_per_s")))
-    busy = [f"{share:.0%} busy" for share in found.of(names[0], "gpu_busy")[-1:]]
-    say(", ".join([f"{model.name}: rows/s: {rates}", *busy]))
+    def _crowd(self) -> LoadGenerators:
+        """Enough clients for four full batches of requests at any time."""
+        clients = max(1, 4 * self.model.batch_rows // self.model.rows // self.plan.processes)
+        return LoadGenerators(self.plan.processes, clients, min(4, clients), stream=not self.model.shared)
 
+    def _round(self, number: int, request: Path, direct: Direct) -> None:
+        """Measure both sides, in reverse order every second round."""
 
-def _compare(plan: Plan, found: Found, names: tuple[str, str, str, str], point: str) -> Iterator[Comparison]:
-    ours, bound, copies, calm = names
-    rates = found.of(ours, "rows_per_s")
-    for who, reach in ((bound, plan.reach(Reach(True, 0.9))), (copies, None)):
-        others = found.of(who, "rows_per_s")
-        both = min(len(rates), len(others))
-        if both:
-            yield Comparison(point, f"rows/s / {who} of full batches", ratio(rates[:both], others[:both]), reach)
-    if busy := found.of(ours, "gpu_busy"):
-        yield Comparison(point, "share of the time that the GPU computed", spread(busy), plan.reach(Reach(True, 0.9)))
-    if (slow := found.of(calm, "p99_ms")) and (batch_ms := found.of(bound, "batch_ms")):
-        times = [slow[0] / spread(batch_ms).median]
-        yield Comparison(
-            f"{_LOAD:.0%} of that", "p99 latency / a full batch", spread(times), plan.reach(Reach(False, 2.5))
-        )
-    if after := found.of(bound, "after_smaller_ms"):
-        times = ratio(after, found.of(bound, "batch_ms"))
-        yield Comparison("alone", "a full batch after one of half the rows / after another full one", times, None)
-    if first := found.of("the first request", "first_ms"):
-        times = ratio(first, found.of("the first request", "p50_ms"))
-        yield Comparison("1 client", "first request / the median of later ones", times, None)
+        def product() -> None:
+            with self.found.trying(_OURS):
+                self.found.add(_OURS, self._saturation(request))
 
+        def ceiling() -> None:
+            with self.found.trying(_BOUND):
+                for who, sample in zip((_BOUND, _COPIES), direct.measure(self.plan.seconds / 2), strict=True):
+                    self.found.add(who, sample)
 
-def _crowd(plan: Plan, model: GpuModel) -> LoadGenerators:
-    """Enough clients for four full batches of requests at any time."""
-    clients = max(1, 4 * model.batch_rows // model.rows // plan.processes)
-    return LoadGenerators(plan.processes, clients, min(4, clients), stream=not model.shared)
+        for side in (product, ceiling) if number % 2 == 0 else (ceiling, product):
+            side()
+        rates = [
+            f"{who} {rate[-1]:,.0f}" for who in (_OURS, _BOUND, _COPIES) if (rate := self.found.of(who, "rows_per_s"))
+        ]
+        busy = [f"{share:.0%} busy" for share in self.found.of(_OURS, "gpu_busy")[-1:]]
+        self._say(f"round {number + 1} of {self.plan.rounds}: rows/s: {', '.join([*rates, *busy])}")
 
+    def _calm(self, request: Path) -> None:
+        self.plan.check()
+        if not (rates := self.found.of(_OURS, "requests_per_s")):
+            raise BenchError("it isn't known how much the server can do")
+        plan, per_s = self.plan, _LOAD * spread(rates).median
+        self.found.add(_CALM, gpu_steps.latency_at(self.server, request, per_s, 2 * plan.seconds, plan.warmup_s))
+        self._say(f"at {per_s:,.0f} requests/s: p99 {self.found.of(_CALM, 'p99_ms')[-1]:.2f} ms")
 
-def name_of(model: GpuModel) -> str:
-    return f"gpu-{model.name.replace('_', '-')}"
+    def _there(self, request: Path) -> None:
+        self.plan.check()
+        self.found.add(_THERE, self._saturation(request))
+        self._say(f"images on the GPU: rows/s: {self.found.of(_THERE, 'rows_per_s')[-1]:,.0f}")
 
+    def _saturation(self, request: Path) -> dict[str, float]:
+        times = self.plan.seconds, self.plan.warmup_s
+        return gpu_steps.saturation(self.server, self.model.name, self.model.rows, self._crowd(), request, *times)
 
-def title_of(model: GpuModel) -> str:
-    way = "in system shared memory" if model.shared else "over streams"
-    return f"{model.name}, requests of {model.rows} rows {way}, batches of up to {model.batch_rows}"
+    def _say(self, text: str) -> None:
+        say(f"{self.model.name}: {text}")
+
+    def _compared(self) -> Iterator[Comparison]:
+        plan, found, point = self.plan, self.found, str(self._crowd())
+        rates = found.of(_OURS, "rows_per_s")
+        for who, reach in ((_BOUND, plan.reach(Reach(True, 0.9))), (_COPIES, None)):
+            others = found.of(who, "rows_per_s")
+            if both := min(len(rates), len(others)):
+                yield Comparison(point, f"rows/s / {who} of full batches", ratio(rates[:both], others[:both]), reach)
+        if busy := found.of(_OURS, "gpu_busy"):
+            share = "share of the time that the GPU computed"
+            yield Comparison(point, share, spread(busy), plan.reach(Reach(True, 0.9)))
+        if (slow := found.of(_CALM, "p99_ms")) and (batch_ms := found.of(_BOUND, "batch_ms")):
+            times = [slow[0] / spread(batch_ms).median]
+            load, what = "70 % of that", "p99 latency / a full batch"
+            yield Comparison(load, what, spread(times), plan.reach(Reach(False, 2.5)))
+        if after := found.of(_BOUND, "after_smaller_ms"):
+            what = "a full batch after one of half the rows / after another full one"
+            yield Comparison("alone", what, ratio(after, found.of(_BOUND, "batch_ms")), None)
+        if first := found.of(FIRST, "first_ms"):
+            what = "first request / the median of later ones"
+            yield Comparison("1 client", what, ratio(first, found.of(FIRST, "p50_ms")), None)

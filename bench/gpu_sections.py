@@ -5,13 +5,13 @@ Lives here: what is asked, in which order, and what is compared. Must not: singl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from bench import gpu_models, gpu_steps
 from bench.gpu_models import GpuModel
-from bench.gpu_plan import FAILURES, Found, Plan, reason, say
+from bench.gpu_plan import Found, Plan, say
 from bench.gpu_processes import LoadGenerators, serving
 from bench.scenario import Reach
 from bench.stats import ratio, spread
@@ -19,37 +19,31 @@ from bench.summary import Comparison, Section
 from tests import models as tiny_models
 from tests.harness import ServerProcess
 
-__all__ = ["check_answers", "is_wrong", "scale_frontends"]
+__all__ = ["ANSWERS", "check_answers", "scale_frontends"]
 
+ANSWERS = "gpu-correct"
 _TINY = "tiny"
 _SMALL = 16
 
 
-def check_answers(plan: Plan, server: ServerProcess, chosen: Sequence[GpuModel], files: Mapping[str, Path]) -> Section:
-    found, absent, comparisons = Found(), {}, []
-    for model in chosen:
-        say(f"checking {model.name}")
-        try:
-            for value in gpu_steps.deviations(server, model, files[model.name], seeds=range(2)):
+def check_answers(plan: Plan, server: ServerProcess, files: Mapping[GpuModel, Path], right: set[str]) -> Section:
+    """Compare answers of each model with the CPU's. Names of models that answer rightly are added to `right`."""
+    found, comparisons = Found(), []
+    for model, file in files.items():
+        with found.trying(model.name):
+            for value in gpu_steps.deviations(server, model, file, seeds=range(2)):
                 found.add(model.name, {"deviation": value})
-        except FAILURES as error:
-            absent[model.name] = reason(error)
-            continue
-        parts = [value / model.tolerance for value in found.of(model.name, "deviation")]
-        what = f"{model.name}: largest deviation from the CPU's answers / {model.tolerance:g} of the largest value"
-        comparisons.append(Comparison("", what, spread(parts), Reach(False, 1.0)))
-    measurements = found.measurements({})
-    return Section(
-        "gpu-correct", "Answers on the device", "", plan.how, False, tuple(comparisons), measurements, absent
-    )
+            parts = [value / model.tolerance for value in found.of(model.name, "deviation")]
+            what = f"{model.name}: largest deviation from the CPU's answers / {model.tolerance:g} of the largest value"
+            comparisons.append(Comparison("", what, spread(parts), Reach(False, 1.0)))
+            say(f"{model.name}: {what}: {max(parts):.3f}, {comparisons[-1].verdict}")
+            if comparisons[-1].verdict == "reached":
+                right.add(model.name)
+    return found.section(ANSWERS, "Answers on the device", plan.how, tuple(comparisons))
 
 
-def is_wrong(correct: Section, model: GpuModel) -> bool:
-    return any(one.what.startswith(f"{model.name}:") and one.verdict != "reached" for one in correct.comparisons)
-
-
-def scale_frontends(plan: Plan, folder: Path) -> Section:
-    """Requests of 16 floats through more and more fronts, in turn."""
+def scale_frontends(plan: Plan, folder: Path) -> Iterator[Section]:
+    """Requests of 16 floats through more and more frontends, in turn; the section after each round."""
     repository = folder / "small"
     tiny_models.write(tiny_models.identity("FP32", ("batch", _SMALL)), repository / _TINY / "1" / "model.onnx")
     kind = "KIND_GPU" if plan.on_gpu else "KIND_CPU"
@@ -58,35 +52,33 @@ def scale_frontends(plan: Plan, folder: Path) -> Section:
     )
     model = GpuModel(_TINY, "FP32", "FP32", (_SMALL,), _SMALL, 1, (64,), False, 0.0, 1, lambda: None)  # type: ignore[arg-type, return-value]
     request = gpu_steps.requests_of(model, gpu_models.batch_of(model, 1), "", folder)
-    crowd = LoadGenerators(plan.processes, 32, 4, stream=False)
-    found, absent = Found(), {}
-    with ExitStack() as stack:
-        try:
+    crowd, found = LoadGenerators(plan.processes, 32, 4, stream=False), Found()
+    with found.trying("frontends"), ExitStack() as stack:
+        plan.check()
+        servers = {count: stack.enter_context(serving(repository, count)) for count in plan.fronts}
+        for number in range(plan.rounds):
             plan.check()
-            servers = {count: stack.enter_context(serving(repository, count)) for count in plan.fronts}
-            for number in range(plan.rounds):
-                plan.check()
-                say(f"fronts: round {number + 1} of {plan.rounds}")
-                for count in plan.fronts if number % 2 == 0 else reversed(plan.fronts):
-                    sample = gpu_steps.saturation(
-                        servers[count], _TINY, 1, crowd, request, plan.seconds / 2, plan.warmup_s
-                    )
-                    found.add(_fronts_name(count), {key: sample[key] for key in sample if key != "gpu_busy"})
-        except FAILURES as error:
-            absent["fronts"] = reason(error)
-    alone = found.of(_fronts_name(plan.fronts[0]), "requests_per_s")
+            for count in plan.fronts if number % 2 == 0 else reversed(plan.fronts):
+                sample = crowd.send(servers[count].target, request, plan.seconds / 2, plan.warmup_s)
+                found.add(_name(count), sample)
+            rates = (f"{count}: {found.of(_name(count), 'requests_per_s')[-1]:,.0f}" for count in plan.fronts)
+            say(f"frontends: round {number + 1} of {plan.rounds}: requests/s: {', '.join(rates)}")
+            yield _scaled(plan, crowd, found)
+    yield _scaled(plan, crowd, found)
+
+
+def _scaled(plan: Plan, crowd: LoadGenerators, found: Found) -> Section:
+    alone = found.of(_name(plan.fronts[0]), "requests_per_s")
     comparisons = []
     for count in plan.fronts[1:]:
-        rates = found.of(_fronts_name(count), "requests_per_s")
+        rates = found.of(_name(count), "requests_per_s")
         if both := min(len(rates), len(alone)):
             what = f"requests/s, --frontends {count} / {plan.fronts[0]}"
             comparisons.append(Comparison(str(crowd), what, ratio(rates[:both], alone[:both]), None))
-    points = dict.fromkeys(found.rounds, str(crowd))
-    generator = f"{crowd.processes} of bench.load"
     title = "Requests of 16 floats through several processes for gRPC"
-    measurements = found.measurements(points)
-    return Section("gpu-frontends", title, generator, plan.how, False, tuple(comparisons), measurements, absent)
+    points, generator = dict.fromkeys(found.rounds, str(crowd)), f"{crowd.processes} of bench.load"
+    return found.section("gpu-frontends", title, plan.how, tuple(comparisons), points, generator)
 
 
-def _fronts_name(count: int) -> str:
+def _name(count: int) -> str:
     return f"paceline --frontends {count}"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from backends.cuda.driver import count_gpus
 from backends.errors import LoadError
 from bench import gpu, gpu_models, gpu_plan, gpu_steps, overload
 from bench.document import markdown
+from bench.gpu_processes import serving
 from bench.rounds import Settings
 from bench.run import run
 from bench.scenario import parse
 from bench.steps import BenchError
-from bench.summary import load
+from bench.summary import Section, load
 from tests import models as tiny_models
-from tests.harness import REPO, ServerProcess
+from tests.harness import REPO, ServerProcess, write_identity
 
 SHORT = Settings(rounds=2, seconds=0.1, warmup_s=0.2, rivals=False)
 TINY = {"server": "paceline", "model": "tiny"}
@@ -132,21 +133,27 @@ def test_gpu_benchmark_whose_server_dies_measures_the_rest(tmp_path: Path) -> No
     sections = gpu.run(Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, 0.0), chosen, tmp_path)
     assert not next(sections).absent
     doomed |= children() - before
-    model, fronts = sections
-    assert "UNAVAILABLE" in model.absent["resnet50_fp32"]
-    assert not fronts.absent
+    found = last_of(sections)
+    assert "UNAVAILABLE" in found["gpu-resnet50-fp32"].absent["resnet50_fp32"]
+    assert not found["gpu-frontends"].absent
 
 
 def test_gpu_benchmark_measures_models_beside_one_that_cannot_be_loaded(tmp_path: Path) -> None:
     good = next(one for one in gpu_models.chosen("cpu", quick=True) if one.name == "resnet50_fp32")
     bad = replace(good, name="bad", sizes=(8, 4))  # which isn't how sizes are written
-    plan = gpu_plan.Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
-    correct, told, measured, _ = gpu.run(plan, [bad, good], tmp_path)
-    assert list(correct.absent) == ["bad"]
-    assert "paceline.batch_sizes" in correct.absent["bad"]
-    assert list(told.absent.values()) == list(correct.absent.values())
-    assert not measured.absent
-    assert {one.who for one in measured.measurements} >= {"paceline", "run_with_iobinding"}
+    found = last_of(gpu.run(short_plan(), [bad, good], tmp_path))
+    assert list(found["gpu-correct"].absent) == ["bad"]
+    assert "paceline.batch_sizes" in found["gpu-correct"].absent["bad"]
+    assert "see gpu-correct" in found["gpu-bad"].absent["bad"]
+    assert not found["gpu-resnet50-fp32"].absent
+    assert {one.who for one in found["gpu-resnet50-fp32"].measurements} >= {"paceline", "run_with_iobinding"}
+
+
+def test_gpu_benchmark_begins_no_model_after_its_time(tmp_path: Path) -> None:
+    chosen = [one for one in gpu_models.chosen("cpu", quick=True) if one.name == "resnet50_fp32"]
+    found = last_of(gpu.run(replace(short_plan(), until_s=0.0), chosen, tmp_path))
+    assert dict(found["gpu-resnet50-fp32"].absent) == {"resnet50_fp32": "the time was up"}
+    assert dict(found["gpu-frontends"].absent) == {"frontends": "the time was up"}
 
 
 def test_gpu_benchmark_reports_why_it_has_no_gpu_utilization(tmp_path: Path) -> None:
@@ -157,8 +164,24 @@ def test_gpu_benchmark_reports_why_it_has_no_gpu_utilization(tmp_path: Path) -> 
 
     chosen = [one for one in gpu_models.chosen("cpu", quick=True) if one.name == "bert_base_fp32"]
     plan = Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
-    _, bert, _ = gpu.run(plan, chosen, tmp_path)
-    assert re.search("NVIDIA driver|nvidia-ml-py|NVML", bert.absent["GPU busy"])
+    found = last_of(gpu.run(plan, chosen, tmp_path))
+    assert re.search("NVIDIA driver|nvidia-ml-py|NVML", found["gpu-bert-base-fp32"].absent["GPU busy"])
+
+
+def test_server_that_does_not_end_is_killed_and_reported(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with pytest.raises(BenchError, match="did not end"), serving(tmp_path, 1, end_s=0.2) as server:
+        os.kill(server.pid, signal.SIGSTOP)
+    assert server.returncode == -signal.SIGKILL
+
+
+def short_plan() -> gpu_plan.Plan:
+    return gpu_plan.Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
+
+
+def last_of(sections: Iterable[Section]) -> Mapping[str, Section]:
+    """Each section as it was at last, by name."""
+    return {one.name: one for one in sections}
 
 
 def children() -> set[str]:
