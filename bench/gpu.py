@@ -60,12 +60,13 @@ def _served(plan: Plan, server: ServerProcess, files: Mapping[GpuModel, Path], f
             one.found.add(FIRST, gpu_steps.first_request(server, one.model))
     right: set[str] = set()
     yield check_answers(plan, server, files, right)
+    if not plan.graphs:  # which change nothing about this
+        yield from scale_frontends(plan, folder)
     for one in runs:
         if one.model.name in right:
             yield from one.sections()
         else:
             yield one.unmeasured(f"its answers are wrong, or there are none: see {ANSWERS}")
-    yield from scale_frontends(plan, folder)
 
 
 class Results:

@@ -11,7 +11,7 @@ import select
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,15 @@ class LoadGenerators:
 
     def __str__(self) -> str:
         return f"{self.processes * self.clients} clients"
+
+    def limit(self, cores: Sequence[float]) -> str:
+        """What to add to a result if these processes, which took so many `cores` in each round, were the limit."""
+        used = statistics.median(cores) if cores else 0.0
+        return (
+            f"; the load was the limit, with {used:.1f} of {self.processes} cores"
+            if used > 0.85 * self.processes
+            else ""
+        )
 
     def send(self, target: str, request: Path, seconds: float, warmup_s: float) -> Sample:
         """Load `target`. Raises BenchError if an answer is an error, or there is none."""

@@ -9,13 +9,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench import gpu_models, gpu_steps
+import numpy as np
+
+from bench import gpu_steps
 from bench.gpu_models import GpuModel
 from bench.gpu_plan import Found, Plan, say
 from bench.gpu_processes import LoadGenerators, serving
 from bench.scenario import Reach
 from bench.stats import ratio, spread
 from bench.summary import Comparison, Section
+from clients.messages import infer_request
 from tests import models as tiny_models
 from tests.harness import ServerProcess
 
@@ -44,17 +47,11 @@ def check_answers(plan: Plan, server: ServerProcess, files: Mapping[GpuModel, Pa
 
 def scale_frontends(plan: Plan, folder: Path) -> Iterator[Section]:
     """Requests of 16 floats through more and more frontends, in turn; the section after each round."""
-    repository = folder / "small"
-    tiny_models.write(tiny_models.identity("FP32", ("batch", _SMALL)), repository / _TINY / "1" / "model.onnx")
-    kind = "KIND_GPU" if plan.on_gpu else "KIND_CPU"
-    (repository / _TINY / "config.pbtxt").write_text(
-        f"max_batch_size: 64 dynamic_batching {{ }} instance_group {{ kind: {kind} count: 1 }}\n"
-    )
-    model = GpuModel(_TINY, "FP32", "FP32", (_SMALL,), _SMALL, 1, (64,), False, 0.0, 1, lambda: None)  # type: ignore[arg-type, return-value]
-    request = gpu_steps.requests_of(model, gpu_models.batch_of(model, 1), "", folder)
-    crowd, found = LoadGenerators(plan.processes, 32, 4, stream=False), Found()
+    # So many connections that each of eight listeners, to which the kernel deals them at random, has some.
+    crowd, found = LoadGenerators(plan.processes, 32, 64 // plan.processes, stream=False), Found()
     with found.trying("frontends"), ExitStack() as stack:
         plan.check()
+        repository, request = folder / "small", _tiny(folder)
         servers = {count: stack.enter_context(serving(repository, count)) for count in plan.fronts}
         for number in range(plan.rounds):
             plan.check()
@@ -67,13 +64,27 @@ def scale_frontends(plan: Plan, folder: Path) -> Iterator[Section]:
     yield _scaled(plan, crowd, found)
 
 
+def _tiny(folder: Path) -> Path:
+    """A repository, `folder`/small, with a model that returns 16 floats; a file with a request. It is on the CPU: on a
+    GPU, the time of its small batches would hide what the frontends can do."""
+    place = folder / "small" / _TINY
+    tiny_models.write(tiny_models.identity("FP32", ("batch", _SMALL)), place / "1" / "model.onnx")
+    (place / "config.pbtxt").write_text(
+        "max_batch_size: 64 dynamic_batching { } instance_group { kind: KIND_CPU count: 1 }\n"
+    )
+    request = folder / f"{_TINY}.request"
+    request.write_bytes(infer_request(_TINY, {"INPUT0": np.zeros((1, _SMALL), np.float32)}).SerializeToString())
+    return request
+
+
 def _scaled(plan: Plan, crowd: LoadGenerators, found: Found) -> Section:
     alone = found.of(_name(plan.fronts[0]), "requests_per_s")
     comparisons = []
     for count in plan.fronts[1:]:
         rates = found.of(_name(count), "requests_per_s")
         if both := min(len(rates), len(alone)):
-            what = f"requests/s, --frontends {count} / {plan.fronts[0]}"
+            limit = crowd.limit(found.of(_name(count), "cores"))
+            what = f"requests/s, --frontends {count} / {plan.fronts[0]}{limit}"
             comparisons.append(Comparison(str(crowd), what, ratio(rates[:both], alone[:both]), None))
     title = "Requests of 16 floats through several processes for gRPC"
     points, generator = dict.fromkeys(found.rounds, str(crowd)), f"{crowd.processes} of bench.load"

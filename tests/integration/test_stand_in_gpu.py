@@ -47,8 +47,8 @@ def test_gpu_benchmark_completes_with_graphs(libraries: Path, tmp_path: Path) ->
     run = _python("bench.gpu", *options, libraries=libraries)
     assert run.returncode == 0, run.stderr
     found = load(out.read_text())
-    correct, resnet, bert, fronts = found.sections
-    assert (resnet.name, bert.name, fronts.name) == ("gpu-resnet50-fp32", "gpu-bert-base-fp32", "gpu-frontends")
+    correct, resnet, bert = found.sections
+    assert (resnet.name, bert.name) == ("gpu-resnet50-fp32", "gpu-bert-base-fp32")
     assert not any(section.absent for section in found.sections)
     assert [one.verdict for one in correct.comparisons] == ["reached", "reached"]
     whos = {"paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %", "the first request"}
