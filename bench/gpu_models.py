@@ -225,12 +225,13 @@ def batch_of(model: GpuModel, rows: int, seed: int = 0) -> Array:
     return chance.standard_normal((rows, *model.shape), np.float32).astype(_TYPES[model.input_datatype])
 
 
-def request(model: GpuModel, batch: Array, region: str = "") -> ModelInferRequest:
-    """A request with `batch`, in the message or at the beginning of the shared memory `region`."""
+def request(model: GpuModel, batch: Array, region: str = "", offset: int = 0) -> ModelInferRequest:
+    """A request with `batch`, in the message or at `offset` in the shared memory `region`."""
     message = ModelInferRequest(model_name=model.name)
     given: Any = message.inputs.add(name=INPUT, datatype=model.input_datatype, shape=batch.shape)
     if region:
         given.parameters["shared_memory_region"].string_param = region
+        given.parameters["shared_memory_offset"].int64_param = offset
         given.parameters["shared_memory_byte_size"].int64_param = batch.nbytes
     else:
         message.raw_input_contents.append(batch.tobytes())

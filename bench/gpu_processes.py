@@ -53,9 +53,9 @@ class LoadGenerators:
             else ""
         )
 
-    def send(self, target: str, request: Path, seconds: float, warmup_s: float) -> Sample:
-        """Load `target`. Raises BenchError if an answer is an error, or there is none."""
-        arguments = [target, str(request), "--clients", str(self.clients), "--channels", str(self.channels)]
+    def send(self, target: str, requests: Sequence[Path], seconds: float, warmup_s: float) -> Sample:
+        """Load `target` with `requests` in turn. Raises BenchError if an answer is an error, or there is none."""
+        arguments = [target, *map(str, requests), "--clients", str(self.clients), "--channels", str(self.channels)]
         arguments += ["--seconds", str(seconds), "--warmup", str(warmup_s), *(["--stream"] if self.stream else [])]
         with ExitStack() as stack:
             loads = [stack.enter_context(_Process("load", "--wait", *arguments)) for _ in range(self.processes)]

@@ -6,7 +6,7 @@ may fail without the others, and the section is there after each, as the machine
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from bench.stats import ratio, spread
 from bench.steps import BenchError
 from bench.summary import Comparison, Section
 from tests.harness import ServerProcess
+from tests.wire import Array
 
 __all__ = ["FIRST", "ModelRun"]
 
@@ -45,23 +46,23 @@ class ModelRun:
         """The section again and again, each time with one more step in it."""
         with self.found.trying(self.model.name), ExitStack() as stack:
             self.plan.check()
-            batch = gpu_models.batch_of(self.model, self.model.rows)
+            batch = gpu_steps.source(self.model)
             region = stack.enter_context(gpu_steps.region(self.server, batch)) if self.model.shared else ""
-            request = gpu_steps.requests_of(self.model, batch, region, self.folder)
+            requests = self._requests(batch, region)
             full = gpu_models.batch_of(self.model, self.model.batch_rows)
             direct = stack.enter_context(Direct(self.file, full, self.plan.device, self.folder))
             with self.found.trying(_BOUND):
                 direct.wait_ready()
             for number in range(self.plan.rounds):
                 self.plan.check()
-                self._round(number, request, direct)
+                self._round(number, requests, direct)
                 yield self.section()
             with self.found.trying(_CALM):
-                self._calm(request)
+                self._calm(requests)
                 yield self.section()
             if self.plan.on_gpu and self.model.shared:
                 with self.found.trying(_THERE), gpu_steps.gpu_region(self.server, batch) as region:
-                    self._there(gpu_steps.requests_of(self.model, batch, region, self.folder))
+                    self._there(self._requests(batch, region))
         if self.plan.on_gpu and self.found.of(_OURS, "rows_per_s") and not self.found.of(_OURS, "gpu_busy"):
             self.found.absent["GPU busy"] = gpu_steps.why_not_busy()
         yield self.section()
@@ -85,12 +86,15 @@ class ModelRun:
         clients = max(1, 4 * self.model.batch_rows // self.model.rows // self.plan.processes)
         return LoadGenerators(self.plan.processes, clients, min(4, clients), stream=not self.model.shared)
 
-    def _round(self, number: int, request: Path, direct: Direct) -> None:
+    def _requests(self, batch: Array, region: str) -> list[Path]:
+        return gpu_steps.requests_of(self.model, batch, self.model.rows, region, self.folder)
+
+    def _round(self, number: int, requests: Sequence[Path], direct: Direct) -> None:
         """Measure both sides, in reverse order every second round."""
 
         def product() -> None:
             with self.found.trying(_OURS):
-                self.found.add(_OURS, self._saturation(request))
+                self.found.add(_OURS, self._saturation(requests))
 
         def ceiling() -> None:
             with self.found.trying(_BOUND):
@@ -105,22 +109,22 @@ class ModelRun:
         busy = [f"{share:.0%} busy" for share in self.found.of(_OURS, "gpu_busy")[-1:]]
         self._say(f"round {number + 1} of {self.plan.rounds}: rows/s: {', '.join([*rates, *busy])}")
 
-    def _calm(self, request: Path) -> None:
+    def _calm(self, requests: Sequence[Path]) -> None:
         self.plan.check()
         if not (rates := self.found.of(_OURS, "requests_per_s")):
             raise BenchError("it isn't known how much the server can do")
         plan, per_s = self.plan, _LOAD * spread(rates).median
-        self.found.add(_CALM, gpu_steps.latency_at(self.server, request, per_s, 2 * plan.seconds, plan.warmup_s))
+        self.found.add(_CALM, gpu_steps.latency_at(self.server, requests, per_s, 2 * plan.seconds, plan.warmup_s))
         self._say(f"at {per_s:,.0f} requests/s: p99 {self.found.of(_CALM, 'p99_ms')[-1]:.2f} ms")
 
-    def _there(self, request: Path) -> None:
+    def _there(self, requests: Sequence[Path]) -> None:
         self.plan.check()
-        self.found.add(_THERE, self._saturation(request))
+        self.found.add(_THERE, self._saturation(requests))
         self._say(f"images on the GPU: rows/s: {self.found.of(_THERE, 'rows_per_s')[-1]:,.0f}")
 
-    def _saturation(self, request: Path) -> dict[str, float]:
+    def _saturation(self, requests: Sequence[Path]) -> dict[str, float]:
         times = self.plan.seconds, self.plan.warmup_s
-        return gpu_steps.saturation(self.server, self.model.name, self.model.rows, self._crowd(), request, *times)
+        return gpu_steps.saturation(self.server, self.model, self._crowd(), requests, *times)
 
     def _say(self, text: str) -> None:
         say(f"{self.model.name}: {text}")

@@ -56,7 +56,7 @@ def scale_frontends(plan: Plan, folder: Path) -> Iterator[Section]:
         for number in range(plan.rounds):
             plan.check()
             for count in plan.fronts if number % 2 == 0 else reversed(plan.fronts):
-                sample = crowd.send(servers[count].target, request, plan.seconds / 2, plan.warmup_s)
+                sample = crowd.send(servers[count].target, [request], plan.seconds / 2, plan.warmup_s)
                 found.add(_name(count), sample)
             rates = (f"{count}: {found.of(_name(count), 'requests_per_s')[-1]:,.0f}" for count in plan.fronts)
             say(f"frontends: round {number + 1} of {plan.rounds}: requests/s: {', '.join(rates)}")

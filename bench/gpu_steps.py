@@ -6,6 +6,7 @@ Lives here: the measurements. Must not: start processes (`gpu_processes`), repea
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import threading
 import time
@@ -36,12 +37,15 @@ __all__ = [
     "gpu_region",
     "latency_at",
     "region",
+    "requests_of",
     "saturation",
+    "source",
     "why_not_busy",
 ]
 
 _SAMPLE_S = 0.1
 _SINGLE = 30
+_SOURCES = 16
 _ANSWER_S = 60.0
 
 
@@ -73,26 +77,33 @@ def _deviation(raw: bytes, expected: Array) -> float:
 
 
 def saturation(
-    server: ServerProcess, model: str, rows: int, crowd: LoadGenerators, request: Path, seconds: float, warmup_s: float
+    server: ServerProcess,
+    model: GpuModel,
+    crowd: LoadGenerators,
+    requests: Sequence[Path],
+    seconds: float,
+    warmup_s: float,
 ) -> Sample:
-    """What `crowd` gets out of the server if each request has `rows` rows."""
-    before = _counters(server, model)
+    """What `crowd` gets out of the server with `requests` in turn, of `model.rows` rows each."""
+    before = _counters(server, model.name)
     with _busy() as shares:
-        sample = crowd.send(server.target, request, seconds, warmup_s)
-    batches = [new - old for old, new in zip(before, _counters(server, model), strict=True)]
+        sample = crowd.send(server.target, requests, seconds, warmup_s)
+    batches = [new - old for old, new in zip(before, _counters(server, model.name), strict=True)]
     busy = {"gpu_busy": statistics.median(shares[len(shares) // 4 :])} if shares else {}
     return {
         **sample,
-        "rows_per_s": rows * sample["requests_per_s"],
+        "rows_per_s": model.rows * sample["requests_per_s"],
         "rows_per_batch": batches[0] / max(1.0, batches[1]),
         "model_ms_per_batch": batches[2] / max(1.0, batches[3]) / 1000,
         **busy,
     }
 
 
-def latency_at(server: ServerProcess, request: Path, per_s: float, seconds: float, warmup_s: float) -> Sample:
+def latency_at(
+    server: ServerProcess, requests: Sequence[Path], per_s: float, seconds: float, warmup_s: float
+) -> Sample:
     """Latencies of requests that are sent at random, `per_s` a second."""
-    found = open_loop(server.target, (request,), per_s, 30.0, seconds, warmup_s)
+    found = open_loop(server.target, tuple(requests), per_s, 30.0, seconds, warmup_s)
     if not found["ok"] or found["errors"]:
         raise BenchError(f"{found['ok']} answers, errors {found['errors']}")
     return {key: found[key] for key in ("requests_per_s", "p50_ms", "p99_ms", "lag_p99_ms", "cores")}
@@ -120,18 +131,20 @@ def region(server: ServerProcess, batch: Array) -> Iterator[str]:
     channel, service = stub(server.target)
     with channel:
         try:
-            path.write_bytes(batch.tobytes())
-            service.SystemSharedMemoryRegister(
-                pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=batch.nbytes)
-            )
+            try:
+                path.write_bytes(batch.tobytes())
+                service.SystemSharedMemoryRegister(
+                    pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=batch.nbytes)
+                )
+            finally:
+                # The server has it open; a file would outlive a bench that is killed.
+                path.unlink(missing_ok=True)
             try:
                 yield name
             finally:
                 service.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
         except grpc.RpcError as error:
             raise BenchError(f"{error.code().name}: {error.details()}") from None
-        finally:
-            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -195,8 +208,22 @@ def _sample(nvml: Nvml, shares: list[float], wait: Callable[[float], bool]) -> N
             shares.append(share)
 
 
-def requests_of(model: GpuModel, batch: Array, region_name: str, folder: Path) -> Path:
-    """A file with the serialized request for `batch`."""
-    path = folder / f"{model.name}{region_name}.request"
-    path.write_bytes(gpu_models.request(model, batch, region_name).SerializeToString())
-    return path
+def source(model: GpuModel) -> Array:
+    """Rows of several different requests: more than caches keep, but at most half of what shared memory has room for,
+    which in a container may be 64 MiB."""
+    bytes_each = gpu_models.batch_of(model, model.rows).nbytes
+    room = shutil.disk_usage("/dev/shm").free // 2
+    return gpu_models.batch_of(model, model.rows * max(1, min(_SOURCES, room // bytes_each)))
+
+
+def requests_of(model: GpuModel, batch: Array, rows: int, region_name: str, folder: Path) -> list[Path]:
+    """Files with serialized requests of `rows` rows, which together have those of `batch`. `region_name`: the shared
+    memory that has it, or "" to put rows into the messages."""
+    found = []
+    for begin in range(0, len(batch), rows):
+        path = folder / f"{model.name}-{region_name}-{rows}-{begin}.request"
+        offset = batch[:begin].nbytes
+        message = gpu_models.request(model, batch[begin : begin + rows], region_name, offset)
+        path.write_bytes(message.SerializeToString())
+        found.append(path)
+    return found

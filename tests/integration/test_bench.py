@@ -197,6 +197,13 @@ def test_region_of_a_failed_step_is_removed_from_the_server(tmp_path: Path) -> N
                 raise BenchError("no answer")
 
 
+def test_region_in_use_has_no_file_that_would_outlive_a_killed_bench(tmp_path: Path) -> None:
+    tiny_models.write(tiny_models.identity("FP32"), tmp_path / "tiny" / "1" / "model.onnx")
+    server = ServerProcess(tmp_path, args=["--allow-client-shm=true"])
+    with server, gpu_steps.region(server, np.zeros(16, np.float32)) as name:
+        assert not Path("/dev/shm", name).exists()
+
+
 def test_gpu_benchmark_without_a_gpu_fails_with_the_reason(tmp_path: Path) -> None:
     if can_use_gpu():
         pytest.skip("there is a GPU")

@@ -92,4 +92,4 @@ def test_load_generators_tell_when_they_were_the_limit() -> None:
 
 def test_load_that_ends_before_it_begins_is_not_reported_as_late(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"^bench\.load ended$"):
-        LoadGenerators(1, 1, 1, False).send("127.0.0.1:1", tmp_path / "no request", 0.1, 0.1)
+        LoadGenerators(1, 1, 1, False).send("127.0.0.1:1", [tmp_path / "no request"], 0.1, 0.1)
