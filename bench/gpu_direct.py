@@ -1,8 +1,9 @@
 """The ceiling on a GPU: the model without a server, with bound tensors, in one process.
 
-Lives here: `session.run_with_iobinding` in a loop, for as many seconds as each line of stdin says; prints a line of
-JSON each time. Must not: use the product, except to find CUDA's libraries. Tensors stay on the device, or are copied
-there from the host's memory and back each time. A run ends when the device has finished: ONNX Runtime waits for it.
+Lives here: `session.run_with_iobinding` in a loop. Must not: use the product, except to find CUDA's libraries. It reads
+lines and answers each with a line of JSON: `measure SECONDS` with tensors that stay on the device, and that are copied
+there from the host's memory and back each time; `change SECONDS` with batches that follow smaller ones. A run ends when
+the device has finished: ONNX Runtime waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,64 +22,85 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.onnx.sessions import prepare_cuda
 
-__all__ = ["open_session"]
+__all__ = ["Bound", "open_session"]
 
-_CHANGES = 5
-"""Changes of the number of rows, each way, in a measurement."""
+_RAMP_S = 0.3
+"""Not counted before each measurement: a GPU that was idle raises its clocks first."""
+_FEWEST = 3
+_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
-def open_session(model: Path, device: str) -> ort.InferenceSession:
-    """A session with the product's own options: the convolutions' algorithm by HEURISTIC, one thread."""
+def open_session(model: Path, device: str, graphs: bool) -> ort.InferenceSession:
+    """A session with the product's own options: the convolutions' algorithm by HEURISTIC, one thread. `graphs`: runs
+    after the first are replays of a CUDA graph, so tensors have to stay where they are."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     providers: list[Any] = ["CPUExecutionProvider"]
     if device == "cuda":
         prepare_cuda()
-        providers.insert(0, ("CUDAExecutionProvider", {"cudnn_conv_algo_search": "HEURISTIC", "device_id": "0"}))
+        settings = {"cudnn_conv_algo_search": "HEURISTIC", "device_id": "0", "enable_cuda_graph": str(int(graphs))}
+        providers.insert(0, ("CUDAExecutionProvider", settings))
     session = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
     if device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
         sys.exit("onnxruntime couldn't use the GPU")
     return session
 
 
-def measure(session: ort.InferenceSession, batch: Any, device: str, copies: bool, seconds: float) -> dict[str, float]:
+class Bound:
+    """`session` with `batch` and room for its output on `device`, bound once."""
+
+    def __init__(self, session: ort.InferenceSession, batch: Any, device: str) -> None:
+        (taken,), (given,) = session.get_inputs(), session.get_outputs()
+        self._session, self._batch = session, batch
+        self._input = ort.OrtValue.ortvalue_from_numpy(batch, device, 0)
+        shape, dtype = [len(batch), *given.shape[1:]], _DTYPES[given.type]
+        self._output = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype, device, 0)
+        self._binding = session.io_binding()
+        self._binding.bind_ortvalue_input(taken.name, self._input)
+        self._binding.bind_ortvalue_output(given.name, self._output)
+
+    def run(self) -> None:
+        self._session.run_with_iobinding(self._binding)
+
+    def run_with_copies(self) -> Any:
+        """The output, in the host's memory, for the batch as it is there now."""
+        self._input.update_inplace(self._batch)
+        self.run()
+        return self._output.numpy()
+
+
+def measure(run: Callable[[], Any], rows: int, seconds: float) -> dict[str, float]:
     """Rows per second, and the median time of one run in ms."""
-    (taken,), (given,) = session.get_inputs(), session.get_outputs()
-    binding = session.io_binding()
-    value = ort.OrtValue.ortvalue_from_numpy(batch, device, 0)
-    times: list[float] = []
-    until = time.perf_counter() + seconds
+    _times_s(run, min(seconds, _RAMP_S))
     began = time.perf_counter()
-    while len(times) < 3 or time.perf_counter() < until:
-        start = time.perf_counter()
-        if copies:
-            binding.bind_cpu_input(taken.name, batch)
-            binding.bind_output(given.name, "cpu")
-        else:
-            binding.bind_ortvalue_input(taken.name, value)
-            binding.bind_output(given.name, device, 0)
-        session.run_with_iobinding(binding)
-        times.append(time.perf_counter() - start)
-    rows_per_s = len(batch) * len(times) / (time.perf_counter() - began)
-    return {"rows_per_s": rows_per_s, "batch_ms": 1e3 * statistics.median(times)}
+    times_s = _times_s(run, seconds)
+    rows_per_s = rows * len(times_s) / (time.perf_counter() - began)
+    return {"rows_per_s": rows_per_s, "batch_ms": 1e3 * statistics.median(times_s)}
 
 
-def after_smaller_ms(session: ort.InferenceSession, batch: Any, device: str) -> float:
+def after_smaller_ms(whole: Bound, half: Bound, seconds: float) -> float:
     """The median time of a run, in ms, if the run before had half the rows: more, if something is planned anew for each
     shape."""
-    (taken,), (given,) = session.get_inputs(), session.get_outputs()
-    binding = session.io_binding()
-    half, whole = (ort.OrtValue.ortvalue_from_numpy(one, device, 0) for one in (batch[: len(batch) // 2], batch))
-    times: list[float] = []
-    for _ in range(_CHANGES):
-        for value in (half, whole):
-            start = time.perf_counter()
-            binding.bind_ortvalue_input(taken.name, value)
-            binding.bind_output(given.name, device, 0)
-            session.run_with_iobinding(binding)
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+    times_s: list[float] = []
+    until = time.perf_counter() + seconds
+    while not times_s or time.perf_counter() < until:
+        half.run()
+        start = time.perf_counter()
+        whole.run()
+        times_s.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times_s)
+
+
+def _times_s(run: Callable[[], Any], seconds: float) -> list[float]:
+    """What each run took, until `seconds` have passed."""
+    times_s: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(times_s) < _FEWEST or time.perf_counter() < until:
+        start = time.perf_counter()
+        run()
+        times_s.append(time.perf_counter() - start)
+    return times_s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -86,15 +108,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="an ONNX file with one input and one output")
     parser.add_argument("batch", type=Path, help="a .npy file with the batch")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--graphs", action="store_true", help="replay a CUDA graph; batches of other sizes can't run")
     got = parser.parse_args(arguments)
-    session, batch = open_session(got.model, got.device), np.load(got.batch)
-    for copies in (True, False):
-        measure(session, batch, got.device, copies, 0)
+    session, batch = open_session(got.model, got.device, got.graphs), np.load(got.batch)
+    whole = Bound(session, batch, got.device)
+    whole.run()
     print("{}", flush=True)
     for line in sys.stdin:
-        seconds = float(line)
-        found = {how: measure(session, batch, got.device, how == "copies", seconds) for how in ("bound", "copies")}
-        found["bound"]["after_smaller_ms"] = after_smaller_ms(session, batch, got.device)
+        what, seconds = line.split()
+        if what == "change":
+            half = Bound(session, batch[: len(batch) // 2], got.device)
+            found: dict[str, Any] = {"after_smaller_ms": after_smaller_ms(whole, half, float(seconds))}
+        else:
+            ways = {"bound": whole.run, "copies": whole.run_with_copies}
+            found = {how: measure(run, len(batch), float(seconds)) for how, run in ways.items()}
         print(json.dumps(found), flush=True)
 
 

@@ -40,9 +40,8 @@ class Plan:
 
     @property
     def how(self) -> str:
-        return (
-            f"{self.rounds} rounds of {self.seconds:g} s each, {self.warmup_s:g} s of warm-up before, on {self.device}"
-        )
+        times = f"{self.seconds:g} s each, {self.warmup_s:g} s of warm-up before"
+        return f"rounds: {self.rounds}, {times}, on {self.device}{', with CUDA graphs' if self.graphs else ''}"
 
     @property
     def on_gpu(self) -> bool:

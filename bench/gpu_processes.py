@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from bench.gpu_plan import Plan
 from bench.stats import Sample
 from bench.steps import BenchError
 from tests.harness import REPO, ServerProcess
@@ -123,10 +124,11 @@ class _Process:
 class Direct(_Process):
     """`bench.gpu_direct`: `session.run_with_iobinding`."""
 
-    def __init__(self, file: Path, batch: Array, device: str, folder: Path) -> None:
+    def __init__(self, file: Path, batch: Array, plan: Plan, folder: Path) -> None:
         path = folder / f"{file.stem}.npy"
         np.save(path, batch)
-        super().__init__("gpu_direct", str(file), str(path), "--device", device)
+        graphs = ["--graphs"] if plan.graphs and plan.on_gpu else []
+        super().__init__("gpu_direct", str(file), str(path), "--device", plan.device, *graphs)
 
     def wait_ready(self) -> None:
         """Wait until it has opened the model. Raises BenchError if it can't."""
@@ -134,9 +136,14 @@ class Direct(_Process):
 
     def measure(self, seconds: float) -> tuple[Sample, Sample]:
         """Samples with tensors that stay on the device, and with tensors of the host."""
-        self.tell(str(seconds))
+        self.tell(f"measure {seconds}")
         found = self.answer(2 * seconds + _SPARE_S)
         return found["bound"], found["copies"]
+
+    def after_smaller(self, seconds: float) -> Sample:
+        """The time of a batch after one of half the rows."""
+        self.tell(f"change {seconds}")
+        return self.answer(seconds + _SPARE_S)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ __all__ = ["FIRST", "ModelRun"]
 FIRST = "the first request"
 _LOAD = 0.7
 _OURS, _BOUND, _COPIES, _CALM = "paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %"
-_THERE = "paceline, images on the GPU"
+_THERE, _CHANGE = "paceline, images on the GPU", "a batch after a smaller one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ModelRun:
             region = stack.enter_context(gpu_steps.region(self.server, batch)) if self.model.shared else ""
             requests = self._requests(batch, region)
             full = gpu_models.batch_of(self.model, self.model.batch_rows)
-            direct = stack.enter_context(Direct(self.file, full, self.plan.device, self.folder))
+            direct = stack.enter_context(Direct(self.file, full, self.plan, self.folder))
             with self.found.trying(_BOUND):
                 direct.wait_ready()
             for number in range(self.plan.rounds):
@@ -63,6 +63,10 @@ class ModelRun:
             if self.plan.on_gpu and self.model.shared:
                 with self.found.trying(_THERE), gpu_steps.gpu_region(self.server, batch) as region:
                     self._there(self._requests(batch, region))
+                    yield self.section()
+            if not self.plan.graphs:  # with which nothing is planned anew
+                with self.found.trying(_CHANGE):
+                    self._change(direct)
         if self.plan.on_gpu and self.found.of(_OURS, "rows_per_s") and not self.found.of(_OURS, "gpu_busy"):
             self.found.absent["GPU busy"] = gpu_steps.why_not_busy()
         yield self.section()
@@ -122,6 +126,10 @@ class ModelRun:
         self.found.add(_THERE, self._saturation(requests))
         self._say(f"images on the GPU: rows/s: {self.found.of(_THERE, 'rows_per_s')[-1]:,.0f}")
 
+    def _change(self, direct: Direct) -> None:
+        self.plan.check()
+        self.found.add(_CHANGE, direct.after_smaller(min(2.0, self.plan.seconds)))
+
     def _saturation(self, requests: Sequence[Path]) -> dict[str, float]:
         times = self.plan.seconds, self.plan.warmup_s
         return gpu_steps.saturation(self.server, self.model, self._crowd(), requests, *times)
@@ -132,10 +140,12 @@ class ModelRun:
     def _compared(self) -> Iterator[Comparison]:
         plan, found, point = self.plan, self.found, str(self._crowd())
         rates = found.of(_OURS, "rows_per_s")
-        for who, reach in ((_BOUND, plan.reach(Reach(True, 0.9))), (_COPIES, None)):
+        # More than 1 is no mistake: the server copies the next batch meanwhile.
+        bounds = ((_BOUND, ", which waits for each batch", plan.reach(Reach(True, 0.9))), (_COPIES, "", None))
+        for who, waits, reach in bounds:
             others = found.of(who, "rows_per_s")
             if both := min(len(rates), len(others)):
-                yield Comparison(point, f"rows/s / {who} of full batches", ratio(rates[:both], others[:both]), reach)
+                yield Comparison(point, f"rows/s / {who}{waits}", ratio(rates[:both], others[:both]), reach)
         if busy := found.of(_OURS, "gpu_busy"):
             share = "share of the time that the GPU computed"
             yield Comparison(point, share, spread(busy), plan.reach(Reach(True, 0.9)))
@@ -143,9 +153,9 @@ class ModelRun:
             times = [slow[0] / spread(batch_ms).median]
             load, what = "70 % of that", "p99 latency / a full batch"
             yield Comparison(load, what, spread(times), plan.reach(Reach(False, 2.5)))
-        if after := found.of(_BOUND, "after_smaller_ms"):
+        if (after := found.of(_CHANGE, "after_smaller_ms")) and (batch_ms := found.of(_BOUND, "batch_ms")):
             what = "a full batch after one of half the rows / after another full one"
-            yield Comparison("alone", what, ratio(after, found.of(_BOUND, "batch_ms")), None)
+            yield Comparison("alone", what, spread([after[0] / spread(batch_ms).median]), None)
         if first := found.of(FIRST, "first_ms"):
             what = "first request / the median of later ones"
             yield Comparison("1 client", what, ratio(first, found.of(FIRST, "p50_ms")), None)

@@ -117,7 +117,7 @@ def test_gpu_benchmark_runs_on_a_cpu_and_its_results_make_a_document(tmp_path: P
     for section in found.sections[2:]:
         assert {one.who for one in section.measurements} >= {"paceline", "run_with_iobinding", "paceline at 70 %"}
         assert not any(one.reach for one in section.comparisons)
-    assert "rows/s / run_with_iobinding of full batches" in markdown(found, "figures")
+    assert "rows/s / run_with_iobinding, which waits for each batch" in markdown(found, "figures")
 
 
 def test_gpu_benchmark_whose_server_dies_measures_the_rest(tmp_path: Path) -> None:

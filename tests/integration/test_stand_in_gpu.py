@@ -50,6 +50,7 @@ def test_gpu_benchmark_completes_with_graphs(libraries: Path, tmp_path: Path) ->
     correct, resnet, bert = found.sections
     assert (resnet.name, bert.name) == ("gpu-resnet50-fp32", "gpu-bert-base-fp32")
     assert not any(section.absent for section in found.sections)
+    assert all("with CUDA graphs" in section.how for section in found.sections)
     assert [one.verdict for one in correct.comparisons] == ["reached", "reached"]
     whos = {"paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %", "the first request"}
     assert {one.who for one in bert.measurements} == whos
