@@ -11,7 +11,8 @@ import select
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,28 +55,50 @@ class LoadGenerators:
             else ""
         )
 
-    def send(self, target: str, requests: Sequence[Path], seconds: float, warmup_s: float) -> Sample:
-        """Load `target` with `requests` in turn. Raises BenchError if an answer is an error, or there is none."""
+    def send(
+        self,
+        target: str,
+        requests: Sequence[Path],
+        seconds: float,
+        warmup_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Sample:
+        """Load `target` with `requests` in turn; `meanwhile` is called when the warm-up is over. Raises BenchError if
+        an answer is an error, or there is none."""
         arguments = [target, *map(str, requests), "--clients", str(self.clients), "--channels", str(self.channels)]
         arguments += ["--seconds", str(seconds), "--warmup", str(warmup_s), *(["--stream"] if self.stream else [])]
-        with ExitStack() as stack:
-            loads = [stack.enter_context(_Process("load", "--wait", *arguments)) for _ in range(self.processes)]
-            for one in loads:
-                one.answer(_SPARE_S)
-            # All begin at once: a process that measures before others have begun, or after they have ended, has the
-            # server to itself, and the sum would be more than the server can do.
-            for one in loads:
-                one.tell("begin")
-            answers = [one.answer(seconds + warmup_s + _SPARE_S) for one in loads]
-        for answer in answers:
-            if answer["errors"] or not answer["ok"]:
-                raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
+        loads = [_Process("load", "--wait", *arguments) for _ in range(self.processes)]
+        answers = _answers_of(loads, warmup_s, seconds, meanwhile)
         return {
             "requests_per_s": sum(answer["requests_per_s"] for answer in answers),
             "p50_ms": statistics.median(answer["p50_ms"] for answer in answers),
             "p99_ms": max(answer["p99_ms"] for answer in answers),
             "cores": sum(answer["cores"] for answer in answers),
         }
+
+
+def _answers_of(
+    loads: Sequence[_Process], warmup_s: float, seconds: float, meanwhile: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """What each of `loads` has counted. Raises BenchError if an answer was an error, or there was none.
+
+    All begin at once: a process that measures before others have begun, or after they have ended, has the server to
+    itself, and the sum would be more than the server can do.
+    """
+    with ExitStack() as stack:
+        for one in loads:
+            stack.enter_context(one)
+        for one in loads:
+            one.answer(_SPARE_S)
+        for one in loads:
+            one.tell("begin")
+        time.sleep(warmup_s)
+        meanwhile()
+        answers = [one.answer(seconds + _SPARE_S) for one in loads]
+    for answer in answers:
+        if answer["errors"] or not answer["ok"]:
+            raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
+    return answers
 
 
 class _Process:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import gpu_models, gpu_steps
+from bench.gpu_busy import why_unknown
 from bench.gpu_models import GpuModel
 from bench.gpu_plan import Found, Plan, say
 from bench.gpu_processes import Direct, LoadGenerators
@@ -68,7 +69,7 @@ class ModelRun:
                 with self.found.trying(_CHANGE):
                     self._change(direct)
         if self.plan.on_gpu and self.found.of(_OURS, "rows_per_s") and not self.found.of(_OURS, "gpu_busy"):
-            self.found.absent["GPU busy"] = gpu_steps.why_not_busy()
+            self.found.absent["GPU busy"] = why_unknown()
         yield self.section()
 
     def unmeasured(self, why: str) -> Section:
@@ -134,6 +135,10 @@ class ModelRun:
         times = self.plan.seconds, self.plan.warmup_s
         return gpu_steps.saturation(self.server, self.model, self._crowd(), requests, *times)
 
+    def _batches_per_s(self) -> list[float]:
+        rates, rows = (self.found.of(_OURS, what) for what in ("rows_per_s", "rows_per_batch"))
+        return [rate / each for rate, each in zip(rates, rows, strict=True)]
+
     def _say(self, text: str) -> None:
         say(f"{self.model.name}: {text}")
 
@@ -147,8 +152,11 @@ class ModelRun:
             if both := min(len(rates), len(others)):
                 yield Comparison(point, f"rows/s / {who}{waits}", ratio(rates[:both], others[:both]), reach)
         if busy := found.of(_OURS, "gpu_busy"):
-            share = "share of the time that the GPU computed"
+            share = "share of the time in which any kernel ran"
             yield Comparison(point, share, spread(busy), plan.reach(Reach(True, 0.9)))
+        if (batches := self._batches_per_s()) and (batch_ms := found.of(_BOUND, "batch_ms")):
+            filled = [rate * spread(batch_ms).median / 1e3 for rate in batches]
+            yield Comparison(point, f"batches/s x the time of a full one in {_BOUND}", spread(filled), None)
         if (slow := found.of(_CALM, "p99_ms")) and (batch_ms := found.of(_BOUND, "batch_ms")):
             times = [slow[0] / spread(batch_ms).median]
             load, what = "70 % of that", "p99 latency / a full batch"

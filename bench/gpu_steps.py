@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -20,6 +19,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.errors import DeviceError
 from bench import gpu_models
+from bench.gpu_busy import open_utilization, shares
 from bench.gpu_memory import export
 from bench.gpu_models import GpuModel
 from bench.gpu_processes import LoadGenerators
@@ -27,7 +27,6 @@ from bench.stats import Sample
 from bench.steps import BenchError, open_loop
 from bench.subjects import stub
 from protos import inference_pb2 as pb
-from server.telemetry.nvml import Nvml, open_nvml
 from tests.harness import ServerProcess
 from tests.wire import Array
 
@@ -40,10 +39,8 @@ __all__ = [
     "requests_of",
     "saturation",
     "source",
-    "why_not_busy",
 ]
 
-_SAMPLE_S = 0.1
 _SINGLE = 30
 _SOURCES = 16
 _ANSWER_S = 60.0
@@ -86,16 +83,23 @@ def saturation(
 ) -> Sample:
     """What `crowd` gets out of the server with `requests` in turn, of `model.rows` rows each."""
     before = _counters(server, model.name)
-    with _busy() as shares:
-        sample = crowd.send(server.target, requests, seconds, warmup_s)
+    busy: list[float] = []
+    read: Callable[[], float] | None = None
+    with suppress(DeviceError):  # `gpu_busy.why_unknown` has the reason
+        read = open_utilization()
+
+    def watch() -> None:
+        if read is not None:
+            busy.extend(shares(read, seconds))
+
+    sample = crowd.send(server.target, requests, seconds, warmup_s, watch)
     batches = [new - old for old, new in zip(before, _counters(server, model.name), strict=True)]
-    busy = {"gpu_busy": statistics.median(shares[len(shares) // 4 :])} if shares else {}
     return {
         **sample,
         "rows_per_s": model.rows * sample["requests_per_s"],
         "rows_per_batch": batches[0] / max(1.0, batches[1]),
         "model_ms_per_batch": batches[2] / max(1.0, batches[3]) / 1000,
-        **busy,
+        **({"gpu_busy": statistics.mean(busy)} if busy else {}),
     }
 
 
@@ -171,41 +175,6 @@ def _counters(server: ServerProcess, model: str) -> list[float]:
     metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
     names = ("count", "exec_count", "compute_infer_duration_us", "request_success")
     return [metrics[f"nv_inference_{name}{labels}"] for name in names]
-
-
-@contextmanager
-def _busy() -> Iterator[list[float]]:
-    """Shares of the time that the first GPU was computing, from NVML, ten a second; none if NVML can't be asked."""
-    shares: list[float] = []
-    ended = threading.Event()
-    try:
-        nvml = open_nvml()
-    except DeviceError:
-        yield shares
-        return
-    thread = threading.Thread(target=_sample, args=(nvml, shares, ended.wait), daemon=True)
-    thread.start()
-    try:
-        yield shares
-    finally:
-        ended.set()
-        thread.join(5)
-
-
-def why_not_busy() -> str:
-    """Why `saturation` can't tell how busy the GPU was."""
-    try:
-        open_nvml()
-    except DeviceError as error:
-        return str(error)
-    return "NVML doesn't tell"
-
-
-def _sample(nvml: Nvml, shares: list[float], wait: Callable[[float], bool]) -> None:
-    while not wait(_SAMPLE_S):
-        share = nvml.read()[0].utilization
-        if share is not None:
-            shares.append(share)
 
 
 def source(model: GpuModel) -> Array:
