@@ -21,14 +21,15 @@ from typing import Any, Self
 import numpy as np
 
 from bench.gpu_plan import Plan
-from bench.stats import Sample
+from bench.stats import Sample, percentile
 from bench.steps import BenchError
 from tests.harness import REPO, ServerProcess
 from tests.wire import Array
 
-__all__ = ["Direct", "LoadGenerators", "serving"]
+__all__ = ["Direct", "LoadGenerators", "RandomLoad", "serving"]
 
 _SPARE_S = 60.0
+_DEADLINE_S = 30.0
 _START_S = 120.0
 _SERVE_S = 240.0
 
@@ -73,6 +74,33 @@ class LoadGenerators:
             "requests_per_s": sum(answer["requests_per_s"] for answer in answers),
             "p50_ms": statistics.median(answer["p50_ms"] for answer in answers),
             "p99_ms": max(answer["p99_ms"] for answer in answers),
+            "cores": sum(answer["cores"] for answer in answers),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RandomLoad:
+    """`processes` load generators, each with a connection of its own, which send at random, whether or not answers
+    come: together they are Poisson, too."""
+
+    processes: int
+
+    def send(
+        self, target: str, requests: Sequence[Path], per_s: float, seconds: float, warmup_s: float, seed: int
+    ) -> Sample:
+        """Latencies of `requests` in turn, `per_s` a second on average. Raises BenchError if an answer is an error, or
+        there is none."""
+        arguments = [target, *map(str, requests), "--rate", str(per_s / self.processes), "--deadline", str(_DEADLINE_S)]
+        arguments += ["--seconds", str(seconds), "--warmup", str(warmup_s)]
+        seeds = range(seed * self.processes, (seed + 1) * self.processes)
+        loads = [_Process("open_loop", "--wait", "--each", "--seed", str(one), *arguments) for one in seeds]
+        answers = _answers_of(loads, warmup_s, seconds + _DEADLINE_S)
+        latencies_ms = sorted(latency_ms for answer in answers for latency_ms in answer["latencies_ms"])
+        return {
+            "requests_per_s": len(latencies_ms) / seconds,
+            "p50_ms": percentile(latencies_ms, 50),
+            "p99_ms": percentile(latencies_ms, 99),
+            "lag_p99_ms": max(answer["lag_p99_ms"] for answer in answers),
             "cores": sum(answer["cores"] for answer in answers),
         }
 

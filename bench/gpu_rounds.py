@@ -15,7 +15,8 @@ from bench import gpu_models, gpu_steps
 from bench.gpu_busy import why_unknown
 from bench.gpu_models import GpuModel
 from bench.gpu_plan import Found, Plan, say
-from bench.gpu_processes import Direct, LoadGenerators
+from bench.gpu_processes import Direct, LoadGenerators, RandomLoad
+from bench.ideal_queue import ideal_p99
 from bench.scenario import Reach
 from bench.stats import ratio, spread
 from bench.steps import BenchError
@@ -27,8 +28,9 @@ __all__ = ["FIRST", "ModelRun"]
 
 FIRST = "the first request"
 _LOAD = 0.7
+_MOST_LAG = 0.1
 _OURS, _BOUND, _COPIES, _CALM = "paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %"
-_THERE, _CHANGE = "paceline, images on the GPU", "a batch after a smaller one"
+_THERE, _CHANGE, _IDEAL = "paceline, images on the GPU", "a batch after a smaller one", "an ideal queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class ModelRun:
             self.plan.check()
             batch = gpu_steps.source(self.model)
             region = stack.enter_context(gpu_steps.region(self.server, batch)) if self.model.shared else ""
-            requests = self._requests(batch, region)
+            requests, few = (self._requests(batch, rows, region) for rows in (self.model.rows, self.model.few_rows))
             full = gpu_models.batch_of(self.model, self.model.batch_rows)
             direct = stack.enter_context(Direct(self.file, full, self.plan, self.folder))
             with self.found.trying(_BOUND):
@@ -59,11 +61,12 @@ class ModelRun:
                 self._round(number, requests, direct)
                 yield self.section()
             with self.found.trying(_CALM):
-                self._calm(requests)
-                yield self.section()
+                for number in range(self.plan.rounds):
+                    self._calm(number, few)
+                    yield self.section()
             if self.plan.on_gpu and self.model.shared:
                 with self.found.trying(_THERE), gpu_steps.gpu_region(self.server, batch) as region:
-                    self._there(self._requests(batch, region))
+                    self._there(self._requests(batch, self.model.rows, region))
                     yield self.section()
             if not self.plan.graphs:  # with which nothing is planned anew
                 with self.found.trying(_CHANGE):
@@ -80,8 +83,10 @@ class ModelRun:
     def section(self) -> Section:
         crowd = self._crowd()
         way = "in system shared memory" if self.model.shared else "over streams"
-        how = f"requests of {self.model.rows} rows {way}, batches of up to {self.model.batch_rows}; {self.plan.how}"
-        points = {_OURS: str(crowd), _THERE: str(crowd), _CALM: "open loop"}
+        sizes = ", ".join(map(str, self.model.sizes))
+        requests = f"requests of {self.model.rows} rows {way}, {self.model.few_rows} rows at 70 %"
+        how = f"{requests}; batches of {sizes}; {self.plan.how}"
+        points = {_OURS: str(crowd), _THERE: str(crowd), _CALM: "open loop", _IDEAL: "open loop"}
         name = f"gpu-{self.model.name.replace('_', '-')}"
         generator = f"{crowd.processes} of bench.load"
         return self.found.section(name, self.model.name, how, tuple(self._compared()), points, generator)
@@ -91,8 +96,8 @@ class ModelRun:
         clients = max(1, 4 * self.model.batch_rows // self.model.rows // self.plan.processes)
         return LoadGenerators(self.plan.processes, clients, min(4, clients), stream=not self.model.shared)
 
-    def _requests(self, batch: Array, region: str) -> list[Path]:
-        return gpu_steps.requests_of(self.model, batch, self.model.rows, region, self.folder)
+    def _requests(self, batch: Array, rows: int, region: str) -> list[Path]:
+        return gpu_steps.requests_of(self.model, batch, rows, region, self.folder)
 
     def _round(self, number: int, requests: Sequence[Path], direct: Direct) -> None:
         """Measure both sides, in reverse order every second round."""
@@ -114,13 +119,33 @@ class ModelRun:
         busy = [f"{share:.0%} busy" for share in self.found.of(_OURS, "gpu_busy")[-1:]]
         self._say(f"round {number + 1} of {self.plan.rounds}: rows/s: {', '.join([*rates, *busy])}")
 
-    def _calm(self, requests: Sequence[Path]) -> None:
+    def _calm(self, number: int, requests: Sequence[Path]) -> None:
         self.plan.check()
-        if not (rates := self.found.of(_OURS, "requests_per_s")):
+        if not (rates := self.found.of(_OURS, "rows_per_s")):
             raise BenchError("it isn't known how much the server can do")
-        plan, per_s = self.plan, _LOAD * spread(rates).median
-        self.found.add(_CALM, gpu_steps.latency_at(self.server, requests, per_s, 2 * plan.seconds, plan.warmup_s))
-        self._say(f"at {per_s:,.0f} requests/s: p99 {self.found.of(_CALM, 'p99_ms')[-1]:.2f} ms")
+        plan, per_s = self.plan, _LOAD * spread(rates).median / self.model.few_rows
+        load = RandomLoad(plan.processes)
+        sample = load.send(self.server.target, requests, per_s, plan.seconds, plan.warmup_s, number)
+        self.found.add(_CALM, sample)
+        self._say(
+            f"at {per_s:,.0f} requests/s: p99 {sample['p99_ms']:.2f} ms, load's lag {sample['lag_p99_ms']:.2f} ms"
+        )
+        if not self.found.of(_IDEAL, "p99_ms"):
+            self._ideal(per_s * self.model.few_rows)
+
+    def _ideal(self, rows_per_s: float) -> None:
+        """What nothing but the queue would make of this load, for batches whose time is in proportion to their rows,
+        half of it, and not at all."""
+        batch_ms = self._batch_ms()
+        load = rows_per_s * batch_ms / 1e3 / self.model.batch_rows
+        for fixed in (0.0, 0.5, 1.0) if 0 < load < 1 else ():
+            batches = ideal_p99(self.model.few_rows, self.model.sizes, load, fixed)
+            self.found.add(_IDEAL, {"p99_ms": batches * batch_ms})
+
+    def _batch_ms(self) -> float:
+        """A full batch in the ceiling; 0 if that isn't known."""
+        times = self.found.of(_BOUND, "batch_ms")
+        return spread(times).median if times else 0.0
 
     def _there(self, requests: Sequence[Path]) -> None:
         self.plan.check()
@@ -143,27 +168,38 @@ class ModelRun:
         say(f"{self.model.name}: {text}")
 
     def _compared(self) -> Iterator[Comparison]:
-        plan, found, point = self.plan, self.found, str(self._crowd())
-        rates = found.of(_OURS, "rows_per_s")
+        point = str(self._crowd())
+        rates = self.found.of(_OURS, "rows_per_s")
         # More than 1 is no mistake: the server copies the next batch meanwhile.
-        bounds = ((_BOUND, ", which waits for each batch", plan.reach(Reach(True, 0.9))), (_COPIES, "", None))
+        bounds = ((_BOUND, ", which waits for each batch", self.plan.reach(Reach(True, 0.9))), (_COPIES, "", None))
         for who, waits, reach in bounds:
-            others = found.of(who, "rows_per_s")
+            others = self.found.of(who, "rows_per_s")
             if both := min(len(rates), len(others)):
                 yield Comparison(point, f"rows/s / {who}{waits}", ratio(rates[:both], others[:both]), reach)
-        if busy := found.of(_OURS, "gpu_busy"):
+        if busy := self.found.of(_OURS, "gpu_busy"):
             share = "share of the time in which any kernel ran"
-            yield Comparison(point, share, spread(busy), plan.reach(Reach(True, 0.9)))
-        if (batches := self._batches_per_s()) and (batch_ms := found.of(_BOUND, "batch_ms")):
-            filled = [rate * spread(batch_ms).median / 1e3 for rate in batches]
-            yield Comparison(point, f"batches/s x the time of a full one in {_BOUND}", spread(filled), None)
-        if (slow := found.of(_CALM, "p99_ms")) and (batch_ms := found.of(_BOUND, "batch_ms")):
-            times = [slow[0] / spread(batch_ms).median]
-            load, what = "70 % of that", "p99 latency / a full batch"
-            yield Comparison(load, what, spread(times), plan.reach(Reach(False, 2.5)))
-        if (after := found.of(_CHANGE, "after_smaller_ms")) and (batch_ms := found.of(_BOUND, "batch_ms")):
-            what = "a full batch after one of half the rows / after another full one"
-            yield Comparison("alone", what, spread([after[0] / spread(batch_ms).median]), None)
-        if first := found.of(FIRST, "first_ms"):
+            yield Comparison(point, share, spread(busy), self.plan.reach(Reach(True, 0.9)))
+        if batch_ms := self._batch_ms():
+            yield from self._in_batches(batch_ms)
+        if first := self.found.of(FIRST, "first_ms"):
             what = "first request / the median of later ones"
-            yield Comparison("1 client", what, ratio(first, found.of(FIRST, "p50_ms")), None)
+            yield Comparison("1 client", what, ratio(first, self.found.of(FIRST, "p50_ms")), None)
+
+    def _in_batches(self, batch_ms: float) -> Iterator[Comparison]:
+        """What is compared with the time of a full batch in the ceiling."""
+        load, slow = "70 % of that", self.found.of(_CALM, "p99_ms")
+        lag = spread(self.found.of(_CALM, "lag_p99_ms")).median / batch_ms if slow else 0.0
+        known, late = self.plan.reach(Reach(False, 2.5)), ""
+        if lag > _MOST_LAG:  # the latencies are the generator's
+            known, late = None, f", generator too slow: its lag is {lag:.2f}"
+        if filled := [per_s * batch_ms / 1e3 for per_s in self._batches_per_s()]:
+            what = f"batches/s x the time of a full one in {_BOUND}"
+            yield Comparison(str(self._crowd()), what, spread(filled), None)
+        rows = (
+            (load, f"p99 latency / a full batch{late}", slow, known),
+            (load, f"p99 latency of {_IDEAL} / a full batch", self.found.of(_IDEAL, "p99_ms"), None),
+            ("alone", f"{_CHANGE} / after another full one", self.found.of(_CHANGE, "after_smaller_ms"), None),
+        )
+        for point, what, times_ms, reach in rows:
+            if times_ms:
+                yield Comparison(point, what, spread([one / batch_ms for one in times_ms]), reach)

@@ -1,4 +1,4 @@
-"""Single measurements of `bench.gpu`: correctness, saturation, the ceiling, an open loop, the first request.
+"""Single measurements of `bench.gpu`: correctness, saturation, the first request.
 
 Lives here: the measurements. Must not: start processes (`gpu_processes`), repeat, compare or print.
 """
@@ -24,7 +24,7 @@ from bench.gpu_memory import export
 from bench.gpu_models import GpuModel
 from bench.gpu_processes import LoadGenerators
 from bench.stats import Sample
-from bench.steps import BenchError, open_loop
+from bench.steps import BenchError
 from bench.subjects import stub
 from protos import inference_pb2 as pb
 from tests.harness import ServerProcess
@@ -34,7 +34,6 @@ __all__ = [
     "deviations",
     "first_request",
     "gpu_region",
-    "latency_at",
     "region",
     "requests_of",
     "saturation",
@@ -101,16 +100,6 @@ def saturation(
         "model_ms_per_batch": batches[2] / max(1.0, batches[3]) / 1000,
         **({"gpu_busy": statistics.mean(busy)} if busy else {}),
     }
-
-
-def latency_at(
-    server: ServerProcess, requests: Sequence[Path], per_s: float, seconds: float, warmup_s: float
-) -> Sample:
-    """Latencies of requests that are sent at random, `per_s` a second."""
-    found = open_loop(server.target, tuple(requests), per_s, 30.0, seconds, warmup_s)
-    if not found["ok"] or found["errors"]:
-        raise BenchError(f"{found['ok']} answers, errors {found['errors']}")
-    return {key: found[key] for key in ("requests_per_s", "p50_ms", "p99_ms", "lag_p99_ms", "cores")}
 
 
 def first_request(server: ServerProcess, model: GpuModel) -> Sample:

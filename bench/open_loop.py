@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ async def drive(plan: Plan) -> dict[str, Any]:
         await channel.close(None)
     return {
         **summary(sender.tally, plan.seconds),
+        "latencies_ms": [taken_ns / 1e6 for taken_ns in sender.tally.latencies_ns],
         "offered": len(sender.lags_ns),
         "lag_p99_ms": percentile(sorted(sender.lags_ns), 99) / 1e6 if sender.lags_ns else 0.0,
         "refused_p50_ms": _percentile_ms(sender.tally.refused_ns, 50),
@@ -140,7 +142,8 @@ class _Sender:
             tally.latencies_ns.append(taken_ns)
 
 
-def _plan(arguments: Sequence[str] | None) -> Plan:
+def _asked(arguments: Sequence[str] | None) -> tuple[Plan, bool, bool]:
+    """What to do, whether to wait for a line on stdin first, and whether to print each latency."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.open_loop", description="Poisson load; prints one JSON line."
     )
@@ -151,13 +154,24 @@ def _plan(arguments: Sequence[str] | None) -> Plan:
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to measure (default: %(default)s)")
     parser.add_argument("--warmup", type=float, default=0.5, help="seconds before, not counted (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for the send times (default: %(default)s)")
+    parser.add_argument("--wait", action="store_true", help="print {} when ready, start at the first line of stdin")
+    parser.add_argument("--each", action="store_true", help="print each latency, too")
     got = parser.parse_args(arguments)
     payloads = tuple(path.read_bytes() for path in got.payloads)
-    return Plan(got.target, payloads, got.rate, got.deadline, got.seconds, got.warmup, got.seed)
+    plan = Plan(got.target, payloads, got.rate, got.deadline, got.seconds, got.warmup, got.seed)
+    return plan, got.wait, got.each
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    print(json.dumps(uvloop.run(drive(_plan(arguments)))), flush=True)
+    plan, waits, each = _asked(arguments)
+    if waits:
+        print("{}", flush=True)
+        if not sys.stdin.readline():
+            return  # whoever was to tell it to begin has given up
+    found = uvloop.run(drive(plan))
+    if not each:
+        del found["latencies_ms"]
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -52,9 +52,11 @@ def test_gpu_benchmark_completes_with_graphs(libraries: Path, tmp_path: Path) ->
     assert not any(section.absent for section in found.sections)
     assert all("with CUDA graphs" in section.how for section in found.sections)
     assert [one.verdict for one in correct.comparisons] == ["reached", "reached"]
+    # There is none at a load that no queue keeps up with, which a busy machine may take for 70 %.
+    ideal = {"an ideal queue"}
     whos = {"paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %", "the first request"}
-    assert {one.who for one in bert.measurements} == whos
-    assert {one.who for one in resnet.measurements} == {*whos, "paceline, images on the GPU"}
+    assert {one.who for one in bert.measurements} - ideal == whos
+    assert {one.who for one in resnet.measurements} - ideal == {*whos, "paceline, images on the GPU"}
 
 
 def _python(module: str, *arguments: str, libraries: Path, seed: str = "") -> subprocess.CompletedProcess[str]:

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from bench.gpu_processes import RandomLoad
 from bench.load import METHOD
 from bench.open_loop import Plan, drive, schedule_s
+from bench.steps import BenchError
 
 
 @pytest.fixture
@@ -55,3 +58,23 @@ def test_schedule_has_one_request_that_counts_even_if_it_is_due_after_the_end() 
     plan = Plan("nowhere", (b"",), per_s=0.5, deadline_s=1.0, seconds=0.01, warmup_s=0.01)
     (only,) = schedule_s(plan)
     assert only > 0.02
+
+
+async def test_drive_tells_each_latency(target: str) -> None:
+    found = await drive(Plan(target, (b"a",), per_s=200, deadline_s=30, seconds=0.2, warmup_s=0.0))
+    assert len(found["latencies_ms"]) == found["ok"]
+    assert max(found["latencies_ms"]) >= found["p99_ms"] >= found["p50_ms"]
+
+
+async def test_random_load_of_several_processes_has_the_rate_of_all(target: str, tmp_path: Path) -> None:
+    (tmp_path / "request").write_bytes(b"a")
+    send = RandomLoad(2).send
+    found = await asyncio.to_thread(send, target, [tmp_path / "request"], 200, 0.5, 0.1, 0)
+    assert found["requests_per_s"] == pytest.approx(200, rel=0.5)
+    assert found["p99_ms"] >= found["p50_ms"] > 0
+
+
+async def test_random_load_that_gets_no_answers_fails(target: str, tmp_path: Path) -> None:
+    (tmp_path / "request").write_bytes(b"")
+    with pytest.raises(BenchError, match="EMPTY"):
+        await asyncio.to_thread(RandomLoad(1).send, target, [tmp_path / "request"], 100, 0.2, 0.0, 0)
