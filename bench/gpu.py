@@ -59,7 +59,7 @@ def _served(plan: Plan, server: ServerProcess, files: Mapping[GpuModel, Path], f
         with one.found.trying(FIRST):
             one.found.add(FIRST, gpu_steps.first_request(server, one.model))
     right: set[str] = set()
-    yield check_answers(plan, server, files, right)
+    yield from check_answers(plan, server, files, right)
     if not plan.graphs:  # which change nothing about this
         yield from scale_frontends(plan, folder)
     for one in runs:

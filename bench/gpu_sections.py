@@ -29,20 +29,33 @@ _TINY = "tiny"
 _SMALL = 16
 
 
-def check_answers(plan: Plan, server: ServerProcess, files: Mapping[GpuModel, Path], right: set[str]) -> Section:
-    """Compare answers of each model with the CPU's. Names of models that answer rightly are added to `right`."""
+def check_answers(
+    plan: Plan, server: ServerProcess, files: Mapping[GpuModel, Path], right: set[str]
+) -> Iterator[Section]:
+    """Compare answers of each model with the CPU's; the section after each. Names of models that answer rightly are
+    added to `right`."""
     found, comparisons = Found(), []
     for model, file in files.items():
         with found.trying(model.name):
-            for value in gpu_steps.deviations(server, model, file, seeds=range(2)):
-                found.add(model.name, {"deviation": value})
-            parts = [value / model.tolerance for value in found.of(model.name, "deviation")]
-            what = f"{model.name}: largest deviation from the CPU's answers / {model.tolerance:g} of the largest value"
-            comparisons.append(Comparison("", what, spread(parts), Reach(False, 1.0)))
-            say(f"{model.name}: {what}: {max(parts):.3f}, {comparisons[-1].verdict}")
+            part = _answered(server, model, file, found) / model.tolerance
+            what = f"{model.name}: largest deviation from the CPU's answers / {model.tolerance:g}"
+            comparisons.append(Comparison("", what, spread([part]), Reach(False, 1.0)))
+            say(f"{what}: {part:.3f}, {comparisons[-1].verdict}")
             if comparisons[-1].verdict == "reached":
                 right.add(model.name)
-    return found.section(ANSWERS, "Answers on the device", plan.how, tuple(comparisons))
+        yield found.section(ANSWERS, "answers", plan.how, tuple(comparisons))
+
+
+def _answered(server: ServerProcess, model: GpuModel, file: Path, found: Found) -> float:
+    """The largest deviation of single requests, and of so many at once that they fill three batches: then they share
+    batches, and both slots are used."""
+    reference = gpu_steps.open_reference(file)
+    several = range(3 * model.batch_rows // model.few_rows)
+    alone = [gpu_steps.deviation(server, model, reference, model.rows, [seed]) for seed in range(2)]
+    found.add(f"{model.name}, {model.rows} rows alone", max(alone, key=lambda one: one["deviation"]))
+    together = gpu_steps.deviation(server, model, reference, model.few_rows, several)
+    found.add(f"{model.name}, {len(several)} x {model.few_rows} rows at once", together)
+    return max(one["deviation"] for one in (*alone, together))
 
 
 def scale_frontends(plan: Plan, folder: Path) -> Iterator[Section]:
@@ -86,9 +99,9 @@ def _scaled(plan: Plan, crowd: LoadGenerators, found: Found) -> Section:
             limit = crowd.limit(found.of(_name(count), "cores"))
             what = f"requests/s, --frontends {count} / {plan.fronts[0]}{limit}"
             comparisons.append(Comparison(str(crowd), what, ratio(rates[:both], alone[:both]), None))
-    title = "Requests of 16 floats through several processes for gRPC"
+    how = f"requests of 16 floats to a model on the CPU; {plan.how}"
     points, generator = dict.fromkeys(found.rounds, str(crowd)), f"{crowd.processes} of bench.load"
-    return found.section("gpu-frontends", title, plan.how, tuple(comparisons), points, generator)
+    return found.section("gpu-frontends", "frontends", how, tuple(comparisons), points, generator)
 
 
 def _name(count: int) -> str:

@@ -31,9 +31,10 @@ from tests.harness import ServerProcess
 from tests.wire import Array
 
 __all__ = [
-    "deviations",
+    "deviation",
     "first_request",
     "gpu_region",
+    "open_reference",
     "region",
     "requests_of",
     "saturation",
@@ -45,24 +46,30 @@ _SOURCES = 16
 _ANSWER_S = 60.0
 
 
-def deviations(server: ServerProcess, model: GpuModel, file: Path, seeds: Sequence[int]) -> list[float]:
-    """How far the server's answers to one request per seed are from what the CPU computes, as a share of the largest
-    value."""
+def open_reference(file: Path) -> ort.InferenceSession:
+    """The model on the CPU."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+
+
+def deviation(
+    server: ServerProcess, model: GpuModel, reference: ort.InferenceSession, rows: int, seeds: Sequence[int]
+) -> Sample:
+    """How far the server's answers to requests of `rows` rows, one per seed and all at once, are at most from what the
+    CPU computes, as a share of the largest value; and how many rows shared a batch."""
+    batches = [gpu_models.batch_of(model, rows, seed) for seed in seeds]
+    expected = [reference.run(None, {gpu_models.INPUT: batch})[0] for batch in batches]
+    before = _counters(server, model.name)
     channel, service = stub(server.target)
-    found = []
     with channel:
-        for seed in seeds:
-            batch = gpu_models.batch_of(model, model.rows, seed)
-            (expected,) = session.run(None, {gpu_models.INPUT: batch})
-            try:
-                answer = service.ModelInfer(gpu_models.request(model, batch), timeout=_ANSWER_S)
-            except grpc.RpcError as error:
-                raise BenchError(f"{error.code().name}: {error.details()}") from None
-            found.append(_deviation(answer.raw_output_contents[0], expected))
-    return found
+        calls = [service.ModelInfer.future(gpu_models.request(model, one), timeout=_ANSWER_S) for one in batches]
+        try:
+            answers = [call.result() for call in calls]
+        except grpc.RpcError as error:
+            raise BenchError(f"{error.code().name}: {error.details()}") from None
+    found = [_deviation(one.raw_output_contents[0], right) for one, right in zip(answers, expected, strict=True)]
+    return {"deviation": max(found), **_batches(before, _counters(server, model.name))}
 
 
 def _deviation(raw: bytes, expected: Array) -> float:
@@ -92,12 +99,10 @@ def saturation(
             busy.extend(shares(read, seconds))
 
     sample = crowd.send(server.target, requests, seconds, warmup_s, watch)
-    batches = [new - old for old, new in zip(before, _counters(server, model.name), strict=True)]
     return {
         **sample,
         "rows_per_s": model.rows * sample["requests_per_s"],
-        "rows_per_batch": batches[0] / max(1.0, batches[1]),
-        "model_ms_per_batch": batches[2] / max(1.0, batches[3]) / 1000,
+        **_batches(before, _counters(server, model.name)),
         **({"gpu_busy": statistics.mean(busy)} if busy else {}),
     }
 
@@ -159,11 +164,19 @@ def gpu_region(server: ServerProcess, batch: Array) -> Iterator[str]:
             raise BenchError(f"{error.code().name}: {error.details()}") from None
 
 
+def _batches(before: Sequence[float], after: Sequence[float]) -> Sample:
+    rows, batches, model_us, requests = (new - old for old, new in zip(before, after, strict=True))
+    return {
+        "rows_per_batch": rows / max(1.0, batches),
+        "model_ms_per_batch": model_us / max(1.0, requests) / 1000,
+    }
+
+
 def _counters(server: ServerProcess, model: str) -> list[float]:
-    """Rows, batches, microseconds in the model summed over requests, and requests."""
+    """Rows, batches, microseconds in the model summed over requests, and requests; 0 of a model that isn't loaded."""
     metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
     names = ("count", "exec_count", "compute_infer_duration_us", "request_success")
-    return [metrics[f"nv_inference_{name}{labels}"] for name in names]
+    return [metrics.get(f"nv_inference_{name}{labels}", 0.0) for name in names]
 
 
 def source(model: GpuModel) -> Array:
