@@ -95,12 +95,12 @@ class Results:
         ]
 
     def show(self) -> None:
-        """Print all of it: last what matters most, as whoever runs this elsewhere may see no more than the last
-        pages."""
+        """Print all of it, the ratios last, as whoever runs this elsewhere may see no more than the last pages."""
         sections = [
             replace(one, absent={who: brief(why) for who, why in one.absent.items()}) for one in self._found.sections
         ]
-        print(f"{report.text(replace(self._found, sections=tuple(sections)))}\n\n{self._out}", flush=True)
+        found = replace(self._found, sections=tuple(sections))
+        print(f"{report.measured(found)}\n\n{report.ratios(found)}\n\n{self._out}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

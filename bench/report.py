@@ -13,7 +13,20 @@ from bench.scenario import Point, Reference, Scenario, Side
 from bench.stats import Sample, Spread, ratio, spread
 from bench.summary import Comparison, Measurement, Section, Summary
 
-__all__ = ["Absence", "Result", "absolute", "compared", "facts", "section_of", "series_of", "shown", "table", "text"]
+__all__ = [
+    "Absence",
+    "Result",
+    "absolute",
+    "compared",
+    "facts",
+    "measured",
+    "ratios",
+    "section_of",
+    "series_of",
+    "shown",
+    "table",
+    "text",
+]
 
 _MEASURES = {
     "requests_per_s": "requests/s",
@@ -119,12 +132,22 @@ def _comparison(result: Result, reference: Reference, point: Point) -> Compariso
 
 def text(summary: Summary) -> str:
     """The report for a terminal: first ratios, which carry over to other machines; then what this machine did."""
+    return f"{ratios(summary)}\n\n{measured(summary)}"
+
+
+def ratios(summary: Summary) -> str:
+    """What was compared, of all sections."""
     rows = [
         [section.title, one.point, one.what, *compared(one), one.verdict]
         for section in summary.sections
         for one in section.comparisons
     ]
-    parts = ["Ratios: median of the rounds (lowest - highest)", table([_HEAD, *rows])]
+    return "\n\n".join(["Ratios: median of the rounds (lowest - highest)", table([_HEAD, *rows])])
+
+
+def measured(summary: Summary) -> str:
+    """What was measured, section by section, and the machine."""
+    parts = []
     for section in summary.sections:
         parts.append(f"{section.name}: {section.title}; {section.how}{shown(section.generator)}")
         parts.append(table(absolute(section)) if section.measurements else "  nothing was measured")
