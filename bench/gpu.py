@@ -90,7 +90,7 @@ class Results:
         sections = self._found.sections
         wrong = [one for found in sections if found.name == ANSWERS for one in found.comparisons]
         return [
-            *(f"{one.name}: no {who}: {brief(why)}" for one in sections for who, why in one.absent.items()),
+            *(f"{one.name}: no {who}" for one in sections for who in one.absent),
             *(f"wrong: {one.what}" for one in wrong if one.verdict != "reached"),
         ]
 

@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         what, seconds = line.split()
         if what == "change":
             half = Bound(session, batch[: len(batch) // 2], got.device)
-            found: dict[str, Any] = {"after_smaller_ms": after_smaller_ms(whole, half, float(seconds))}
+            found: dict[str, Any] = {"batch_ms": after_smaller_ms(whole, half, float(seconds))}
         else:
             ways = {"bound": whole.run, "copies": whole.run_with_copies}
             found = {how: measure(run, len(batch), float(seconds)) for how, run in ways.items()}

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import grpc
+
 from backends.errors import DeviceError
 from bench.scenario import Reach
 from bench.stats import Sample, spread
@@ -99,6 +101,8 @@ class Found:
 
 def reason(error: Exception) -> str:
     """All that the error says, in one line."""
+    if isinstance(error, grpc.RpcError):
+        return f"{error.code().name}: {error.details()}"
     text = " / ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if text and isinstance(error, _SAY_ALL):
         return text

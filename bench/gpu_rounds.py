@@ -77,6 +77,7 @@ class ModelRun:
 
     def unmeasured(self, why: str) -> Section:
         """The section of a model that isn't measured."""
+        self.found.absent.clear()
         self.found.absent[self.model.name] = why
         return self.section()
 
@@ -198,7 +199,7 @@ class ModelRun:
         rows = (
             (load, f"p99 latency / a full batch{late}", slow, known),
             (load, f"p99 latency of {_IDEAL} / a full batch", self.found.of(_IDEAL, "p99_ms"), None),
-            ("alone", f"{_CHANGE} / after another full one", self.found.of(_CHANGE, "after_smaller_ms"), None),
+            ("alone", f"{_CHANGE} / after another full one", self.found.of(_CHANGE, "batch_ms"), None),
         )
         for point, what, times_ms, reach in rows:
             if times_ms:

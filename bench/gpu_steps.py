@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import grpc
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
@@ -24,7 +23,6 @@ from bench.gpu_memory import export
 from bench.gpu_models import GpuModel
 from bench.gpu_processes import LoadGenerators
 from bench.stats import Sample
-from bench.steps import BenchError
 from bench.subjects import stub
 from protos import inference_pb2 as pb
 from tests.harness import ServerProcess
@@ -64,10 +62,7 @@ def deviation(
     channel, service = stub(server.target)
     with channel:
         calls = [service.ModelInfer.future(gpu_models.request(model, one), timeout=_ANSWER_S) for one in batches]
-        try:
-            answers = [call.result() for call in calls]
-        except grpc.RpcError as error:
-            raise BenchError(f"{error.code().name}: {error.details()}") from None
+        answers = [call.result() for call in calls]
     found = [_deviation(one.raw_output_contents[0], right) for one, right in zip(answers, expected, strict=True)]
     return {"deviation": max(found), **_batches(before, _counters(server, model.name))}
 
@@ -129,20 +124,17 @@ def region(server: ServerProcess, batch: Array) -> Iterator[str]:
     channel, service = stub(server.target)
     with channel:
         try:
-            try:
-                path.write_bytes(batch.tobytes())
-                service.SystemSharedMemoryRegister(
-                    pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=batch.nbytes)
-                )
-            finally:
-                # The server has it open; a file would outlive a bench that is killed.
-                path.unlink(missing_ok=True)
-            try:
-                yield name
-            finally:
-                service.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
-        except grpc.RpcError as error:
-            raise BenchError(f"{error.code().name}: {error.details()}") from None
+            path.write_bytes(batch.tobytes())
+            service.SystemSharedMemoryRegister(
+                pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=batch.nbytes)
+            )
+        finally:
+            # The server has it open; a file would outlive a bench that is killed.
+            path.unlink(missing_ok=True)
+        try:
+            yield name
+        finally:
+            service.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
 
 
 @contextmanager
@@ -152,16 +144,13 @@ def gpu_region(server: ServerProcess, batch: Array) -> Iterator[str]:
     exported = export(batch)
     channel, service = stub(server.target)
     with channel:
+        service.CudaSharedMemoryRegister(
+            pb.CudaSharedMemoryRegisterRequest(name=name, raw_handle=exported.handle, byte_size=batch.nbytes)
+        )
         try:
-            service.CudaSharedMemoryRegister(
-                pb.CudaSharedMemoryRegisterRequest(name=name, raw_handle=exported.handle, byte_size=batch.nbytes)
-            )
-            try:
-                yield name
-            finally:
-                service.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(name=name))
-        except grpc.RpcError as error:
-            raise BenchError(f"{error.code().name}: {error.details()}") from None
+            yield name
+        finally:
+            service.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(name=name))
 
 
 def _batches(before: Sequence[float], after: Sequence[float]) -> Sample:

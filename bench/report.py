@@ -49,7 +49,6 @@ _COLUMNS = (
     ("rows_per_s", "rows/s", 0),
     ("gpu_busy", "GPU busy", 2),
     ("batch_ms", "batch ms", 2),
-    ("after_smaller_ms", "batch ms after half", 2),
     ("first_ms", "first ms", 2),
     ("deviation", "deviation", 6),
     ("stack_us", "stack us", 1),
