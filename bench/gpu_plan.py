@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def how(self) -> str:
-        times = f"{self.seconds:g} s each, {self.warmup_s:g} s of warm-up before"
+        times = f"{self.seconds:g} s each or half of that, {self.warmup_s:g} s of warm-up before"
         return f"rounds: {self.rounds}, {times}, on {self.device}{', with CUDA graphs' if self.graphs else ''}"
 
     @property
