@@ -192,7 +192,7 @@ class ModelRun:
         lag = spread(self.found.of(_CALM, "lag_p99_ms")).median / batch_ms if slow else 0.0
         known, late = self.plan.reach(Reach(False, 2.5)), ""
         if lag > _MOST_LAG:  # the latencies are the generator's
-            known, late = None, f", generator too slow: its lag is {lag:.2f}"
+            known, late = None, f", generator too slow: lag {lag:.2f} of it"
         if filled := [per_s * batch_ms / 1e3 for per_s in self._batches_per_s()]:
             what = f"batches/s x the time of a full one in {_BOUND}"
             yield Comparison(str(self._crowd()), what, spread(filled), None)

@@ -43,7 +43,7 @@ def test_latency_is_in_full_batches_with_the_spread_of_the_stretches() -> None:
 
 def test_latency_has_no_verdict_if_the_generator_was_slow() -> None:
     found = compared(measured(lag_ms=1.2))
-    assert found["p99 latency / a full batch, generator too slow: its lag is 0.12"].verdict == ""
+    assert found["p99 latency / a full batch, generator too slow: lag 0.12 of it"].verdict == ""
 
 
 def test_busy_share_stands_beside_the_share_that_batches_take() -> None:
