@@ -1,12 +1,9 @@
 """The product on a GPU: `python -m bench.gpu`, all of it in less than ten minutes.
 
-Lives here: what is measured in which order, by the clock, and which bounds apply. Must not: measure (`gpu_steps`), make
-models (`gpu_models`) or format (`report`). Models that answer wrongly aren't timed. With `--device cpu --quick`, the
-same runs on any machine with tiny models, to check that everything works.
-
-The load is a closed loop, with so many clients that several full batches wait at any time. Images are in shared memory
-and texts are sent over streams, by several processes of `bench.load`: a single one would saturate a core before the GPU
-is saturated.
+Lives here: the command, the order of the sections, and results that are kept as they come. Must not: measure
+(`gpu_steps`), repeat and compare (`gpu_sections`, `gpu_rounds`), make models (`gpu_models`) or format (`report`).
+Models that answer wrongly aren't timed. With `--device cpu --quick`, the same runs on any machine with tiny models, to
+check that everything works.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One model of `bench.gpu`: the server at saturation and at 70 % of that beside the ceiling, round by round.
 
 Lives here: the order of the measurements, and what is compared. Must not: single measurements (`gpu_steps`). Each step
-may fail without the others, and the section is there after each, as the machine may be taken away in between.
+may fail without the others, and the section is there after each, as the machine may be taken away in between. At
+saturation, so many clients wait for answers that several full batches wait at any time.
 """
 
 from __future__ import annotations
