@@ -100,7 +100,9 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
     if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
     try:
-        return _try_all(spec, run)
+        tried = _try_all(spec, run)
+        outputs = tuple(map(_doubted, spec.outputs, tried.spec.outputs))
+        return replace(tried, spec=replace(tried.spec, outputs=outputs))
     except ProcessError as error:
         return Trial(spec, str(error), deadly=True)
 
@@ -324,6 +326,11 @@ def _seen(tensor: TensorSpec, shapes: Sequence[tuple[int, ...]]) -> TensorSpec:
     declared = tensor.dims if ranks == {len(tensor.dims)} else (-1,) * ranks.pop()
     dims = (dim if all(size == dim for size in sizes) else -1 for dim, *sizes in zip(declared, *shapes, strict=True))
     return replace(tensor, dims=tuple(dims))
+
+
+def _doubted(declared: TensorSpec, seen: TensorSpec) -> TensorSpec:
+    """Where a model declares a wrong rank, the one that was seen needn't be the only one."""
+    return replace(seen, assumed=True) if len(seen.dims) != len(declared.dims) and not seen.any_rank else seen
 
 
 def _elements(spec: ModelSpec, made_up: _MadeUp) -> int:

@@ -513,6 +513,17 @@ def test_try_rows_reports_the_dims_of_outputs_as_observed(
     assert tried.why_not == ""
 
 
+def test_try_rows_takes_a_rank_that_is_not_declared_for_one_of_several() -> None:
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1, -1)),))
+
+    def run(inputs: Tensors) -> Tensors:
+        if inputs[0].shape[1] != 1:
+            raise ExecutionError("another rank")
+        return [inputs[0].reshape(-1, 1, 1, 1)]
+
+    assert try_rows(spec, run).spec.outputs == (TensorSpec("x", "FP32", (-1, -1, -1, -1), assumed=True),)
+
+
 def test_try_rows_leaves_dims_of_outputs_that_it_has_not_seen_assumed() -> None:
     def refuse(inputs: Sequence[Array]) -> Tensors:
         raise ExecutionError("no")
