@@ -120,11 +120,11 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
         if is_last_resort and (found or not is_free):
             break
         try:
-            many = found is None or made_up.highest == _WORDS
+            many = found is None or (made_up.highest == _WORDS and made_up.free == 1)
             found, differ = _try(found.spec if found else spec, run, made_up, many=many)
         except ProcessError:
             raise
-        except InstanceError as error:
+        except (InstanceError, MemoryError) as error:
             failed = str(error)
             break
         except ExecutionError as error:
@@ -163,7 +163,7 @@ def _contrasted(found: Trial, run: Run, taken: _MadeUp) -> tuple[Trial, bool]:
         return _try(found.spec, run, taken._replace(signed=False, contrast=True), many=False)
     except ProcessError:
         raise
-    except ExecutionError:  # such large numbers aren't accepted, or memory is too small
+    except (ExecutionError, MemoryError):  # such large numbers aren't accepted, or memory is too small
         return found, False
 
 
@@ -184,7 +184,8 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> tuple[Tr
         raise ExecutionError("it computes infinities from negative numbers")
     if not stackable:
         return Trial(_as_seen(spec, alone)), True
-    alone += _more_alone(rows[2:], run)
+    many = many and _MANY * sum(array.size for array in alone[0]) <= _MAX_ELEMENTS
+    alone += _more_alone(rows[2:], run) if many else []
     seen, found, results = _as_seen(spec, alone), dict[int, str](), list(alone)
     for order in _orders(len(alone), many):
         try:
@@ -196,9 +197,9 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> tuple[Tr
             return Trial(seen, f"it runs with {few} and fails with {more}: {error}"), True
         results.append(together)
         seen = _as_seen(spec, results)
-        found = found or _differences(seen, alone, together, order, made_up)
+        found = _differences(seen, alone, together, order, made_up) | found  # the first of each output
     steady = _steady(alone[0], lambda: run(rows[0])) if found else ()
-    return Trial(seen, next((why for index, why in found.items() if index in steady), "")), _vary(alone)
+    return Trial(seen, next((why for index, why in found.items() if index in steady), "")), _vary(spec, alone)
 
 
 def _more_alone(rows: Sequence[Sequence[Array]], run: Run) -> list[Tensors]:
@@ -220,10 +221,10 @@ def _orders(count: int, many: bool) -> Iterator[Sequence[int]]:
         yield from (stack, stack[::-1], (0,) * _MANY)
 
 
-def _vary(alone: Sequence[Tensors]) -> bool:
+def _vary(spec: ModelSpec, alone: Sequence[Tensors]) -> bool:
     """Whether rows gave different results. If not, nothing has been shown, as those of a stack would be the same, too;
     unless there is nothing that could differ."""
-    return all(array.size == 0 for array in alone[0]) or any(
+    return all(0 in tensor.dims for tensor in spec.outputs) or any(
         not _equal(one, two) for other in alone[1:] for one, two in zip(alone[0], other, strict=True)
     )
 
@@ -270,6 +271,8 @@ def alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
     finite = np.isfinite(alone)
     if not np.array_equal(finite, np.isfinite(both)):
         return False
+    if not alone.size:
+        return True
     alone, both = (np.where(finite, array, 0).reshape(len(array), -1) for array in (alone, both))
     # By columns, since a column of large numbers would hide what happens in others; the largest first.
     sizes = np.maximum(np.abs(alone), np.abs(both)).max(axis=0, initial=0)

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from backends.base import Array, ModelSpec, Tensors
+from backends.base import Array, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from backends.trial import alike
 
@@ -26,17 +26,19 @@ class GraphUse(Enum):
     NONE = auto()
 
 
-def changed(requests: Sequence[Tensors], rows: int, *, batched: bool) -> Tensors:
+def changed(spec: ModelSpec, requests: Sequence[Tensors], rows: int) -> Tensors:
     """A request like the last of `requests`, but with other floats, and with `rows` rows if the model is batched.
     Integers stay: they may be indices."""
     random = np.random.default_rng(0)
+    repeated = [np.repeat(array[-1:], rows, axis=0) if spec.batched else array for array in requests[-1]]
+    return [_changed(tensor, array, random) for tensor, array in zip(spec.inputs, repeated, strict=True)]
 
-    def change(array: Array) -> Array:
-        if batched:
-            array = np.repeat(array[-1:], rows, axis=0)
-        return random.random(array.shape, np.float32).astype(array.dtype) if array.dtype.kind == "f" else array
 
-    return [change(array) for array in requests[-1]]
+def _changed(tensor: TensorSpec, array: Array, random: np.random.Generator) -> Array:
+    floats = random.random(array.shape, np.float32)
+    if tensor.datatype == "BF16":
+        return (floats.view(np.uint32) >> 16).astype(array.dtype)
+    return floats.astype(array.dtype) if array.dtype.kind == "f" else array
 
 
 def check_replayed(spec: ModelSpec, replayed: Tensors, computed: Tensors) -> None:

@@ -143,13 +143,13 @@ class StagedSlot:
 
     def _check_replays(self, requests: Sequence[Tensors], padded_rows: int) -> None:
         """Raise ExecutionError if what was captured does something else than the model."""
-        batched = self._shared.spec.batched
-        other = [changed(requests, max(padded_rows, sum(rows_of(requests))) if batched else 0, batched=batched)]
+        spec = self._shared.spec
+        other = [changed(spec, requests, max(padded_rows, sum(rows_of(requests))) if spec.batched else 0)]
         (computed,) = self._execute(other, padded_rows, use=GraphUse.NONE).results
         # In between, so that the buffers don't have the right results already.
         self._execute(requests, padded_rows, use=GraphUse.NONE)
         (replayed,) = self._execute(other, padded_rows).results
-        check_replayed(self._shared.spec, cast("Tensors", replayed), cast("Tensors", computed))
+        check_replayed(spec, cast("Tensors", replayed), cast("Tensors", computed))
 
     def _execute(
         self,
@@ -160,12 +160,12 @@ class StagedSlot:
     ) -> Execution:
         shared, spec = self._shared, self._shared.spec
         check_count(spec, requests)
-        began_ns = monotonic_ns()
         rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
         opened = shared.opened
         try:
-            with opened.executing(sum(rows) + padding):
+            with opened.executing(sum(rows) + padding):  # which may wait for captures
+                began_ns = monotonic_ns()
                 bound = self._stage(opened, requests, sum(rows), padding)
                 staged_ns = monotonic_ns()
                 turn = self._compute(opened, bound, use)
@@ -174,8 +174,9 @@ class StagedSlot:
             self._let_go(bound)
             waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
         except DeviceError as error:
-            self._settle()
-            raise device_failure(error) from error
+            failed = device_failure(error)
+            self._raise_cause(failed, self._settle())
+            raise failed from error
         except StalePlan:
             self._settle()
             if not (spec.batched and spec.paddable):

@@ -24,6 +24,10 @@ __all__ = ["CudaRegion", "CudaRegions"]
 
 _log = logging.getLogger("paceline.server.shared_memory")
 
+_LOST = BROKEN | {4, 709, 999}
+"""Codes of the driver after which only another process can use CUDA. Clients can cause none of these by what they
+register; an unknown device or a handle of this very process are theirs."""
+
 _LAST = 2**31 - 1
 """The driver takes 32 bits, and would take a larger number for another device."""
 
@@ -102,7 +106,7 @@ class CudaRegions:
 
     def failure(self, error: DeviceError, what: str) -> ServerError:
         """The exception to raise for the driver's `error`, which is why `what`."""
-        if code_of(error) not in BROKEN:
+        if code_of(error) not in _LOST:
             return InvalidRequest(f"{what}: {error}")
         if not self.lost:
             self.lost = str(error)

@@ -270,8 +270,9 @@ def _give_up(instances: Sequence[ModelInstance], undo: ExitStack, error: LoadHan
 def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> Trial:
     """The model's own spec, tried out if the configuration doesn't say what the first dimensions are, or if what it
     says contradicts the model."""
-    says = config.max_batch_size or config.HasField("dynamic_batching") or config.input or config.output
-    agreed = says and (config.max_batch_size <= 0 or can_batch(config, opened.spec))
+    batches = config.max_batch_size > 0 or config.HasField("dynamic_batching")
+    says = config.max_batch_size or batches or config.input or config.output
+    agreed = says and (not batches or can_batch(config, opened.spec))
     if agreed or not isinstance(opened, Triable):
         return Trial(opened.spec)
     tried = opened.try_rows(supervise)

@@ -69,15 +69,13 @@ def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
     `config` has joined or split in other ways, and outputs that it leaves out, which nobody fetches; and there must be
     an input to read the number of rows from. For tensors that may have any rank, the configuration is trusted.
     """
-    return bool(own.inputs) and not any(_against_a_batch_axis(config, own))
+    return not any(_against_a_batch_axis(config, own))
 
 
 def why_no_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> str:
     """What keeps a model of spec `own` from having a batch axis, in words; "" if nothing does."""
-    if not own.inputs:
-        return "it has no inputs"
     why = next(_against_a_batch_axis(config, own), "")
-    others = len(own.outputs) > 1 and not config.output
+    others = not config.output and any(one.dims[:1] == (-1,) for one in own.outputs)
     return f"{why}; it may be left out of `output` in a config.pbtxt" if why.startswith("output") and others else why
 
 
@@ -85,6 +83,8 @@ def _against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[st
     made = _made(config)
     joined = {one.name: not (one.allow_ragged_batch or one.is_shape_tensor) for one in config.input}
     cut = {one.name: not one.is_shape_tensor for one in config.output} | dict.fromkeys(_scattered(config), False)
+    if all(one.optional and one.name not in joined for one in own.inputs):
+        yield "no request has to bring an input"
     inputs = [one for one in own.inputs if one.name not in made and joined.get(one.name, not one.optional)]
     outputs = [one for one in own.outputs if cut.get(one.name, not config.output)]
     for kind, tensors in (("input", inputs), ("output", outputs)):
@@ -96,7 +96,8 @@ def _against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[st
 def _axes(tensor: TensorSpec) -> str:
     if tensor.any_rank:
         return "may have any number of axes"
-    return f"has a first dimension of {tensor.dims[0]}" if tensor.dims else "is a scalar"
+    verb = "is declared with" if tensor.assumed else "has"
+    return f"{verb} a first dimension of {tensor.dims[0]}" if tensor.dims else f"{verb} no dimensions"
 
 
 def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:

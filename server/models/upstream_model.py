@@ -94,7 +94,8 @@ def _tensors(kind: str, tensors: Sequence[pb.ModelMetadataResponse.TensorMetadat
             raise ConfigError(f"{kind} '{one.name}' of the upstream: {error}") from None
         if min(one.shape, default=0) < -1:
             raise ConfigError(f"{kind} '{one.name}' of the upstream: expected sizes >= -1, got {list(one.shape)}")
-    return tuple(TensorSpec(one.name, one.datatype, tuple(one.shape)) for one in tensors)
+    assumed = kind == "output"
+    return tuple(TensorSpec(one.name, one.datatype, tuple(one.shape), assumed=assumed) for one in tensors)
 
 
 def _check(config: config_pb.ModelConfig) -> None:
@@ -138,7 +139,7 @@ def _without_lead(tensor: TensorSpec, lead: int) -> TensorSpec:
     """`tensor` without its first `lead` axes. In metadata, no dims may also mean that the rank isn't known; checking it
     is left to the upstream."""
     dims = tensor.dims[lead:]
-    return replace(tensor, dims=dims, any_rank=not dims)
+    return replace(tensor, dims=dims, any_rank=not dims, assumed=tensor.assumed and bool(dims))
 
 
 def _says_it_splits(config: config_pb.ModelConfig) -> bool:

@@ -20,8 +20,6 @@ from backends.onnx.backend import OnnxBackend
 from tests.unit.backends.onnx_models import batched
 
 MISTAKEN = {
-    # Looks up rows by integer indices, and the rows are integers too: zeros among zeros.
-    "test_gathernd_example_int32",
     # Which rows come out at all depends on their contents. It is reported when it happens.
     "test_strnormalizer_export_monday_casesensintive_nochangecase",
 }

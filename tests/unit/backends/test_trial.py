@@ -403,6 +403,48 @@ def test_try_rows_takes_the_same_results_for_all_rows_as_showing_nothing() -> No
     )
 
 
+def test_try_rows_takes_results_without_elements_as_showing_nothing() -> None:
+    spec = ModelSpec((TensorSpec("image", "UINT8", (-1, 8)),), (TensorSpec("boxes", "FP32", (-1, -1, 4)),))
+
+    def detect(inputs: Tensors) -> Tensors:
+        (images,) = inputs
+        found = (images > 200).sum(axis=1).max()
+        return [np.full((len(images), found, 4), images.max(), np.float32)]
+
+    assert "as all made-up rows give the same results" in try_rows(spec, detect).why_not
+
+
+def test_try_rows_judges_each_output_by_all_stacks_beside_a_random_one() -> None:
+    lots = np.random.default_rng(0)
+    spec = replace(SPEC, outputs=(TensorSpec("random", "FP32", (-1, 2)), *SPEC.outputs))
+
+    def run(inputs: Tensors) -> Tensors:
+        rows = inputs[0].copy()
+        if len(rows) > 4:
+            rows[4:] = 0
+        return [lots.random(rows.shape, np.float32), rows]
+
+    assert try_rows(spec, run).why_not == "output 'x' of a row depends on rows beside it"
+
+
+def test_try_rows_stacks_large_results_at_most_two_at_a_time() -> None:
+    sizes: list[int] = []
+
+    def run(inputs: Tensors) -> Tensors:
+        sizes.append(len(inputs[0]))
+        return [np.broadcast_to(inputs[0][:, :1], (len(inputs[0]), 1 << 22))]
+
+    assert try_rows(replace(SPEC, outputs=(TensorSpec("x", "FP32", (-1, 1 << 22)),)), run).why_not == ""
+    assert max(sizes) == 2
+
+
+def test_try_rows_reports_too_little_memory_to_compare() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    assert try_rows(SPEC, run) == Trial(SPEC, UNTRIED % "Unable to allocate 9 GiB")
+
+
 def test_try_rows_stacks_two_rows_several_times_if_a_model_does_not_accept_more() -> None:
     seen: list[Array] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -397,14 +398,15 @@ def test_load_logs_how_the_model_will_batch(
     ("inputs", "outputs", "why"),
     [
         ({"a": (-1, 2), "state": (2, -1, 8)}, {"x": (-1, 2)}, "input 'state' has a first dimension of 2"),
-        ({"a": (-1, 2), "rate": ()}, {"x": (-1, 2)}, "input 'rate' is a scalar"),
+        ({"a": (-1, 2), "rate": ()}, {"x": (-1, 2)}, "input 'rate' has no dimensions"),
         ({"a": (-1, 2)}, {"x": (1, 2)}, "output 'x' has a first dimension of 1"),
         (
             {"a": (-1, 2)},
             {"x": (-1, 2), "y": ()},
-            "output 'y' is a scalar; it may be left out of `output` in a config.pbtxt",
+            "output 'y' has no dimensions; it may be left out of `output` in a config.pbtxt",
         ),
-        ({}, {"x": (-1, 2)}, "it has no inputs"),
+        ({"a": (-1, 2)}, {"x": (), "y": (3,)}, "output 'x' has no dimensions"),
+        ({}, {"x": (-1, 2)}, "no request has to bring an input"),
     ],
 )
 def test_load_logs_which_tensor_has_no_batch_axis(
@@ -432,6 +434,20 @@ class Untried(Model):
 @pytest.mark.parametrize("config", ["max_batch_size: 4", "dynamic_batching { }"])
 def test_load_of_a_model_that_is_configured_to_batch_tries_nothing(tmp_path: Path, config: str) -> None:
     (loaded,) = load_model(folder(tmp_path, 1, config=config), VersionBackend(v1=Untried()).of)
+    assert loaded.plan.max_batch_rows > 1
+    loaded.close()
+
+
+@pytest.mark.parametrize("config", ["max_batch_size: 4", "dynamic_batching { }"])
+def test_load_of_a_model_that_is_configured_to_batch_against_its_declaration_is_tried(
+    tmp_path: Path, config: str
+) -> None:
+    class Seen(Model):
+        def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
+            return Trial(SPEC)
+
+    declared = ModelSpec(SPEC.inputs, tuple(replace(tensor, dims=()) for tensor in SPEC.outputs))
+    (loaded,) = load_model(folder(tmp_path, 1, config=config), VersionBackend(v1=Seen(spec=declared)).of)
     assert loaded.plan.max_batch_rows > 1
     loaded.close()
 

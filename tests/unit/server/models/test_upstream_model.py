@@ -36,10 +36,14 @@ def brought(
 
 
 def test_model_that_can_batch_does_so_according_to_the_flags() -> None:
-    found = brought({"a": [-1, 4]}, {"x": [-1]}, batches=3)
+    found = brought({"a": [-1, 4]}, {"x": [-1], "y": [-1, 2]}, batches=3)
     plan = found.plan
     assert plan.spec.inputs == (TensorSpec("a", "FP32", (4,)),)
-    assert plan.spec.outputs == (TensorSpec("x", "FP32", (), any_rank=True),)
+    # Dims of outputs aren't checked here: the upstream may pass on other ones than it tells.
+    assert plan.spec.outputs == (
+        TensorSpec("x", "FP32", (), any_rank=True),
+        TensorSpec("y", "FP32", (2,), assumed=True),
+    )
     assert (plan.spec.batched, plan.max_batch_rows, plan.splits) == (True, 16, True)
     assert plan.policy.max_queue_delay_ns == 5_000_000
     assert plan.policy.queue.default_timeout_ns == 7_000_000_000
