@@ -82,18 +82,16 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         one.end()
 
 
-def test_queueing_behind_a_call_that_keeps_the_drivers_lock_stops_no_other_thread(made: Any) -> None:
-    hanging = made(LongCalls())
-    hanging.hang(hanging.gpu.synchronize)
-    queueing = hanging.start(lambda: hanging.stream.record(hanging.event))
-    queueing.join(NEVER_S)
-    assert queueing.is_alive()
-    assert hanging.file.exists(), "Python stood still until the hang was over"
-
-
-def test_queueing_behind_an_overdue_execution_stops_no_other_thread(made: Any) -> None:
-    hanging = made(LongCalls(overdue_ns=0))
-    hanging.hang(hanging.event.synchronize)
+@pytest.mark.parametrize(
+    ("overdue_ns", "call"),
+    [(10**9, lambda hanging: hanging.gpu.synchronize()), (0, lambda hanging: hanging.event.synchronize())],
+    ids=["a call that keeps the driver's lock", "an overdue execution"],
+)
+def test_queueing_behind_what_hangs_stops_no_other_thread(
+    made: Any, overdue_ns: int, call: Callable[[Any], None]
+) -> None:
+    hanging = made(LongCalls(overdue_ns))
+    hanging.hang(lambda: call(hanging))
     queueing = hanging.start(lambda: hanging.stream.record(hanging.event))
     queueing.join(NEVER_S)
     assert queueing.is_alive()

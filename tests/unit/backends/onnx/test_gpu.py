@@ -1,118 +1,47 @@
-"""Staging and graphs on a GPU, compared with the answers of the CPU."""
+"""Staging on a GPU, compared with the answers of the CPU."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
-import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from onnx import helper
 
 from backends.accelerator import Memory
-from backends.base import Array, Device, DeviceKind, DeviceTensor, ModelSource, ModelSpec, Slot, Targets, TensorSpec
-from backends.cuda.accelerator import CudaAccelerator, open_cuda
+from backends.base import Array, DeviceTensor, ModelSource, ModelSpec, Targets, TensorSpec
+from backends.cuda.accelerator import CudaAccelerator
 from backends.cuda.context import load_driver
-from backends.cuda.driver import count_gpus
-from backends.errors import DeviceError, ExecutionError, InstanceLost, LoadError, OutOfMemory
+from backends.errors import DeviceError, ExecutionError, InstanceLost, OutOfMemory
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.instance import OnnxInstance
 from backends.onnx.options import parse_options
-from backends.onnx.sessions import NO_GRAPH
 from backends.onnx.staged import StagedInstance
 from backends.staging import array_in
 from tests import models
+from tests.unit.backends.onnx.gpu_pair import (
+    CPU,
+    EXACT,
+    GPU,
+    GRAPHS,
+    IMAGES,
+    MLP,
+    Pair,
+    convolved,
+    floats,
+    on_thread_of,
+)
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
-CPU, GPU = Device(), Device(DeviceKind.GPU)
-GRAPHS = (("cuda", {"enable_cuda_graph": "1", "use_tf32": "0"}),)
-EXACT = (("cuda", {"use_tf32": "0"}),)
-MLP = ModelSpec((TensorSpec("INPUT0", "FP32", (64,)),), (TensorSpec("OUTPUT0", "FP32", (16,)),), batched=True)
-IMAGES = ModelSpec(
-    (TensorSpec("INPUT0", "FP32", (3, 16, 16)),), (TensorSpec("OUTPUT0", "FP32", (1, 16, 16)),), batched=True
-)
 FRUGAL = (("cuda", {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}),)
 _HOST = 1  # CU_MEMORYTYPE_HOST
 _MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-
-
-@pytest.fixture
-def accelerator() -> CudaAccelerator:
-    try:
-        count_gpus()
-    except LoadError as reason:
-        pytest.skip(str(reason))
-    return open_cuda(0)
-
-
-class Pair:
-    """A model on the GPU, with `accelerators` as its options, and on the CPU."""
-
-    def __init__(
-        self,
-        folder: Path,
-        model: onnx.ModelProto,
-        spec: ModelSpec,
-        accelerator: CudaAccelerator,
-        accelerators: Any = EXACT,
-    ) -> None:
-        path = models.write(model, folder / "model.onnx")
-        backend = OnnxBackend(accelerators=lambda device: accelerator if device == GPU else None)
-        source = ModelSource("m", path, accelerators=accelerators)
-        self.opened = backend.open(source, GPU)
-        instance = self.opened.instance(spec, GPU)
-        assert isinstance(instance, StagedInstance)
-        self.gpu = instance
-        self.cpu = backend.open(ModelSource("m", path), CPU).instance(spec, CPU)
-
-    def check(self, slot: Slot, requests: Sequence[Sequence[Array]], padded_rows: int = 0) -> None:
-        ours = slot.execute(requests, padded_rows).results
-        reference = self.cpu.execute(requests, padded_rows).results
-        for one, other in zip(ours, reference, strict=True):
-            assert not isinstance(one, Exception)
-            assert not isinstance(other, Exception)
-            for got, expected in zip(one, other, strict=True):
-                assert got.dtype == expected.dtype
-                np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
-
-
-def floats(rng: np.random.Generator, *shape: int) -> tuple[Array]:
-    return (rng.standard_normal(shape).astype(np.float32),)
-
-
-def on_thread_of(slot: Slot, function: Callable[[], T]) -> T:
-    answers: SimpleQueue[Any] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((function(), None))
-        except BaseException as error:  # noqa: BLE001 - raised below
-            answers.put((None, error))
-
-    slot.start("slot", run)
-    result, error = answers.get(timeout=60)
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]
-
-
-def free_bytes(accelerator: CudaAccelerator) -> int:
-    accelerator.enter()
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    driver = ctypes.CDLL("libcuda.so.1")
-    assert driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
-    return free.value
 
 
 def fill(accelerator: CudaAccelerator) -> list[Memory]:
@@ -180,87 +109,12 @@ def test_steady_state_allocates_nothing(tmp_path: Path, accelerator: CudaAcceler
     for slot in pair.gpu.slots:
         for size in range(32, 0, -1):  # each may have its own kernels, which are loaded on their first use
             slot.execute([floats(rng, 1, 64)], size)
-    allocations, free = counting.allocations, free_bytes(accelerator)
+    allocations, free = counting.allocations, accelerator.free_bytes()
     for _ in range(200):
         for slot in pair.gpu.slots:
             slot.execute([floats(rng, int(rng.integers(1, 33)), 64)])
     assert counting.allocations == allocations
-    assert free_bytes(accelerator) == free
-
-
-def test_graphs_are_captured_and_replayed_with_other_data_and_sizes(
-    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "paceline.backends.onnx"):
-        pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
-        rng = np.random.default_rng(1)
-        for slot in pair.gpu.slots:
-            for size in (32, 8, 1):
-                slot.prepare([floats(rng, 1, 64)], size)
-    assert not caplog.records
-    assert pair.gpu._shared.graphs
-    graphs = [bound.graph for slot in pair.gpu.slots for bound in slot._bindings.values()]
-    assert len(set(graphs)) == 6
-    assert NO_GRAPH not in graphs
-    for _ in range(50):
-        for slot in pair.gpu.slots:
-            rows, padded = ((5, 8), (1, 1), (32, 32), (20, 32), (3, 3), (13, 0))[int(rng.integers(6))]
-            on_thread_of(slot, lambda: pair.check(slot, [floats(rng, 1, 64)] * rows, padded))  # noqa: B023
-            # A thread that has captured nothing computes as if there were no graphs.
-            pair.check(slot, [floats(rng, rows, 64)], padded)
-
-
-def test_graphs_of_convolutions_are_replayed_in_any_order_of_sizes(
-    tmp_path: Path, accelerator: CudaAccelerator
-) -> None:
-    """cuDNN's plans belong to a node and not to a graph: each size that is captured makes new ones."""
-    rng = np.random.default_rng(1)
-    weights = [
-        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 9, name)
-        for name, shape in (("A", (8, 3, 3, 3)), ("B", (4, 8, 3, 3)))
-    ]
-    nodes = [
-        helper.make_node("Conv", ["INPUT0", "A"], ["X"], pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["X"], ["Y"]),
-        helper.make_node("Conv", ["Y", "B"], ["OUTPUT0"], strides=[2, 2]),
-    ]
-    model = models.model(
-        nodes,
-        [models.tensor("INPUT0", "FP32", ["batch", 3, 17, 17])],
-        [models.tensor("OUTPUT0", "FP32", ["batch", 4, 8, 8])],
-        weights,
-    )
-    spec = ModelSpec(
-        (TensorSpec("INPUT0", "FP32", (3, 17, 17)),), (TensorSpec("OUTPUT0", "FP32", (4, 8, 8)),), batched=True
-    )
-    pair = Pair(tmp_path, model, spec, accelerator, GRAPHS)
-    for slot in pair.gpu.slots:
-        for size in (32, 8, 1):
-            slot.prepare([floats(rng, 1, 3, 17, 17)], size)
-    plans = getattr(ctypes.CDLL("libcudnn.so.9"), "stand_in_plans", lambda: 0)
-    for _ in range(30):
-        for slot in pair.gpu.slots:
-            rows, padded = ((5, 8), (1, 1), (32, 32), (20, 32), (3, 3))[int(rng.integers(5))]
-            before = plans()
-            on_thread_of(slot, lambda: pair.check(slot, [floats(rng, rows, 3, 17, 17)], padded))  # noqa: B023
-            assert padded == 3 or plans() == before
-
-
-def convolved(channels: int, *dims: Any) -> onnx.ModelProto:
-    """Two convolutions of images of 3 planes, with `channels` in between."""
-    rng = np.random.default_rng(1)
-    weights = [
-        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 9, name)
-        for name, shape in (("A", (channels, 3, 3, 3)), ("B", (1, channels, 3, 3)))
-    ]
-    nodes = [
-        helper.make_node("Conv", ["INPUT0", "A"], ["X"]),
-        helper.make_node("Conv", ["X", "B"], ["OUTPUT0"], pads=[2, 2, 2, 2]),
-    ]
-    tensors = [
-        models.tensor(name, "FP32", ["batch", planes, *dims]) for name, planes in (("INPUT0", 3), ("OUTPUT0", 1))
-    ]
-    return models.model(nodes, tensors[:1], tensors[1:], weights)
+    assert accelerator.free_bytes() == free
 
 
 FREE_IMAGES = ModelSpec(
@@ -329,135 +183,6 @@ def test_batch_that_ran_out_of_memory_is_computed_correctly_once_memory_suffices
     for _ in range(2):
         pair.check(slot, large)
     pair.check(slot, [floats(rng, 4, 3, 16, 16)])
-
-
-def test_graph_replays_at_the_same_time_keep_batches_separate(tmp_path: Path, accelerator: CudaAccelerator) -> None:
-    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
-    for slot in pair.gpu.slots:
-        slot.prepare([floats(np.random.default_rng(0), 1, 64)], 8)
-
-    def run(number: int) -> None:
-        rng, slot = np.random.default_rng(number), pair.gpu.slots[number]
-        for _ in range(100):
-            on_thread_of(slot, lambda: pair.check(slot, [floats(rng, 8, 64)]))
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(run, [0, 1]))
-
-
-def test_graphs_are_captured_while_other_sessions_open_and_close(
-    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
-) -> None:
-    captured = threading.Event()
-
-    def open_and_close() -> None:
-        folder = tmp_path / "other"
-        folder.mkdir()
-        while not captured.is_set():
-            other = Pair(folder, models.mlp((64, 256, 16)), MLP, accelerator)
-            other.check(other.gpu.slots[0], [floats(np.random.default_rng(2), 8, 64)])
-            other.gpu.close()
-            other.opened.close()
-
-    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"), ThreadPoolExecutor(1) as threads:
-        beside = threads.submit(open_and_close)
-        try:
-            for number in range(5):
-                folder = tmp_path / str(number)
-                folder.mkdir()
-                pair = Pair(folder, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
-                for slot in pair.gpu.slots:
-                    for size in (32, 8, 1):
-                        slot.prepare([floats(np.random.default_rng(1), 1, 64)], size)
-                assert pair.gpu._shared.graphs
-                pair.gpu.close()
-                pair.opened.close()
-        finally:
-            captured.set()
-        beside.result(60)
-    assert not caplog.records
-
-
-def test_graphs_are_captured_while_threads_execute_another_model_for_the_first_time(
-    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
-) -> None:
-    captured = threading.Event()
-    (tmp_path / "other").mkdir()
-    other = Pair(tmp_path / "other", models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
-
-    def execute() -> None:
-        while not captured.is_set():  # ONNX Runtime makes handles for each thread
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(other.check, other.gpu.slots[0], [floats(np.random.default_rng(2), 8, 64)]).result(60)
-
-    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"), ThreadPoolExecutor(1) as threads:
-        beside = threads.submit(execute)
-        try:
-            pair = Pair(tmp_path, models.mlp((64, *[16] * 100, 16)), MLP, accelerator, GRAPHS)  # slow to capture
-            for slot in pair.gpu.slots:
-                for size in range(20, 0, -1):
-                    slot.prepare([floats(np.random.default_rng(1), 1, 64)], size)
-        finally:
-            captured.set()
-        beside.result(60)
-    assert pair.gpu._shared.graphs
-    assert not caplog.records
-
-
-def test_graphs_are_captured_while_buffers_of_other_models_grow(
-    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
-) -> None:
-    captured = threading.Event()
-    (tmp_path / "other").mkdir()
-    other = Pair(tmp_path / "other", models.mlp((64, 256, 16)), MLP, accelerator)
-
-    def grow() -> None:
-        rows = 1
-        while not captured.is_set():
-            other.check(other.gpu.slots[rows % 2], [floats(np.random.default_rng(2), rows, 64)])
-            rows += 10
-
-    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"), ThreadPoolExecutor(1) as threads:
-        beside = threads.submit(grow)
-        try:
-            pair = Pair(tmp_path, models.mlp((64, *[16] * 100, 16)), MLP, accelerator, GRAPHS)  # slow to capture
-            for slot in pair.gpu.slots:
-                for size in range(100, 0, -1):
-                    slot.prepare([floats(np.random.default_rng(1), 1, 64)], size)
-        finally:
-            captured.set()
-        beside.result(60)
-    assert pair.gpu._shared.graphs
-    assert not caplog.records
-
-
-def test_model_with_control_flow_runs_without_graphs_and_logs_it(
-    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
-) -> None:
-    result = models.tensor("RESULT", "FP32", ["batch", 64])
-    branches = [
-        helper.make_graph([helper.make_node(kind, ["INPUT0"], ["RESULT"])], kind, [], [result])
-        for kind in ("Neg", "Abs")
-    ]
-    nodes = [
-        helper.make_node("ReduceSum", ["INPUT0"], ["SUM"], keepdims=0),
-        helper.make_node("Greater", ["SUM", "ZERO"], ["POSITIVE"]),
-        helper.make_node("If", ["POSITIVE"], ["OUTPUT0"], then_branch=branches[0], else_branch=branches[1]),
-    ]
-    model = models.model(
-        nodes,
-        [models.tensor("INPUT0", "FP32", ["batch", 64])],
-        [models.tensor("OUTPUT0", "FP32", ["batch", 64])],
-        [onnx.numpy_helper.from_array(np.array(0, np.float32), "ZERO")],
-    )
-    spec = ModelSpec((TensorSpec("INPUT0", "FP32", (64,)),), (TensorSpec("OUTPUT0", "FP32", (64,)),), batched=True)
-    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"):
-        pair = Pair(tmp_path, model, spec, accelerator, GRAPHS)
-    assert [record.getMessage()[:38] for record in caplog.records] == ["model 'm' runs without CUDA graphs: on"]
-    rng = np.random.default_rng(1)
-    for slot in pair.gpu.slots:
-        slot.prepare([floats(rng, 1, 64)], 8)
-        pair.check(slot, [floats(rng, 3, 64)], 8)
 
 
 def test_outputs_of_unknown_size_equal_those_of_the_cpu(tmp_path: Path, accelerator: CudaAccelerator) -> None:
@@ -597,7 +322,7 @@ def test_closing_frees_the_devices_memory(tmp_path: Path, accelerator: CudaAccel
         pair.opened.close()
 
     once()
-    free = free_bytes(accelerator)
+    free = accelerator.free_bytes()
     for _ in range(5):
         once()
-    assert free_bytes(accelerator) >= free - 2**24
+    assert accelerator.free_bytes() >= free - 2**24

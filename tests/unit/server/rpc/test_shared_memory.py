@@ -92,29 +92,31 @@ def test_cuda_region_reads_and_writes_the_drivers_memory(driver: Driver, region:
     region.read_into(np.empty(0, np.uint8), 0)
 
 
-def test_cuda_region_failure_refuses_the_request(driver: Driver, region: CudaRegion) -> None:
-    driver.codes["copy"] = 1
+@pytest.mark.parametrize("code", [1, 101, 201])
+def test_cuda_region_failure_refuses_the_request(driver: Driver, region: CudaRegion, code: int) -> None:
+    driver.codes["copy"] = code
     with pytest.raises(InvalidRequest, match="shared memory region 'c' can't be read: the NVIDIA driver failed"):
         region.read_into(np.empty(1, np.uint8), 0)
     with pytest.raises(InvalidRequest, match="shared memory region 'c' can't be written: the NVIDIA driver failed"):
         region.write(b"x", 0)
 
 
+@pytest.mark.parametrize("code", [700, 709, 810, 999])
 def test_cuda_region_whose_gpu_is_lost_says_so_and_is_reported_once(
-    driver: Driver, caplog: pytest.LogCaptureFixture
+    driver: Driver, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     regions, losses = CudaRegions(driver.load), list[str]()
     regions.on_loss = lambda: losses.append(regions.lost)
     region = regions.open("c", HANDLE, 0, 100)
-    driver.codes.update(copy=700, open=700)
+    driver.codes.update(copy=code, open=code)
     for use, what in (
         (lambda: region.read_into(np.empty(1, np.uint8), 0), "region 'c' can't be read: the NVIDIA driver failed"),
         (lambda: region.write(b"x", 0), "region 'c' can't be written: the NVIDIA driver failed"),
         (lambda: regions.open("d", HANDLE, 0, 100), "failed to register CUDA shared memory region 'd'"),
     ):
-        with pytest.raises(GpuLost, match=rf"{what}.* returned 700 .*; the server has to restart"):
+        with pytest.raises(GpuLost, match=rf"{what}.* returned {code} .*; the server has to restart"):
             use()
-    assert losses == ["the NVIDIA driver failed: cuMemcpyDtoH returned 700 (CUDA_ERROR_OF_SOME_KIND)"]
+    assert losses == [f"the NVIDIA driver failed: cuMemcpyDtoH returned {code} (CUDA_ERROR_OF_SOME_KIND)"]
     assert caplog.messages == [f"CUDA shared memory is lost until the server restarts: {losses[0]}"]
 
 
