@@ -23,7 +23,8 @@ from protos.datatypes import by_name
 __all__ = ["alike", "try_rows"]
 
 _MAX_ELEMENTS = 1 << 24
-"""Limit for the inputs of a trial, which must not take more memory than the model's own requests may."""
+"""Limit for the inputs of a trial, and for the results of eight rows: it must not take more memory than the model's own
+requests may."""
 
 _LIKENESS = 0.05
 """The fraction of the largest number by which results may differ: kernels round differently for other sizes, and models
@@ -51,11 +52,10 @@ to seven, in either direction, there are two different rows that far apart."""
 _WORDS = 63
 """The largest integer for a model with one input, of integers: they may be words, of which 0 and 1 are often none."""
 
-Run = Callable[[Sequence[Array]], Tensors]
-
-
 _FAINT, _LOUD = 1e-3, 1e4
 """Factors for the floats of two rows that are to be extremely different."""
+
+Run = Callable[[Sequence[Array]], Tensors]
 
 
 class _MadeUp(NamedTuple):
@@ -89,7 +89,7 @@ _ATTEMPTS = (
 
 
 def try_rows(spec: ModelSpec, run: Run) -> Trial:
-    """Run two rows of a model of `spec` (complete dims, no optional inputs), each alone and both together, in either
+    """Run rows of a model of `spec` (complete dims, no optional inputs), each alone and several together, in either
     order; one row if its inputs don't all have a free first dimension. `run` returns the outputs for one array per
     input and raises ExecutionError.
 
@@ -125,7 +125,7 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
         except ProcessError:
             raise
         except (InstanceError, MemoryError) as error:
-            failed = str(error)
+            failed = str(error) or type(error).__name__
             break
         except ExecutionError as error:
             failed = str(error)
@@ -143,10 +143,9 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
     if any(map(_is_of_floats, spec.inputs)):
         found, differ = _contrasted(found, run, taken)
         varied = varied or differ
-    # Text that no vocabulary has gives the same results in most models.
-    if varied or found.why_not or any(tensor.datatype == "BYTES" for tensor in spec.inputs):
-        return found
-    return _unknown(found.spec, "all made-up rows give the same results")
+    # Text that no vocabulary has gives the same results in most models, which says nothing against them.
+    has_shown = varied or found.why_not or any(tensor.datatype == "BYTES" for tensor in spec.inputs)
+    return found if has_shown else _unknown(found.spec, "all made-up rows give the same results")
 
 
 def _fits(spec: ModelSpec, made_up: _MadeUp) -> bool:
