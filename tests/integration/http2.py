@@ -1,6 +1,7 @@
 """Calls written by hand, frame by frame, to send what no client would.
 
-Lives here: the little of HTTP/2 that this takes, by RFC 9113 and gRPC's mapping onto it. Must not: understand answers.
+Lives here: the little of HTTP/2 that this takes, by RFC 9113 and gRPC's mapping onto it. Must not: understand what
+frames carry.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 __all__ = ["begun_calls", "call_by_hand", "call_frames", "calls_unread", "frames_until_the_end", "pings_answered"]
 
-_DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING = 0, 1, 3, 4, 6
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _INITIAL_WINDOW_SIZE = 4
 
@@ -39,16 +41,19 @@ def calls_unread(number: int, data: bytes) -> bytes:
 
 
 async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, compressed: bool = False) -> bytes:
-    """Make the call and return all bytes received up to trailers or a reset."""
+    """Make the call and return the payloads of all frames that answer it, up to trailers or a reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(call_frames(data, headers, compressed=compressed))
-    received = b""
-    while not any(said in received for said in (b"grpc-status", b"\x00\x00\x04\x03")):
-        more = await asyncio.wait_for(reader.read(4096), 10)
-        assert more, f"the connection ended after {received!r}"
-        received += more
+    answer = b""
+    ended = False
+    while not ended:
+        frame = await asyncio.wait_for(_read_frame(reader), 10)
+        # A connection's own frames, which carry random bytes, have stream 0.
+        if frame.stream == 1:
+            answer += frame.payload
+            ended = frame.kind == _RST_STREAM or (frame.kind in (_DATA, _HEADERS) and bool(frame.flags & _END_STREAM))
     writer.close()
-    return received
+    return answer
 
 
 async def frames_until_the_end(port: int, *, pings: int = 0) -> list[int]:
@@ -60,10 +65,8 @@ async def frames_until_the_end(port: int, *, pings: int = 0) -> list[int]:
         writer.write(_PREFACE)
         for number in range(pings):
             writer.write(_frame(_PING, 0, 0, number.to_bytes(8, "big")))
-        while head := await asyncio.wait_for(reader.read(1), 20):
-            head += await reader.readexactly(8)
-            await reader.readexactly(int.from_bytes(head[:3], "big"))
-            kinds.append(head[3])
+        while True:
+            kinds.append((await asyncio.wait_for(_read_frame(reader), 20)).kind)
     except (ConnectionError, asyncio.IncompleteReadError):
         pass
     finally:
@@ -80,16 +83,30 @@ async def pings_answered(port: int, pings: int, *, calls: int) -> int:
         writer.write(begun_calls(calls))
         while answered < pings:
             writer.write(_frame(_PING, 0, 0, bytes(8)))
-            head = b""
-            while head[3:5] != bytes([_PING, _ACK]):
-                head = await asyncio.wait_for(reader.readexactly(9), 20)
-                await reader.readexactly(int.from_bytes(head[:3], "big"))
+            while True:
+                frame = await asyncio.wait_for(_read_frame(reader), 20)
+                if (frame.kind, frame.flags) == (_PING, _ACK):
+                    break
             answered += 1
     except (ConnectionError, asyncio.IncompleteReadError):
         pass
     finally:
         writer.close()
     return answered
+
+
+class _Frame(NamedTuple):
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> _Frame:
+    """Raises asyncio.IncompleteReadError if the connection ends."""
+    head = await reader.readexactly(9)
+    payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+    return _Frame(head[3], head[4], int.from_bytes(head[5:], "big"), payload)
 
 
 def _headers(stream: int, more: Mapping[str, str]) -> bytes:

@@ -169,7 +169,7 @@ async def test_silent_connection_does_not_delay_the_stop(tmp_path: Path) -> None
         writer.close()
 
 
-@pytest.mark.parametrize(("timeout", "answered"), [("99999999H", True), ("1S", True), ("0n", False), ("1x", False)])
+@pytest.mark.parametrize(("timeout", "answered"), [("99999999H", True), ("99S", True), ("0n", False), ("1x", False)])
 async def test_infer_with_any_timeout_header_is_answered_or_refused(
     served: Served, timeout: str, answered: bool
 ) -> None:
