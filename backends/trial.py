@@ -8,7 +8,6 @@ count. A model that accepts no made-up inputs isn't batched; for one with random
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -18,28 +17,10 @@ import numpy as np
 
 from backends.base import Array, ModelSpec, Tensors, TensorSpec, Trial
 from backends.errors import ExecutionError, InstanceError, ProcessError
-from protos.datatypes import by_name
+from backends.likeness import alike, equal, is_finite
+from backends.made_up import MAX_ELEMENTS, MadeUp, attempts, can_be_stacked, has_free_dims, is_of_floats, make_rows
 
-__all__ = ["alike", "try_rows"]
-
-_MAX_ELEMENTS = 1 << 24
-"""Limit for the inputs of a trial, and for the results of eight rows: it must not take more memory than the model's own
-requests may."""
-
-_LIKENESS = 0.05
-"""The fraction of the largest number by which results may differ: kernels round differently for other sizes, and models
-that quantize at run time differ by more than floats round. Real dependencies between rows exceed this."""
-
-_NOISE = 4e-5
-"""The absolute difference allowed where results cancel out, for inputs up to 4: such a remainder may differ by all of
-itself."""
-
-_ROUNDED = 0.005
-"""The largest fraction of a number that only rounding changes, unless a model quantizes at run time."""
-
-_NOISIER = 10
-"""How many times as much as larger numbers of the same output, if these are only rounded, smaller ones may differ:
-errors are proportional to the largest. Larger ones that differ by more excuse only as much as that."""
+__all__ = ["try_rows"]
 
 _MANY = 8
 """How many rows are in a longer stack. It shows what rows do to others that aren't next to them, or that are like them
@@ -49,43 +30,15 @@ _OF_TWO = (0, 0, 1, 0, 1, 1, 0, 1)
 """Which of two rows is at each place of a longer stack, if a model accepts no more of them: for each distance from one
 to seven, in either direction, there are two different rows that far apart."""
 
-_WORDS = 63
-"""The largest integer for a model with one input, of integers: they may be words, of which 0 and 1 are often none."""
-
-_FAINT, _LOUD = 1e-3, 1e4
-"""Factors for the floats of two rows that are to be extremely different."""
-
 Run = Callable[[Sequence[Array]], Tensors]
 
 
-class _MadeUp(NamedTuple):
-    """Inputs to try: integers up to `highest`, floats of both signs (`signed`) or in [0, 1), with `contrast` of
-    extremely different size, `rows` at a time, free dimensions of size `free`."""
+class _Shown(NamedTuple):
+    """What a model of some made-up inputs is, and whether any of their rows gave different results."""
 
-    highest: int = 1
-    signed: bool = False
-    rows: int = 1
-    free: int = 1
-    contrast: bool = False
-
-
-# First those that are likeliest to show something, then those that are likelier to be accepted. Roots and logarithms
-# accept no negative numbers. An index of 1 refers to a second row or word, which may not exist. Windows need several
-# steps, and those of audio so many that other models would take long: these are only for models that accept nothing
-# shorter.
-_LONG, _LONGEST = 32, 4096
-_ATTEMPTS = (
-    _MadeUp(signed=True),
-    _MadeUp(highest=_WORDS),
-    _MadeUp(),
-    _MadeUp(highest=0),
-    _MadeUp(highest=_WORDS, free=_LONG),
-    _MadeUp(free=_LONG),
-    _MadeUp(highest=0, free=_LONG),
-    _MadeUp(highest=0, free=_LONG, rows=8),
-    _MadeUp(free=_LONGEST),
-    _MadeUp(highest=0, free=_LONGEST),
-)
+    trial: Trial
+    made_up: MadeUp
+    varied: bool
 
 
 def try_rows(spec: ModelSpec, run: Run) -> Trial:
@@ -109,19 +62,14 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
 
 def _try_all(spec: ModelSpec, run: Run) -> Trial:
     """Raises ProcessError."""
-    stackable = _can_be_stacked(spec)
-    is_free = any(-1 in tensor.dims[stackable:] for tensor in spec.inputs)
-    found, failed, longest, varied = None, "they would be too large", 0, False
-    taken = _ATTEMPTS[0]
-    for made_up in _ATTEMPTS:
-        is_last_resort = made_up.free > _LONG
-        if made_up.free <= longest or not _fits(spec, made_up):
+    stackable = can_be_stacked(spec)
+    shown, failed = list[_Shown](), "they would be too large"
+    for made_up in attempts(spec):
+        if shown and not made_up.adds_to(shown[-1].made_up):
             continue
-        if is_last_resort and (found or not is_free):
-            break
         try:
-            many = found is None or (made_up.highest == _WORDS and made_up.free == 1)
-            found, differ = _try(found.spec if found else spec, run, made_up, many=many)
+            many = not shown or made_up.short_words
+            shown.append(_try(shown[-1].trial.spec if shown else spec, run, made_up, many=many))
         except ProcessError:
             raise
         except (InstanceError, MemoryError) as error:
@@ -129,76 +77,73 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
             break
         except ExecutionError as error:
             failed = str(error)
-            continue
-        taken, varied = made_up, varied or differ
-        # Other rows may show what rows of both signs don't: in attention, a row attends to itself alone if the one
-        # beside it is nearly its opposite. And what short rows do to each other may be too little to see.
-        if found.why_not or not stackable or not (made_up.signed or is_free):
-            break
-        longest = 0 if made_up.signed else made_up.free
-    if found is None:
+        else:
+            # Other rows may show what rows of both signs don't: in attention, a row attends to itself alone if the one
+            # beside it is nearly its opposite. And what short rows do to each other may be too little to see.
+            if shown[-1].trial.why_not or not stackable or not (made_up.signed or has_free_dims(spec)):
+                break
+    if not shown:
         return _unknown(spec, f"it accepts no made-up inputs ({failed})")
-    if not stackable or found.why_not:
-        return found
-    if any(map(_is_of_floats, spec.inputs)):
-        found, differ = _contrasted(found, run, taken)
-        varied = varied or differ
-    # Text that no vocabulary has gives the same results in most models, which says nothing against them.
-    has_shown = varied or found.why_not or any(tensor.datatype == "BYTES" for tensor in spec.inputs)
-    return found if has_shown else _unknown(found.spec, "all made-up rows give the same results")
+    if stackable and not shown[-1].trial.why_not:
+        shown += _contrasted(shown[-1], run)
+    return _judged(shown)
 
 
-def _fits(spec: ModelSpec, made_up: _MadeUp) -> bool:
-    """Whether `made_up` is for models of `spec`, and small enough."""
-    if made_up.highest > 1 and not (len(spec.inputs) == 1 and _is_of_integers(spec.inputs[0])):
-        return False
-    return _elements(spec, made_up) <= _MAX_ELEMENTS
-
-
-def _contrasted(found: Trial, run: Run, taken: _MadeUp) -> tuple[Trial, bool]:
-    """`found`, checked once more with inputs like those `taken` but with extremely different rows; and whether they
-    gave different results. Raises ProcessError."""
+def _contrasted(shown: _Shown, run: Run) -> list[_Shown]:
+    """What extremely different rows show, if the model has floats and accepts such. Raises ProcessError."""
+    if not any(map(is_of_floats, shown.trial.spec.inputs)):
+        return []
     try:
-        return _try(found.spec, run, taken._replace(signed=False, contrast=True), many=False)
+        return [_try(shown.trial.spec, run, shown.made_up._replace(signed=False, contrast=True), many=False)]
     except ProcessError:
         raise
     except (ExecutionError, MemoryError):  # such large numbers aren't accepted, or memory is too small
-        return found, False
+        return []
+
+
+def _judged(shown: Sequence[_Shown]) -> Trial:
+    trial = shown[-1].trial
+    # Text that no vocabulary has gives the same results in most models, which says nothing against them.
+    is_of_text = any(tensor.datatype == "BYTES" for tensor in trial.spec.inputs)
+    if trial.why_not or is_of_text or any(one.varied for one in shown):
+        return trial
+    return _unknown(trial.spec, "all made-up rows give the same results")
 
 
 def _unknown(spec: ModelSpec, why: str) -> Trial:
     return Trial(spec, f"it isn't known whether its rows depend on each other, as {why}")
 
 
-def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> tuple[Trial, bool]:
-    """What it shows, and whether any rows give different results. `many`: also try more than two rows at a time. Raises
-    ExecutionError if the model doesn't accept single rows, and InstanceError."""
-    stackable = _can_be_stacked(spec)
-    many = many and stackable and made_up.rows == 1 and _MANY // 2 * _elements(spec, made_up) <= _MAX_ELEMENTS
-    random = np.random.default_rng(0)
-    columns = [_rows(tensor, made_up, stackable, _MANY if many else 2, random) for tensor in spec.inputs]
-    rows = list(zip(*columns, strict=True))
+def _try(spec: ModelSpec, run: Run, made_up: MadeUp, *, many: bool) -> _Shown:
+    """`many`: also try more than two rows at a time. Raises ExecutionError if the model doesn't accept single rows, and
+    InstanceError."""
+    stackable = can_be_stacked(spec)
+    many = many and stackable and made_up.rows == 1 and _MANY // 2 * made_up.elements(spec) <= MAX_ELEMENTS
+    rows = make_rows(spec, made_up, _MANY if many else 2)
     alone = [run(row) for row in rows[: 1 + stackable]]
-    if made_up.signed and not all(map(_is_finite, spec.outputs * len(alone), chain(*alone))):
+    if made_up.signed and not all(map(is_finite, spec.outputs * len(alone), chain(*alone))):
         raise ExecutionError("it computes infinities from negative numbers")
     if not stackable:
-        return Trial(_as_seen(spec, alone)), True
-    many = many and _MANY * sum(array.size for array in alone[0]) <= _MAX_ELEMENTS
+        return _Shown(Trial(_as_seen(spec, alone)), made_up, True)
+    many = many and _MANY * sum(array.size for array in alone[0]) <= MAX_ELEMENTS
     alone += _more_alone(rows[2:], run) if many else []
     seen, found, results = _as_seen(spec, alone), dict[int, str](), list(alone)
     for order in _orders(len(alone), many):
         try:
-            together = run([np.concatenate([rows[number][index] for number in order]) for index in range(len(columns))])
+            together = run(
+                [np.concatenate([rows[number][index] for number in order]) for index in range(len(spec.inputs))]
+            )
         except InstanceError:
             raise
         except ExecutionError as error:
             few, more = _count(made_up.rows), _count(len(order) * made_up.rows)
-            return Trial(seen, f"it runs with {few} and fails with {more}: {error}"), True
+            return _Shown(Trial(seen, f"it runs with {few} and fails with {more}: {error}"), made_up, True)
         results.append(together)
         seen = _as_seen(spec, results)
         found = _differences(seen, alone, together, order, made_up) | found  # the first of each output
     steady = _steady(alone[0], lambda: run(rows[0])) if found else ()
-    return Trial(seen, next((why for index, why in found.items() if index in steady), "")), _vary(spec, alone)
+    why_not = next((why for index, why in found.items() if index in steady), "")
+    return _Shown(Trial(seen, why_not), made_up, _vary(spec, alone))
 
 
 def _more_alone(rows: Sequence[Sequence[Array]], run: Run) -> list[Tensors]:
@@ -224,20 +169,12 @@ def _vary(spec: ModelSpec, alone: Sequence[Tensors]) -> bool:
     """Whether rows gave different results. If not, nothing has been shown, as those of a stack would be the same, too;
     unless there is nothing that could differ."""
     return all(0 in tensor.dims for tensor in spec.outputs) or any(
-        not _equal(one, two) for other in alone[1:] for one, two in zip(alone[0], other, strict=True)
+        not equal(one, two) for other in alone[1:] for one, two in zip(alone[0], other, strict=True)
     )
 
 
-def _equal(one: Array, two: Array) -> bool:
-    return np.array_equal(one, two, equal_nan=one.dtype.kind == "f")
-
-
-def _can_be_stacked(spec: ModelSpec) -> bool:
-    return bool(spec.inputs) and all(tensor.dims[:1] == (-1,) for tensor in spec.inputs)
-
-
 def _differences(
-    spec: ModelSpec, alone: Sequence[Tensors], both: Tensors, order: Sequence[int], made_up: _MadeUp
+    spec: ModelSpec, alone: Sequence[Tensors], both: Tensors, order: Sequence[int], made_up: MadeUp
 ) -> dict[int, str]:
     """How outputs of `both` (or more) rows together differ from those `alone`, for the outputs that do, by index."""
     columns = enumerate(zip(spec.outputs, zip(*(alone[number] for number in order), strict=True), both, strict=True))
@@ -262,45 +199,6 @@ def _count(rows: int) -> str:
     return {1: "one row", 2: "two"}.get(rows, f"{rows} rows")
 
 
-def alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
-    """Whether two results of `tensor`, of one axis or more, are the same but for rounding."""
-    alone, both = (_numbers(tensor, array) for array in (alone, both))
-    if alone.dtype.kind != "f":
-        return bool(np.array_equal(alone, both))
-    finite = np.isfinite(alone)
-    if not np.array_equal(finite, np.isfinite(both)):
-        return False
-    if not alone.size:
-        return True
-    alone, both = (np.where(finite, array, 0).reshape(len(array), -1) for array in (alone, both))
-    # By columns, since a column of large numbers would hide what happens in others; the largest first.
-    sizes = np.maximum(np.abs(alone), np.abs(both)).max(axis=0, initial=0)
-    order = np.argsort(-sizes, kind="stable")
-    sizes, apart = sizes[order], np.abs(alone - both).max(axis=0, initial=0)[order]
-    likely = apart <= _LIKENESS * sizes + _NOISE
-    excused = apart * np.where(apart <= _ROUNDED * sizes, _NOISIER, 1)
-    return bool(np.all(likely | (apart <= np.maximum.accumulate(np.where(likely, excused, 0)))))
-
-
-def _is_finite(tensor: TensorSpec, array: Array) -> bool:
-    array = _numbers(tensor, array)
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
-
-
-def _is_of_floats(tensor: TensorSpec) -> bool:
-    return tensor.datatype == "BF16" or by_name(tensor.datatype).dtype.kind == "f"
-
-
-def _is_of_integers(tensor: TensorSpec) -> bool:
-    return tensor.datatype != "BF16" and by_name(tensor.datatype).dtype.kind in "iu"
-
-
-def _numbers(tensor: TensorSpec, array: Array) -> Array:
-    if tensor.datatype == "BF16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float64) if array.dtype.kind == "f" else array
-
-
 def _steady(first: Tensors, again: Callable[[], Tensors]) -> frozenset[int]:
     """The outputs that are equal when the same row is run again; others are random, or count executions. If the second
     run fails, nothing suggests that, and all are returned. Raises ProcessError."""
@@ -310,7 +208,7 @@ def _steady(first: Tensors, again: Callable[[], Tensors]) -> frozenset[int]:
         raise
     except ExecutionError:
         return frozenset(range(len(first)))
-    return frozenset(index for index, (one, two) in pairs if _equal(one, two))
+    return frozenset(index for index, (one, two) in pairs if equal(one, two))
 
 
 def _as_seen(spec: ModelSpec, results: Sequence[Tensors]) -> ModelSpec:
@@ -333,47 +231,3 @@ def _seen(tensor: TensorSpec, shapes: Sequence[tuple[int, ...]]) -> TensorSpec:
 def _doubted(declared: TensorSpec, seen: TensorSpec) -> TensorSpec:
     """Where a model declares a wrong rank, the one that was seen needn't be the only one."""
     return replace(seen, assumed=True) if len(seen.dims) != len(declared.dims) and not seen.any_rank else seen
-
-
-def _elements(spec: ModelSpec, made_up: _MadeUp) -> int:
-    dims = (tensor.dims[_can_be_stacked(spec) :] for tensor in spec.inputs)
-    sizes = (math.prod(dim if dim >= 0 else made_up.free for dim in one) for one in dims)
-    return 2 * made_up.rows * sum(sizes)
-
-
-def _rows(
-    tensor: TensorSpec, made_up: _MadeUp, stackable: bool, count: int, random: np.random.Generator
-) -> list[Array]:
-    """`count` sets of rows. In the first two, every element differs, unless it is an integer and `highest` is 0. So
-    does the average, with `signed` even in sign: the mean of many numbers of one kind is always the same, and a model
-    that takes it over all rows would go unnoticed. Further sets are like these two in turn. Integers in text are
-    digits, which are in every vocabulary."""
-    shape = tuple(made_up.free if dim < 0 else dim for dim in tensor.dims)
-    if stackable:
-        shape = (made_up.rows, *shape[1:])
-    dtype = by_name(tensor.datatype).dtype
-    # Flat: arrays that have the maximum number of axes can't be stacked.
-    random_floats = random.random((count, math.prod(shape)), np.float32)
-    if tensor.datatype == "BF16":
-        rows = (_floats(random_floats, made_up).view(np.uint32) >> 16).astype(dtype)
-    elif dtype.kind == "f":
-        rows = _floats(random_floats, made_up).astype(dtype)
-    else:
-        integers = _integers(random_floats, made_up.highest)
-        rows = np.where(integers, b"1", b"0").astype(dtype) if dtype.hasobject else integers.astype(dtype)
-    return [row.reshape(shape) for row in rows]
-
-
-def _floats(floats: Array, made_up: _MadeUp) -> Array:
-    floats[1::2] = 6 * floats[1::2] - 4 if made_up.signed else floats[1::2] / 4
-    if made_up.contrast:
-        floats *= np.array([[_FAINT], [_LOUD]], np.float32)
-    return floats
-
-
-def _integers(floats: Array, highest: int) -> Array:
-    """Integers up to `highest`, which is even or one less than a power of two; more of the lower ones."""
-    floats[1] = floats[0]
-    integers = np.floor(floats**2 * (highest + 1)) if highest > 1 else (floats < 0.75) * highest
-    integers[1::2] = highest - integers[1::2]
-    return integers

@@ -13,7 +13,7 @@ import numpy as np
 
 from backends.base import Array, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
-from backends.trial import alike
+from backends.likeness import alike
 
 __all__ = ["GraphUse", "changed", "check_replayed"]
 

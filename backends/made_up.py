@@ -1,0 +1,144 @@
+"""Made-up inputs for a model of which only the types and shapes of its inputs are known.
+
+Lives here: which are tried, in which order, and their numbers. Must not: execute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from backends.base import Array, ModelSpec, TensorSpec
+from protos.datatypes import by_name
+
+__all__ = ["MAX_ELEMENTS", "MadeUp", "attempts", "can_be_stacked", "has_free_dims", "is_of_floats", "make_rows"]
+
+MAX_ELEMENTS = 1 << 24
+"""Limit for the inputs of a trial, and for the results of eight rows: it must not take more memory than the model's own
+requests may."""
+
+_WORDS = 63
+"""The largest integer for a model with one input, of integers: they may be words, of which 0 and 1 are often none."""
+
+_FAINT, _LOUD = 1e-3, 1e4
+"""Factors for the floats of two rows that are to be extremely different."""
+
+
+class MadeUp(NamedTuple):
+    """Inputs to try: integers up to `highest`, floats of both signs (`signed`) or in [0, 1), with `contrast` of
+    extremely different size, `rows` at a time, free dimensions of size `free`."""
+
+    highest: int = 1
+    signed: bool = False
+    rows: int = 1
+    free: int = 1
+    contrast: bool = False
+
+    @property
+    def short_words(self) -> bool:
+        return self.highest == _WORDS and self.free == 1
+
+    def adds_to(self, other: MadeUp) -> bool:
+        """Whether these may show what `other`, which were accepted, don't."""
+        return (0 if other.signed else other.free) < self.free <= _LONG
+
+    def elements(self, spec: ModelSpec) -> int:
+        """How many are in two sets of rows, over all inputs."""
+        dims = (tensor.dims[can_be_stacked(spec) :] for tensor in spec.inputs)
+        sizes = (math.prod(dim if dim >= 0 else self.free for dim in one) for one in dims)
+        return 2 * self.rows * sum(sizes)
+
+
+# First those that are likeliest to show something, then those that are likelier to be accepted. Roots and logarithms
+# accept no negative numbers. An index of 1 refers to a second row or word, which may not exist. Windows need several
+# steps, and those of audio so many that other models would take long: these are only for models that accept nothing
+# shorter.
+_LONG, _LONGEST = 32, 4096
+_ATTEMPTS = (
+    MadeUp(signed=True),
+    MadeUp(highest=_WORDS),
+    MadeUp(),
+    MadeUp(highest=0),
+    MadeUp(highest=_WORDS, free=_LONG),
+    MadeUp(free=_LONG),
+    MadeUp(highest=0, free=_LONG),
+    MadeUp(highest=0, free=_LONG, rows=8),
+    MadeUp(free=_LONGEST),
+    MadeUp(highest=0, free=_LONGEST),
+)
+
+
+def attempts(spec: ModelSpec) -> Iterator[MadeUp]:
+    """What to try with a model of `spec`, in this order, of at most MAX_ELEMENTS."""
+    for made_up in _ATTEMPTS:
+        are_words = made_up.highest == _WORDS
+        is_for_it = (_takes_words(spec) or not are_words) and (has_free_dims(spec) or made_up.free <= _LONG)
+        if is_for_it and made_up.elements(spec) <= MAX_ELEMENTS:
+            yield made_up
+
+
+def can_be_stacked(spec: ModelSpec) -> bool:
+    """Whether all inputs have a free first dimension."""
+    return bool(spec.inputs) and all(tensor.dims[:1] == (-1,) for tensor in spec.inputs)
+
+
+def has_free_dims(spec: ModelSpec) -> bool:
+    """Whether dims other than those to stack along are free."""
+    return any(-1 in tensor.dims[can_be_stacked(spec) :] for tensor in spec.inputs)
+
+
+def is_of_floats(tensor: TensorSpec) -> bool:
+    """Also if they are BF16, whose arrays are of integers."""
+    return tensor.datatype == "BF16" or by_name(tensor.datatype).dtype.kind == "f"
+
+
+def _takes_words(spec: ModelSpec) -> bool:
+    datatypes = [tensor.datatype for tensor in spec.inputs]
+    return len(datatypes) == 1 and datatypes[0] != "BF16" and by_name(datatypes[0]).dtype.kind in "iu"
+
+
+def make_rows(spec: ModelSpec, made_up: MadeUp, count: int) -> list[tuple[Array, ...]]:
+    """`count` sets of rows, each with one array per input of `spec`. In the first two, every element differs, unless it
+    is an integer and `highest` is 0. So does the average, with `signed` even in sign: the mean of many numbers of one
+    kind is always the same, and a model that takes it over all rows would go unnoticed. Further sets are like these two
+    in turn. Integers in text are digits, which are in every vocabulary."""
+    random = np.random.default_rng(0)
+    columns = [_column(tensor, made_up, can_be_stacked(spec), count, random) for tensor in spec.inputs]
+    return list(zip(*columns, strict=True))
+
+
+def _column(
+    tensor: TensorSpec, made_up: MadeUp, stackable: bool, count: int, random: np.random.Generator
+) -> list[Array]:
+    shape = tuple(made_up.free if dim < 0 else dim for dim in tensor.dims)
+    if stackable:
+        shape = (made_up.rows, *shape[1:])
+    dtype = by_name(tensor.datatype).dtype
+    # Flat: arrays that have the maximum number of axes can't be stacked.
+    random_floats = random.random((count, math.prod(shape)), np.float32)
+    if tensor.datatype == "BF16":
+        rows = (_floats(random_floats, made_up).view(np.uint32) >> 16).astype(dtype)
+    elif dtype.kind == "f":
+        rows = _floats(random_floats, made_up).astype(dtype)
+    else:
+        integers = _integers(random_floats, made_up.highest)
+        rows = np.where(integers, b"1", b"0").astype(dtype) if dtype.hasobject else integers.astype(dtype)
+    return [row.reshape(shape) for row in rows]
+
+
+def _floats(floats: Array, made_up: MadeUp) -> Array:
+    floats[1::2] = 6 * floats[1::2] - 4 if made_up.signed else floats[1::2] / 4
+    if made_up.contrast:
+        floats *= np.array([[_FAINT], [_LOUD]], np.float32)
+    return floats
+
+
+def _integers(floats: Array, highest: int) -> Array:
+    """Integers up to `highest`, which is even or one less than a power of two; more of the lower ones."""
+    floats[1] = floats[0]
+    integers = np.floor(floats**2 * (highest + 1)) if highest > 1 else (floats < 0.75) * highest
+    integers[1::2] = highest - integers[1::2]
+    return integers
