@@ -86,8 +86,10 @@ lock: ## regenerate requirements.lock and the image's locks from pyproject.toml
 
 witness: $(READY) ## install third-party programs that tests use: buf, grpc-js, perf_analyzer, promtool, faketime, hadolint, kubectl, the image's environment
 	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0 || echo "no buf: its tests will skip"
-	npm ci --ignore-scripts --no-audit --no-fund --prefix examples/node || echo "no @grpc/grpc-js: its tests will skip"
-	$(BIN)/python -m tests.deploy.dockerfile .witness/container || echo "no build of the image: its tests will skip"
+	npm ci --ignore-scripts --no-audit --no-fund --prefix examples/node \
+	    || { rm -rf examples/node/node_modules; echo "no @grpc/grpc-js: its tests will skip"; }
+	$(BIN)/python -m tests.deploy.dockerfile .witness/container \
+	    || { rm -rf .witness/container; echo "no build of the image: its tests will skip"; }
 	tests/deploy/programs.sh .witness/deploy $(BIN)/python || echo "no hadolint, no kubectl: their tests will skip"
 	tests/conformance/perf_analyzer.sh .witness/perf_analyzer $(BIN)/python || echo "no perf_analyzer: its tests will skip"
 	tests/from_debian.sh .witness prometheus usr/bin/promtool || echo "no promtool: its tests will skip"
@@ -106,6 +108,6 @@ clean: ## remove everything that the other targets create
 $(VENV)/ready: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("paceline needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 60 --require-hashes --no-deps -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -120,7 +120,7 @@ class Gate:
             self._passes += count
             self._changed.notify_all()
 
-    def wait_entered(self, count: int, timeout_s: float = 10.0) -> None:
+    def wait_entered(self, count: int, timeout_s: float = 60.0) -> None:
         """Block until `count` executions have reached the gate since it was made; TimeoutError if they don't.
 
         Not for an event loop's thread, which would keep what it waits for from being sent: use `asyncio.to_thread`.

@@ -20,7 +20,8 @@ _ESTABLISHED = "01"
 
 def fronts_of(pid: int) -> list[int]:
     """The fronts of the server that runs in process `pid`, oldest first."""
-    return sorted(number for number in map(int, _numbers("/proc")) if _is_front(number, pid))
+    born = {number: time for number in map(int, _numbers("/proc")) if (time := _front_since(number, pid)) is not None}
+    return sorted(born, key=lambda number: (born[number], number))  # numbers begin anew now and then
 
 
 def is_alive(pid: int) -> bool:
@@ -60,13 +61,15 @@ def _numbers(folder: str) -> list[str]:
     return [name for name in os.listdir(folder) if name.isdecimal()]
 
 
-def _is_front(number: int, parent: int) -> bool:
+def _front_since(number: int, parent: int) -> int | None:
+    """When process `number` was started, if it is a front of `parent`, in ticks."""
     try:
-        if _stat(number)[1] != str(parent) or not is_alive(number):
-            return False
-        return b"paceline-front" in Path(f"/proc/{number}/cmdline").read_bytes()
+        stat = _stat(number)
+        if stat[1] != str(parent) or not is_alive(number):
+            return None
+        return int(stat[19]) if b"paceline-front" in Path(f"/proc/{number}/cmdline").read_bytes() else None
     except OSError:
-        return False
+        return None
 
 
 def _stat(pid: int) -> list[str]:

@@ -118,7 +118,7 @@ class ServerProcess:
 
     def metrics(self) -> dict[str, float]:
         """All samples by `name{labels}`."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,25 +15,43 @@ import tritonclient.grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.conformance.triton import Callbacks, assert_same_bits, outputs_of, tensors, wait_for_queued
-from tests.harness import ServerProcess, write_identity
+from tests.harness import ServerProcess
 
 INFERENCE = "inference.GRPCInferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
-# Waits for more requests that never come, until the server stops; then takes its time.
 SLOW = """
-dynamic_batching { preferred_batch_size: 8 max_queue_delay_microseconds: 600000000 }
-parameters { key: "execute_delay_ms" value { string_value: "1500" } }
+class Model:
+    inputs = {"INPUT0": ("FP32", [-1, 16])}
+    outputs = {"OUTPUT0": ("FP32", [-1, 16])}
+    def execute(self, inputs):
+        if inputs["INPUT0"].any():  # not while it is warmed up
+            open(%r).read()
+        return {"OUTPUT0": inputs["INPUT0"]}
 """
+"""Executes until somebody has opened the named pipe for writing and has closed it."""
+
+# For more requests that never come, until the server stops.
+WAITING = "dynamic_batching { preferred_batch_size: 8 max_queue_delay_microseconds: 600000000 }"
 
 
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[ServerProcess]:
+def pipe(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+@pytest.fixture
+def own_server(tmp_path: Path, pipe: Path) -> Iterator[ServerProcess]:
     """A server that the test may end. Its grace period is longer than any test waits."""
-    write_identity(tmp_path, "slow", extra=SLOW)
-    with ServerProcess(tmp_path, args=["--exit-timeout-secs", "600"]) as started:
+    folder = tmp_path / "models" / "slow"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text(SLOW % str(pipe))
+    (folder / "config.pbtxt").write_text(f'backend: "python" max_batch_size: 8 {WAITING}')
+    flags = ["--exit-timeout-secs", "600", "--allow-python-models", "true"]
+    with ServerProcess(tmp_path / "models", args=flags) as started:
         yield started
 
 
@@ -83,7 +102,9 @@ def test_watch_unknown_service_reports_service_unknown_and_stays_open(server: Se
         watching.cancel()
 
 
-def test_watch_on_sigterm_reports_not_serving_and_ends_before_the_executing_request(own_server: ServerProcess) -> None:
+def test_watch_on_sigterm_reports_not_serving_and_ends_before_the_executing_request(
+    own_server: ServerProcess, pipe: Path
+) -> None:
     sent = {"INPUT0": np.ones((1, 16), np.float32)}
     called = Callbacks()
     with (
@@ -98,6 +119,7 @@ def test_watch_on_sigterm_reports_not_serving_and_ends_before_the_executing_requ
         # Each stream is read to its end, which the server sets.
         assert [[answer.status for answer in stream] for stream in watching] == [[NOT_SERVING], [NOT_SERVING]]
         assert called.none_yet
+        pipe.write_bytes(b"")
         result, error = called.next()
         assert error is None
         assert_same_bits(outputs_of(result), {"OUTPUT0": sent["INPUT0"]})

@@ -24,7 +24,7 @@ from tests.conformance.triton import Callbacks, executed, outputs_of, tensors
 from tests.harness import ServerProcess, write_identity
 from tests.integration.scripted import BUSY, Call, Script, busy, marked
 from tests.integration.serving import Served, serving
-from tests.polling import eventually_async
+from tests.polling import eventually, eventually_async
 
 LONG_US = 100_000_000
 STANDARD = f"preferred_batch_size: [ 2, 6 ] max_queue_delay_microseconds: {LONG_US}"
@@ -293,15 +293,15 @@ def test_process_two_requests_that_add_up_to_a_preferred_size_leave_together(
 def test_process_idle_model_keeps_its_queue_delay_and_one_without_does_not_wait(
     process: ServerProcess, client: tritonclient.grpc.InferenceServerClient
 ) -> None:
-    for model in ("waiting", "plain"):
+    def waited_us(model: str) -> float:
+        """How long a request has waited in the queue."""
+        name = f'nv_inference_queue_duration_us{{model="{model}",version="1"}}'
+        before = process.metrics()[name]
         client.infer(model, tensors(rows_of(1)))
-    metrics = process.metrics()
-    waited_us = {
-        model: metrics[f'nv_inference_queue_duration_us{{model="{model}",version="1"}}']
-        for model in ("waiting", "plain")
-    }
-    assert waited_us["waiting"] >= 100_000
-    assert waited_us["plain"] < waited_us["waiting"]
+        return process.metrics()[name] - before
+
+    assert waited_us("waiting") >= 100_000
+    eventually(lambda: waited_us("plain") < 100_000, "a request that did not wait")  # a busy machine may delay some
 
 
 def test_process_batch_sizes_pad_and_the_response_reports_it(

@@ -87,7 +87,7 @@ async def test_metrics_match_the_patterns_of_tritons_tests(triton: Triton, serve
     with pytest.raises(InferenceServerException):
         await triton.infer("product", rows(1))
     url = f"http://127.0.0.1:{server.metrics_port}/metrics"
-    with await asyncio.to_thread(urllib.request.urlopen, url, timeout=10) as response:
+    with await asyncio.to_thread(urllib.request.urlopen, url, timeout=60) as response:
         text = response.read().decode()
     found = re.search(r'nv_inference_request_failure\{model="product",reason="OTHER",version="1"\} (\d+)\n', text)
     assert found

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.grpc.aio
+from tritonclient.utils import InferenceServerException
 
 from tests.conformance import zoo
 from tests.conformance.triton import Callbacks, assert_same_bits, outputs_of, tensors, wait_for_queued
@@ -85,12 +86,25 @@ def test_stream_stopped_with_cancelling_takes_its_requests_out_of_the_queue(
     wait_for_queued(server, "patient", 0)
 
 
+def start_stream_with_request(client: tritonclient.grpc.InferenceServerClient, called: Callbacks) -> None:
+    """Start a stream that ends soon after its first request was sent."""
+    inputs, timeout_s = tensors(PATIENT), 0.3
+    while True:
+        client.start_stream(called, stream_timeout=timeout_s)
+        try:
+            return client.async_stream_infer("patient", inputs)
+        except InferenceServerException:  # it has ended already
+            client.stop_stream()
+            while not called.none_yet:
+                called.next()
+            timeout_s *= 2
+
+
 def test_stream_timeout_removes_its_requests_from_the_queue(
     client: tritonclient.grpc.InferenceServerClient, server: ServerProcess
 ) -> None:
     called = Callbacks()
-    client.start_stream(called, stream_timeout=0.3)
-    client.async_stream_infer("patient", tensors(PATIENT))
+    start_stream_with_request(client, called)
     result, error = called.next()
     while error.status() is None:  # the request's own error, in the stream
         result, error = called.next()

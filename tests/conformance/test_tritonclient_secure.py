@@ -58,4 +58,4 @@ def test_client_needs_certificate_token_and_key_to_infer(tmp_path: Path) -> None
                 trusted.infer("echo", [tensor], headers=lacking)
             assert trusted.get_model_metadata("echo", headers=lacking).name == "echo"
         with client(strange) as stranger, pytest.raises(InferenceServerException, match=r"StatusCode\.UNAVAILABLE"):
-            stranger.infer("echo", [tensor], headers=HEADERS, client_timeout=10)
+            stranger.infer("echo", [tensor], headers=HEADERS, client_timeout=60)

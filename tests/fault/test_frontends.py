@@ -96,7 +96,7 @@ async def test_front_killed_while_a_batch_executes_does_not_affect_the_others_an
 async def test_front_that_keeps_dying_is_replaced_each_time(server: ServerProcess) -> None:
     for number in range(1, 4):
         await eventually_async(lambda: len(fronts_of(server.pid)) == 2, "two fronts")
-        youngest = max(fronts_of(server.pid))
+        youngest = fronts_of(server.pid)[-1]
         os.kill(youngest, signal.SIGKILL)
         await eventually_async(lambda n=number: restarts(server) == n, f"{number} fronts replaced")
 

@@ -47,7 +47,7 @@ async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, co
     answer = b""
     ended = False
     while not ended:
-        frame = await asyncio.wait_for(_read_frame(reader), 10)
+        frame = await asyncio.wait_for(_read_frame(reader), 20)
         # A connection's own frames, which carry random bytes, have stream 0.
         if frame.stream == 1:
             answer += frame.payload

@@ -20,7 +20,7 @@ def _thread(target: Callable[[], None]) -> threading.Thread:
 
 
 def _joined(thread: threading.Thread) -> bool:
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     return not thread.is_alive()
 
 
@@ -110,8 +110,8 @@ def test_gate_release_lets_that_many_through_and_holds_the_rest() -> None:
     gate.wait_entered(3)
 
     gate.release(2)
-    assert through.acquire(timeout=10)
-    assert through.acquire(timeout=10)
+    assert through.acquire(timeout=60)
+    assert through.acquire(timeout=60)
     assert sum(thread.is_alive() for thread in threads) >= 1
     assert not through.acquire(blocking=False)
 

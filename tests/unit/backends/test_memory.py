@@ -123,7 +123,7 @@ def test_memory_model_gate_holds_an_execution_until_released() -> None:
     assert results == []
     assert model.batches == [(1,)]
     model.gate.release()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert len(results) == 1
 
 

@@ -37,7 +37,7 @@ def test_call_raises_if_no_thread_can_be_started_and_the_next_one_runs() -> None
     home = WorkerThread()
     with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
         home.submit(int)
-    assert home.submit(int).result(timeout=10) == 0
+    assert home.submit(int).result(timeout=60) == 0
     home.close()
 
 

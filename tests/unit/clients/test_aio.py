@@ -26,12 +26,12 @@ async def client(peer: Peer) -> AsyncIterator[AsyncInferenceClient]:
 async def test_cancelled_task_ends_the_call_at_the_server(client: AsyncInferenceClient, peer: Peer) -> None:
     peer.answer = stall = Stall()
     call = asyncio.create_task(client.infer("m", X, timeout_s=None))
-    assert await asyncio.to_thread(stall.started.wait, 10)
+    assert await asyncio.to_thread(stall.started.wait, 60)
     assert not stall.ended.is_set()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert await asyncio.to_thread(stall.ended.wait, 10)
+    assert await asyncio.to_thread(stall.ended.wait, 60)
     peer.answer = echo
     assert (await client.infer("m", X))["x"].shape == (1, 2)
 
@@ -42,13 +42,13 @@ async def test_timeout_block_raises_timeout_error_and_ends_the_call(client: Asyn
         async with asyncio.timeout(0.05):
             await client.infer("m", X, timeout_s=None)
     # The call may not have got as far as the server; if it has, it ends there too.
-    assert not stall.started.is_set() or await asyncio.to_thread(stall.ended.wait, 10)
+    assert not stall.started.is_set() or await asyncio.to_thread(stall.ended.wait, 60)
 
 
 async def test_cancel_while_closing_stays_a_cancel(client: AsyncInferenceClient, peer: Peer) -> None:
     peer.answer = stall = Stall()
     call = asyncio.create_task(client.infer("m", X, timeout_s=None))
-    assert await asyncio.to_thread(stall.started.wait, 10)
+    assert await asyncio.to_thread(stall.started.wait, 60)
     call.cancel()
     await client.close()
     with pytest.raises(asyncio.CancelledError):

@@ -469,7 +469,7 @@ async def test_thread_begins_the_next_batch_by_itself_and_gives_back_only_one_no
     def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
         begun.append(payloads)
         entered[payloads[0]].set()
-        gates[payloads[0]].wait(10)
+        gates[payloads[0]].wait(60)
         return Results(payloads)
 
     runner: ThreadRunner[str, str] = ThreadRunner("ahead", execute)
@@ -477,16 +477,16 @@ async def test_thread_begins_the_next_batch_by_itself_and_gives_back_only_one_no
     ends: list[Outcome[str]] = []
     last: asyncio.Future[Outcome[str]] = asyncio.get_running_loop().create_future()
     runner.run(["a"], 1, ends.append)
-    await asyncio.to_thread(entered["a"].wait, 10)
+    await asyncio.to_thread(entered["a"].wait, 60)
     runner.run(["gone"], 1, ends.append)
     assert runner.take_back()
     runner.run(["b"], 1, last.set_result)
     gates["a"].set()
     # The loop isn't needed: this blocks it until the thread has begun the next batch.
-    assert entered["b"].wait(10)
+    assert entered["b"].wait(60)
     assert not runner.take_back()
     gates["b"].set()
-    ends.append(await asyncio.wait_for(last, 10))
+    ends.append(await asyncio.wait_for(last, 60))
     assert [end.executed.results for end in ends if end.executed] == [["a"], ["b"]]
     assert begun == [["a"], ["b"]]
     runner.stop()

@@ -18,7 +18,7 @@ from tests.rlimits import without_threads
 async def run_on(runner: ThreadRunner[str, str] | TaskRunner[str, str], payloads: Sequence[str]) -> Outcome[str]:
     done: asyncio.Future[Outcome[str]] = asyncio.get_running_loop().create_future()
     runner.run(payloads, len(payloads), done.set_result)
-    return await asyncio.wait_for(done, 10)
+    return await asyncio.wait_for(done, 60)
 
 
 async def test_run_executes_on_its_own_thread_and_answers_on_the_loop() -> None:
@@ -53,8 +53,8 @@ async def test_thread_reports_whatever_an_execution_raises_and_lives(error: Base
 
 
 def kill(threads: set[threading.Thread]) -> None:
-    """Have the interpreter raise SystemExit in the thread that isn't among `threads`, wherever it is."""
-    (thread,) = set(threading.enumerate()) - threads
+    """Have the interpreter raise SystemExit in the thread "doomed" that isn't among `threads`, wherever it is."""
+    (thread,) = (one for one in set(threading.enumerate()) - threads if one.name == "doomed")
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
@@ -145,7 +145,7 @@ async def test_stop_ends_the_thread() -> None:
     runner.start()
     thread = next(thread for thread in threading.enumerate() if thread.name == "stopping")
     runner.stop()
-    await asyncio.to_thread(thread.join, 10)
+    await asyncio.to_thread(thread.join, 60)
     assert not thread.is_alive()
 
 
@@ -161,9 +161,13 @@ async def test_thread_keeps_no_payload_once_the_loop_learns_of_the_outcome(monke
         kept.append(reference() is not None)
         return wake(*arguments, **options)
 
-    runner: ThreadRunner[Payload, str] = ThreadRunner(
-        "instance-0", lambda payloads, padded_rows: Results(["done"] * len(payloads))
-    )
+    let_go = threading.Event()
+
+    def execute(payloads: Sequence[Payload], padded_rows: int) -> Results[str]:
+        assert let_go.wait(30)
+        return Results(["done"] * len(payloads))
+
+    runner: ThreadRunner[Payload, str] = ThreadRunner("instance-0", execute)
     runner.start()
     payload = Payload()
     reference = weakref.ref(payload)
@@ -171,7 +175,8 @@ async def test_thread_keeps_no_payload_once_the_loop_learns_of_the_outcome(monke
     monkeypatch.setattr(loop, "call_soon_threadsafe", call_soon_threadsafe)
     runner.run([payload], 1, done.set_result)
     del payload
-    await asyncio.wait_for(done, 10)
+    let_go.set()
+    await asyncio.wait_for(done, 60)
     runner.stop()
     assert kept == [False]
 

@@ -58,9 +58,19 @@ def inside(context: Any) -> None:
         pass
 
 
-def hang(context: Any, ends: threading.Event) -> None:
-    with context:
-        ends.wait(60)
+class Hanging(OnThread):
+    """Is inside `context` until `ends` is set."""
+
+    def __init__(self, context: Any, ends: threading.Event) -> None:
+        entered = threading.Event()
+
+        def hang() -> None:
+            with context:
+                entered.set()
+                ends.wait(60)
+
+        super().__init__(hang)
+        assert entered.wait(30)
 
 
 def test_threads_synchronize_at_the_same_time() -> None:
@@ -95,8 +105,7 @@ def test_capturing_thread_never_waits_for_itself() -> None:
 
 def test_hanging_capture_is_not_waited_for_forever() -> None:
     turns, ends = Captures(longest_s=NEVER_S), threading.Event()
-    hanging = OnThread(lambda: hang(turns.capturing(), ends))
-    assert hanging.waits()
+    hanging = Hanging(turns.capturing(), ends)
     assert OnThread(lambda: inside(turns.synchronizing())).ends()
     turns._longest_s = 60.0
     with turns.capturing():
@@ -108,8 +117,7 @@ def test_hanging_capture_is_not_waited_for_forever() -> None:
 
 def test_threads_that_synchronize_a_hanging_device_are_waited_for_once() -> None:
     turns, ends = Captures(longest_s=NEVER_S), threading.Event()
-    hanging = OnThread(lambda: hang(turns.synchronizing(), ends))
-    assert hanging.waits()
+    hanging = Hanging(turns.synchronizing(), ends)
     assert OnThread(lambda: inside(turns.capturing())).ends()
     turns._longest_s = 60.0
     assert OnThread(lambda: inside(turns.capturing())).ends()

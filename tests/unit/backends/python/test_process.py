@@ -25,7 +25,7 @@ from backends.python.backend import PythonBackend
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
 from backends.transport.blocking_link import BlockingLink
-from tests import puppet
+from tests import fronts, puppet
 from tests.polling import eventually
 from tests.rlimits import without_threads
 from tests.unit.backends.python_models import CLASS, CPU, SPEC, is_alive, run, serving
@@ -239,12 +239,8 @@ import subprocess, sys
         assert not isinstance(result, Exception)
         (pid,) = result[0].tolist()
         assert is_alive(pid)
-    eventually(lambda: not is_alive(pid) or _is_zombie(pid), "what it has started gone")
-
-
-def _is_zombie(pid: int) -> bool:
-    """Whether it has ended without being reaped, which isn't up to this process."""
-    return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    # Whether it is reaped isn't up to this process.
+    eventually(lambda: not fronts.is_alive(pid), "what it has started gone")
 
 
 WIDE = """

@@ -333,7 +333,9 @@ async def test_poll_continues_while_a_model_loads_and_checks_that_one_again_afte
     (folder / "config.pbtxt").write_text(f"{WARMED} # changed meanwhile")
     assert await bench.poller.poll_once()
     assert not await bench.poller.poll_once()
-    await eventually_async(lambda: bench.ready == {"fast": ["1"]}, "the other model serving")
+    # Only then does the poller look at it again.
+    await eventually_async(lambda: bench.poller._under_way.keys() == {"slow"}, "the other model's load over")
+    assert bench.ready == {"fast": ["1"]}
     shutil.rmtree(bench.root / "fast")
     assert await bench.poller.poll_once()
     assert not await bench.poller.poll_once()

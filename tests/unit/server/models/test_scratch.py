@@ -46,7 +46,8 @@ def test_all_are_removed_at_the_end_even_if_needed_and_none_is_made_later(folder
     assert list(folder.iterdir()) == []
 
 
-def test_nothing_is_left_of_files_being_written_at_the_end(folder: Path) -> None:
+def test_nothing_is_left_of_files_being_written_at_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_PATIENCE_S", 60.0)
     one, has_begun = Scratch(), threading.Event()
 
     def write() -> None:
@@ -58,9 +59,9 @@ def test_nothing_is_left_of_files_being_written_at_the_end(folder: Path) -> None
         patch.setattr(threading, "excepthook", lambda _: None)  # the writer ends with the error that refuses it
         writer = threading.Thread(target=write)
         writer.start()
-        has_begun.wait(10)
+        assert has_begun.wait(30)
         remove_all()
-        writer.join(10)
+        writer.join(30)
     assert list(folder.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.models.repository import Repository, ServedModel
+from server.requests import quiet
 from server.requests.inference import Inference
 from server.requests.quiet import TRY_AGAIN_MS
 from server.rpc.service import InferenceService
@@ -104,16 +106,22 @@ async def test_server_that_is_not_ready_is_live(bench: Bench) -> None:
     assert (await bench.stub.ServerLive(pb.ServerLiveRequest())).live
 
 
-async def test_refuse_until_quiet_ends_soon_when_nobody_calls(bench: Bench) -> None:
-    await asyncio.wait_for(bench.inference.refuse_until_quiet(), 0.9)
+async def test_refuse_until_quiet_ends_soon_when_nobody_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quiet, "_LONGEST_S", 600)
+    await asyncio.wait_for(bench.inference.refuse_until_quiet(), 30)
     assert not bench.inference.serving
 
 
-async def test_refuse_until_quiet_refuses_calls_meanwhile_and_ends_even_if_they_continue(bench: Bench) -> None:
-    quiet = asyncio.create_task(bench.inference.refuse_until_quiet())
-    refused = 0
-    while not quiet.done():
-        code, _ = await bench.outcome()
-        refused += code is Code.UNAVAILABLE
-    await quiet
-    assert refused > 10
+async def test_refuse_until_quiet_refuses_calls_meanwhile(bench: Bench) -> None:
+    refusing = asyncio.create_task(bench.inference.refuse_until_quiet())
+    await asyncio.sleep(0)  # it has begun
+    for _ in range(11):
+        assert (await bench.outcome())[0] is Code.UNAVAILABLE
+    await refusing
+
+
+async def test_until_quiet_ends_even_if_calls_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quiet, "_LONGEST_S", 0.2)
+    counted = itertools.count()
+    await asyncio.wait_for(quiet.until_quiet(lambda: next(counted)), 30)
+    assert next(counted) > 2

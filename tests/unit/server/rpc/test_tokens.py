@@ -77,25 +77,25 @@ def test_changed_file_takes_effect_within_a_second(tmp_path: Path) -> None:
     now, path = Now(), tmp_path / "t"
     tokens = opened(path, line_of("a", "one"), now=now)
     assert tokens.name_of("Bearer one") == "a"
-    path.write_text(line_of("b", "another"))
+    path.write_text(line_of("bb", "another"))  # another size: times of files are coarse
     now.ns = SECOND - 1
     assert tokens.name_of("Bearer one") == "a"
     now.ns = SECOND
     assert tokens.name_of("Bearer one") is None
-    assert tokens.name_of("Bearer another") == "b"
+    assert tokens.name_of("Bearer another") == "bb"
 
 
 def test_file_that_could_not_be_read_is_read_again_later(tmp_path: Path) -> None:
     """Otherwise a token that was removed would stay valid."""
     now, path = Now(), tmp_path / "t"
     tokens = opened(path, line_of("a", "one"), now=now)
-    path.write_text(line_of("b", "another"))
+    path.write_text(line_of("bb", "another"))  # another size: times of files are coarse
     now.ns = SECOND
     with limited(resource.RLIMIT_NOFILE, 3):  # more are open
         assert tokens.name_of("Bearer one") == "a"
     now.ns = 2 * SECOND
     assert tokens.name_of("Bearer one") is None
-    assert tokens.name_of("Bearer another") == "b"
+    assert tokens.name_of("Bearer another") == "bb"
 
 
 def test_file_replaced_by_another_of_equal_size_and_time_takes_effect(tmp_path: Path) -> None:

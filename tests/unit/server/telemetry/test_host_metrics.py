@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from server.telemetry import host_metrics
 from server.telemetry.host_metrics import HostCollector
 from tests.polling import eventually
 
@@ -29,13 +30,16 @@ def test_used_memory_is_what_is_not_available_without_swapping(tmp_path: Path) -
     assert found["nv_cpu_memory_used_bytes"] == 600 * 1024
 
 
-def test_utilization_is_the_busy_share_since_the_previous_scrape(tmp_path: Path) -> None:
+def test_utilization_is_the_busy_share_since_the_previous_scrape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "cpu 100 0 0 1000 0 0 0 0 0 0")
     collector = HostCollector(tmp_path)
     assert read(collector)["nv_cpu_utilization"] == 0
     # Busy: 10 + 20 + 5 + 3 + 2 + 10 = 50; waiting: 100 idle and 50 for a disk.
     write(tmp_path, "cpu 110 20 5 1100 50 3 2 10 99 99")
     eventually(lambda: read(collector)["nv_cpu_utilization"] == 0.25, "a second scrape a second later")
+    monkeypatch.setattr(host_metrics, "_SHORTEST_S", 3600.0)
     write(tmp_path, "cpu 210 20 5 1100 50 3 2 10 99 99")
     assert read(collector)["nv_cpu_utilization"] == 0.25
 

@@ -205,6 +205,10 @@ START += "take_stderr(); "
 START += "log.configure('info', 'text'); import logging; say = logging.getLogger('paceline.x').info; "
 
 
+PATIENT = "import server.telemetry.log_output; server.telemetry.log_output._PATIENCE_S = 60; "
+"""For processes whose lines must all arrive, however busy the machine is."""
+
+
 def run(code: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", START + code], stderr=stderr, text=True, cwd=REPO, timeout=ENOUGH_S, check=False
@@ -212,7 +216,7 @@ def run(code: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess
 
 
 def test_process_ended_by_an_exception_writes_all_lines_and_its_traceback_last() -> None:
-    ended = run("[say('line %d', i) for i in range(1000)]; raise ValueError('the end')")
+    ended = run(PATIENT + "[say('line %d', i) for i in range(1000)]; raise ValueError('the end')")
     lines = ended.stderr.splitlines()
     assert [one.rpartition(" ")[2] for one in lines[:1000]] == [str(number) for number in range(1000)]
     assert (lines[1000], lines[-1]) == ("Traceback (most recent call last):", "ValueError: the end")
@@ -220,7 +224,7 @@ def test_process_ended_by_an_exception_writes_all_lines_and_its_traceback_last()
 
 
 def test_process_that_exits_at_once_writes_all_lines_and_counts_of_storms() -> None:
-    ended = run("[logging.getLogger('paceline.x').error('the same') for _ in range(3)]; exit_now(7)")
+    ended = run(PATIENT + "[logging.getLogger('paceline.x').error('the same') for _ in range(3)]; exit_now(7)")
     assert [one.partition("paceline.x: ")[2] for one in ended.stderr.splitlines()] == [
         "the same",
         "the same (and 2 more like this within 10 s)",
@@ -229,7 +233,9 @@ def test_process_that_exits_at_once_writes_all_lines_and_counts_of_storms() -> N
 
 
 def test_exception_of_a_thread_is_written() -> None:
-    ended = run("import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); say('and on')")
+    ended = run(
+        PATIENT + "import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); say('and on')"
+    )
     assert "ZeroDivisionError: division by zero" in ended.stderr
     assert ended.stderr.endswith("and on\n")
 

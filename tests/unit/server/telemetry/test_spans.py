@@ -42,13 +42,14 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     pytest.importorskip("opentelemetry.sdk", reason="the extra otel isn't installed")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     from server.telemetry.spans import Spans
     from server.telemetry.trace_settings import OtlpTarget
 
+    monkeypatch.setattr("server.telemetry.spans._PATIENCE_S", 60.0)
     exporter, sampling = InMemorySpanExporter(), Sampling()
     spans = Spans(OtlpTarget(), sampling, exporter)
     spans.start()

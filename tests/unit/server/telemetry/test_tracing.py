@@ -20,6 +20,12 @@ from server.telemetry.tracing import Tracer
 FACTS = BatchFacts(1, 2, 2, 300, 1000, 5_000, Execution([()], 10, 900, 90))
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are written completely, however busy the machine is."""
+    monkeypatch.setattr(TraceWriter.__init__, "__defaults__", (60.0,))
+
+
 class Traced:
     """A tracer into t.json, and what it has written once it is closed."""
 
