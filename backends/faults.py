@@ -90,7 +90,7 @@ class Gate:
     `hold_limit_s` is how long an execution waits before it gives up with an ExecutionError.
     """
 
-    def __init__(self, hold_limit_s: float = 30.0) -> None:
+    def __init__(self, hold_limit_s: float = 60.0) -> None:
         self._hold_limit_s = hold_limit_s
         self._changed = threading.Condition()
         self._open = True

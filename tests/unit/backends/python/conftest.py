@@ -10,8 +10,16 @@ import pytest
 from backends.base import ModelSource
 from backends.python.backend import PythonBackend
 from backends.python.instance import PythonInstance
+from backends.python.process import ModelProcess
 from tests import puppet
 from tests.unit.backends.python_models import CPU, SPEC
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes get to their end, and their last lines are read, however busy the machine is."""
+    monkeypatch.setattr(ModelProcess.__init__, "__defaults__", (60.0,))
+    monkeypatch.setattr("backends.python.process._OUTPUT_GRACE_S", 60.0)
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ async def test_load_with_a_hanging_warm_up_fails_and_is_closed_when_that_ends(be
 
 @pytest.mark.usefixtures("without_minimum_execution_limit")
 async def test_hanging_load_that_was_cancelled_before_is_under_way_until_it_ends(bench: Bench) -> None:
-    model, _ = bench.add("m"), bench.add("n")
+    model, _ = bench.add("m"), bench.add("n", 'backend: "memory"')
     model.gate.close()
     loads = LoadQueue(bench.backend, LoadDefaults(execution_limit_ns=200_000_000), threads=1)
     loading = asyncio.create_task(bench.load(loads, "m"))
