@@ -140,11 +140,11 @@ async def test_split_request_with_a_failing_part_gets_one_error_and_leaves_nothi
 
 async def test_split_request_whose_timeout_passes_gets_one_error_and_leaves_nothing_queued(tmp_path: Path) -> None:
     script = Script()
-    policy = "default_queue_policy { default_timeout_microseconds: 50000 }"
+    policy = "default_queue_policy { allow_timeout_override: true }"
     text = f"max_batch_size: 8 dynamic_batching {{ {policy} }} {own(split_oversized=True)}"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
         async with busy(served, script):
-            code, text = await failure_of(served.infer(request(1, rows=100)))
+            code, text = await failure_of(served.infer(request(1, rows=100, timeout=50_000)))
             assert code is Code.DEADLINE_EXCEEDED
             assert "Request timeout expired" in text
             assert served.waiting("m") == 0
@@ -221,9 +221,9 @@ async def test_batch_info_describes_the_batch_to_each_request_that_asks(tmp_path
     assert (first["paceline_batch_rows"], first["paceline_batch_padded_rows"]) == (3, 4)
     assert (alone["paceline_batch_rows"], alone["paceline_batch_padded_rows"]) == (1, 1)
     assert first["paceline_compute_us"] == third["paceline_compute_us"]
-    assert 20_000 <= int(str(first["paceline_compute_us"])) < 10_000_000
+    assert 20_000 <= int(str(first["paceline_compute_us"])) < 60_000_000
     assert int(str(first["paceline_queue_us"])) > int(str(third["paceline_queue_us"])) >= 0
-    assert int(str(alone["paceline_queue_us"])) < 10_000_000
+    assert int(str(alone["paceline_queue_us"])) < 60_000_000
 
 
 async def test_batch_info_of_a_delayed_request_includes_the_delay(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ async def test_batch_info_of_a_delayed_request_includes_the_delay(tmp_path: Path
     text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 80000 }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
         info = parameters_of(await served.infer(request(1, paceline_batch_info=True)))
-    assert 80_000 <= int(str(info["paceline_queue_us"])) < 10_000_000
+    assert 80_000 <= int(str(info["paceline_queue_us"])) < 60_000_000
 
 
 async def test_batch_info_of_a_split_request_describes_its_last_part(tmp_path: Path) -> None:
