@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-__all__ = ["eventually", "eventually_async"]
+__all__ = ["eventually", "eventually_async", "eventually_awaited"]
 
 _PAUSE_S = 0.005
 
@@ -26,5 +26,13 @@ async def eventually_async(holds: Callable[[], object], what: str, timeout_s: fl
     """The same for tests on an event loop, which keeps running meanwhile."""
     until_s = time.monotonic() + timeout_s
     while not holds():
+        assert time.monotonic() < until_s, f"within {timeout_s} s expected: {what}"
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def eventually_awaited(holds: Callable[[], Awaitable[object]], what: str, timeout_s: float = 20) -> None:
+    """The same for conditions that take a call to find out, such as what a server reports."""
+    until_s = time.monotonic() + timeout_s
+    while not await holds():
         assert time.monotonic() < until_s, f"within {timeout_s} s expected: {what}"
         await asyncio.sleep(_PAUSE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.integration.serving import Served
+from tests.polling import eventually_awaited
 
 __all__ = ["held_bytes", "nothing_held"]
 
@@ -15,7 +16,4 @@ async def nothing_held(served: Served) -> None:
     async def is_so() -> bool:
         return not (await held_bytes(served, "in") or await held_bytes(served, "out"))
 
-    for _ in range(1000):
-        if await is_so():
-            return
-    raise AssertionError("shared memory is held still")
+    await eventually_awaited(is_so, "no shared memory held")

@@ -29,20 +29,37 @@ from server.config import Settings
 from server.fronts.pool import StartFront
 from tests import nursery
 
-__all__ = ["RETRY_CANCELLED", "Served", "echo_model", "failure_of", "serving", "write_model"]
+__all__ = [
+    "RETRY_CANCELLED",
+    "RETRY_UNAVAILABLE",
+    "Served",
+    "echo_model",
+    "failure_of",
+    "serving",
+    "write_model",
+]
 
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
-_RETRIES = {
-    "maxAttempts": 5,
-    "initialBackoff": "0.05s",
-    "maxBackoff": "0.5s",
-    "backoffMultiplier": 2,
-    "retryableStatusCodes": ["CANCELLED"],
-}
-RETRY_CANCELLED = (("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _RETRIES}]})),)
+
+def _retrying(code: str) -> tuple[tuple[str, str]]:
+    policy = {
+        "maxAttempts": 5,
+        "initialBackoff": "0.05s",
+        "maxBackoff": "0.5s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": [code],
+    }
+    return (("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})),)
+
+
+RETRY_CANCELLED = _retrying("CANCELLED")
 """Options of a channel whose calls meet a stopping server. gRPC's server cancels the calls that cross with its GOAWAY,
 and which these are depends on the machine; retried, they end as all others do."""
+
+RETRY_UNAVAILABLE = _retrying("UNAVAILABLE")
+"""Options of a channel to a server that closes connections after a time. A call may be under way then, if the machine
+is busy with something else."""
 
 
 def echo_model(datatype: str = "FP32", *dims: int, utf8: bool = False) -> MemoryModel:
@@ -103,7 +120,7 @@ class Served:
 
 
 def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         text: str = response.read().decode()
     return text
 

@@ -98,6 +98,7 @@ def test_poll_follows_added_changed_broken_and_removed_models(tmp_path: Path) ->
         write(repository / "m", 1)
         eventually(lambda: client.ask() == 1, "the new model")
         with traffic(client) as heard:
+            eventually(lambda: 1 in heard, "requests answered")
             write(repository / "m", 2)
             eventually(lambda: 2 in heard, "the changed model")
             write(repository / "m", 3, version=2)

@@ -20,9 +20,9 @@ from tests.integration.controlling import explicit, index, load, unload
 from tests.integration.http2 import frames_until_the_end, pings_answered
 from tests.integration.regions import register
 from tests.integration.scripted import Script, mark_of, request
-from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.integration.serving import RETRY_UNAVAILABLE, Served, echo_model, failure_of, serving
 from tests.integration.streams import Stream
-from tests.polling import eventually_async
+from tests.polling import eventually_async, eventually_awaited
 from tests.shared_objects import add_shared_input, shared_object
 from tests.wire import infer, rows_of_floats
 
@@ -45,10 +45,11 @@ async def refused(served: Served, reason: str) -> float:
 
 async def wait_for_value(served: Served, ask: Any, what: str, value: float) -> None:
     """Wait until `ask` returns `value` for `what`: frontends report their numbers only now and then."""
-    for _ in range(2000):
-        if await ask(served, what) == value:
-            return
-    assert await ask(served, what) == value
+
+    async def is_so() -> bool:
+        return bool(await ask(served, what) == value)
+
+    await eventually_awaited(is_so, f"{value} of {what}")
 
 
 def one(model: str = "m", columns: int = 1) -> pb.ModelInferRequest:
@@ -284,7 +285,7 @@ _PING, _GOAWAY = 6, 7
 @pytest.mark.usefixtures("frontends")
 async def test_connection_that_is_old_enough_gets_a_goaway_and_is_closed(tmp_path: Path) -> None:
     settings = Settings(paths=(tmp_path,), connections=Connections(max_age_ms=50, max_age_grace_ms=50))
-    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings, options=RETRY_UNAVAILABLE) as served:
         assert _GOAWAY in await frames_until_the_end(served.server.grpc_port)
         for _ in range(3):
             await served.infer(one())
@@ -294,9 +295,8 @@ async def test_connection_that_is_old_enough_gets_a_goaway_and_is_closed(tmp_pat
 async def test_connection_whose_client_answers_no_ping_is_closed(tmp_path: Path) -> None:
     # The timeout is long enough for a client that does answer, on a machine that is busy with something else.
     connections = Connections(keepalive_time_ms=50, keepalive_timeout_ms=2_000, keepalive_permit_without_calls=True)
-    async with serving(
-        tmp_path, {"m": echo_model()}, settings=Settings(paths=(tmp_path,), connections=connections)
-    ) as served:
+    settings = Settings(paths=(tmp_path,), connections=connections)
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings, options=RETRY_UNAVAILABLE) as served:
         assert _PING in await frames_until_the_end(served.server.grpc_port)
         await served.infer(one())
 

@@ -16,6 +16,7 @@ from server.config import Settings
 from server.errors import StartError
 from tests.harness import has_ipv6, write_identity
 from tests.polling import eventually
+from tests.ports import free_port
 
 
 def settings(path: Path, **more: object) -> Settings:
@@ -28,7 +29,7 @@ def own_threads() -> set[str]:
 
 
 def scrape(url: str) -> int:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         status: int = response.status
     return status
 
@@ -57,22 +58,24 @@ async def test_server_without_metrics_opens_no_port_for_them(tmp_path: Path) -> 
 
 async def test_server_with_a_separate_address_for_metrics(tmp_path: Path) -> None:
     write_identity(tmp_path)
-    server = Server(settings(tmp_path, metrics_address="127.0.0.2"))
-    await server.start()
-    try:
-        assert await asyncio.to_thread(scrape, f"http://127.0.0.2:{server.metrics_port}/metrics") == 200
-        with pytest.raises(OSError, match="refused"):
-            await asyncio.to_thread(scrape, f"http://127.0.0.1:{server.metrics_port}/metrics")
-    finally:
-        await server.stop(1)
+    with socket.socket() as silent:  # has the port on the other address, so that nobody listens there
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        server = Server(settings(tmp_path, metrics_address="127.0.0.2", metrics_port=port))
+        await server.start()
+        try:
+            assert await asyncio.to_thread(scrape, f"http://127.0.0.2:{port}/metrics") == 200
+            with pytest.raises(OSError, match="refused"):
+                await asyncio.to_thread(scrape, f"http://127.0.0.1:{port}/metrics")
+        finally:
+            await server.stop(1)
 
 
 async def test_failed_start_leaves_no_thread_and_no_port(tmp_path: Path) -> None:
     write_identity(tmp_path, "good")
     (tmp_path / "bad").mkdir()
     before = own_threads()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     server = Server(settings(tmp_path, exit_on_error=True, metrics_port=port))
     with pytest.raises(StartError):
         await server.start()
@@ -82,14 +85,12 @@ async def test_failed_start_leaves_no_thread_and_no_port(tmp_path: Path) -> None
 
 async def test_start_stop_and_start_again_on_the_same_ports(tmp_path: Path) -> None:
     write_identity(tmp_path)
-    first = Server(settings(tmp_path))
-    await first.start()
-    ports = first.grpc_port, first.metrics_port
-    assert await first.stop(1)
-    second = Server(settings(tmp_path, grpc_port=ports[0], metrics_port=ports[1]))
-    await second.start()
-    assert (second.grpc_port, second.metrics_port) == ports
-    assert await second.stop(1)
+    port = free_port(2)
+    for _ in range(2):
+        server = Server(settings(tmp_path, grpc_port=port, metrics_port=port + 1))
+        await server.start()
+        assert (server.grpc_port, server.metrics_port) == (port, port + 1)
+        assert await server.stop(1)
 
 
 async def test_stop_without_start_does_nothing(tmp_path: Path) -> None:
