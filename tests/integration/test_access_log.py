@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from clients import AsyncInferenceClient
 from protos import inference_pb2 as pb
 from server.telemetry import log
 from server.telemetry.model_statistics import FailureReason
+from server.telemetry.repeat_filter import RepeatFilter
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
@@ -122,8 +124,9 @@ async def test_texts_from_clients_are_truncated_in_the_log(tmp_path: Path, capfd
 
 
 async def test_constantly_failing_model_is_logged_as_one_line_and_a_count(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(log, "RepeatFilter", partial(RepeatFilter, window_s=100.0))
     log.configure("info", "json")
     model = echo_model()
     async with serving(tmp_path, {"m": model}) as served:

@@ -74,7 +74,7 @@ def test_run_of_a_product_that_does_not_start_fails_with_the_reason() -> None:
 
 
 def test_overload_measures_peak_surplus_and_the_time_after() -> None:
-    case = overload.Case("few", ("--max-queued-requests=8",), 5.0)
+    case = overload.Case("few", ("--max-queued-requests=8",), 60.0)
     found = overload.measure(case, 0.5)
     assert list(found) == ["1x", "10x", "after"]
     assert found["10x"].refused > 0

@@ -244,7 +244,7 @@ async def test_infer_over_streams_that_break_fails_waiting_requests_and_serves_n
             outcomes = await asyncio.gather(*asking, return_exceptions=True)
             assert {type(outcome) for outcome in outcomes} == {Unavailable}
             await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
-        await client.wait_ready(10)
+        await client.wait_ready(60)
         assert await asyncio.gather(*(ask(client, mark) for mark in range(20))) == list(range(20))
 
 

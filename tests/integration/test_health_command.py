@@ -16,8 +16,8 @@ LIVENESS = ("--service", "liveness")
 
 def health(target: str, *args: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     where = () if env else ("--server", target)
-    command = [sys.executable, "-m", "server", "health", *where, *args]
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-m", "server", "health", "--timeout", "60", *where, *args]
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 

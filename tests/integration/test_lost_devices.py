@@ -240,7 +240,7 @@ async def test_replacement_for_which_there_is_no_thread_is_closed_and_another_is
             assert await failure_of(served.infer(ONE)) == (grpc.StatusCode.INTERNAL, f"model 'm': {BROKEN}")
             await eventually_async(lambda: served.server.repository.models[0].can_execute, "an instance again")
             for _ in range(3):
-                answer = await served.infer(ONE, timeout_s=5)
+                answer = await served.infer(ONE, timeout_s=60)
                 assert answer.raw_output_contents[0] == ONE.raw_input_contents[0]
             assert served.server.repository.ready
             assert model.open_instances == 2  # the lost one, and the one that executes
