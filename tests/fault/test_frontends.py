@@ -17,6 +17,7 @@ from tests.fault.traffic import connected, pending, request, total
 from tests.fronts import channel_each, fronts_of, is_alive
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async
+from tests.ports import free_port
 
 OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
 TWO = ("--frontends", "2")
@@ -159,7 +160,7 @@ async def test_fronts_end_when_their_server_is_killed(tmp_path: Path) -> None:
             await eventually_async(lambda: pending(server) == 2, "two requests in the queue")
             server.signal(signal.SIGKILL)
             assert [await call.code() for call in calls] == [UNAVAILABLE] * 2
-            await eventually_async(lambda: not any(map(is_alive, channels)), "no front left", timeout_s=5)
+            await eventually_async(lambda: not any(map(is_alive, channels)), "no front left")
     finally:
         server.kill()
 
@@ -191,11 +192,10 @@ def test_server_whose_fronts_cannot_listen_reports_it_and_ends(tmp_path: Path) -
 
 def test_port_can_be_reused_at_once_by_servers_with_and_without_fronts(tmp_path: Path) -> None:
     write_identity(tmp_path)
-    port = "0"
+    port = ("--grpc-port", str(free_port()))
     for args in (TWO, (), TWO):
-        with ServerProcess(tmp_path, args=(*args, "--grpc-port", port)) as server, connected(server) as client:
+        with ServerProcess(tmp_path, args=(*args, *port)) as server, connected(server) as client:
             assert client.code(request()) is OK
-            port = str(server.grpc_port)
 
 
 async def test_hanging_front_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:

@@ -149,8 +149,7 @@ def test_start_with_the_metrics_port_in_use_reports_it_before_loading(tmp_path: 
 
 def test_start_with_one_port_for_both_reports_it_before_loading(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"never looked at")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        free = str(listener.getsockname()[1])
+    free = str(free_port())
     text = failed_start(tmp_path / "broken.onnx", args=("--grpc-port", free, "--metrics-port", free))
     assert text == f"gRPC can't listen on 127.0.0.1:{free}: Address already in use"
 

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["begun_calls", "call_by_hand", "call_frames", "calls_unread", "frames_until_the_end", "pings_answered"]
+__all__ = [
+    "begun_calls",
+    "call_by_hand",
+    "call_frames",
+    "calls_unread",
+    "frames_until_the_end",
+    "next_reset",
+    "pings_answered",
+]
 
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING = 0, 1, 3, 4, 6
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
@@ -93,6 +101,14 @@ async def pings_answered(port: int, pings: int, *, calls: int) -> int:
     finally:
         writer.close()
     return answered
+
+
+async def next_reset(reader: asyncio.StreamReader) -> int:
+    """The number of the next stream that the server resets; other frames are skipped."""
+    while True:
+        frame = await asyncio.wait_for(_read_frame(reader), 20)
+        if frame.kind == _RST_STREAM:
+            return frame.stream
 
 
 class _Frame(NamedTuple):

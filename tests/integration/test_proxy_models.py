@@ -20,6 +20,7 @@ from tests.integration.serving import Served, failure_of
 from tests.integration.streams import Stream
 from tests.integration.upstreams import Upstream, behind, proxying, tensors_of, upstream
 from tests.polling import eventually, eventually_async
+from tests.ports import free_port
 from tests.wire import infer, rows_of_floats
 
 Code = grpc.StatusCode
@@ -61,12 +62,12 @@ async def test_server_is_not_ready_while_its_upstream_is_not(tmp_path: Path) -> 
 
 async def test_upstream_that_starts_after_this_server_is_served_once_it_is_up(tmp_path: Path) -> None:
     stub = Upstream()
-    async with upstream(stub) as target:
-        pass
+    port = free_port()
+    target = f"127.0.0.1:{port}"
     async with proxying(tmp_path, target, **NAMED) as served:
         assert not (await served.stub.ServerReady(pb.ServerReadyRequest())).ready
         assert (await failure_of(served.infer(request(1))))[0] is Code.UNAVAILABLE
-        async with upstream(stub, int(target.rpartition(":")[2])):
+        async with upstream(stub, port):
             await eventually_async(lambda: served.server.repository.ready, "ready")
             assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
 
@@ -75,8 +76,8 @@ async def test_upstream_that_starts_after_this_server_is_served_once_it_is_up(tm
 async def test_models_are_unavailable_with_the_reason_until_the_upstream_lists_its_models(tmp_path: Path) -> None:
     stub = Upstream()
     stub.index = [READY_M]
-    async with upstream(stub) as target:
-        pass
+    port = free_port()
+    target = f"127.0.0.1:{port}"
     async with proxying(tmp_path, target) as served:
         for code, text in await refusals_of(served, "m"):
             assert code is Code.UNAVAILABLE
@@ -89,7 +90,7 @@ async def test_models_are_unavailable_with_the_reason_until_the_upstream_lists_i
         assert not (await served.stub.ModelReady(pb.ModelReadyRequest(name="m"))).ready
         settings = failure_of(served.stub.TraceSetting(pb.TraceSettingRequest(model_name="m")))
         assert (await settings)[0] is Code.UNAVAILABLE
-        async with upstream(stub, int(target.rpartition(":")[2])):
+        async with upstream(stub, port):
             await eventually_async(lambda: served.server.repository.ready, "ready")
             await stream.send(request(3))
             answer = (await stream.message()).infer_response
@@ -144,8 +145,8 @@ async def test_probe_and_log_say_why_the_upstream_is_not_served(
 ) -> None:
     stub = Upstream()
     stub.index, stub.model_ready = [READY_M], False
-    async with upstream(stub) as target:
-        pass
+    port = free_port()
+    target = f"127.0.0.1:{port}"
     with caplog.at_level("INFO", "paceline.server"):
         async with proxying(tmp_path, target, models=models) as served:
             assert any(line.startswith(f"serving, not ready: upstream {target}: ") for line in caplog.messages)
@@ -154,7 +155,7 @@ async def test_probe_and_log_say_why_the_upstream_is_not_served(
             assert status == 503
             assert text.startswith(f"upstream {target}: ")
             assert "Connection refused" in text
-            async with upstream(stub, int(target.rpartition(":")[2])):
+            async with upstream(stub, port):
                 why = f"model 'm': upstream {target}: the model is not ready"
                 await eventually_async(lambda: f"not ready: {why}" in caplog.messages, "the model's reason")
                 assert await probe(served, "/readyz") == (503, f"{why}\n")
@@ -436,8 +437,8 @@ def test_upstream_killed_with_a_batch_under_way_is_served_again_after_a_restart(
     write_identity(tmp_path / "fast")
     one = infer("echo", {"INPUT0": rows_of_floats(1, 16)})
     pending = 'nv_inference_pending_request_count{model="echo",version="1"}'
-    with ServerProcess(tmp_path / "slow") as first:
-        port = first.grpc_port
+    port = ("--grpc-port", str(free_port()))
+    with ServerProcess(tmp_path / "slow", args=port) as first:
         args = ["--upstream", first.target, "--upstream-health-secs", "0.05", "--upstream-batches", "1"]
         with ServerProcess(args=args) as proxy, grpc.insecure_channel(proxy.target) as channel:
             stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -452,7 +453,7 @@ def test_upstream_killed_with_a_batch_under_way_is_served_again_after_a_restart(
             for call in calls:
                 assert call.exception().code() is Code.UNAVAILABLE
             eventually(lambda: not stub.ServerReady(pb.ServerReadyRequest()).ready, "not ready")
-            with ServerProcess(tmp_path / "fast", args=["--grpc-port", str(port)]):
+            with ServerProcess(tmp_path / "fast", args=port):
                 eventually(lambda: stub.ServerReady(pb.ServerReadyRequest()).ready, "ready again", 30)
                 answer = stub.ModelInfer(one, timeout=20)
                 assert answer.raw_output_contents[0] == one.raw_input_contents[0]
