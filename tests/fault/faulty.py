@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 import threading
 import time
@@ -23,11 +24,22 @@ from backends.faults import change_datatype, lose_output, lose_row
 from backends.memory import MemoryBackend, MemoryModel
 from server.cli import main
 
-__all__ = ["DIES", "FAULTS", "HANGS", "HANGS_A_WHILE", "write_faulty"]
+__all__ = [
+    "DIES",
+    "FAULTS",
+    "HANGS",
+    "HANGS_A_WHILE",
+    "HANGS_UNTIL_TOLD",
+    "end_hang",
+    "pipe_for_hangs",
+    "write_faulty",
+]
 
 _log = logging.getLogger("paceline.tests")
 
 _A_WHILE_S = 2.5
+_PIPE = "TESTS_PIPE"
+"""The environment variable with the path of a named pipe."""
 
 
 def _raise(inputs: Tensors) -> Tensors:
@@ -43,12 +55,18 @@ def _take_all_memory(inputs: Tensors) -> Tensors:
 
 
 def _hang(inputs: Tensors) -> Tensors:
+    _log.warning("the execution will hang")
     threading.Event().wait()
     return inputs
 
 
 def _hang_a_while(inputs: Tensors) -> Tensors:
     threading.Event().wait(_A_WHILE_S)
+    return inputs
+
+
+def _hang_until_told(inputs: Tensors) -> Tensors:
+    Path(os.environ[_PIPE]).read_bytes()
     return inputs
 
 
@@ -74,9 +92,14 @@ FAULTS: dict[int, tuple[Callable[[Tensors], Tensors], str]] = {
     -6: (change_datatype, "output 'OUTPUT0': expected FP32, got numpy's complex64"),
 }
 """The fault that the first element of a row asks for, and the error text that results."""
-HANGS, DIES, HANGS_A_WHILE = -7, -8, -9
+HANGS, DIES, HANGS_A_WHILE, HANGS_UNTIL_TOLD = -7, -8, -9, -10
 
-_ALL = {code: fault for code, (fault, _) in FAULTS.items()} | {HANGS: _hang, DIES: _die, HANGS_A_WHILE: _hang_a_while}
+_ALL = {code: fault for code, (fault, _) in FAULTS.items()} | {
+    HANGS: _hang,
+    DIES: _die,
+    HANGS_A_WHILE: _hang_a_while,
+    HANGS_UNTIL_TOLD: _hang_until_told,
+}
 
 
 def _compute(inputs: Tensors) -> Tensors:
@@ -105,6 +128,17 @@ def write_faulty(repository: Path, extra: str = "") -> Path:
         {extra}
     """)
     return folder
+
+
+def pipe_for_hangs(folder: Path) -> dict[str, str]:
+    """The environment of a server whose executions may hang until `end_hang(folder)`."""
+    os.mkfifo(folder / "pipe")
+    return {_PIPE: str(folder / "pipe")}
+
+
+def end_hang(folder: Path) -> None:
+    """End the execution that hangs until told."""
+    (folder / "pipe").write_bytes(b"")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.fault.faulty import DIES, FAULTS, HANGS, HANGS_A_WHILE, write_faulty
+from tests.fault.faulty import (
+    DIES,
+    FAULTS,
+    HANGS,
+    HANGS_A_WHILE,
+    HANGS_UNTIL_TOLD,
+    end_hang,
+    pipe_for_hangs,
+    write_faulty,
+)
 from tests.fault.traffic import Client, connected, pending, request, total
 from tests.harness import ServerProcess
 from tests.polling import eventually
@@ -24,6 +33,7 @@ BOTH_WAYS = pytest.mark.usefixtures("frontends")
 OK, INTERNAL = grpc.StatusCode.OK, grpc.StatusCode.INTERNAL
 GIVEN_UP = "model 'echo': the execution took longer than 1 s and was given up"
 WHOLE = 'parameters { key: "paceline.isolate_failures" value { string_value: "false" } }'
+HANGING = "the execution will hang"
 LIMITED = ("--execution-timeout-secs", "1")
 
 
@@ -34,8 +44,9 @@ def instances() -> int:
 
 @pytest.fixture
 def server(tmp_path: Path, instances: int) -> Iterator[ServerProcess]:
-    write_faulty(tmp_path, f"{WHOLE} instance_group {{ count: {instances} }}")
-    with ServerProcess(tmp_path, args=LIMITED, module="tests.fault.faulty") as server:
+    write_faulty(tmp_path / "models", f"{WHOLE} instance_group {{ count: {instances} }}")
+    env = pipe_for_hangs(tmp_path)
+    with ServerProcess(tmp_path / "models", args=LIMITED, env=env, module="tests.fault.faulty") as server:
         yield server
         assert pending(server) == 0
         with connected(server) as client:
@@ -61,13 +72,6 @@ def ready(client: Client) -> tuple[bool, bool, bool]:
         stub.ServerReady(pb.ServerReadyRequest(), timeout=20).ready,
         health.status == health_pb2.HealthCheckResponse.SERVING,
     )
-
-
-def executes_one(server: ServerProcess) -> bool:
-    """Whether a call is in progress and nothing waits, so that the next request is in another batch."""
-    metrics = server.metrics()
-    waiting = metrics['nv_inference_pending_request_count{model="echo",version="1"}']
-    return (metrics['paceline_limit_used{limit="rpcs"}'], waiting) == (1, 0)
 
 
 def said(server: ServerProcess, text: str) -> int:
@@ -115,7 +119,7 @@ def test_hang_fails_its_batch_in_time_replaces_the_instance_and_shows_in_readine
     assert ready(client) == (True, True, True)
     health = health_pb2_grpc.HealthStub(client.channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
     hung = client.send(asking_for(HANGS))
-    eventually(lambda: executes_one(server), "the request executing")
+    eventually(lambda: says(server, HANGING), "the request executing")
     waiting = [client.send(request(first=number)) for number in range(6)]
     assert (hung.code(), hung.details()) == (INTERNAL, GIVEN_UP)
     # Requests that waited for the instance are executed by its replacement.
@@ -132,7 +136,7 @@ def test_hang_fails_its_batch_in_time_replaces_the_instance_and_shows_in_readine
 @pytest.mark.parametrize("instances", [2])
 def test_hang_of_one_of_several_instances_leaves_the_model_ready(server: ServerProcess, client: Client) -> None:
     hung = client.send(asking_for(HANGS))
-    eventually(lambda: executes_one(server), "the request executing")
+    eventually(lambda: says(server, HANGING), "the request executing")
     assert client.code(request()) is OK
     assert ready(client) == (True, True, True)
     assert hung.code() is INTERNAL
@@ -142,10 +146,11 @@ def test_hang_of_one_of_several_instances_leaves_the_model_ready(server: ServerP
 
 @BOTH_WAYS
 def test_hang_that_ends_after_all_changes_nothing_and_returns_its_instance(
-    server: ServerProcess, client: Client
+    server: ServerProcess, client: Client, tmp_path: Path
 ) -> None:
-    assert client.code(asking_for(HANGS_A_WHILE)) is INTERNAL
+    assert client.code(asking_for(HANGS_UNTIL_TOLD)) is INTERNAL
     assert client.code(request()) is OK
+    end_hang(tmp_path)
     eventually(lambda: says(server, "an execution that hung has ended"), "the end of the hang")
     assert client.code(request()) is OK
     assert total(server, "nv_inference_request_success") == 2

@@ -15,7 +15,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.fault.traffic import peak_bytes, request
+from tests.fault.traffic import peak_bytes, pending, request
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async
 
@@ -68,6 +68,7 @@ async def test_surplus_is_refused_while_admitted_requests_still_wait(tmp_path: P
             }
             for call in waiting[: QUEUED // 2]:
                 call.cancel()
+            await eventually_async(lambda: pending(server) == QUEUED // 2, "the cancelled ones gone")
             rest = 32 - QUEUED // 2
             await stub.ModelInfer(request(rest), timeout=60)  # fills the batch
             assert [await call for call in waiting[QUEUED // 2 :]] == [Code.OK] * (QUEUED // 2)

@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path, args=["--allow-python-models", "true", "--exit-timeout-secs", "1"]) as server:
+    with ServerProcess(tmp_path, args=["--allow-python-models", "true"]) as server:
         yield server
 
 
@@ -78,9 +78,10 @@ def test_hanging_model_process_ends_with_a_killed_server(server: ServerProcess, 
     eventually(lambda: is_gone(started), "what it has started gone")
 
 
-def test_hanging_model_process_does_not_keep_the_server_from_ending(server: ServerProcess, folder: Path) -> None:
-    pid = pid_of(server)
-    with connected(server) as client:
+def test_hanging_model_process_does_not_keep_the_server_from_ending(folder: Path, tmp_path: Path) -> None:
+    args = ["--allow-python-models", "true", "--exit-timeout-secs", "1"]
+    with ServerProcess(tmp_path, args=args) as server, connected(server) as client:
+        pid = pid_of(server)
         hanging = client.send(request(puppet.HANG))
         eventually((folder / "hangs").exists, "the model hanging")
         assert server.terminate() == 0

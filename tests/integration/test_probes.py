@@ -138,12 +138,13 @@ def test_hanging_loop_is_not_live() -> None:
     loop, hangs, go_on = asyncio.new_event_loop(), Event(), Event()
     thread = Thread(target=loop.run_forever)
     thread.start()
-    endpoint = MetricsEndpoint(Metrics(), "127.0.0.1", 0, {"/livez": LoopProbe(loop, patience_s=0.05)})
+    probes = {"/livez": LoopProbe(loop), "/hasty": LoopProbe(loop, patience_s=0.05)}
+    endpoint = MetricsEndpoint(Metrics(), "127.0.0.1", 0, probes)
     try:
         assert get(endpoint.port, "/livez") == (200, "ok\n")
         loop.call_soon_threadsafe(lambda: (hangs.set(), go_on.wait()))
         assert hangs.wait(10)
-        assert get(endpoint.port, "/livez") == (503, "the server's event loop has not answered for 0.05 s\n")
+        assert get(endpoint.port, "/hasty") == (503, "the server's event loop has not answered for 0.05 s\n")
         go_on.set()
         assert LoopProbe(loop)() == ""
     finally:

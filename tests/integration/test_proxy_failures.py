@@ -11,10 +11,12 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import text_format
 
 from backends.errors import ExecutionError, UpstreamRefused
 from backends.remote import RemoteServer
 from protos import inference_pb2 as pb
+from protos import model_config_pb2 as config_pb
 from server.config import Settings
 from tests.integration.scripted import Script, request, send
 from tests.integration.serving import failure_of, serving
@@ -239,7 +241,11 @@ async def test_hanging_upstream_costs_no_more_than_the_configured_timeout(tmp_pa
         code, text = await failure_of(call)
         assert code is Code.DEADLINE_EXCEEDED
         assert text.startswith("model 'm': upstream ")
-        assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4  # the hanging call's place is free again
+        # The hanging call's place is free again. A busy machine may take longer than the timeout for any call.
+        while code is Code.DEADLINE_EXCEEDED:
+            again: Any = served.stub.ModelInfer(request(2), timeout=20)
+            code = await again.code()
+        assert tensors_of(await again)["x"][0, 0] == 4
 
 
 @pytest.mark.usefixtures("frontends")
@@ -256,7 +262,7 @@ async def test_upstream_call_is_cancelled_once_its_last_caller_is_gone(tmp_path:
         assert stub.under_way == 1
         waiting[1].cancel()
         assert tensors_of(await behind_them)["x"][0, 0] == 6  # theirs was the only call allowed at a time
-        assert stub.under_way == 0
+        await eventually_async(lambda: stub.under_way == 0, "the call cancelled")
         statistics = await served.stub.ModelStatistics(pb.ModelStatisticsRequest(name="m"))
         assert statistics.model_stats[0].inference_stats.fail.count == 2
 
@@ -311,11 +317,16 @@ async def test_stop_answers_requests_that_the_upstream_still_computes(tmp_path: 
 
 async def test_queue_timeout_applies_in_front_of_an_upstream(tmp_path: Path) -> None:
     stub = Upstream()
+    # Requests of the default level wait without a limit.
+    levels = "priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 1 value { } }"
+    stub.config = text_format.Parse(
+        f"max_batch_size: 8 dynamic_batching {{ {levels} }}", config_pb.ModelConfig(name="m")
+    )
     settings = Settings(paths=())
     short_wait = replace(settings, batching=replace(settings.batching, queue_timeout_ns=50_000_000))
     async with behind(tmp_path, stub, settings=short_wait) as served:
-        calls = await calls_behind_a_busy_upstream(served, stub, request(1))
-        code, text = await failure_of(calls[1])
+        calls = await calls_behind_a_busy_upstream(served, stub)
+        code, text = await failure_of(served.infer(request(1, priority=2)))
         assert (code, "timeout expired" in text) == (Code.DEADLINE_EXCEEDED, True)
         stub.gate.set()
         await calls[0]

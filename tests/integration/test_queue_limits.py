@@ -21,6 +21,9 @@ pytestmark = pytest.mark.usefixtures("frontends")
 Code = grpc.StatusCode
 
 ONE = infer("m", {"a": rows_of_floats(1)})
+HASTY = infer("m", {"a": rows_of_floats(1)}, parameters={"priority": 2})
+PATIENT_UNLESS_HASTY = "priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 1 value { } }"
+"""The default policy doesn't apply to requests without a priority."""
 
 
 def config(queue: str = "", batching: str = "") -> str:
@@ -112,8 +115,9 @@ async def test_cancelled_request_frees_its_place_in_the_queue(tmp_path: Path) ->
 
 
 async def test_queue_timeout_of_the_policy_expires_requests_while_the_model_is_busy(tmp_path: Path) -> None:
-    async with busy_server(tmp_path, config("default_timeout_microseconds: 50000")) as (served, model):
-        code, text = await failure_of(served.infer(ONE))
+    configuration = config("default_timeout_microseconds: 50000", PATIENT_UNLESS_HASTY)
+    async with busy_server(tmp_path, configuration) as (served, model):
+        code, text = await failure_of(served.infer(HASTY))
         assert code is Code.DEADLINE_EXCEEDED
         assert text.startswith("model 'm': Request timeout expired after ")
         assert int(text.split()[6]) >= 50_000
@@ -147,10 +151,10 @@ async def test_queue_timeout_of_the_request_is_ignored_unless_overriding_is_allo
 
 async def test_queue_timeout_that_passes_during_a_delay_ends_the_wait_early(tmp_path: Path) -> None:
     model = echo_model()
-    batching = "max_queue_delay_microseconds: 100000000"
+    batching = f"max_queue_delay_microseconds: 100000000 {PATIENT_UNLESS_HASTY}"
     configuration = config("default_timeout_microseconds: 50000", batching)
     async with serving(tmp_path, {"m": model}, config=configuration) as served:
-        assert (await failure_of(served.infer(ONE)))[0] is Code.DEADLINE_EXCEEDED
+        assert (await failure_of(served.infer(HASTY)))[0] is Code.DEADLINE_EXCEEDED
         full = infer("m", {"a": rows_of_floats(4)})
         assert (await served.infer(full)).raw_output_contents[0] == full.raw_input_contents[0]
     assert model.batches == [(4,)]

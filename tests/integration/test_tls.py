@@ -108,13 +108,18 @@ async def test_our_client_accepts_certificates_as_credentials_and_a_token_as_met
 
 async def test_connection_without_a_tls_handshake_is_closed_like_an_idle_one(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
-    server = replace(settings(tmp_path, ours.sign("server")), connections=Connections(max_idle_ms=1_000))
+    server = replace(settings(tmp_path, ours.sign("server")), connections=Connections(max_idle_ms=2_000))
     async with serving(tmp_path, {"m": Script().model}, settings=server) as served:
-        for said in (b"", b"\x16\x03\x01\x02\x00"):  # nothing, and the beginning of a hello
+
+        async def received_after(said: bytes) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.server.grpc_port)
             writer.write(said)
-            assert await asyncio.wait_for(reader.read(), 20) == b""
+            received = await asyncio.wait_for(reader.read(), 20)
             writer.close()
+            return received
+
+        beginning_of_a_hello = b"\x16\x03\x01\x02\x00"
+        assert await asyncio.gather(received_after(b""), received_after(beginning_of_a_hello)) == [b"", b""]
         async with channel(served, ours.roots) as connection:
             assert await infer(connection, 1) == 1
 
