@@ -14,10 +14,11 @@ from itertools import accumulate
 from typing import NamedTuple, cast
 
 from backends.accelerator import Stream
-from backends.base import Array, DeviceTensor, Targets, Tensors
+from backends.base import DeviceTensor, Targets
 from backends.errors import DeviceError, ExecutionError, InstanceError
 from backends.joining import join_into
 from backends.onnx.failures import device_failure
+from backends.spec import Array, Tensors
 from backends.staging import DType, Shape
 
 __all__ = ["Made", "copy_to_targets", "gather", "with_targets"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends.base import Array, TensorSpec
+from backends.spec import Array, TensorSpec
 
 __all__ = ["alike", "equal", "is_finite"]
 

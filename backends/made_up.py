@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backends.base import Array, ModelSpec, TensorSpec
+from backends.spec import Array, ModelSpec, TensorSpec
 from protos.datatypes import by_name
 
 __all__ = ["MAX_ELEMENTS", "MadeUp", "attempts", "can_be_stacked", "has_free_dims", "is_of_floats", "make_rows"]

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from backends.base import Device, Execution, GroupKind, InstanceGroup, ModelSource, ModelSpec, Tensors
+from backends.base import Device, Execution, GroupKind, InstanceGroup, ModelSource
 from backends.errors import ExecutionError, LoadError
 from backends.faults import Faults, Gate
 from backends.placement import on_cpu
 from backends.ragged import batch_runner, row_counter
+from backends.spec import ModelSpec, Tensors
 
 __all__ = ["IdentityBackend", "MemoryBackend", "MemoryInstance", "MemoryModel", "linear_latency"]
 

@@ -18,10 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
-from backends.base import MISSING, Allocate, Array, BatchOutput, Execution, ModelSpec, Tensors, TensorSpec
+from backends.base import Allocate, Execution
 from backends.batch_inputs import batch_input
 from backends.batching import Run, check_count, check_outputs, rows_of, run_batch, split, stack
 from backends.errors import ExecutionError
+from backends.spec import MISSING, Array, BatchOutput, ModelSpec, Tensors, TensorSpec
 from protos.datatypes import by_name
 
 __all__ = ["BatchRunner", "as_the_model_sees", "batch_input_tensors", "batch_runner", "row_counter"]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from backends.base import Device, Execution, ModelSpec
+from backends.base import Device, Execution
 from backends.batching import check_count
 from backends.errors import UpstreamFailed, UpstreamRefused
 from backends.remote_messages import (
@@ -26,6 +26,7 @@ from backends.remote_messages import (
     encode_request,
     wanted_outputs,
 )
+from backends.spec import ModelSpec
 
 __all__ = ["RemoteInstance", "RemoteModel", "RemoteServer"]
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from backends.base import MISSING, Array, ModelSpec, Tensors
 from backends.batching import rows_of, split
 from backends.errors import ExecutionError
+from backends.spec import MISSING, Array, ModelSpec, Tensors
 from protos.datatypes import UnknownDatatypeError, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_contents, decode_raw, raw_buffer

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from backends.base import Array, Tensors
+from backends.spec import Array, Tensors
 
 __all__ = ["Outputs", "Share"]
 

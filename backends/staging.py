@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from backends.accelerator import HostMemory, Memory
-from backends.base import Array
+from backends.spec import Array
 
 __all__ = ["DType", "Growing", "OutputPool", "Shape", "array_in"]
 

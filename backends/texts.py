@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends.base import Array
 from backends.errors import ExecutionError
+from backends.spec import Array
 
 __all__ = ["decode_texts", "encode_texts"]
 

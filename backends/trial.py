@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backends.base import Array, ModelSpec, Tensors, TensorSpec, Trial
+from backends.base import Trial
 from backends.errors import ExecutionError, InstanceError, ProcessError
 from backends.likeness import alike, equal, is_finite
 from backends.made_up import MAX_ELEMENTS, MadeUp, attempts, can_be_stacked, has_free_dims, is_of_floats, make_rows
+from backends.spec import Array, ModelSpec, Tensors, TensorSpec
 
 __all__ = ["try_rows"]
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import Execution, ModelSpec, TensorSpec
+from backends.base import Execution
 from backends.batching import split, stack
+from backends.spec import ModelSpec, TensorSpec
 from bench.stats import spread
 from scheduler.batch_queue import BatchQueue, Entry
 from scheduler.observer import BatchReport

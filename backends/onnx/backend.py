@@ -16,17 +16,7 @@ from pathlib import Path
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.accelerator import Accelerator
-from backends.base import (
-    Device,
-    DeviceKind,
-    GroupKind,
-    InstanceGroup,
-    ModelSource,
-    ModelSpec,
-    Supervise,
-    Trial,
-    unsupervised,
-)
+from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, Supervise, Trial, unsupervised
 from backends.cuda.accelerator import accelerator_of
 from backends.cuda.driver import count_gpus
 from backends.errors import DeviceError, DriverFailed, LoadError
@@ -44,6 +34,7 @@ from backends.own_process.served import OwnProcessOnnxModel
 from backends.own_process.session import OwnProcessSession
 from backends.paths import is_file, is_folder
 from backends.placement import on_cpu, on_gpus
+from backends.spec import ModelSpec
 
 __all__ = ["OnnxBackend", "OnnxModel"]
 

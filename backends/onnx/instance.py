@@ -14,12 +14,13 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.accelerator import Streams
-from backends.base import MISSING, Array, Device, Execution, ModelSpec, Tensors, TensorSpec
+from backends.base import Device, Execution
 from backends.errors import DeviceError, ExecutionError
 from backends.onnx.failures import device_failure, failure
 from backends.onnx.options import OnnxOptions
 from backends.onnx.sessions import OpenSession, run_options
 from backends.ragged import batch_input_tensors, batch_runner
+from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from backends.texts import decode_texts, encode_texts
 
 __all__ = ["BFLOAT16", "OnnxInstance", "from_ortvalue"]

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.accelerator import Streams
-from backends.base import Device, ModelSpec, TensorSpec
+from backends.base import Device
 from backends.errors import DeviceError, ExecutionError
 from backends.onnx.instance import BFLOAT16
 from backends.onnx.options import OnnxOptions
 from backends.onnx.sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options
 from backends.ragged import as_the_model_sees
+from backends.spec import ModelSpec, TensorSpec
 from backends.staging import DType, OutputPool, Shape
 from protos.datatypes import by_name
 

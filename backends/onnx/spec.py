@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from backends.base import ModelSpec
 from backends.onnx.datatypes import NodeArg, is_known, tensor_spec, why_unknown
 from backends.onnx.file import operators, without_shape
+from backends.spec import ModelSpec
 
 __all__ = ["Found", "Session", "find_spec"]
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from backends.accelerator import Accelerator, HostMemory, Memory
-from backends.base import Array, DeviceTensor, Execution, Slot, Targets, Tensors
+from backends.base import DeviceTensor, Execution, Slot, Targets
 from backends.batching import check_count, rows_of, split
 from backends.device_copies import Made, copy_to_targets, gather, with_targets
 from backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, LoadError, OutOfMemory, StalePlan
@@ -33,6 +33,7 @@ from backends.onnx.instance import from_ortvalue
 from backends.onnx.replays import GraphUse, changed, check_replayed
 from backends.onnx.sessions import NO_GRAPH, OpenSession
 from backends.onnx.shared import Bound, Shared, StagedTensor
+from backends.spec import Array, Tensors
 from backends.staging import Growing, Shape, array_in
 from backends.worker_thread import WorkerThread
 

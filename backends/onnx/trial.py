@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from backends.base import Array, ModelSpec, Supervise, Tensors, Trial
+from backends.base import Supervise, Trial
 from backends.errors import ExecutionError, StalePlan
 from backends.onnx.options import OnnxOptions
+from backends.spec import Array, ModelSpec, Tensors
 from backends.trial import try_rows
 
 __all__ = ["Runs", "try_model"]

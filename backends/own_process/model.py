@@ -16,13 +16,13 @@ sys.path.insert(1, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from backends.base import MISSING, Array, ModelSpec
 from backends.cuda.accelerator import accelerator_of
 from backends.errors import DeviceError, InstanceError, LoadError, StalePlan
 from backends.onnx.instance import OnnxInstance
 from backends.onnx.sessions import OpenSession, open_session
 from backends.onnx.spec import Found, find_spec
 from backends.own_process.questions import Job, Question
+from backends.spec import MISSING, Array, ModelSpec
 
 __all__ = ["Model"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from backends.base import Device, Files, ModelSource, ModelSpec, Supervise, Trial, unsupervised
+from backends.base import Device, Files, ModelSource, Supervise, Trial, unsupervised
 from backends.errors import ExecutionError, LoadError, ProcessError
 from backends.onnx.datatypes import check_served
 from backends.onnx.options import without_graphs
@@ -22,6 +22,7 @@ from backends.own_process.session import ProcessRunner
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
 from backends.python.processes import Processes
+from backends.spec import ModelSpec
 
 __all__ = ["OwnProcessOnnxModel"]
 

@@ -14,10 +14,11 @@ from dataclasses import replace
 from threading import Lock, Timer
 from types import TracebackType
 
-from backends.base import Array, Device, ModelSource, ModelSpec, Tensors
+from backends.base import Device, ModelSource
 from backends.errors import ExecutionError, InstanceError, LoadError, ProcessError
 from backends.own_process.questions import FILE, Job, ask
 from backends.python.process import ModelProcess
+from backends.spec import Array, ModelSpec, Tensors
 
 __all__ = ["OwnProcessSession", "ProcessRunner"]
 

@@ -3,7 +3,7 @@
 `backend` is what the server uses; `instance` is a model's instance, which ends with its process; `processes` are those
 that aren't an instance's yet; `process` is the server's side of one, `worker` what runs in it, and `protocol` what the
 two say to each other. A model's interpreter needs nothing of this product but `worker` and what it imports:
-`backends.base` and `backends.transport`, so no package but numpy.
+`backends.spec` and `backends.transport`, so no package but numpy.
 """
 
 EXECUTABLE = "paceline.python_executable"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backends.base import Device, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
+from backends.base import Device, GroupKind, InstanceGroup, ModelSource
 from backends.cuda.driver import count_gpus
 from backends.errors import LoadError
 from backends.paths import is_file
@@ -16,6 +16,7 @@ from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
 from backends.python.processes import Processes
 from backends.python.protocol import Declared
+from backends.spec import ModelSpec, TensorSpec
 from protos.datatypes import DATATYPES
 
 __all__ = ["PythonBackend", "PythonModel"]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from backends.base import Array, Execution, ModelSpec, Tensors
+from backends.base import Execution
 from backends.errors import DeviceLost, ProcessEndedBeforeBatch, ProcessError
 from backends.python.process import ModelProcess
 from backends.ragged import batch_input_tensors, batch_runner
+from backends.spec import Array, ModelSpec, Tensors
 from protos.datatypes import by_name
 
 __all__ = ["PythonInstance"]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import backends
-from backends.base import Array, Device, ModelSource, Tensors
+from backends.base import Device, ModelSource
 from backends.errors import (
     DeviceLost,
     ExecutionError,
@@ -36,6 +36,7 @@ from backends.errors import (
 from backends.exit_status import how_ended
 from backends.python import EXECUTABLE
 from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
+from backends.spec import Array, Tensors
 from backends.transport.blocking_link import BlockingLink
 from backends.transport.frames import Message
 

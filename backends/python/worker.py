@@ -1,6 +1,6 @@
 """What runs in the process of a Python model: its class is loaded, gets batches, and is closed.
 
-Lives here: everything on that side. Must not: import more of this product than `backends.base` and
+Lives here: everything on that side. Must not: import more of this product than `backends.spec` and
 `backends.transport`, or any package besides numpy, since the interpreter may be another one. The rule: the process ends
 with the server, whatever the model is doing at the time.
 """
@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import MISSING, Array
 from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, READY, Declared
+from backends.spec import MISSING, Array
 from backends.transport.blocking_link import BlockingLink
 from backends.transport.link import RemoteEnd
 from backends.transport.parcel import Parcel

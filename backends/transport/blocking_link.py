@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import Array
+from backends.spec import Array
 from backends.transport.frames import FrameReader, Message, frame
 from backends.transport.link import RemoteEnd, connect
 from backends.transport.memory import SharedRegion, Window

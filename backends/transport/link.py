@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import TypeVar
 
-from backends.base import Array
+from backends.spec import Array
 from backends.transport.channel import Channel, socket_pair
 from backends.transport.frames import Message
 from backends.transport.gathering import Gathering

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from backends.base import MISSING, Array
+from backends.spec import MISSING, Array
 from backends.transport.arena import ALIGNMENT
 from backends.transport.memory import SharedRegion, Window
 

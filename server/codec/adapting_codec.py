@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from backends.base import MISSING, Array, ModelSpec, Tensors
+from backends.spec import MISSING, Array, ModelSpec, Tensors
 from server.codec.classification import Labels
 from server.codec.codec import AnyResponse, InputTensor, ModelCodec
 from server.codec.decoded import DecodedRequest

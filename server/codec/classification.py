@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import Array
+from backends.spec import Array
 from protos.inference_pb2 import InferParameter
 from protos.model_config_pb2 import ModelConfig
 from server.errors import ConfigError, InvalidRequest

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from backends.base import MISSING, Array, DeviceTensor, ModelSpec, Tensors, TensorSpec
+from backends.base import DeviceTensor
 from backends.errors import ExecutionError
+from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import (

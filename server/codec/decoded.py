@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from backends.base import ModelSpec
+from backends.spec import ModelSpec
 from server.codec.parameters import RequestParameters
 from server.memory.client_memory import NOWHERE
 from server.memory.region_tensors import Inputs, Span

@@ -11,9 +11,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from backends.base import ModelSpec, TensorSpec
 from backends.errors import ExecutionError
 from backends.remote_messages import OpenResult, OpenTensor
+from backends.spec import ModelSpec, TensorSpec
 from protos.datatypes import by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, encode_contents, encode_raw

@@ -11,9 +11,9 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from backends.base import MISSING, ModelSpec, Tensors
 from backends.packed import Packed, PackedLayout
 from backends.shares import Share
+from backends.spec import MISSING, ModelSpec, Tensors
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import element_count

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from backends.base import MISSING, Tensors
 from backends.packed import PackedLayout
 from backends.shares import Outputs
+from backends.spec import MISSING, Tensors
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferResponse
 from protos.tensors import TensorError, decode_raw, element_count

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import Array, Tensors
+from backends.spec import Array, Tensors
 from scheduler.batcher import Batcher
 from scheduler.errors import ExecutionFailed
 from scheduler.pending import Pending

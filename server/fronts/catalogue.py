@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from backends.base import ModelSpec
+from backends.spec import ModelSpec
 from server.codec.adapting_codec import codec_for
 from server.codec.codec import ModelCodec
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import grpc
 
-from backends.base import MISSING, Tensors
+from backends.spec import MISSING, Tensors
 from backends.transport.frames import Message
 from backends.transport.link import Link
 from protos import inference_pb2 as pb

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from backends.base import MISSING, Array, Tensors
 from backends.errors import ExecutionError
+from backends.spec import MISSING, Array, Tensors
 from backends.transport.frames import Message
 from backends.transport.link import Link
 from backends.transport.parcel import Parcel, is_inline

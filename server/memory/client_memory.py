@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from backends.base import DeviceTensor, ModelSpec, Tensors
+from backends.base import DeviceTensor
+from backends.spec import ModelSpec, Tensors
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_raw, raw_buffer

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import Array
 from backends.cuda.codes import BROKEN, code_of
 from backends.cuda.memory import CudaMemories, CudaMemory
 from backends.errors import DeviceError
+from backends.spec import Array
 from server.errors import GpuLost, InvalidRequest, ServerError
 
 __all__ = ["CudaRegion", "CudaRegions"]

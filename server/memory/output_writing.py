@@ -14,7 +14,8 @@ from typing import cast
 
 import numpy as np
 
-from backends.base import Array, DeviceTensor, Execution, Tensors
+from backends.base import DeviceTensor, Execution
+from backends.spec import Array, Tensors
 from server.errors import GpuLost, InvalidRequest
 from server.memory.reading import ExecuteInputs
 from server.memory.region_tensors import Inputs, TargetedInputs

@@ -17,9 +17,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from backends.base import Allocate, Array, DeviceTensor, Execution, ModelSpec, ProvidesBuffers, Slot, Targets, Tensors
+from backends.base import Allocate, DeviceTensor, Execution, ProvidesBuffers, Slot, Targets
 from backends.batching import shares
 from backends.packed import Packed
+from backends.spec import Array, ModelSpec, Tensors
 from server.errors import GpuLost, InvalidRequest
 from server.memory.bulk_copy import Piece, copy_all
 from server.memory.region_tensors import Input, Inputs, RegionTensor, TargetedInputs

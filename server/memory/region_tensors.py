@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from backends.base import Array, DeviceTensor
+from backends.base import DeviceTensor
+from backends.spec import Array
 from protos.datatypes import Datatype
 from protos.inference_pb2 import InferParameter
 from protos.tensors import TensorError, element_count

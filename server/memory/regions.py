@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from backends.base import Array
+from backends.spec import Array
 from server.bounded_cache import BoundedCache
 from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
 from server.limits import LARGEST_MESSAGE_BYTES

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import Array
+from backends.spec import Array
 from server.errors import InvalidRequest
 from server.memory.copying import copy_parts, parts_of
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from backends.base import Device, DeviceKind, TensorSpec
+from backends.base import Device, DeviceKind
+from backends.spec import TensorSpec
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_NUMBERS
 from server.models.model_config import ServingPlan

@@ -17,9 +17,10 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
-from backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted, Tensors
+from backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted
 from backends.errors import DeviceLost, InstanceLost
 from backends.remote import RemoteInstance, RemoteModel
+from backends.spec import Tensors
 from scheduler.batcher import Batcher
 from scheduler.runner import TaskRunner, ThreadRunner
 from server.errors import ConfigError, LoadHangs

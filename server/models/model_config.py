@@ -15,7 +15,8 @@ from pathlib import Path
 
 from google.protobuf import text_format
 
-from backends.base import GroupKind, InstanceGroup, ModelSource, ModelSpec
+from backends.base import GroupKind, InstanceGroup, ModelSource
+from backends.spec import ModelSpec
 from protos import model_config_pb2 as pb
 from scheduler.policy import BatchPolicy
 from server.errors import ConfigError

@@ -10,9 +10,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
-from backends.base import ModelInstance, ProvidesBuffers, Slot, Tensors
+from backends.base import ModelInstance, ProvidesBuffers, Slot
 from backends.errors import InstanceError, InstanceLost, OutOfMemory, ProcessEndedBeforeBatch, ProcessError, StalePlan
 from backends.remote import RemoteModel
+from backends.spec import Tensors
 from scheduler.batcher import Batcher
 from scheduler.isolation import Blame
 from scheduler.observer import Observer

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from backends.base import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
+from backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES
 from server.errors import ConfigError

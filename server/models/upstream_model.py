@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from backends.base import ModelSpec, TensorSpec
 from backends.remote import RemoteModel, RemoteServer
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
 from protos.datatypes import UnknownDatatypeError, by_name

@@ -15,19 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import (
-    MISSING,
-    Array,
-    ModelInstance,
-    ModelSpec,
-    Slotted,
-    Supervise,
-    Tensors,
-    TensorSpec,
-    fits,
-    unsupervised,
-)
+from backends.base import ModelInstance, Slotted, Supervise, unsupervised
 from backends.errors import BackendError, DeviceLost, InstanceError, InstanceLost, LoadError, OutOfMemory, Unequipped
+from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
 from protos.tensors import TensorError, decode_raw, element_count

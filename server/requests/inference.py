@@ -14,8 +14,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from backends.base import Tensors
 from backends.shares import Share
+from backends.spec import Tensors
 from protos import inference_pb2 as pb
 from scheduler.observer import Drop
 from scheduler.pending import Pending

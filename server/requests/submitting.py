@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
-from backends.base import Tensors
 from backends.remote_messages import RemoteRequest
+from backends.spec import Tensors
 from scheduler.batch_queue import Alike
 from scheduler.pending import Pending
 from server.codec.codec import tensor_bytes

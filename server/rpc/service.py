@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from backends.base import TensorSpec
+from backends.spec import TensorSpec
 from protos import inference_pb2 as pb
 from server.models.repository import Repository, ServedModel
 from server.requests.inference import Inference

@@ -15,26 +15,14 @@ import numpy as np
 import pytest
 
 from backends.accelerator import Accelerator
-from backends.base import (
-    Array,
-    Backend,
-    Device,
-    DeviceKind,
-    GroupKind,
-    InstanceGroup,
-    ModelInstance,
-    ModelSource,
-    ModelSpec,
-    OpenModel,
-    Tensors,
-    TensorSpec,
-)
+from backends.base import Backend, Device, DeviceKind, GroupKind, InstanceGroup, ModelInstance, ModelSource, OpenModel
 from backends.cuda.driver import count_gpus
 from backends.errors import ExecutionError, LoadError
 from backends.host_accelerator import HostAccelerator
 from backends.memory import IdentityBackend, MemoryBackend, MemoryModel
 from backends.onnx.backend import OnnxBackend
 from backends.python.backend import PythonBackend
+from backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from protos.datatypes import by_name
 from tests import models
 from tests.cuda import stand_in

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import BatchOutput, Device, ModelInstance, ModelSource, ModelSpec, OpenModel, Tensors, TensorSpec
+from backends.base import Device, ModelInstance, ModelSource, OpenModel
 from backends.memory import IdentityBackend, MemoryModel
 from backends.onnx.backend import OnnxBackend
+from backends.spec import BatchOutput, ModelSpec, Tensors, TensorSpec
 from tests import models
 
 CPU = Device()

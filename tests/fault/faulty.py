@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from backends import registry
-from backends.base import Backend, ModelSpec, Tensors, TensorSpec
+from backends.base import Backend
 from backends.faults import change_datatype, lose_output, lose_row
 from backends.memory import MemoryBackend, MemoryModel
+from backends.spec import ModelSpec, Tensors, TensorSpec
 from server.cli import main
 
 __all__ = [

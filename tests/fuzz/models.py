@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.base import BatchOutput, Device, ModelInstance, ModelSpec, TensorSpec
+from backends.base import Device, ModelInstance
 from backends.memory import MemoryModel
+from backends.spec import BatchOutput, ModelSpec, TensorSpec
 from protos.datatypes import DATATYPES
 from server.codec.adapting_codec import codec_for
 from server.codec.codec import ModelCodec

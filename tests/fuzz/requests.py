@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from backends.base import MISSING, Tensors
+from backends.spec import MISSING, Tensors
 from protos.datatypes import DATATYPES
 from protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_contents, decode_raw, encode_raw

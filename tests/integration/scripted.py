@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.faults import Gate
 from backends.memory import MemoryModel
+from backends.spec import ModelSpec, Tensors, TensorSpec
 from protos import inference_pb2 as pb
 from tests.integration.serving import Served
 from tests.polling import eventually_async

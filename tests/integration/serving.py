@@ -19,9 +19,10 @@ from typing import Any
 
 import grpc
 
-from backends.base import Backend, ModelSpec, TensorSpec
+from backends.base import Backend
 from backends.memory import MemoryBackend, MemoryModel
 from backends.registry import backend as registered
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.app import Server

@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from backends.memory import MemoryBackend, MemoryModel
+from backends.spec import ModelSpec, Tensors, TensorSpec
 from protos import inference_pb2 as pb
 from scheduler.errors import QueueFull
 from scheduler.policy import NEVER

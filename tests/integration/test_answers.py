@@ -10,8 +10,8 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.memory import MemoryModel
+from backends.spec import ModelSpec, Tensors, TensorSpec
 from clients import AsyncInferenceClient
 from protos import inference_pb2 as pb
 from server.app import product_version

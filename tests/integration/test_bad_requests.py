@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
 from backends.memory import MemoryModel
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async

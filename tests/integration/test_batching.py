@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
 from backends.memory import MemoryModel
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from tests.integration import scripted
 from tests.integration.scripted import Script

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.errors import OutOfMemory
 from backends.memory import MemoryModel
+from backends.spec import ModelSpec, Tensors, TensorSpec
 from clients import (
     AsyncInferenceClient,
     Cancelled,

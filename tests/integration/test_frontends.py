@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.memory import MemoryModel
+from backends.spec import ModelSpec, Tensors, TensorSpec
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.app import Server

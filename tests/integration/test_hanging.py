@@ -11,9 +11,10 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.base import Device, ModelSpec
+from backends.base import Device
 from backends.errors import LoadError
 from backends.memory import MemoryInstance, MemoryModel
+from backends.spec import ModelSpec
 from protos import inference_pb2 as pb
 from server.config import Settings
 from tests import models

@@ -12,9 +12,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from backends.base import Device, ModelSpec
+from backends.base import Device
 from backends.errors import LoadError
 from backends.memory import MemoryInstance, MemoryModel
+from backends.spec import ModelSpec
 from protos import inference_pb2 as pb
 from server.config import Settings
 from server.errors import StartError

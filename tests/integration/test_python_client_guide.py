@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import ModelSpec, TensorSpec
 from backends.memory import MemoryModel
+from backends.spec import ModelSpec, TensorSpec
 from tests.harness import REPO
 from tests.integration.serving import Served, serving
 

@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
 from backends.memory import MemoryModel
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from tests.integration.regions import ROW, in_region, regions, register, settings, unregister
 from tests.integration.scripted import Script, busy, marked, own, queued, totals

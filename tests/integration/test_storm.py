@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from backends.base import Tensors
 from backends.errors import ExecutionError
 from backends.memory import linear_latency
+from backends.spec import Tensors
 from server.telemetry.model_statistics import FailureReason
 from tests.integration.scripted import own, totals
 from tests.integration.serving import Served, echo_model, serving

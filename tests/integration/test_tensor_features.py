@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.base import BatchInputKind
+from backends.spec import BatchInputKind
 from protos import inference_pb2 as pb
 from tests import models
 from tests.integration.serving import Served, failure_of, serving

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.base import Array, ModelSpec, Tensors, TensorSpec
 from backends.batching import rows_of, run_batch, split, stack
 from backends.packed import Packed, PackedLayout
+from backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from protos.datatypes import DATATYPES, by_name
 
 

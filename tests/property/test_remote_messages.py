@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from backends.base import ModelSpec, TensorSpec
 from backends.remote_messages import RemoteRequest, decode_open, decode_response, encode_request
+from backends.spec import ModelSpec, TensorSpec
 from protos.datatypes import DATATYPES
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 

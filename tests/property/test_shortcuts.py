@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.base import ModelSpec, TensorSpec
 from backends.shares import Outputs, Share
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from protos.datatypes import DATATYPES, by_name
 from protos.tensors import encode_raw

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from backends.base import MISSING, Array
+from backends.spec import MISSING, Array
 from backends.transport.arena import ALIGNMENT, Arena
 from backends.transport.frames import FrameReader, frame
 from backends.transport.memory import SharedRegion, Window, new_region

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import Array, Device, DeviceKind, ModelInstance, ModelSource, ModelSpec, TensorSpec
+from backends.base import Device, DeviceKind, ModelInstance, ModelSource
 from backends.python.backend import PythonBackend
+from backends.spec import Array, ModelSpec, TensorSpec
 
 __all__ = ["CLASS", "CPU", "SPEC", "is_alive", "request", "run", "serving"]
 

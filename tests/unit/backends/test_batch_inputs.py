@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.base import BatchInputKind
 from backends.batch_inputs import batch_input
+from backends.spec import BatchInputKind
 
 INT32, FP32 = np.dtype("<i4"), np.dtype("<f4")
 

@@ -8,9 +8,9 @@ from time import monotonic_ns
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.batching import rows_of, run_batch, split, stack
 from backends.errors import ExecutionError
+from backends.spec import ModelSpec, Tensors, TensorSpec
 
 
 def _spec(*outputs: TensorSpec, batched: bool = True) -> ModelSpec:

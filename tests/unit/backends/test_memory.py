@@ -8,20 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import (
-    Array,
-    Device,
-    DeviceKind,
-    GroupKind,
-    InstanceGroup,
-    ModelSource,
-    ModelSpec,
-    Tensors,
-    TensorSpec,
-)
+from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
 from backends.errors import ExecutionError, LoadError
 from backends.faults import change_datatype, lose_output, lose_row
 from backends.memory import IdentityBackend, MemoryBackend, MemoryInstance, MemoryModel, linear_latency
+from backends.spec import Array, ModelSpec, Tensors, TensorSpec
 
 PAIR = TensorSpec("x", "FP32", (2,))
 BATCHED = ModelSpec((PAIR,), (TensorSpec("y", "FP32", (2,)),), batched=True)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.base import Array
 from backends.errors import ExecutionError
+from backends.spec import Array
 from backends.texts import decode_texts, encode_texts
 
 AWKWARD = ["", "\0", "a\0", "\0\0b\0", "naïve", "日本語", "\U0001f600", "b'quoted'", " ", "x" * 1000]

@@ -14,11 +14,12 @@ import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from backends.base import Array, Device, ModelSource, ModelSpec, Tensors, TensorSpec, Trial
+from backends.base import Device, ModelSource, Trial
 from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.backend import OnnxBackend
 from backends.own_process.session import OwnProcessSession
+from backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from backends.trial import try_rows
 from tests import models
 

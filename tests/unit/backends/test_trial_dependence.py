@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backends.base import Array, ModelSpec, Tensors, TensorSpec, Trial
+from backends.base import Trial
 from backends.errors import ExecutionError
+from backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from backends.trial import try_rows
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))

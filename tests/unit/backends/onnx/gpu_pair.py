@@ -14,10 +14,11 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from backends.base import Array, Device, DeviceKind, ModelSource, ModelSpec, Slot, TensorSpec
+from backends.base import Device, DeviceKind, ModelSource, Slot
 from backends.cuda.accelerator import CudaAccelerator
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.staged import StagedInstance
+from backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 
 T = TypeVar("T")

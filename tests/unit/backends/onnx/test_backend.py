@@ -11,9 +11,10 @@ import onnx
 import pytest
 from onnx import helper
 
-from backends.base import ModelSource, ModelSpec, TensorSpec
+from backends.base import ModelSource
 from backends.errors import LoadError
 from backends.onnx.backend import OnnxBackend
+from backends.spec import ModelSpec, TensorSpec
 from protos.datatypes import DATATYPES
 from tests import models
 from tests.unit.backends.onnx_models import (

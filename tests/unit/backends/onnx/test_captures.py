@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.base import Device, ModelSource, ModelSpec, TensorSpec
+from backends.base import Device, ModelSource
 from backends.cuda.long_calls import long_calls
 from backends.errors import ExecutionError
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.captures import Captures, captures
+from backends.spec import ModelSpec, TensorSpec
 from backends.worker_thread import WorkerThread
 from tests import models
 

@@ -11,11 +11,12 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
+from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
 from backends.cuda.driver import count_gpus
 from backends.errors import DriverFailed, ExecutionError, LoadError
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.sessions import PROBE_MODEL
+from backends.spec import ModelSpec, TensorSpec
 from tests import models
 
 CPU = Device(DeviceKind.CPU)

@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 from backends.accelerator import Memory
-from backends.base import Array, DeviceTensor, ModelSource, ModelSpec, Targets, TensorSpec
+from backends.base import DeviceTensor, ModelSource, Targets
 from backends.cuda.accelerator import CudaAccelerator
 from backends.cuda.context import load_driver
 from backends.errors import DeviceError, ExecutionError, InstanceLost, OutOfMemory
@@ -21,6 +21,7 @@ from backends.onnx.backend import OnnxBackend
 from backends.onnx.instance import OnnxInstance
 from backends.onnx.options import parse_options
 from backends.onnx.staged import StagedInstance
+from backends.spec import Array, ModelSpec, TensorSpec
 from backends.staging import array_in
 from tests import models
 from tests.unit.backends.onnx.gpu_pair import (

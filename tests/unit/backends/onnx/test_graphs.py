@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from backends.accelerator import open_streams
-from backends.base import Array, Device, Execution, ModelSpec, Slot, TensorSpec
+from backends.base import Device, Execution, Slot
 from backends.errors import DeviceLost, ExecutionError, LoadError
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.captures import captures
@@ -24,6 +24,7 @@ from backends.onnx.options import OnnxOptions
 from backends.onnx.sessions import NO_GRAPH, OpenSession, open_session
 from backends.onnx.shared import Shared
 from backends.onnx.staged import StagedInstance
+from backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.cuda import stand_in
 

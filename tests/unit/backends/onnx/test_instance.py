@@ -13,8 +13,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from backends.base import Array, ModelSpec, TensorSpec
 from backends.errors import ExecutionError, LoadError
+from backends.spec import Array, ModelSpec, TensorSpec
 from protos.datatypes import DATATYPES
 from tests import models
 from tests.unit.backends.onnx_models import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
 from backends.errors import ExecutionError
 from backends.onnx.replays import changed, check_replayed
+from backends.spec import ModelSpec, TensorSpec
 from tests.wire import Array
 
 SPEC = ModelSpec(

@@ -15,12 +15,13 @@ import onnx
 import pytest
 
 from backends.accelerator import Accelerator, Event
-from backends.base import Array, Device, DeviceKind, ModelSource, ModelSpec, Slotted, TensorSpec
+from backends.base import Device, DeviceKind, ModelSource, Slotted
 from backends.errors import DeviceLost, ExecutionError, InstanceError, OutOfMemory
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.instance import OnnxInstance
 from backends.onnx.staged import StagedInstance
+from backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.cuda import stand_in
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.base import MISSING, Array, Device, DeviceKind, ModelSource, ModelSpec, OpenModel, Tensors, Trial
+from backends.base import Device, DeviceKind, ModelSource, OpenModel, Trial
 from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError, StalePlan
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.backend import OnnxBackend
@@ -28,6 +28,7 @@ from backends.own_process.served import OwnProcessOnnxModel
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
 from backends.python.protocol import FAILED
+from backends.spec import MISSING, Array, ModelSpec, Tensors
 from tests import models
 from tests.operators import build_library, twice
 from tests.polling import eventually

@@ -12,12 +12,12 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.base import Array, ModelSpec, TensorSpec
 from backends.errors import ExecutionError, InstanceError, LoadError, ProcessError
 from backends.onnx.options import OnnxOptions
 from backends.own_process.questions import Job
 from backends.own_process.session import OwnProcessSession, _Idle, _started
 from backends.python.process import ModelProcess
+from backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.operators import build_library, twice
 from tests.polling import eventually

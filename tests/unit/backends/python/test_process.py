@@ -19,11 +19,12 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from backends.base import Array, ModelSource, ModelSpec, ProvidesBuffers, TensorSpec
+from backends.base import ModelSource, ProvidesBuffers
 from backends.errors import ExecutionError, LoadError, ProcessEndedBeforeBatch, ProcessError
 from backends.python.backend import PythonBackend
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
+from backends.spec import Array, ModelSpec, TensorSpec
 from backends.transport.blocking_link import BlockingLink
 from tests import fronts, puppet
 from tests.polling import eventually

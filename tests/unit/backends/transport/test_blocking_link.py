@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from backends.base import MISSING, Array
+from backends.spec import MISSING, Array
 from backends.transport.blocking_link import BlockingLink
 
 SIZE = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.base import MISSING, ModelSpec, TensorSpec
+from backends.spec import MISSING, ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.codec.adapting_codec import AdaptingCodec, codec_for
 from server.codec.codec import ModelCodec

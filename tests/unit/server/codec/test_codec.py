@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.codec.codec import ModelCodec
 from server.errors import AnswerTooLarge, InvalidRequest

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.codec.codec import ModelCodec
 from server.codec.wire_request import RequestReader

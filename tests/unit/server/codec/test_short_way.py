@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
 from backends.packed import Packed
 from backends.shares import Outputs, Share
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from protos.datatypes import by_name
 from server.codec.codec import ModelCodec

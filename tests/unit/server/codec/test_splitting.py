@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.base import Tensors
 from backends.errors import ExecutionError
+from backends.spec import Tensors
 from scheduler.batcher import Batcher
 from scheduler.errors import ExecutionFailed, QueueFull
 from scheduler.observer import Drop

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.message import DecodeError
 
-from backends.base import ModelSpec, TensorSpec
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.bounded_cache import BoundedCache
 from server.codec.adapting_codec import codec_for

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
 from backends.shares import Outputs, Share
+from backends.spec import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.codec.codec import ModelCodec
 from server.codec.wire_request import AnyRequest, RequestReader, WireRequest

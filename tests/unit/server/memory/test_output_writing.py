@@ -9,7 +9,8 @@ from time import monotonic_ns
 import numpy as np
 import pytest
 
-from backends.base import Array, DeviceTensor, Execution, Tensors
+from backends.base import DeviceTensor, Execution
+from backends.spec import Array, Tensors
 from server.memory.cuda_region import CudaRegion, CudaRegions
 from server.memory.output_writing import writing_outputs
 from server.memory.region_tensors import Inputs, Span, TargetedInputs

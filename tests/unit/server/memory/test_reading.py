@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.base import MISSING, Array, Device, Execution, ModelSpec, Tensors, TensorSpec
+from backends.base import Device, Execution
 from backends.errors import ExecutionError
 from backends.memory import MemoryModel
+from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from protos.datatypes import by_name
 from server.errors import InvalidRequest
 from server.memory import bulk_copy

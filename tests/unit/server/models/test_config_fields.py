@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-from backends.base import Array, Backend, Device, InstanceGroup, ModelSource, ModelSpec, Tensors, TensorSpec
+from backends.base import Backend, Device, InstanceGroup, ModelSource
 from backends.errors import BackendError
 from backends.memory import MemoryModel
+from backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from protos import model_config_pb2 as pb
 from server.errors import ServerError
 from server.models.loader import LoadDefaults, load_model

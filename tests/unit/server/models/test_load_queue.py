@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import Backend, ModelSpec, TensorSpec
+from backends.base import Backend
 from backends.errors import LoadError
 from backends.memory import MemoryBackend, MemoryModel
+from backends.spec import ModelSpec, TensorSpec
 from server.errors import LoadHangs, ModelNotFound
 from server.models.layout import ModelFolder
 from server.models.load_queue import Find, LoadQueue, always

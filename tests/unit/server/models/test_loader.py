@@ -19,16 +19,14 @@ from backends.base import (
     Execution,
     InstanceGroup,
     ModelSource,
-    ModelSpec,
     Supervise,
-    Tensors,
-    TensorSpec,
     Trial,
     unsupervised,
 )
 from backends.errors import ExecutionError, LoadError
 from backends.memory import MemoryInstance, MemoryModel
 from backends.onnx.options import OWN_PROCESS
+from backends.spec import ModelSpec, Tensors, TensorSpec
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError, LoadHangs
 from server.models.layout import ModelFolder

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
-from backends.base import GroupKind, InstanceGroup, ModelSpec, TensorSpec
+from backends.base import GroupKind, InstanceGroup
+from backends.spec import ModelSpec, TensorSpec
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError
 from server.models.model_config import backend_name, check_supported, instance_groups, model_source, parse_config

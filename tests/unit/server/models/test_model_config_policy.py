@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
-from backends.base import ModelSpec, TensorSpec
+from backends.spec import ModelSpec, TensorSpec
 from protos import model_config_pb2 as pb
 from scheduler.policy import BatchPolicy, QueuePolicy
 from server.errors import ConfigError

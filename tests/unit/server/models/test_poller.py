@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
 from backends.memory import MemoryBackend, MemoryModel
+from backends.spec import ModelSpec, TensorSpec
 from server.models.layout import Layout, model_folder
 from server.models.load_queue import LoadQueue
 from server.models.model_record import IndexLine, ModelState

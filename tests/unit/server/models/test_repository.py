@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import Backend, Device, ModelSpec, TensorSpec
+from backends.base import Backend, Device
 from backends.errors import LoadError
 from backends.memory import MemoryBackend, MemoryInstance, MemoryModel
+from backends.spec import ModelSpec, TensorSpec
 from scheduler.errors import BatcherClosed
 from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady
 from server.models.layout import ModelFolder

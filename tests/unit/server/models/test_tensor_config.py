@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
-from backends.base import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
+from backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError
 from server.models.model_config import plan

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 
-from backends.base import TensorSpec
 from backends.remote import RemoteServer
+from backends.spec import TensorSpec
 from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
 from scheduler.policy import QueuePolicy, TimeoutAction

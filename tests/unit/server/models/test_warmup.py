@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from backends.base import MISSING, Array, Device, ModelSpec, Tensors, TensorSpec
+from backends.base import Device
 from backends.errors import DeviceLost, ExecutionError, InstanceError, LoadError, Unequipped
 from backends.memory import MemoryModel
+from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from protos import model_config_pb2 as pb
 from protos.datatypes import DATATYPES, by_name
 from server.errors import ConfigError

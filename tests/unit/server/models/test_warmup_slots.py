@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 
-from backends.base import Device, Execution, ModelInstance, Tensors
+from backends.base import Device, Execution, ModelInstance
 from backends.errors import InstanceError, LoadError, OutOfMemory
+from backends.spec import Tensors
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError
 from server.models.model_config import plan

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
-from backends.base import Array, Device, ModelInstance, ModelSpec, Tensors, TensorSpec
+from backends.base import Device, ModelInstance
 from backends.memory import MemoryModel
+from backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError
 from server.models.model_config import plan

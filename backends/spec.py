@@ -1,0 +1,130 @@
+"""What tensors and models are: names, types and shapes.
+
+Lives here: the specs, in plain values. Must not: anything that executes.
+A *request* is a sequence of arrays, one per input of the served spec, in its order and in the shapes that the model
+sees (`TensorSpec.model_dims`); a *result* is the same for outputs. An optional tensor that is left out is `MISSING` in
+its place, in all requests of a batch or in none. BYTES tensors are object arrays of `bytes`; BF16 is carried as
+`uint16` bit patterns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "MISSING",
+    "Array",
+    "BatchInput",
+    "BatchInputKind",
+    "BatchOutput",
+    "ModelSpec",
+    "TensorSpec",
+    "Tensors",
+    "fits",
+]
+
+Array = NDArray[Any]
+Tensors = Sequence[Array]
+
+MISSING: Final[Array] = np.empty(0, np.bool_)
+"""Stands for an optional tensor that was left out. Compared by identity (`is`), never by content."""
+
+
+def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
+    """Whether `dims`, in which -1 stands for any size, allow `shape`."""
+    return len(shape) == len(dims) and all(dim in (-1, size) for size, dim in zip(shape, dims, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output.
+
+    `datatype` is the v2 name (`FP32`, `BYTES`, …). `dims` are the sizes of the axes as clients see them, -1 for any
+    size; the spec of a batched model leaves out the batch axis. `utf8`: BYTES elements must be valid UTF-8. `reshape`:
+    the dims that the model sees instead, with the same number of elements.
+
+    `optional`: requests (for an output: results) may leave it out. `ragged`: requests of different dims share a batch,
+    and the model sees all their elements concatenated into one vector. `shape_tensor`: has no batch axis even if the
+    model is batched; all requests of a batch have the same value, which the model sees once. `any_rank`: after the
+    batch axis, if there is one, any number of axes of any size is allowed, and `dims` mean nothing. `assumed`: the
+    `dims` of an output are only what the model says of itself, which may be wrong, so results may have others.
+    """
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    utf8: bool = False
+    reshape: tuple[int, ...] | None = None
+    optional: bool = False
+    ragged: bool = False
+    shape_tensor: bool = False
+    any_rank: bool = False
+    assumed: bool = False
+
+    @property
+    def model_dims(self) -> tuple[int, ...]:
+        """`dims` as the model sees them."""
+        return self.dims if self.reshape is None else self.reshape
+
+    def dims_of(self, rank: int) -> tuple[int, ...]:
+        """`dims`, or for a tensor that isn't bound to them those of any tensor of `rank` axes."""
+        return (-1,) * rank if self.any_rank or self.assumed else self.dims
+
+
+class BatchInputKind(Enum):
+    """What an input made per batch says about an input of the requests (`BatchInput.Kind`)."""
+
+    ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
+    ACCUMULATED_ELEMENT_COUNT = "BATCH_ACCUMULATED_ELEMENT_COUNT"
+    ACCUMULATED_ELEMENT_COUNT_WITH_ZERO = "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO"
+    MAX_ELEMENT_COUNT_AS_SHAPE = "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE"
+    ITEM_SHAPE = "BATCH_ITEM_SHAPE"
+    ITEM_SHAPE_FLATTEN = "BATCH_ITEM_SHAPE_FLATTEN"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """Model inputs (`targets`) that no request brings: computed from the shapes of input `source` in a batch."""
+
+    kind: BatchInputKind
+    targets: tuple[str, ...]
+    datatype: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """Outputs (`targets`) that are split by the shapes of input `source` instead of by rows. Each of their free dims,
+    including the batch axis, has the size of the same axis of a request's `source`."""
+
+    targets: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Inputs and outputs, in the model's own order. `batched`: every tensor except shape tensors has a batch axis in
+    front of its `dims`. `batch_inputs` are not among `inputs`: clients neither see nor send them."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    batched: bool = False
+    batch_inputs: tuple[BatchInput, ...] = ()
+    batch_outputs: tuple[BatchOutput, ...] = ()
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether every tensor of a batch is simply stacked and split along its first axis."""
+        special = (tensor.optional or tensor.shape_tensor for tensor in (*self.inputs, *self.outputs))
+        return self.paddable and not any(special)
+
+    @property
+    def paddable(self) -> bool:
+        """Whether a batch may be padded with rows: not if tensors are joined or split other than by rows."""
+        return not (self.batch_inputs or self.batch_outputs or any(tensor.ragged for tensor in self.inputs))
