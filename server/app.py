@@ -14,11 +14,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Protocol
 
 from backends import registry
@@ -29,14 +28,15 @@ from scheduler.waiting import SharedQueueLimits
 from server.addresses import host_and_port, resolve
 from server.config import ControlMode, Settings
 from server.errors import StartError
+from server.first_load import load_first
 from server.fronts.pool import FrontPool, StartFront, start_front
+from server.health import Health
 from server.memory.cuda_region import CudaRegions
 from server.memory.regions import Regions
-from server.models.layout import Layout, ModelFolder
+from server.models.layout import Layout
 from server.models.load_queue import LoadQueue
 from server.models.loader import LoadDefaults
 from server.models.poller import Poller
-from server.models.readiness import why_not_ready
 from server.models.repository import Repository
 from server.models.upstream import Upstream
 from server.requests.inference import Inference
@@ -56,7 +56,6 @@ from server.telemetry.metrics import FrontsCollector, Metrics
 from server.telemetry.metrics_endpoint import MetricsEndpoint
 from server.telemetry.metrics_limits import LimitCollector, LimitShown
 from server.telemetry.nvml import open_nvml
-from server.telemetry.probes import LoopProbe
 from server.telemetry.tracing import Tracer
 
 __all__ = ["Server", "product_version"]
@@ -92,12 +91,6 @@ def _refuse_port_in_use(address: str, port: int) -> None:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    """May be called on any thread, which may outlive the loop."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(function)
 
 
 def _regions(settings: Settings) -> Regions | None:
@@ -213,9 +206,8 @@ class Server:
             self._inference, self.repository, settings.server_id, product_version(), groups
         )
         self._endpoint: MetricsEndpoint | None = None
-        self._why_closed = "starting"
-        self._was_ready = False
         self._grpc: _GrpcEndpoint = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
+        self._health = Health(self.repository, self._cuda, self._metrics, self._grpc)
         self._metrics.add_collector(self._limits())
         self.grpc_port = 0
 
@@ -244,14 +236,9 @@ class Server:
                 await self._stop_models(min(self._settings.exit_timeout_secs, _FAILED_START_S))
             await self._stop_all()
             raise
-        self._why_closed = ""
-        self.repository.on_change = self._tell_health
-        self._cuda.on_loss = partial(_call_soon, asyncio.get_running_loop(), self._tell_health)
-        self._tell_health()
+        self._health.open(self._say_ports())
         if self._settings.model_control_mode is ControlMode.POLL:
             self._polling = asyncio.create_task(self.poller.run())
-        if why_not := self._why_not_ready():
-            _log.info("serving, not ready: %s: %s", why_not, self._say_ports())
 
     async def stop(self, grace_s: float | None = None) -> bool:
         """Report not ready, and after the configured grace for load balancers accept nothing more. Then answer what was
@@ -293,10 +280,8 @@ class Server:
 
     async def _serve_out_drain_grace(self) -> None:
         """Report not ready, and serve on until those who watch readiness have stopped sending."""
-        self._why_closed = "stopping"
         self._inference.ready = False
-        self._metrics.set_health(False, 0)
-        self._grpc.set_serving(False)
+        self._health.close()
         if (pause_s := self._settings.drain_grace_secs) > 0:
             _log.info("shutting down: reporting not ready, still accepting requests for %g s", pause_s)
             await asyncio.sleep(pause_s)
@@ -318,31 +303,6 @@ class Server:
         self._metrics.add_collector(FrontsCollector(fronts))
         self._remote_settings.on_log_change = fronts.tell_log_settings
         return fronts
-
-    def _tell_health(self) -> None:
-        if self._why_closed:
-            return
-        ready = self.repository.ready
-        self._grpc.set_serving(ready, not self._why_not_live())
-        self._metrics.set_health(ready, len(self.repository.failures))
-        if ready and not self._was_ready:
-            self._was_ready = True
-            _log.info("ready: %s", self._say_ports())
-
-    def _why_not_live(self) -> str:
-        lost = self._cuda.lost and f"CUDA shared memory: {self._cuda.lost}"
-        return "; ".join(filter(None, (self.repository.why_not_live, lost)))
-
-    def _why_not_ready(self) -> str:
-        nobody = "" if self._grpc.is_open else "no frontend is listening; another is being started"
-        return self._why_closed or why_not_ready(self.repository) or nobody
-
-    def _probes(self) -> dict[str, LoopProbe]:
-        loop = asyncio.get_running_loop()
-        return {
-            "/livez": LoopProbe(loop, self._why_not_live),
-            "/readyz": LoopProbe(loop, self._why_not_ready),
-        }
 
     def _limits(self) -> LimitCollector:
         settings, limits, regions = self._settings, self._settings.limits, self._regions
@@ -374,7 +334,7 @@ class Server:
             return
         address = settings.metrics_address or settings.grpc_address
         try:
-            self._endpoint = MetricsEndpoint(self._metrics, address, settings.metrics_port, self._probes())
+            self._endpoint = MetricsEndpoint(self._metrics, address, settings.metrics_port, self._health.probes())
         except OSError as error:
             where = host_and_port(address, settings.metrics_port)
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
@@ -393,31 +353,7 @@ class Server:
             await self._upstream.start()
             return
         self._share_threads()
-        mode = self._settings.model_control_mode
-        self._layout.open(may_be_empty=mode is not ControlMode.NONE)
-        try:
-            if mode is ControlMode.POLL:
-                await self.poller.start()
-            else:
-                await self.repository.load_all(self._wanted(self._layout.models()))
-        except OSError as error:
-            raise StartError(f"{error.filename}: {error.strerror}") from None
-        failures = [f"model '{name}': {reason}" for name, reason in self.repository.failures.items()]
-        none_serves = mode is ControlMode.NONE and not self.repository.models
-        if failures and (self._settings.exit_on_error or none_serves):
-            raise StartError(f"failed to load {'; '.join(failures)}")
-        for failure in failures:
-            _log.error("failed to load %s; the other models are served", failure)
-
-    def _wanted(self, folders: Sequence[ModelFolder]) -> Sequence[ModelFolder]:
-        """Which models to load at the start; in mode EXPLICIT, those whose names were given."""
-        self.repository.take_note(folders)
-        names = self._settings.load_models
-        if self._settings.model_control_mode is ControlMode.NONE or names == ("*",):
-            return folders
-        there = {folder.name: folder for folder in folders}
-        absent = f"no model of that name in {self._layout}"
-        return [there.get(name) or ModelFolder(name, Path(name), {}, problem=absent) for name in dict.fromkeys(names)]
+        await load_first(self._settings, self._layout, self.repository, self.poller)
 
     def _start_tracer(self) -> None:
         try:
