@@ -117,7 +117,7 @@ async def test_64_concurrent_streams_each_get_their_own_answers_in_order(tmp_pat
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
 
         async def use(number: int) -> list[object]:
-            stream = Stream(served)
+            stream = Stream(served, timeout_s=100)
             for each in range(40):
                 await stream.send(request(number * 100 + each, 1 + each % 3))
             await stream.end()
