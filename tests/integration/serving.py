@@ -108,6 +108,10 @@ class Served:
         batcher.take_announced()
         return batcher.waiting_requests
 
+    def failed(self, model: str = "m") -> int:
+        """Number of requests of a model that have failed, for whatever reason."""
+        return self.server.repository.get(model, "").statistics.failed
+
     async def metrics(self) -> dict[str, float]:
         """All samples by `name{labels}`, as a scraper gets them."""
         url = f"http://127.0.0.1:{self.server.metrics_port}/metrics"

@@ -141,7 +141,7 @@ async def test_infer_over_streams_timeout_applies_in_the_server_and_in_the_clien
     async with busy(served, script):
         with pytest.raises(DeadlineExceeded):
             await ask(client, 1, timeout_s=0.1)
-        await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+        await eventually_async(lambda: served.failed() == 1, "the request gone")
     assert script.served == []
     gate = script.hold(2)
     # Executing: the server doesn't answer before the model does.
@@ -160,7 +160,7 @@ async def test_infer_over_streams_uses_the_earlier_of_two_deadlines(
     async with busy(served, script):
         with pytest.raises(DeadlineExceeded):
             await ask(client, 1, parameters={"paceline_deadline_us": deadline_us}, timeout_s=timeout_s)
-        await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+        await eventually_async(lambda: served.failed() == 1, "the request gone")
     assert script.served == []
     assert await ask(client, 2, parameters={"paceline_deadline_us": 20_000_000}) == 2
 

@@ -162,10 +162,14 @@ async def test_queue_timeout_that_passes_during_a_delay_ends_the_wait_early(tmp_
 
 async def test_request_whose_rpc_deadline_passes_in_the_queue_is_never_executed(tmp_path: Path) -> None:
     async with busy_server(tmp_path, config()) as (served, model):
-        code, _ = await failure_of(served.infer(ONE, timeout_s=0.1))
-        assert code is Code.DEADLINE_EXCEEDED
-        await eventually_async(lambda: served.waiting("m") == 0, "the expired request gone")
-        assert await failures(served, "REJECTED") + await failures(served, "CANCELED") == 1
+        counted, timeout_s = 0.0, 0.1
+        while not counted:  # again if a busy machine takes longer to bring it to the queue
+            code, _ = await failure_of(served.infer(ONE, timeout_s=timeout_s))
+            assert code is Code.DEADLINE_EXCEEDED
+            await eventually_async(lambda: served.waiting("m") == 0, "the expired request gone")
+            counted = await failures(served, "REJECTED") + await failures(served, "CANCELED")
+            timeout_s *= 2
+        assert counted == 1
     assert len(model.batches) == 2
 
 

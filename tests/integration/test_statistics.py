@@ -45,10 +45,6 @@ def counts(statistics: pb.ModelStatistics) -> dict[str, int]:
     return {field.name: one.count for field, one in statistics.inference_stats.ListFields() if one.count}
 
 
-def failed(served: Served, model: str = "m") -> int:
-    return served.server.repository.get(model, "").statistics.failed
-
-
 async def assert_metrics_agree(served: Served, statistics: pb.ModelStatistics) -> Mapping[str, float]:
     seen, labels = await served.metrics(), f'{{model="{statistics.name}",version="{statistics.version}"}}'
     stats = statistics.inference_stats
@@ -184,7 +180,7 @@ async def test_statistics_count_requests_cancelled_in_the_queue_as_failures_with
         async with busy(served, script):
             calls = await queued(served, (request(mark) for mark in range(3)))
             calls[1].cancel()
-            await eventually_async(lambda: failed(served) == 1, "one cancelled")
+            await eventually_async(lambda: served.failed() == 1, "one cancelled")
         await asyncio.gather(*calls, return_exceptions=True)
         (one,) = await asked(served)
         assert sizes(one) == {1: 1, 2: 1}
@@ -205,7 +201,7 @@ async def test_statistics_count_requests_cancelled_while_executing_as_failures_w
         await asyncio.to_thread(gate.wait_entered, 1)
         for victim in (0, 2):
             calls[victim].cancel()
-        await eventually_async(lambda: failed(served) == 2, "two cancelled")
+        await eventually_async(lambda: served.failed() == 2, "two cancelled")
         gate.open()
         await asyncio.gather(*calls, return_exceptions=True)
         (one,) = await asked(served)
@@ -227,7 +223,7 @@ async def test_statistics_count_a_deadline_passed_during_execution_as_a_cancelle
             assert (await failure_of(served.infer(request(0), timeout_s)))[0] is Code.DEADLINE_EXCEEDED
             if not gate.entered:
                 continue  # on so busy a machine, it has passed before the execution
-            await eventually_async(lambda: failed(served) == 1, "its caller's leaving noticed")
+            await eventually_async(lambda: served.failed() == 1, "its caller's leaving noticed")
             gate.open()
             await served.infer(request(1))
             (one,) = await asked(served)
@@ -277,7 +273,7 @@ async def test_statistics_of_a_split_request_count_it_once_and_its_parts_as_batc
             (call,) = send(served, request(2, rows=100))
             await eventually_async(lambda: served.waiting("m") == 13, "all parts waiting")
             call.cancel()
-            await eventually_async(lambda: failed(served) == 1, "it cancelled")
+            await eventually_async(lambda: served.failed() == 1, "it cancelled")
             seen = await served.metrics()
         assert totals(seen)["CANCELED"] == 1
         assert seen['paceline_dropped_requests{model="m",reason="cancelled",version="1"}'] == 13
@@ -301,7 +297,7 @@ async def test_statistics_after_every_kind_of_outcome_count_each_request_once(tm
             for bad in (faulty, in_vain, request(1, rows=9)):
                 await failure_of(served.infer(bad))
             gone.cancel()
-            await eventually_async(lambda: failed(served) == 6, "the cancelled one counted")
+            await eventually_async(lambda: served.failed() == 6, "the cancelled one counted")
         await asyncio.gather(*calls, return_exceptions=True)
         (one,) = await asked(served)
         seen = await assert_metrics_agree(served, one)
