@@ -30,7 +30,7 @@ from server.config import ControlMode, Settings
 from server.errors import StartError
 from server.first_load import load_first
 from server.fronts.pool import FrontPool, StartFront, start_front
-from server.health import Health
+from server.health import Health, HealthService
 from server.memory.cuda_region import CudaRegions
 from server.memory.regions import Regions
 from server.models.layout import Layout
@@ -127,21 +127,16 @@ def _load_defaults(settings: Settings) -> LoadDefaults:
     )
 
 
-class _GrpcEndpoint(Protocol):
+class _GrpcEndpoint(HealthService, Protocol):
     """What speaks gRPC with clients: in this process, or in several others."""
 
     async def open(self, port: int) -> int: ...
-
-    def set_serving(self, serving: bool, live: bool = True) -> None: ...
 
     def announce_end(self) -> None: ...
 
     def leave(self) -> None: ...
 
     async def stop(self, grace_s: float) -> None: ...
-
-    @property
-    def is_open(self) -> bool: ...
 
     @property
     def usage(self) -> Usage: ...

@@ -19,12 +19,12 @@ from server.models.repository import Repository
 from server.telemetry.metrics import Metrics
 from server.telemetry.probes import LoopProbe
 
-__all__ = ["Health"]
+__all__ = ["Health", "HealthService"]
 
 _log = logging.getLogger("paceline.server")
 
 
-class _HealthService(Protocol):
+class HealthService(Protocol):
     """What answers clients of gRPC's health service."""
 
     def set_serving(self, serving: bool, live: bool = True) -> None: ...
@@ -37,7 +37,7 @@ class Health:
     """Tells gRPC's health service, the metrics, probes and the log. From `open` to `close` the models decide; before
     and after that the server isn't ready."""
 
-    def __init__(self, repository: Repository, cuda: CudaRegions, metrics: Metrics, service: _HealthService) -> None:
+    def __init__(self, repository: Repository, cuda: CudaRegions, metrics: Metrics, service: HealthService) -> None:
         self._repository = repository
         self._cuda = cuda
         self._metrics = metrics

@@ -1,6 +1,6 @@
 """Why a server isn't ready, in words for `/readyz` and the log.
 
-Lives here: the words. Must not: decide what readiness is (`repository`), or know of the server's start and end (`app`).
+Lives here: the words. Must not: decide what readiness is (`repository`), or know of start and end (`server.health`).
 """
 
 from __future__ import annotations
