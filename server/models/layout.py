@@ -24,6 +24,7 @@ __all__ = [
     "PYTHON_MODEL_FILE",
     "Layout",
     "ModelFolder",
+    "is_ignored",
     "model_folder",
 ]
 
@@ -32,8 +33,10 @@ CONFIGS_FOLDER = "configs"
 DEFAULT_MODEL_FILE = "model.onnx"
 PYTHON_MODEL_FILE = "model.py"
 _MODEL_FILES = (DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE)
-_OTHER_FOLDERS = frozenset((CONFIGS_FOLDER, "warmup", "initial_state", "__pycache__", "lost+found"))
-"""Folders in a model's folder that aren't versions: Triton's, Python's and file systems'."""
+_OTHER_FOLDERS = frozenset((CONFIGS_FOLDER, "warmup", "initial_state", "__pycache__"))
+"""Folders in a model's folder that aren't versions: Triton's and Python's."""
+_LEFT_BEHIND = frozenset(("lost+found", "__MACOSX"))
+"""What file systems and archives put next to models, besides hidden files."""
 
 _VERSION = re.compile(r"0|[1-9][0-9]*")
 
@@ -141,9 +144,9 @@ class Layout:
 def model_folder(name: str, path: Path) -> ModelFolder:
     """The model `name` in the folder `path`."""
     try:
-        entries = sorted(path.iterdir())
+        entries = _entries(path)
         versions = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and is_folder(entry)}
-        if not versions and (_has_model_file(path) or any(_is_onnx_file(entry) for entry in entries)):
+        if not versions and (_has_model_file(path) or any(map(_is_onnx_file, entries))):
             versions[1] = path
     except OSError as error:
         return ModelFolder(name, path, {}, problem=_problem(path, error))
@@ -157,7 +160,7 @@ def _is_stray(entry: Path, among_versions: bool) -> bool:
     has no other use. If it can't be examined it is none, as only a warning depends on that."""
     if entry.name.isdigit():
         return True
-    if not among_versions or entry.name.startswith(".") or entry.name in _OTHER_FOLDERS:
+    if not among_versions or entry.name in _OTHER_FOLDERS:
         return False
     try:
         return is_folder(entry)
@@ -184,18 +187,18 @@ def _settled(path: Path) -> tuple[Path, _Kind]:
         if path.suffix != ".onnx":
             raise StartError(f"{path}: expected a .onnx file or a folder")
         return path, _Kind.FILE
-    entries = list(path.iterdir())
+    entries = _entries(path)
     if _is_model(path, {entry.name for entry in entries}):
         # Absolute, as "." has no name; links aren't followed, as the user named this path.
         return Path(os.path.abspath(path)), _Kind.MODEL
     files = [entry for entry in entries if _is_onnx_file(entry)]
-    if len(files) == 1 and not any(_is_folder(entry) for entry in entries if not _is_not_ours(entry.name)):
+    if len(files) == 1 and not any(map(_is_folder, entries)):
         return files[0], _Kind.FILE
     return path, _Kind.REPOSITORY
 
 
 def _why_none(path: Path) -> str:
-    files = sorted(entry.name for entry in path.iterdir() if _is_onnx_file(entry))
+    files = [entry.name for entry in _entries(path) if _is_onnx_file(entry)]
     if files:
         return f"{path}: expected one .onnx file, or one called {DEFAULT_MODEL_FILE}, got {', '.join(files)}"
     return (
@@ -219,7 +222,7 @@ def _is_model(path: Path, names: set[str]) -> bool:
 
 
 def _is_version(folder: Path) -> bool:
-    return _has_model_file(folder) or (is_folder(folder) and any(_is_onnx_file(entry) for entry in folder.iterdir()))
+    return _has_model_file(folder) or (is_folder(folder) and any(map(_is_onnx_file, _entries(folder))))
 
 
 def _has_model_file(folder: Path) -> bool:
@@ -229,7 +232,7 @@ def _has_model_file(folder: Path) -> bool:
 def _paths_at(path: Path, kind: _Kind, only: str | None = None) -> dict[str, Path]:
     """The models at one of the paths, by name; with `only`, that one alone."""
     if kind is _Kind.REPOSITORY:
-        names = [name for name in os.listdir(path) if only in (None, name) and not _is_not_ours(name)]
+        names = [name for name in os.listdir(path) if only in (None, name) and not is_ignored(name)]
         return {name: path / name for name in names if _is_folder(path / name)}
     name = path.stem if kind is _Kind.FILE else path.name
     return {name: path} if only in (None, name) and exists(path) else {}
@@ -244,6 +247,12 @@ def _problem(path: Path, error: OSError) -> str:
     return f"{path}: {error.strerror or error}"
 
 
-def _is_not_ours(name: str) -> bool:
-    """Whether file systems and tools put folders of this name next to models."""
-    return name.startswith(".") or name == "lost+found"
+def _entries(folder: Path) -> list[Path]:
+    """What lies in `folder`, by name, without what is ignored."""
+    return sorted(entry for entry in folder.iterdir() if not is_ignored(entry.name))
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a file or folder of this name is nobody's model and no part of one: hidden ones, which macOS and editors
+    leave beside others, and those of file systems and archives."""
+    return name.startswith(".") or name in _LEFT_BEHIND

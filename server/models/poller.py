@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.errors import LoadFailed, ModelNotReady, TooManyModels
-from server.models.layout import Layout, ModelFolder
+from server.models.layout import Layout, ModelFolder, is_ignored
 from server.models.load_queue import always
 from server.models.repository import Repository
 
@@ -148,7 +148,7 @@ class Poller:
 
 
 def fingerprint(folder: ModelFolder) -> Fingerprint:
-    """Every file of a model with its times of change and size. Links are followed. Blocks."""
+    """Every file of a model with its times of change and size, except hidden ones. Links are followed. Blocks."""
     if folder.file is not None:
         return frozenset([_file(folder.file)])
     return frozenset(_file(path) for path in _files(folder.path))
@@ -165,7 +165,8 @@ def _files(top: Path) -> Iterator[Path]:
             folders.clear()  # a link that leads back
             continue
         seen.add((about.st_dev, about.st_ino))
-        yield from (Path(where, file) for file in files)
+        folders[:] = [folder for folder in folders if not is_ignored(folder)]
+        yield from (Path(where, file) for file in files if not is_ignored(file))
 
 
 def _file(path: Path) -> tuple[str, str, int, int, int]:

@@ -49,6 +49,24 @@ def test_repository_files_and_hidden_folders_are_no_models(tmp_path: Path) -> No
     assert found(tmp_path).keys() == {"m"}
 
 
+@pytest.mark.parametrize("left_behind", ["._m.onnx", "__MACOSX/._m.onnx", "lost+found/#12", ".cache/1/x.onnx"])
+@pytest.mark.parametrize("marker", ["m/1/m.onnx", "m/model.onnx", "m/m.onnx"])
+def test_hidden_files_change_nothing_anywhere(tmp_path: Path, marker: str, left_behind: str) -> None:
+    file = touch(tmp_path / marker)
+    paths = (tmp_path, tmp_path / "m", file)
+    before = [find_models([path]) for path in paths]
+    for folder in {tmp_path, tmp_path / "m", file.parent}:
+        touch(folder / left_behind)
+    assert [find_models([path]) for path in paths] == before
+
+
+def test_hidden_file_alone_is_no_model(tmp_path: Path) -> None:
+    touch(tmp_path / "1" / "._model.onnx")
+    touch(tmp_path / "._resnet.onnx")
+    assert "no models here" in refusal(tmp_path / "1")
+    assert found(tmp_path).keys() == {"1"}
+
+
 def test_repository_empty_folder_is_a_model_without_versions(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     model = found(tmp_path)["m"]

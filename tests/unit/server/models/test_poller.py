@@ -474,6 +474,17 @@ def test_fingerprint_includes_where_links_lead(tmp_path: Path) -> None:
     assert fingerprint(folder) != before, "another version of the same file"
 
 
+@pytest.mark.parametrize("hidden", [".DS_Store", "1/._model.onnx", ".git/HEAD", "1/.config.pbtxt.swp"])
+def test_fingerprint_leaves_out_hidden_files(tmp_path: Path, hidden: str) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.onnx").write_bytes(b"1")
+    folder = model_folder("m", tmp_path / "m")
+    before = fingerprint(folder)
+    (tmp_path / "m" / hidden).parent.mkdir(exist_ok=True)
+    (tmp_path / "m" / hidden).write_bytes(b"1")
+    assert fingerprint(folder) == before
+
+
 def test_fingerprint_of_a_bare_file_is_of_that_file_only(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"1")
     (tmp_path / "n.onnx").write_bytes(b"1")
