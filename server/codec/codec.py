@@ -277,6 +277,11 @@ class ModelCodec:
         if not limit:
             return 1
         for tensor, shape in zip(tensors, shapes, strict=True):
+            if shape and 0 < shape[0] <= limit and shape[0] == shapes[0][0]:
+                continue
+            index = self._inputs[tensor.name]
+            if self._lacks_batch_axis(index, shape):
+                raise self._unexpected_shape(index, shape)
             if not shape:
                 raise self._invalid(f"input '{tensor.name}': expected a leading batch dimension, got shape []")
             if not 0 < shape[0] <= limit:
@@ -284,11 +289,10 @@ class ModelCodec:
                     f"input '{tensor.name}': expected a batch of 1 to {limit} rows, "
                     f"got {shape[0]} in shape {list(shape)}"
                 )
-            if shape[0] != shapes[0][0]:
-                raise self._invalid(
-                    f"input '{tensor.name}': expected {shapes[0][0]} rows as in input '{tensors[0].name}', "
-                    f"got {shape[0]} in shape {list(shape)}"
-                )
+            raise self._invalid(
+                f"input '{tensor.name}': expected {shapes[0][0]} rows as in input '{tensors[0].name}', "
+                f"got {shape[0]} in shape {list(shape)}"
+            )
         return shapes[0][0]
 
     def _span_checked(self, tensor: InputTensor, shape: tuple[int, ...], index: int) -> Span | None:
@@ -299,12 +303,23 @@ class ModelCodec:
         dims = shape[1:] if lead else shape
         wanted = spec.dims_of(len(dims))
         if dims != wanted and not _fits(dims, wanted):
-            expected = [-1, *wanted] if lead else list(wanted)
-            raise InvalidRequest(
-                f"unexpected shape for input '{spec.name}' for model '{self._model}': expected {expected}, "
-                f"got {list(shape)}"
-            )
+            raise self._unexpected_shape(index, shape)
         return self._memory.span("input", tensor) if tensor.parameters else None
+
+    def _lacks_batch_axis(self, index: int, shape: tuple[int, ...]) -> bool:
+        """Whether this is the shape of a single row, as callers send it who don't expect a batch axis."""
+        spec = self._spec.inputs[index]
+        return self._lead[index] == 1 and not (spec.any_rank or spec.assumed) and _fits(shape, spec.dims)
+
+    def _unexpected_shape(self, index: int, shape: tuple[int, ...]) -> InvalidRequest:
+        spec = self._spec.inputs[index]
+        wanted = [-1] * self._lead[index] + list(spec.dims_of(len(shape) - self._lead[index]))
+        text = (
+            f"unexpected shape for input '{spec.name}' for model '{self._model}': expected {wanted}, got {list(shape)}"
+        )
+        if self._lacks_batch_axis(index, shape):
+            text += f": the batch axis is missing; send shape {[1, *shape]} for one row"
+        return InvalidRequest(text)
 
     def _arrays(
         self,

@@ -151,6 +151,41 @@ def test_decode_shapes_that_do_not_fit_are_refused(change: Change, text: str) ->
 
 
 @pytest.mark.parametrize(
+    ("dims", "rows", "shape", "expected", "send"),
+    [
+        ((2048,), 64, [2048], "[-1, 2048]", "[1, 2048]"),
+        ((2048,), 4096, [2048], "[-1, 2048]", "[1, 2048]"),
+        ((1,), 8, [1], "[-1, 1]", "[1, 1]"),
+        ((-1,), 8, [9], "[-1, -1]", "[1, 9]"),
+        ((3, -1), 8, [3, 0], "[-1, 3, -1]", "[1, 3, 0]"),
+        ((), 8, [], "[-1]", "[1]"),
+    ],
+)
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES"])
+def test_missing_batch_axis_is_named(
+    dims: tuple[int, ...], rows: int, shape: list[int], expected: str, send: str, datatype: str
+) -> None:
+    request = Request()
+    request.inputs.add(name="t", datatype=datatype, shape=shape)
+    assert refusal(request, ModelSpec((TensorSpec("t", datatype, dims),), (), batched=True), rows) == (
+        f"unexpected shape for input 't' for model 'm': expected {expected}, got {shape}: the batch axis is missing; "
+        f"send shape {send} for one row"
+    )
+
+
+def test_other_sizes_lack_no_batch_axis() -> None:
+    # By their rank, all axes but the first could be missing as well as the first one.
+    request = infer("m", {"a": rows_of_floats(1), "b": np.array([b"text", b"more"], object)})
+    request.inputs[0].shape[:] = [2, 1]
+    assert "the batch axis is missing" not in refusal(request)
+    request.inputs[0].shape[:] = [1, 2]
+    assert refusal(request) == (
+        "unexpected shape for input 'b' for model 'm': expected [-1, -1], got [2]: the batch axis is missing; "
+        "send shape [1, 2] for one row"
+    )
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
         (raw(0, bytes(7)), "input 'a': expected 8 bytes for FP32 of shape [1, 2], got 7"),
