@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -31,6 +32,7 @@ from server.models.scratch import remove_all
 from server.models.upstream_settings import upstream_flags
 from server.repeatable import Repeatable
 from server.rpc.tokens import line_of, new_token
+from server.sections import Section, SectionedCommand
 from server.telemetry import log
 from server.telemetry.log_output import exit_now, take_stderr
 from server.telemetry.trace_settings import parse_trace_config
@@ -67,7 +69,7 @@ class _Commands(click.Group):
         return super().get_command(ctx, cmd_name)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="paceline", prog_name="paceline")
 def main() -> None:
     """A gRPC inference server with dynamic batching."""
@@ -90,102 +92,135 @@ _MAX_ROWS = 2**31 - 1
 """The maximum of `max_batch_size` in a model's configuration."""
 
 
-@main.command(context_settings={"auto_envvar_prefix": "PACELINE"})
+_COMMON = (
+    "--model-name",
+    "--model-control-mode",
+    "--allow-python-models",
+    "--max-batch-size",
+    "--max-queue-delay-microseconds",
+    "--grpc-address",
+    "--grpc-port",
+    "--metrics-port",
+    "--frontends",
+    "--log-level",
+)
+_models, _batching = partial(flag, Section.MODELS), partial(flag, Section.BATCHING)
+_access, _requests = partial(flag, Section.ACCESS), partial(flag, Section.REQUESTS)
+_frontends, _starting = partial(flag, Section.FRONTENDS), partial(flag, Section.STARTING)
+_observing = partial(flag, Section.OBSERVING)
+
+
+@main.command(
+    cls=SectionedCommand,
+    common=_COMMON,
+    context_settings={"auto_envvar_prefix": "PACELINE"},
+)
 @click.argument("paths", nargs=-1, type=_MODEL_PATH)
-@click.option(
-    "--model-repository",
-    "--model-store",
+@_models(
+    "model-repository",
+    (),
+    "Another PATH, under Triton's name for it.",
     cls=Repeatable,
+    also="--model-store",
     type=_MODEL_PATH,
-    show_envvar=True,
-    help="Another PATH, under Triton's name for it.",
 )
-@flag("grpc-address", "0.0.0.0", "Address to listen on for gRPC.", type=ADDRESS)
-@flag("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
-@flag("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=click.IntRange(1))
-@flag("grpc-header-forward-pattern", "", "Headers that become request parameters, as a regular expression.")
-@flag("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
-@network_flags
-@flag("frontends", 1, "Processes that handle gRPC; 1: the one with the models does.", type=click.IntRange(1, 64))
-@flag(
-    "frontend-memory-mb",
-    1024,
-    "MiB of tensors in transit from each frontend to the models, and as many on the way back.",
-    type=click.IntRange(1, 1_048_576),
-)
-@flag("frontend-timeout-secs", 30, "Silence after which a frontend is replaced; 0: never.", type=click.IntRange(0))
-@flag("allow-metrics", True, "Whether to open the metrics port, which has the HTTP probes too.", type=bool)
-@flag("allow-gpu-metrics", True, "Whether metrics include the GPUs that models may use.", type=bool)
-@flag("metrics-address", None, "Address to listen on for metrics; by default the one for gRPC.", type=ADDRESS)
-@flag("metrics-port", 8002, "Port for /metrics, /livez and /readyz; 0 takes a free one.", type=click.IntRange(0, 65535))
-@flag("allow-client-shm", False, "Whether clients may register shared memory.", type=bool)
-@flag("max-client-shm-regions", 256, "Shared memory regions registered at the same time.", type=click.IntRange(1))
-@flag("drain-grace-secs", 0.0, "How long to accept requests while stopping, after reporting not ready.", type=AMOUNT)
-@flag("exit-timeout-secs", 30.0, "How long accepted requests may take at the end.", type=AMOUNT)
-@flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: no limit.", type=AMOUNT)
-@flag("exit-on-error", False, "Exit if any model fails to load at the start, instead of serving the others.", type=bool)
-@flag("strict-readiness", True, "Be ready only while every model that should serve is ready.", type=bool)
-@flag(
+@_models("model-name", "", "Name of a single model that isn't in a repository.", also="--model_name")
+@_models(
     "model-control-mode",
     "none",
     "Serve all models (none), follow changes on disk (poll), or load and unload by RPC (explicit).",
     type=click.Choice([mode.value for mode in ControlMode]),
 )
-@flag("repository-poll-secs", 15.0, "How often to scan the repositories, in mode poll.", type=POSITIVE_AMOUNT)
-@click.option(
-    "--load-model",
-    cls=Repeatable,
-    metavar="NAME",
-    show_envvar=True,
-    help="A model to load at the start, in mode explicit; only '*': all.",
+@_models("repository-poll-secs", 15.0, "How often to scan the repositories, in mode poll.", type=POSITIVE_AMOUNT)
+@_models(
+    "load-model", (), "A model to load at the start, in mode explicit; only '*': all.", cls=Repeatable, metavar="NAME"
 )
-@flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
-@flag("model-load-retry-count", 0, "How often to retry a load that fails.", type=click.IntRange(0))
-@click.option(
-    "--backend-config",
+@_models("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
+@_models("model-load-retry-count", 0, "How often to retry a load that fails.", type=click.IntRange(0))
+@_models("model-config-name", "", "Read configs/NAME.pbtxt in a model's folder, if it exists, as its configuration.")
+@_models(
+    "disable-auto-complete-config",
+    False,
+    "Serve only models whose configuration spells out their tensors.",
+    is_flag=True,
+)
+@_models(
+    "backend-config",
+    (),
+    "Setting of a backend, under Triton's name for it.",
     cls=Repeatable,
     metavar="BACKEND,KEY=VALUE",
-    show_envvar=True,
-    help="Setting of a backend, under Triton's name for it.",
 )
-@click.option(
-    "--disable-auto-complete-config",
-    is_flag=True,
-    show_envvar=True,
-    help="Serve only models whose configuration spells out their tensors.",
+@_models(
+    "allow-python-models", False, "Whether models may be Python code, which runs in separate processes.", type=bool
 )
-@flag("model-config-name", "", "Read configs/NAME.pbtxt in a model's folder, if it exists, as its configuration.")
-@flag("model-name", "", "Name of a single model that isn't in a repository.", also="--model_name")
-@flag("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server.", type=bool)
-@flag("allow-python-models", False, "Whether models may be Python code, which runs in separate processes.", type=bool)
-@flag("allow-remote-settings", False, "Whether RPCs may change log and trace settings.", type=bool)
-@click.option(
-    "--trace-config",
-    cls=Repeatable,
-    metavar="[MODE,]KEY=VALUE",
-    show_envvar=True,
-    help="What to trace, into which file (mode triton) or to which collector (opentelemetry).",
-)
-@flag(
+@_models("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server.", type=bool)
+@_batching(
     "max-batch-size",
     None,
     "Largest batch, in rows; by default 32. *",
     type=click.IntRange(1, _MAX_ROWS),
     also="--max-batchsize",
 )
-@flag("max-queue-delay-microseconds", None, "Longest wait for more requests. *", type=click.IntRange(0, _MAX_US))
-@flag("max-latency", None, "The same in milliseconds, as in KServe's batcher. *", type=AMOUNT)
-@flag("max-batch-time", None, "The same in seconds, as in MLServer. *", type=AMOUNT)
-@flag("timeout", None, "Longest time in the queue, in seconds. *", type=AMOUNT)
-@flag("id", "paceline", "Server name in its metadata.", type=TEXT)
-@flag("log-level", "info", "Lowest level to log.", type=click.Choice(["debug", "info", "warning", "error"]))
-@flag("log-format", "text", "Format of log lines.", type=click.Choice(["text", "json"]))
+@_batching("max-queue-delay-microseconds", None, "Longest wait for more requests. *", type=click.IntRange(0, _MAX_US))
+@_batching("max-latency", None, "The same in milliseconds, as in KServe's batcher. *", type=AMOUNT)
+@_batching("max-batch-time", None, "The same in seconds, as in MLServer. *", type=AMOUNT)
+@_batching("timeout", None, "Longest time in the queue, in seconds. *", type=AMOUNT)
+@_batching(
+    "execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: no limit.", type=AMOUNT
+)
+@_access("grpc-address", "0.0.0.0", "Address to listen on for gRPC.", type=ADDRESS)
+@_access("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
+@network_flags
+@_access("allow-remote-settings", False, "Whether RPCs may change log and trace settings.", type=bool)
+@_requests("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=click.IntRange(1))
+@_requests("grpc-header-forward-pattern", "", "Headers that become request parameters, as a regular expression.")
+@_requests("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
+@_requests("allow-client-shm", False, "Whether clients may register shared memory.", type=bool)
+@_requests("max-client-shm-regions", 256, "Shared memory regions registered at the same time.", type=click.IntRange(1))
+@_frontends("frontends", 1, "Processes that handle gRPC; 1: the one with the models does.", type=click.IntRange(1, 64))
+@_frontends(
+    "frontend-memory-mb",
+    1024,
+    "MiB of tensors in transit from each frontend to the models, and as many on the way back.",
+    type=click.IntRange(1, 1_048_576),
+)
+@_frontends(
+    "frontend-timeout-secs", 30, "Silence after which a frontend is replaced; 0: never.", type=click.IntRange(0)
+)
+@_starting(
+    "exit-on-error", False, "Exit if any model fails to load at the start, instead of serving the others.", type=bool
+)
+@_starting("strict-readiness", True, "Be ready only while every model that should serve is ready.", type=bool)
+@_starting(
+    "drain-grace-secs", 0.0, "How long to accept requests while stopping, after reporting not ready.", type=AMOUNT
+)
+@_starting("exit-timeout-secs", 30.0, "How long accepted requests may take at the end.", type=AMOUNT)
+@_starting("id", "paceline", "Server name in its metadata.", type=TEXT)
+@_observing("allow-metrics", True, "Whether to open the metrics port, which has the HTTP probes too.", type=bool)
+@_observing("metrics-address", None, "Address to listen on for metrics; by default the one for gRPC.", type=ADDRESS)
+@_observing(
+    "metrics-port", 8002, "Port for /metrics, /livez and /readyz; 0 takes a free one.", type=click.IntRange(0, 65535)
+)
+@_observing("allow-gpu-metrics", True, "Whether metrics include the GPUs that models may use.", type=bool)
+@_observing("log-level", "info", "Lowest level to log.", type=click.Choice(["debug", "info", "warning", "error"]))
+@_observing("log-format", "text", "Format of log lines.", type=click.Choice(["text", "json"]))
+@_observing(
+    "trace-config",
+    (),
+    "What to trace, into which file (mode triton) or to which collector (opentelemetry).",
+    cls=Repeatable,
+    metavar="[MODE,]KEY=VALUE",
+)
 @upstream_flags
 def serve(paths: tuple[Path, ...], **given: Any) -> None:
     """Serve models over gRPC until SIGTERM or SIGINT.
 
     PATH is a model repository in Triton's layout, one model's folder, or a bare .onnx file; several may be given. In
     KServe it may be left out; with --upstream it must be.
+
+    Each flag can also be set by a variable, such as --grpc-port by PACELINE_GRPC_PORT. docs/configuration.md says more
+    about all of them.
 
     * applies to models without a config.pbtxt, and with --upstream.
     """
@@ -246,13 +281,13 @@ def _settings(paths: Sequence[Path], given: Mapping[str, Any]) -> Settings:
         "backend_config": backends,
         "auto_complete": not given["disable_auto_complete_config"],
         "trace": _parsed("--trace-config", parse_trace_config, given["trace_config"]),
-        "batching": _batching(backends, given),
+        "batching": _batch_defaults(backends, given),
         **network_settings(given),
     }
     return Settings(**{field.name: given[field.name] for field in fields(Settings) if field.name in given} | others)
 
 
-def _batching(backends: BackendConfig, given: Mapping[str, Any]) -> BatchDefaults:
+def _batch_defaults(backends: BackendConfig, given: Mapping[str, Any]) -> BatchDefaults:
     rows = _first_given(given["max_batch_size"], backends.max_batch_rows, BatchDefaults().max_batch_rows)
     delays = (given[name] for name in ("max_queue_delay_microseconds", "max_latency", "max_batch_time"))
     return BatchDefaults(rows, _delay_ns(*delays), int((given["timeout"] or 0) * 1e9))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
 from server.repeatable import Repeatable
 from server.rpc.restrictions import parse_restrictions
 from server.rpc.tls import TlsFiles
+from server.sections import Flag, Section
 
 __all__ = [
     "ADDRESS",
@@ -75,73 +77,91 @@ TEXT, ADDRESS = _Text(), _Address()
 AMOUNT, POSITIVE_AMOUNT = _Amount(), _Amount(min_open=True)
 
 
-def flag(name: str, default: object, what: str, *, also: str | None = None, **more: Any) -> Decorator:
-    """An option whose default and environment variable are shown in the help."""
+def flag(
+    section: Section,
+    name: str,
+    default: object,
+    what: str,
+    *,
+    also: str | None = None,
+    cls: type[Flag] = Flag,
+    **more: Any,
+) -> Decorator:
+    """An option whose default is shown in the help."""
     names = [f"--{name}", *([also] if also else [])]
-    return click.option(*names, default=default, show_default=True, show_envvar=True, help=what, **more)
+    shown = {"default": default, "show_default": default != "", "help": what}
+    return click.option(*names, cls=cls, section=section, **shown, **more)
 
 
-def path_flag(name: str, what: str) -> Decorator:
+def path_flag(section: Section, name: str, what: str) -> Decorator:
     """An option that names a file, by default none."""
-    return flag(name, None, what, type=click.Path(path_type=Path))
+    return flag(section, name, None, what, type=click.Path(path_type=Path))
 
 
-def _bound(name: str, default: int, what: str, low: int = 1, high: int = _MANY) -> Decorator:
-    return flag(name, default, what, type=click.IntRange(low, high))
+def _bound(section: Section, name: str, default: int, what: str, low: int = 1, high: int = _MANY) -> Decorator:
+    return flag(section, name, default, what, type=click.IntRange(low, high))
 
+
+_access, _access_file = partial(flag, Section.ACCESS), partial(path_flag, Section.ACCESS)
+_requests, _connections = partial(_bound, Section.REQUESTS), partial(_bound, Section.CONNECTIONS)
 
 _FLAGS: tuple[Decorator, ...] = (
-    flag("grpc-use-ssl", False, "Whether to speak TLS.", type=bool),
-    flag("grpc-use-ssl-mutual", False, "Speak TLS, and require a certificate from clients.", type=bool),
-    path_flag("grpc-server-cert", "The server's certificate, PEM; reread when it changes."),
-    path_flag("grpc-server-key", "Its key, PEM, without a password."),
-    path_flag("grpc-root-cert", "CAs that sign clients' certificates, PEM."),
-    path_flag("grpc-token-file", "Hashes of callers' tokens, one NAME:SHA256 per line; see `paceline token`."),
-    click.option(
-        "--grpc-restricted-protocol",
+    _bound(Section.MODELS, "max-models", _LIMITS.models, "Models that serve or load at the same time."),
+    _access("grpc-use-ssl", False, "Whether to speak TLS.", type=bool),
+    _access("grpc-use-ssl-mutual", False, "Speak TLS, and require a certificate from clients.", type=bool),
+    _access_file("grpc-server-cert", "The server's certificate, PEM; reread when it changes."),
+    _access_file("grpc-server-key", "Its key, PEM, without a password."),
+    _access_file("grpc-root-cert", "CAs that sign clients' certificates, PEM."),
+    _access_file("grpc-token-file", "Hashes of callers' tokens, one NAME:SHA256 per line; see `paceline token`."),
+    _access(
+        "grpc-restricted-protocol",
+        (),
+        "RPCs only for callers with the header triton-grpc-protocol-KEY: VALUE.",
         cls=Repeatable,
         metavar="GROUP,GROUP:KEY=VALUE",
-        show_envvar=True,
-        help="RPCs only for callers with the header triton-grpc-protocol-KEY: VALUE.",
     ),
-    _bound("grpc-max-message-bytes", _LIMITS.message_bytes, "Largest request, in bytes.", high=LARGEST_MESSAGE_BYTES),
-    _bound("grpc-max-metadata-bytes", _LIMITS.metadata_bytes, "Largest headers of a call, in bytes.", low=1024),
-    _bound("grpc-max-connections", _LIMITS.connections, "Open connections; never above 3/4 of the file descriptors."),
-    _bound("grpc-max-connection-calls", _LIMITS.connection_calls, "Open calls per connection; others wait."),
-    _bound("grpc-max-concurrent-rpcs", _LIMITS.rpcs, "Calls in progress, except streams."),
-    _bound("grpc-max-streams", _LIMITS.streams, "Open streams of each streaming RPC."),
-    _bound("max-queued-requests", _LIMITS.queued_requests, "Requests in all queues."),
-    _bound("max-queued-bytes", _LIMITS.queued_bytes, "Bytes of the tensors of these requests.", high=2**60),
-    _bound("max-models", _LIMITS.models, "Models that serve or load at the same time."),
-    _bound("grpc-keepalive-time", _CONNECTIONS.keepalive_time_ms, "ms of silence before the server pings."),
-    _bound("grpc-keepalive-timeout", _CONNECTIONS.keepalive_timeout_ms, "ms that clients have to answer a ping."),
+    _requests(
+        "grpc-max-message-bytes", _LIMITS.message_bytes, "Largest request, in bytes.", high=LARGEST_MESSAGE_BYTES
+    ),
+    _requests("grpc-max-metadata-bytes", _LIMITS.metadata_bytes, "Largest headers of a call, in bytes.", low=1024),
+    _requests("grpc-max-concurrent-rpcs", _LIMITS.rpcs, "Calls in progress, except streams."),
+    _requests("grpc-max-streams", _LIMITS.streams, "Open streams of each streaming RPC."),
+    _requests("max-queued-requests", _LIMITS.queued_requests, "Requests in all queues."),
+    _requests("max-queued-bytes", _LIMITS.queued_bytes, "Bytes of the tensors of these requests.", high=2**60),
+    _connections(
+        "grpc-max-connections", _LIMITS.connections, "Open connections; never above 3/4 of the file descriptors."
+    ),
+    _connections("grpc-max-connection-calls", _LIMITS.connection_calls, "Open calls per connection; others wait."),
+    _connections("grpc-max-connection-idle", 0, "ms without a call until a connection is closed; 0: never.", low=0),
+    _connections("grpc-max-connection-age", 0, "ms until a connection is told to go; 0: never.", low=0),
+    _connections("grpc-max-connection-age-grace", 0, "ms after that for its calls to end; 0: no limit.", low=0),
+    _connections("grpc-keepalive-time", _CONNECTIONS.keepalive_time_ms, "ms of silence before the server pings."),
+    _connections("grpc-keepalive-timeout", _CONNECTIONS.keepalive_timeout_ms, "ms that clients have to answer a ping."),
     flag(
+        Section.CONNECTIONS,
         "grpc-keepalive-permit-without-calls",
         _CONNECTIONS.keepalive_permit_without_calls,
         "Whether to ping, and let clients ping, while no call is in progress.",
         type=bool,
     ),
-    _bound(
-        "grpc-http2-max-pings-without-data",
-        _CONNECTIONS.max_pings_without_data,
-        "No effect: gRPC's servers send any number.",
-        low=0,
-    ),
-    _bound(
+    _connections(
         "grpc-http2-min-recv-ping-interval-without-data",
         _CONNECTIONS.min_recv_ping_interval_without_data_ms,
         "ms that clients must leave between pings during calls; without calls 2 h, unless permitted.",
         low=0,
     ),
-    _bound(
+    _connections(
         "grpc-http2-max-ping-strikes",
         _CONNECTIONS.max_ping_strikes,
         "Pings that may come too early; the next one closes the connection. 0: any number.",
         low=0,
     ),
-    _bound("grpc-max-connection-idle", 0, "ms without a call until a connection is closed; 0: never.", low=0),
-    _bound("grpc-max-connection-age", 0, "ms until a connection is told to go; 0: never.", low=0),
-    _bound("grpc-max-connection-age-grace", 0, "ms after that for its calls to end; 0: no limit.", low=0),
+    _connections(
+        "grpc-http2-max-pings-without-data",
+        _CONNECTIONS.max_pings_without_data,
+        "No effect: gRPC's servers send any number.",
+        low=0,
+    ),
 )
 
 

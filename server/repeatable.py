@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
+from server.sections import Flag
+
 __all__ = ["Repeatable"]
 
 
-class Repeatable(click.Option):
+class Repeatable(Flag):
     """An option that may be repeated. Its environment variable separates values as click does, by spaces, or by colons
     for paths; or it has one per line, since secrets and file names may contain spaces."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from server.flags import POSITIVE_AMOUNT, TEXT, Decorator, flag, path_flag
 from server.repeatable import Repeatable
+from server.sections import Section
 
 if TYPE_CHECKING:
     from clients.tls import Tls
@@ -56,22 +57,27 @@ class UpstreamSettings:
     token_file: Path | None = None
 
 
+_flag, _file = partial(flag, Section.UPSTREAM), partial(path_flag, Section.UPSTREAM)
+
+
 def _several(name: str, what: str, default: tuple[str, ...] = (), **more: Any) -> Decorator:
-    return flag(name, default, what, cls=Repeatable, metavar="NAME", **more)
+    return _flag(name, default, what, cls=Repeatable, metavar="NAME", **more)
 
 
 _DEFAULTS = UpstreamSettings("")
 _FLAGS = (
-    flag("upstream", None, "Batch requests for this server instead of serving models.", metavar="HOST:PORT", type=TEXT),
+    _flag(
+        "upstream", None, "Batch requests for this server instead of serving models.", metavar="HOST:PORT", type=TEXT
+    ),
     _several("upstream-model", "A model of the upstream to serve; by default all that it lists as ready.", type=TEXT),
     _several("upstream-unbatched", "A model whose requests are passed on one by one.", type=TEXT),
-    flag("upstream-batches", _DEFAULTS.batches, "Batches of a model in flight.", type=click.IntRange(1, 1024)),
-    flag("upstream-calls", _DEFAULTS.calls, "Requests in flight without batching.", type=click.IntRange(1, 1024)),
-    flag("upstream-connections", _DEFAULTS.connections, "Connections to the upstream.", type=click.IntRange(1, 64)),
-    flag(
+    _flag("upstream-batches", _DEFAULTS.batches, "Batches of a model in flight.", type=click.IntRange(1, 1024)),
+    _flag("upstream-calls", _DEFAULTS.calls, "Requests in flight without batching.", type=click.IntRange(1, 1024)),
+    _flag("upstream-connections", _DEFAULTS.connections, "Connections to the upstream.", type=click.IntRange(1, 64)),
+    _flag(
         "upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time of a call to the upstream.", type=POSITIVE_AMOUNT
     ),
-    flag(
+    _flag(
         "upstream-health-secs",
         _DEFAULTS.health_secs,
         "How often to poll the upstream for its models.",
@@ -87,18 +93,18 @@ _FLAGS = (
         "A header to pass on if all requests of a batch have the same. Only '': none.",
         _DEFAULTS.tracing_headers,
     ),
-    flag("upstream-use-ssl", False, "Whether to speak TLS to the upstream.", type=bool),
-    path_flag("upstream-root-cert", "CAs that sign the upstream's certificate, PEM; by default gRPC's."),
-    path_flag("upstream-client-cert", "Certificate to present to the upstream, PEM."),
-    path_flag("upstream-client-key", "Key of that certificate, PEM, without a password."),
-    flag(
+    _flag("upstream-use-ssl", False, "Whether to speak TLS to the upstream.", type=bool),
+    _file("upstream-root-cert", "CAs that sign the upstream's certificate, PEM; by default gRPC's."),
+    _file("upstream-client-cert", "Certificate to present to the upstream, PEM."),
+    _file("upstream-client-key", "Key of that certificate, PEM, without a password."),
+    _flag(
         "upstream-server-name",
         None,
         "Name in the upstream's certificate; by default the host.",
         metavar="NAME",
         type=TEXT,
     ),
-    path_flag("upstream-token-file", "File with only the token to send to the upstream."),
+    _file("upstream-token-file", "File with only the token to send to the upstream."),
 )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
+import click
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -22,6 +23,7 @@ from server.codec.parameters import KNOWN
 from server.errors import STATUS_OF
 from server.models.batch_policy import OWN_PARAMETERS, OwnSettings
 from server.rpc.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
+from server.sections import Flag, Section
 from tests.deploy.commands import all_commands
 from tests.harness import REPO
 from tests.unit.server.models.test_config_fields import IGNORED, READ, REFUSED
@@ -271,6 +273,23 @@ def test_configuration_has_each_flag_with_its_variable() -> None:
         if parameter.name != "paths":
             assert f"| `{max(parameter.opts, key=len)}`" in text or f"`{parameter.opts[0]}`" in text
             assert f"`PACELINE_{str(parameter.name).upper()}`" in text, parameter.name
+
+
+def test_configuration_has_the_sections_of_all_flags() -> None:
+    """The same flags as `--help-all`, in the same order."""
+    parts = re.split(r"^### (.+)\n", CONFIGURATION.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    told = dict(zip(parts[1::2], parts[2::2], strict=True))
+    sections = {
+        part: [flag for row in re.findall(r"^\| (`--.+?) \|", told[part], re.MULTILINE) for flag in names_of(row)]
+        for part in Section
+    }
+    flags: dict[str, list[str]] = {part: [] for part in Section}
+    for each in serve.params:
+        if isinstance(each, click.Option):
+            assert isinstance(each, Flag), f"{each.opts}: of which section?"
+            flags[each.section] += each.opts
+    assert sections == flags
+    assert [part for part in told if part in flags] == [*flags]
 
 
 def test_configuration_has_each_of_our_parameters_and_no_others() -> None:
