@@ -50,7 +50,7 @@ def pyplot() -> Any:
     try:
         matplotlib: Any = import_module("matplotlib")
     except ImportError:
-        raise BenchError("figures need matplotlib, which the extra 'bench' installs") from None
+        raise BenchError("figures need matplotlib: pip install matplotlib") from None
     matplotlib.use("svg")
     matplotlib.rcParams.update(_STYLE)
     return import_module("matplotlib.pyplot")

@@ -82,7 +82,7 @@ def _measure(scenarios: Sequence[Scenario], settings: Settings, out: Path) -> li
 def _draw(sections: Sequence[Section], out: Path) -> Iterator[Path]:
     drawn = [one for one in sections if one.plot and one.measurements]
     if drawn and find_spec("matplotlib") is None:
-        print("no pictures: they need matplotlib, which the extra 'bench' installs")
+        print("no pictures: they need matplotlib: pip install matplotlib")
         return
     for section in drawn:
         path = out.with_name(f"{out.stem}-{section.name}.svg")

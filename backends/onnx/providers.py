@@ -20,6 +20,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.base import Device, DeviceKind
 from backends.errors import LoadError
+from backends.extras import how_to_install
 from backends.onnx.datatypes import is_known, tensor_spec
 from backends.onnx.options import OnnxOptions
 from backends.onnx.provider_options import ENGINE_CACHE, ENGINE_CACHE_PATH, profile_shapes
@@ -98,7 +99,7 @@ def missing_library(provider: str) -> str:
     library, hint = {
         _TENSORRT: (
             "libonnxruntime_providers_tensorrt.so",
-            "it needs TensorRT 10 (package tensorrt-cu13) and the extra 'cuda' of this package",
+            f"it needs TensorRT 10 and CUDA: pip install tensorrt-cu13 and {how_to_install('cuda')}",
         ),
         _OPENVINO: ("libonnxruntime_providers_openvino.so", "the package onnxruntime-openvino includes it"),
     }[provider]

@@ -26,6 +26,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 from backends.accelerator import Accelerator, Streams, open_streams
 from backends.base import Device, DeviceKind
 from backends.errors import DeviceError, LoadError
+from backends.extras import how_to_install
 from backends.onnx.captures import captures
 from backends.onnx.failures import reason_of
 from backends.onnx.options import OnnxOptions, without_graphs
@@ -282,7 +283,7 @@ def _look_for_cudnn() -> None:
     try:
         ctypes.CDLL(_CUDNN)
     except OSError as error:
-        _log.warning("no cuDNN: %s; models with convolutions need it: the extra 'cuda' installs it", error)
+        _log.warning("no cuDNN: %s; models with convolutions need it: %s", error, how_to_install("cuda"))
 
 
 def _why_no_cuda(load: Callable[[str], object] = ctypes.CDLL) -> str:
@@ -293,7 +294,7 @@ def _why_no_cuda(load: Callable[[str], object] = ctypes.CDLL) -> str:
     except OSError as error:
         if _OF_DRIVER.search(str(error)):
             return f"{error}; the NVIDIA driver is too old for it"
-        return f"{error}; the extra 'cuda' of this package installs CUDA and cuDNN"
+        return f"{error}; to install CUDA and cuDNN: {how_to_install('cuda')}"
     return "its CUDA provider didn't start, although its libraries are there; is the driver recent enough for them?"
 
 

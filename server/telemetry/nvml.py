@@ -83,9 +83,7 @@ def open_nvml(
     except LoadError as error:
         raise DeviceError(str(error)) from error
     except ImportError as error:
-        raise DeviceError(
-            "the package nvidia-ml-py isn't installed; the extra 'cuda' of this package installs it"
-        ) from error
+        raise DeviceError("the package nvidia-ml-py isn't installed: pip install nvidia-ml-py") from error
     try:
         library.nvmlInit()
         return Nvml(library, uuids)

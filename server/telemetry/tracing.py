@@ -13,6 +13,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from backends.base import Execution
+from backends.extras import how_to_install
 from scheduler.pending import BatchFacts
 from server.errors import StartError
 from server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore
@@ -138,7 +139,7 @@ def _spans(target: OtlpTarget, tracer: Tracer) -> Spans:
         from server.telemetry.spans import Spans  # what it imports isn't always installed, and costs memory
     except ImportError as error:
         raise StartError(
-            f"--trace-config: mode opentelemetry needs more packages, pip install 'paceline[otel]': {error}"
+            f"--trace-config: mode opentelemetry needs more packages: {how_to_install('otel')} ({error})"
         ) from None
     return Spans(target, tracer)
 

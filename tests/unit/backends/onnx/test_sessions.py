@@ -60,8 +60,8 @@ def test_session_options_have_each_graph_level(level: GraphLevel) -> None:
 @pytest.mark.parametrize(
     ("said", "hint"),
     [
-        ("libcublasLt.so.13: cannot open shared object file: No such file or directory", "the extra 'cuda' of this"),
-        ("libonnxruntime_providers_cuda.so: undefined symbol: cublasCreate_v2", "the extra 'cuda' of this"),
+        ("libcublasLt.so.13: cannot open shared object file: No such file or directory", "install 'nvidia-ml-py"),
+        ("libonnxruntime_providers_cuda.so: undefined symbol: cublasCreate_v2", "'onnxruntime-gpu[cuda,cudnn]"),
         ("libonnxruntime_providers_cuda.so: undefined symbol: cuTensorMapEncodeTiled", "driver is too old for it"),
     ],
 )

@@ -134,7 +134,7 @@ def test_missing_library_is_reported_with_the_extra_to_install() -> None:
     def load(name: str) -> Any:
         return importlib.import_module(f"no_such_{name}")
 
-    with pytest.raises(DeviceError, match=r"the package nvidia-ml-py isn.t installed; the extra .cuda. of this"):
+    with pytest.raises(DeviceError, match=r"the package nvidia-ml-py isn.t installed: pip install nvidia-ml-py"):
         open_nvml(lambda: [FIRST], load)
 
 
