@@ -1,13 +1,23 @@
 """Where to listen: names and addresses as users write them, IPv6 with brackets or without.
 
-Lives here: checking, writing and resolving them. Must not: open sockets, or know flags.
+Lives here: checking, writing, resolving and opening them, the same for every port of the server and as gRPC does it.
+Must not: know flags, or accept connections.
 """
 
 from __future__ import annotations
 
+import errno
 import socket
+from typing import Any
 
-__all__ = ["host_and_port", "is_address", "resolve"]
+__all__ = ["host_and_port", "is_address", "listen", "resolve"]
+
+SocketAddress = tuple[Any, ...]
+"""Host and port; for IPv6 perhaps flow and zone, too."""
+
+_ALL = ("0.0.0.0", "::")
+_BACKLOG = 128
+"""Python's default may be less: in a larger burst, the rest would wait for a second before they try again."""
 
 
 def is_address(text: str) -> bool:
@@ -27,14 +37,43 @@ def host_and_port(address: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Family and address to bind a TCP socket to. May ask the name service, if `address` is a name. Raises OSError."""
+def resolve(address: str, port: int) -> list[tuple[socket.AddressFamily, SocketAddress]]:
+    """Families and addresses to bind TCP sockets to: each one that `address` has. `0.0.0.0` and `::` both stand for all
+    addresses of both families, which `::` does where the system has IPv6. May ask the name service, if `address` is a
+    name. Raises OSError."""
+    host = _bare(address)
+    if host in _ALL:
+        return [(socket.AF_INET6, ("::", port)) if socket.has_dualstack_ipv6() else (socket.AF_INET, ("0.0.0.0", port))]
+    if host.lower() == "localhost":  # whatever /etc/hosts says: RFC 6761
+        return [(socket.AF_INET, ("127.0.0.1", port)), (socket.AF_INET6, ("::1", port))]
     try:
-        found = socket.getaddrinfo(_bare(address), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError:  # Python refuses impossible names before it asks anybody
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
-    family, _, _, _, where = found[0]
-    return family, (str(where[0]), port)
+    return [(family, where) for family, _, _, _, where in found]
+
+
+def listen(address: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on all of `address` that this machine has, all on one port; port 0 takes a free one. Raises
+    OSError if there is none, or if another program has the port on one of them."""
+    opened: list[socket.socket] = []
+    missing: OSError | None = None
+    for family, (host, _, *zone) in resolve(address, port):
+        try:
+            both = host == "::"
+            one = socket.create_server((host, port, *zone), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                missing = missing or error  # a name may have an IPv6 address on a machine that has none
+                continue
+            for other in opened:
+                other.close()
+            raise
+        opened.append(one)
+        port = one.getsockname()[1]
+    if missing is not None and not opened:
+        raise missing
+    return opened
 
 
 def _bare(address: str) -> str:

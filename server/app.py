@@ -11,7 +11,6 @@ import asyncio
 import ctypes
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from backends.base import Backend
 from backends.cuda.driver import count_gpus
 from backends.errors import DeviceError, LoadError
 from scheduler.waiting import SharedQueueLimits
-from server.addresses import host_and_port, resolve
+from server.addresses import host_and_port, listen
 from server.config import ControlMode, Settings
 from server.errors import StartError
 from server.first_load import load_first
@@ -51,11 +50,13 @@ from server.rpc.shared_memory import SharedMemory
 from server.rpc.statistics_service import StatisticsService
 from server.rpc.streaming import Streaming
 from server.rpc.unary_inference import UnaryInference
+from server.status_page import status_page
 from server.telemetry.gpu_metrics import GpuCollector
 from server.telemetry.metrics import FrontsCollector, Metrics
 from server.telemetry.metrics_endpoint import MetricsEndpoint
 from server.telemetry.metrics_limits import LimitCollector, LimitShown
 from server.telemetry.nvml import open_nvml
+from server.telemetry.probes import LoopProbe
 from server.telemetry.tracing import Tracer
 
 __all__ = ["Server", "product_version"]
@@ -86,8 +87,8 @@ def product_version() -> str:
 def _refuse_port_in_use(address: str, port: int) -> None:
     """Raise StartError before minutes go into loading, with the system's own reason, which gRPC doesn't pass on."""
     try:
-        family, where = resolve(address, port)
-        socket.create_server(where, family=family).close()
+        for opened in listen(address, port):
+            opened.close()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
@@ -329,10 +330,18 @@ class Server:
             return
         address = settings.metrics_address or settings.grpc_address
         try:
-            self._endpoint = MetricsEndpoint(self._metrics, address, settings.metrics_port, self._health.probes())
+            self._endpoint = MetricsEndpoint(
+                self._metrics, address, settings.metrics_port, self._health.probes(), self._page()
+            )
         except OSError as error:
             where = host_and_port(address, settings.metrics_port)
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
+
+    def _page(self) -> Callable[[], str]:
+        return LoopProbe(
+            asyncio.get_running_loop(),
+            lambda: status_page(self._settings.server_id, product_version(), self.repository.index()),
+        )
 
     async def _show_gpus(self) -> None:
         """Add metrics of GPUs; on a thread, since finding them takes up to a second."""

@@ -12,6 +12,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -35,7 +37,7 @@ from server.rpc.tokens import line_of, new_token
 from server.sections import Section, SectionedCommand
 from server.telemetry import log
 from server.telemetry.log_output import exit_now, take_stderr
-from server.telemetry.trace_settings import parse_trace_config
+from server.telemetry.trace_settings import TraceConfig, parse_trace_config
 from server.tuning import excluded_from_gc, keep_freed_memory, take_descriptors
 
 __all__ = ["main"]
@@ -43,6 +45,10 @@ __all__ = ["main"]
 _log = logging.getLogger("paceline.server")
 
 _LEVELS = ["none", "low", "medium", "high"]
+
+_LAST_STEPS_S, _TRACES_END_S = 4.0, 6.0
+"""How long the end takes at most once requests have had their time: the last answers, and writing the last traces. Each
+step has bounds of its own, which add up to less."""
 
 T = TypeVar("T")
 
@@ -339,7 +345,7 @@ async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None
         from server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
 
     stopping = asyncio.Event()
-    _on_signals(stopping)
+    _on_signals(stopping, _longest_end_s(settings))
     server = Server(settings, backend_of)
     starting = asyncio.create_task(server.start())
     stop_asked = asyncio.create_task(stopping.wait())
@@ -367,14 +373,36 @@ def _end(status: int) -> NoReturn:
         exit_now(status)
 
 
-def _on_signals(stopping: asyncio.Event) -> None:
+def _on_signals(stopping: asyncio.Event, longest_end_s: float) -> None:
     """The first SIGTERM or SIGINT asks for an orderly end, the second one ends the process at once."""
 
     def on_signal(number: int) -> None:
         if stopping.is_set():
             _end(128 + number)
         stopping.set()
+        _bound_end(longest_end_s)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
+
+
+def _longest_end_s(settings: Settings) -> float:
+    """How long an orderly end may take: the user's times, and what the steps after them need at most."""
+    traces_s = _TRACES_END_S if settings.trace != TraceConfig() else 0
+    return settings.drain_grace_secs + settings.exit_timeout_secs + _LAST_STEPS_S + traces_s
+
+
+def _bound_end(longest_s: float) -> None:
+    """End the process after `longest_s`, whatever step of the end hangs then, even one that keeps the interpreter: the
+    thread says which, if it can, and the kernel ends the process, as nothing here handles SIGALRM."""
+
+    def tell() -> None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        where = traceback.format_stack(frame, 1)[0].strip() if frame else "unknown"
+        _log.error("the end hangs after %g s, and the process is killed. The main thread is at: %s", longest_s, where)
+
+    teller = threading.Timer(longest_s, tell)
+    teller.daemon = True
+    teller.start()
+    signal.setitimer(signal.ITIMER_REAL, longest_s + 1)

@@ -215,11 +215,13 @@ class FrontPool:
         """Keep the port for the fronts: a socket that doesn't listen gets no connections, but others can't take it."""
         address = self._settings.grpc_address
         try:
-            family, (host, _) = resolve(address, port)
+            family, where = resolve(address, port)[0]
             holder = socket.socket(family, socket.SOCK_STREAM)
             self._port_holder = holder
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((host, port))
+            if where[0] == "::":
+                holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            holder.bind(where)
             # Not before: otherwise this server would share the port with another one that allows that.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         except OSError as error:

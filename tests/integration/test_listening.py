@@ -48,6 +48,21 @@ async def test_server_on_ipv6_answers_calls_and_scrapes(tmp_path: Path, address:
         await server.stop(1)
 
 
+@pytest.mark.parametrize("frontends", [1, 2])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_default_address_means_the_same_for_both_ports(tmp_path: Path, host: str, frontends: int) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    write_identity(tmp_path)
+    server = Server(settings(tmp_path, grpc_address=Settings(()).grpc_address, frontends=frontends))
+    await server.start()
+    try:
+        for port in (server.grpc_port, server.metrics_port):
+            socket.create_connection((host, port or 0), timeout=20).close()
+    finally:
+        await server.stop(1)
+
+
 async def test_server_without_metrics_opens_no_port_for_them(tmp_path: Path) -> None:
     write_identity(tmp_path)
     server = Server(settings(tmp_path, metrics_port=None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 from pathlib import Path
 from threading import Event, Thread
@@ -65,6 +66,17 @@ async def test_log_states_the_ports_and_whether_the_server_is_ready(
     with caplog.at_level(logging.INFO, "paceline.server"):
         async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path, load=("m",))):
             assert said() == ["ready"]
+
+
+async def test_page_has_links_and_models_with_states(tmp_path: Path) -> None:
+    write_model(tmp_path, "bad", "no_such_field: 1")
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        status, text = await probe(served, "/")
+        links = re.findall(r'href="(.*?)"', text)
+        assert (status, links) == (200, ["/metrics", "/livez", "/readyz"])
+        assert "<td>m</td><td>1</td><td>READY</td>" in text
+        assert "<td>bad</td><td></td><td>UNAVAILABLE</td>" in text
+        assert await asyncio.to_thread(get, served.server.metrics_port, "/", "HEAD") == (200, "")
 
 
 async def test_readiness_probe_names_a_failed_model_whose_name_is_not_utf8(tmp_path: Path) -> None:

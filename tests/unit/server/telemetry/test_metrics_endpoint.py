@@ -58,7 +58,7 @@ def test_get_metrics_returns_all_of_them_as_prometheus_text(
     assert kind.startswith("text/plain; version=0.0.4")
 
 
-@pytest.mark.parametrize("path", ["/", "/metrics/", "/metricsx", "/v2/health/ready"])
+@pytest.mark.parametrize("path", ["/metrics/", "/metricsx", "/v2/health/ready"])
 def test_get_anything_else_is_404(endpoint: MetricsEndpoint, path: str) -> None:
     assert get(endpoint, path)[0] == 404
 
@@ -116,12 +116,6 @@ def test_close_with_an_open_connection_is_prompt(metrics: Metrics, monkeypatch: 
         began = time.monotonic()
         endpoint.close()
         assert time.monotonic() - began < 60
-
-
-def test_close_of_an_endpoint_on_all_addresses_is_prompt(metrics: Metrics) -> None:
-    endpoint = MetricsEndpoint(metrics, "0.0.0.0", 0)
-    assert get(endpoint)[0] == 200
-    endpoint.close()
 
 
 def test_port_in_use_is_an_oserror(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
