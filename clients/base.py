@@ -113,7 +113,7 @@ class BaseClient:
         return ClientClosed(f"{self!r} is closed; make a new one")
 
     def _new_channel(self) -> Any:
-        of_tls = self._tls.channel_options() if self._tls is not None else ()
+        of_tls = self._tls.channel_options(self._target) if self._tls is not None else ()
         options = list({**_CHANNEL_OPTIONS, **dict(of_tls), **self._options}.items())
         credentials = self._tls.credentials() if self._tls is not None else self._credentials
         if credentials is None:

@@ -27,7 +27,7 @@ class Tls:
     `ca` holds the authorities that sign servers' certificates, by default those that come with gRPC (for HTTP, the
     system's). `certificate`, with any between it and the root, and `key`, without a password, are presented to
     servers that ask for them. `server_name` is the name that the server's certificate has to be for, if that isn't the
-    name in the target.
+    name in the target; for a Unix socket, that is localhost.
 
     Raises ValueError for a certificate without a key, or a key without a certificate, and TypeError for what isn't a
     path or a name.
@@ -54,9 +54,13 @@ class Tls:
         self.context()
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
 
-    def channel_options(self) -> Sequence[tuple[str, Any]]:
-        """Options for gRPC's channels."""
-        return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
+    def channel_options(self, target: str) -> Sequence[tuple[str, Any]]:
+        """Options for gRPC's channels to `target`."""
+        name = self.server_name
+        if name is None and target.startswith(("unix:", "unix-abstract:")):
+            # gRPC would look for the path in the certificate, which can't have it.
+            name = "localhost"
+        return [] if name is None else [("grpc.ssl_target_name_override", name)]
 
     def context(self) -> ssl.SSLContext:
         """A context for HTTPS connections. Reads the files; raises ValueError if they can't be used."""

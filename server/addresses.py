@@ -1,4 +1,4 @@
-"""Where to listen: names and addresses as users write them, IPv6 with brackets or without.
+"""Where to listen: names and addresses as users write them, IPv6 with brackets or without, and Unix sockets.
 
 Lives here: checking, writing, resolving and opening them, the same for every port of the server and as gRPC does it.
 Must not: know flags, or accept connections.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import socket
 from typing import Any
+from urllib.parse import unquote
 
-__all__ = ["host_and_port", "is_address", "listen", "resolve"]
+__all__ = ["host_and_port", "is_address", "listen", "resolve", "socket_path"]
 
 SocketAddress = tuple[Any, ...]
 """Host and port; for IPv6 perhaps flow and zone, too."""
@@ -31,8 +32,18 @@ def is_address(text: str) -> bool:
     return True
 
 
+def socket_path(address: str) -> str | None:
+    """The path of the Unix socket that `address` names; None if it names none. Read as gRPC's clients read it, so that
+    both ends can be given the same text: `unix:relative`, `unix:/path` or `unix:///path`, with %XX for any byte."""
+    if not address.startswith("unix:"):
+        return None
+    return unquote(address.removeprefix("unix:").removeprefix("//"))
+
+
 def host_and_port(address: str, port: int) -> str:
-    """`address:port`, with an IPv6 address in brackets."""
+    """`address:port`, with an IPv6 address in brackets; the address alone if it is a Unix socket's."""
+    if socket_path(address) is not None:
+        return address
     host = _bare(address)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -24,7 +24,7 @@ from backends.base import Backend
 from backends.cuda.driver import count_gpus
 from backends.errors import DeviceError, LoadError
 from scheduler.waiting import SharedQueueLimits
-from server.addresses import host_and_port, listen
+from server.addresses import host_and_port, listen, socket_path
 from server.config import ControlMode, Settings
 from server.errors import StartError
 from server.first_load import load_first
@@ -50,6 +50,7 @@ from server.rpc.shared_memory import SharedMemory
 from server.rpc.statistics_service import StatisticsService
 from server.rpc.streaming import Streaming
 from server.rpc.unary_inference import UnaryInference
+from server.rpc.unix_socket import SocketFile
 from server.status_page import status_page
 from server.telemetry.gpu_metrics import GpuCollector
 from server.telemetry.metrics import FrontsCollector, Metrics
@@ -84,8 +85,12 @@ def product_version() -> str:
         return "0+unknown"
 
 
-def _refuse_port_in_use(address: str, port: int) -> None:
+def _refuse_port_in_use(settings: Settings) -> None:
     """Raise StartError before minutes go into loading, with the system's own reason, which gRPC doesn't pass on."""
+    address, port = settings.grpc_address, settings.grpc_port
+    if (path := socket_path(address)) is not None:
+        SocketFile(path, settings.grpc_socket_mode).check()
+        return
     try:
         for opened in listen(address, port):
             opened.close()
@@ -216,7 +221,7 @@ class Server:
         """Load the models and accept requests. Raises StartError; then nothing is left running."""
         try:
             self._open_metrics()
-            _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
+            _refuse_port_in_use(self._settings)
             check_access(self._settings)
             self._start_tracer()
             await self._show_gpus()
@@ -328,7 +333,9 @@ class Server:
         settings = self._settings
         if settings.metrics_port is None:
             return
-        address = settings.metrics_address or settings.grpc_address
+        # Who asks for a Unix socket wants nobody from elsewhere.
+        of_grpc = settings.grpc_address if socket_path(settings.grpc_address) is None else "127.0.0.1"
+        address = settings.metrics_address or of_grpc
         try:
             self._endpoint = MetricsEndpoint(
                 self._metrics, address, settings.metrics_port, self._health.probes(), self._page()

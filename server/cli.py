@@ -21,11 +21,23 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from backends.base import Backend
+from server.addresses import socket_path
 from server.config import ControlMode, Settings
 from server.errors import StartError
-from server.flags import ADDRESS, AMOUNT, POSITIVE_AMOUNT, TEXT, flag, network_flags, network_settings
+from server.flags import (
+    ADDRESS,
+    AMOUNT,
+    GRPC_ADDRESS,
+    MODE,
+    POSITIVE_AMOUNT,
+    TEXT,
+    flag,
+    network_flags,
+    network_settings,
+)
 from server.kserve import models_to_serve
 from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.models.backend_config import BackendConfig, parse_backend_config
@@ -175,8 +187,9 @@ _observing = partial(flag, Section.OBSERVING)
 @_batching(
     "execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: no limit.", type=AMOUNT
 )
-@_access("grpc-address", "0.0.0.0", "Address to listen on for gRPC.", type=ADDRESS)
+@_access("grpc-address", "0.0.0.0", "Address to listen on for gRPC, or a Unix socket, unix:PATH.", type=GRPC_ADDRESS)
 @_access("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
+@_access("grpc-socket-mode", "600", "Permissions of the Unix socket, in octal.", type=MODE, metavar="MODE")
 @network_flags
 @_access("allow-remote-settings", False, "Whether RPCs may change log and trace settings.", type=bool)
 @_requests("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=click.IntRange(1))
@@ -204,7 +217,9 @@ _observing = partial(flag, Section.OBSERVING)
 @_starting("exit-timeout-secs", 30.0, "How long accepted requests may take at the end.", type=AMOUNT)
 @_starting("id", "paceline", "Server name in its metadata.", type=TEXT)
 @_observing("allow-metrics", True, "Whether to open the metrics port, which has the HTTP probes too.", type=bool)
-@_observing("metrics-address", None, "Address to listen on for metrics; by default the one for gRPC.", type=ADDRESS)
+@_observing(
+    "metrics-address", None, "Address for metrics; by default gRPC's, 127.0.0.1 if that is a socket.", type=ADDRESS
+)
 @_observing(
     "metrics-port", 8002, "Port for /metrics, /livez and /readyz; 0 takes a free one.", type=click.IntRange(0, 65535)
 )
@@ -230,6 +245,7 @@ def serve(paths: tuple[Path, ...], **given: Any) -> None:
 
     * applies to models without a config.pbtxt, and with --upstream.
     """
+    _check_socket(given["grpc_address"], given["frontends"])
     settings = _settings(paths, given)
     take_stderr()
     log.configure(given["log_level"], given["log_format"])
@@ -322,6 +338,22 @@ def _delay_ns(microseconds: int | None, milliseconds: float | None, seconds: flo
             "expected one of --max-queue-delay-microseconds, --max-latency and --max-batch-time, got several"
         )
     return int(given[0]) if given else 0
+
+
+def _check_socket(address: str, frontends: int) -> None:
+    """Raises click.UsageError for flags that would be without effect: of the port, or of the socket."""
+    given = click.get_current_context().get_parameter_source
+    explicit = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    if socket_path(address) is None:
+        if given("grpc_socket_mode") in explicit:
+            raise click.UsageError("--grpc-socket-mode needs --grpc-address unix:PATH")
+        return
+    if given("grpc_port") in explicit:
+        raise click.UsageError(f"--grpc-port can't be combined with --grpc-address {address}, which has no port")
+    if frontends > 1:
+        raise click.UsageError(
+            f"--frontends {frontends} needs a TCP port, which processes can share, unlike --grpc-address {address}"
+        )
 
 
 def _check_load_models(mode: ControlMode, names: tuple[str, ...]) -> None:

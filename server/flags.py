@@ -6,6 +6,8 @@ Lives here: these flags, and the settings made of them. Must not: flags about mo
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,16 +15,19 @@ from typing import Any
 
 import click
 
-from server.addresses import is_address
+from server.addresses import is_address, socket_path
 from server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
 from server.repeatable import Repeatable
 from server.rpc.restrictions import parse_restrictions
 from server.rpc.tls import TlsFiles
+from server.rpc.unix_socket import SOCKET_FOLDER_BYTES, SOCKET_PATH_BYTES
 from server.sections import Flag, Section
 
 __all__ = [
     "ADDRESS",
     "AMOUNT",
+    "GRPC_ADDRESS",
+    "MODE",
     "POSITIVE_AMOUNT",
     "TEXT",
     "Decorator",
@@ -36,6 +41,7 @@ Decorator = Callable[[Any], Any]
 
 _LIMITS, _CONNECTIONS = Limits(), Connections()
 _MANY = 2**31 - 1
+_OCTAL = re.compile(r"0?[0-7]{3}")
 
 
 class _Text(click.types.StringParamType):
@@ -73,7 +79,39 @@ class _Address(_Text):
         return text
 
 
-TEXT, ADDRESS = _Text(), _Address()
+class _GrpcAddress(_Address):
+    """An address, or a Unix socket in the file system. Abstract ones have no permissions: any process in the network
+    namespace could connect, of whichever user."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = _Text.convert(self, value, param, ctx)
+        if text.startswith("unix-abstract:"):
+            self.fail(f"expected unix:PATH, as abstract sockets have no permissions, got '{text}'", param, ctx)
+        path = socket_path(text)
+        if path is None:
+            return super().convert(value, param, ctx)
+        if not os.path.basename(path) or "\0" in path or (text.startswith("unix://") and not os.path.isabs(path)):
+            self.fail(f"expected unix:PATH, the path of a file, got '{text}'", param, ctx)
+        if len(os.fsencode(path)) > SOCKET_PATH_BYTES or len(os.fsencode(os.path.dirname(path))) > SOCKET_FOLDER_BYTES:
+            self.fail(
+                f"expected a socket's path of at most {SOCKET_PATH_BYTES} bytes, in a folder of at most "
+                f"{SOCKET_FOLDER_BYTES}, got '{path}'",
+                param,
+                ctx,
+            )
+        return text
+
+
+class _Mode(click.types.StringParamType):
+    """Permissions of a file, in octal as for chmod; an int."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not _OCTAL.fullmatch(value):
+            self.fail(f"expected permissions in octal, from 000 to 777, got {value!a}", param, ctx)
+        return int(value, 8)
+
+
+TEXT, ADDRESS, GRPC_ADDRESS, MODE = _Text(), _Address(), _GrpcAddress(), _Mode()
 AMOUNT, POSITIVE_AMOUNT = _Amount(), _Amount(min_open=True)
 
 

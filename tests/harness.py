@@ -24,14 +24,17 @@ __all__ = ["REPO", "ServerProcess", "has_ipv6", "write_identity"]
 
 REPO = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG = 1
-_SERVES = re.compile(r"(?:ready|serving, not ready: .*): gRPC on .*:(\d+)(?:, metrics on port (\d+))?$", re.DOTALL)
+_SERVES = re.compile(
+    r"(?:ready|serving, not ready: .*): gRPC on (?:unix:.*?|.*:(\d+))(?:, metrics on port (\d+))?$", re.DOTALL
+)
 
 
 class ServerProcess:
     """`paceline serve PATHS` on free loopback ports. Entering returns once it serves, ready or not; leaving ends it.
 
     `module` is run with these arguments, or `program`, which has to become that process, as signals are sent to it.
-    `log` holds its log records so far, each a dict of time, level, logger and message.
+    `listen` says where else to speak gRPC. `log` holds its log records so far, each a dict of time, level, logger and
+    message.
     """
 
     def __init__(
@@ -41,8 +44,9 @@ class ServerProcess:
         env: dict[str, str] | None = None,
         module: str = "server",
         program: Sequence[str] = (),
+        listen: Sequence[str] = ("--grpc-address", "127.0.0.1", "--grpc-port", "0"),
     ) -> None:
-        flags = ["--grpc-address", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "0", "--log-format", "json"]
+        flags = [*listen, "--metrics-port", "0", "--log-format", "json"]
         runs = program or (sys.executable, "-m", module)
         self._command = [*runs, "serve", *map(str, paths), *flags, *args]
         self._env = {**os.environ, **(env or {})}
@@ -52,6 +56,7 @@ class ServerProcess:
         self.log: list[dict[str, Any]] = []
         self.stderr: list[str] = []
         self.grpc_port = self.metrics_port = 0
+        self._serves = False
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -86,7 +91,7 @@ class ServerProcess:
         self._reader.start()
 
     def wait_ready(self, timeout_s: float = 60) -> None:
-        if not self._ready.wait(timeout_s) or not self.grpc_port:
+        if not self._ready.wait(timeout_s) or not self._serves:
             how = "but ended" if self._ready.is_set() else f"in {timeout_s:g} s"
             self.kill()
             said = self.log[-1]["message"] if self.log else "nothing"
@@ -129,7 +134,8 @@ class ServerProcess:
             if line.startswith("{"):
                 self.log.append(json.loads(line))
                 if found := _SERVES.match(self.log[-1]["message"]):
-                    self.grpc_port, self.metrics_port = int(found[1]), int(found[2] or 0)
+                    self.grpc_port, self.metrics_port = int(found[1] or 0), int(found[2] or 0)
+                    self._serves = True
                     self._ready.set()
         self._ready.set()
 

@@ -89,7 +89,7 @@ class Upstream:
             raise StartError(f"--upstream-token-file: {error.filename}: {error.strerror}") from None
         except ValueError as error:
             raise StartError(f"upstream: {error}") from None
-        options = () if tls is None else tls.channel_options()
+        options = () if tls is None else tls.channel_options(settings.target)
         return RemoteServer(settings.target, settings.connections, settings.timeout_secs, credentials, options, headers)
 
     async def _watch(self) -> None:

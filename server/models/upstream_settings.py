@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from server.addresses import socket_path
 from server.flags import POSITIVE_AMOUNT, TEXT, Decorator, flag, path_flag
 from server.repeatable import Repeatable
 from server.sections import Section
@@ -37,11 +38,11 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True)
 class UpstreamSettings:
-    """The server at `target`, HOST:PORT. `models` are those to serve, none: all that it lists; requests for `unbatched`
-    ones are sent one by one. Up to `batches` are in flight at a time for a model that is batched, `calls` for one that
-    isn't, over `connections`; none takes longer than `timeout_secs`. Every `health_secs` the server is polled. Requests
-    take `headers` along, which keep them apart, and `tracing_headers`, which don't. Without `tls`, connections are
-    plain text; every call has the token in `token_file`, if there is one."""
+    """The server at `target`, HOST:PORT or unix:PATH. `models` are those to serve, none: all that it lists; requests
+    for `unbatched` ones are sent one by one. Up to `batches` are in flight at a time for a model that is batched,
+    `calls` for one that isn't, over `connections`; none takes longer than `timeout_secs`. Every `health_secs` the
+    server is polled. Requests take `headers` along, which keep them apart, and `tracing_headers`, which don't. Without
+    `tls`, connections are plain text; every call has the token in `token_file`, if there is one."""
 
     target: str
     models: tuple[str, ...] = ()
@@ -145,13 +146,15 @@ def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | 
 
 
 def _check_target(target: str) -> None:
-    """Raises click.UsageError unless it is HOST:PORT. gRPC would take 80000 for 14464, `::1:80` for an address without
-    a port, and `http://…` for a name."""
+    """Raises click.UsageError unless it is HOST:PORT or unix:PATH. gRPC would take 80000 for 14464, `::1:80` for an
+    address without a port, and `http://…` for a name."""
+    if socket_path(target):
+        return
     host, _, port = target.rpartition(":")
     bare = ":" in host and not host.startswith(("[", "dns:", "ipv4:", "ipv6:"))
     if not host or bare or not (_PORT.fullmatch(port) and 0 < int(port) < 2**16):
         hint = ", an IPv6 address in brackets" if bare and "/" not in host else ""
-        raise click.UsageError(f"--upstream: expected HOST:PORT{hint}, got '{target}'")
+        raise click.UsageError(f"--upstream: expected HOST:PORT{hint}, or unix:PATH, got '{target}'")
 
 
 def _headers(given: tuple[str, ...], has_tokens: bool, token_file: Path | None) -> tuple[str, ...]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from server.addresses import host_and_port
+from server.addresses import host_and_port, socket_path
 from server.config import Settings
 from server.errors import StartError
 from server.rpc.gate import Admission, Gate, Registry, Usage
@@ -20,6 +21,7 @@ from server.rpc.health import HealthService
 from server.rpc.reflection import INFERENCE_SERVICE, Reflection
 from server.rpc.tls import Certificates, TlsFiles
 from server.rpc.tokens import Tokens
+from server.rpc.unix_socket import SocketFile
 
 __all__ = ["Listener", "check_access"]
 
@@ -67,6 +69,8 @@ class Listener:
         self._shares_port = shares_port
         self._health = HealthService([INFERENCE_SERVICE])
         self._reflection = Reflection()
+        path = socket_path(settings.grpc_address)
+        self._socket = None if path is None else SocketFile(path, settings.grpc_socket_mode)
         self._server: grpc.aio.Server | None = None
         self._leaving: asyncio.Task[None] | None = None
         # The limits are for all processes together.
@@ -76,7 +80,7 @@ class Listener:
         )
 
     async def open(self, port: int) -> int:
-        """Listen on `port`, on a free one if it is 0. Returns the port. Raises StartError."""
+        """Listen on `port`, on a free one if it is 0. Returns the port; 0 for a Unix socket. Raises StartError."""
         settings = self._settings
         options = {
             "grpc.default_compression_level": _COMPRESSION_LEVELS[settings.grpc_infer_response_compression_level],
@@ -91,14 +95,15 @@ class Listener:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, gate)
         self._reflection.add_to(gate)
         server.add_generic_rpc_handlers((gate,))
-        where = host_and_port(self._settings.grpc_address, port)
-        try:
-            port = _add_port(server, where, settings.tls)
-        except RuntimeError:
-            raise StartError(f"gRPC can't listen on {where}") from None
-        self._server = server
-        await _not_cancelled(server.start())
-        return port
+        where: AbstractContextManager[str] = nullcontext(host_and_port(settings.grpc_address, port))
+        with self._socket.appearing() if self._socket else where as target:
+            try:
+                port = _add_port(server, target, settings.tls)
+            except RuntimeError:
+                raise StartError(f"gRPC can't listen on {target}") from None
+            self._server = server
+            await _not_cancelled(server.start())
+        return 0 if self._socket else port
 
     @property
     def usage(self) -> Usage:
@@ -122,12 +127,16 @@ class Listener:
     def leave(self) -> None:
         """Stop listening and send GOAWAY to clients; calls in progress go on until `stop`. gRPC cancels calls that
         cross with the GOAWAY, so make sure that there are few."""
+        if self._socket is not None:
+            self._socket.remove()
         if self._server is not None and self._leaving is None:
             self._leaving = asyncio.get_running_loop().create_task(self._server.stop(_UNTIL_STOP_S))
 
     async def stop(self, grace_s: float) -> None:
         """End streams, and give answers on their way out `grace_s` seconds. May be called without `open`."""
         self._end_streams()
+        if self._socket is not None:
+            self._socket.remove()
         if self._server is not None:
             await self._server.stop(grace_s)
         if self._leaving is not None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from server.addresses import host_and_port, is_address, listen, resolve
+from server.addresses import host_and_port, is_address, listen, resolve, socket_path
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0", "localhost", "a-b.example", "::1", "[::1]", "::", "fe80::1%eth0"])
@@ -33,6 +33,7 @@ def test_malformed_text_or_one_with_a_scheme_or_a_port_is_no_address(text: str) 
         ("[::1]", "[::1]:81"),
         ("::", "[::]:81"),
         ("fe80::1%eth0", "[fe80::1%eth0]:81"),
+        ("unix:/run/p.sock", "unix:/run/p.sock"),
     ],
 )
 def test_host_and_port_puts_brackets_around_ipv6_only(address: str, text: str) -> None:
@@ -83,3 +84,19 @@ def reachable(port: int) -> list[str]:
             socket.create_connection((host, port), timeout=10).close()
             found.append(host)
     return found
+
+
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("unix:/run/p.sock", "/run/p.sock"),
+        ("unix:///run/p.sock", "/run/p.sock"),
+        ("unix:p.sock", "p.sock"),
+        ("unix:/a%20b", "/a b"),
+        ("unix", None),
+        ("::1", None),
+        ("unix.example", None),
+    ],
+)
+def test_socket_path_is_read_as_grpc_reads_it(address: str, path: str | None) -> None:
+    assert socket_path(address) == path

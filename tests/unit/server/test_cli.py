@@ -23,6 +23,7 @@ DEFAULTS = {
     "model_repository": (),
     "grpc_address": "0.0.0.0",
     "grpc_port": 8001,
+    "grpc_socket_mode": 0o600,
     "grpc_max_stream_requests": 1024,
     "grpc_header_forward_pattern": "",
     "grpc_infer_response_compression_level": "none",
@@ -106,7 +107,10 @@ DEFAULTS = {
 
 GIVEN: list[tuple[str, str, object]] = [
     ("grpc-address", "::1", "::1"),
+    ("grpc-address", "unix:/run/p.sock", "unix:/run/p.sock"),
     ("grpc-port", "0", 0),
+    ("grpc-socket-mode", "660", 0o660),
+    ("grpc-socket-mode", "0666", 0o666),
     ("grpc-port", "65535", 65535),
     ("grpc-max-stream-requests", "1", 1),
     ("grpc-header-forward-pattern", "^x-", "^x-"),
@@ -315,10 +319,15 @@ def test_help_all_shows_each_flag_by_section() -> None:
         ((), "expected at least one PATH: a model repository, a model's folder or a .onnx file"),
         (("m", ""), "Invalid value for '[PATHS]...': expected a path, got ''"),
         (("m", "--model-repository", ""), "Invalid value for '--model-repository' / '--model-store': expected a path"),
-        (
-            ("m", "--grpc-address", "unix:/run/p.sock"),
-            "Invalid value for '--grpc-address': expected a host name or an",
-        ),
+        (("m", "--grpc-address", "dns:///a"), "Invalid value for '--grpc-address': expected a host name or an"),
+        (("m", "--grpc-address", "unix:"), "Invalid value for '--grpc-address': expected unix:PATH"),
+        (("m", "--grpc-address", "unix:/run/"), "Invalid value for '--grpc-address': expected unix:PATH"),
+        (("m", "--grpc-address", "unix://host/a"), "Invalid value for '--grpc-address': expected unix:PATH"),
+        (("m", "--grpc-address", "unix:a%00"), "Invalid value for '--grpc-address': expected unix:PATH"),
+        (("m", "--grpc-address", "unix:p", "--grpc-port", "1"), "--grpc-port can't be combined with --grpc-address"),
+        (("m", "--grpc-address", "unix:p", "--frontends", "2"), "--frontends 2 needs a TCP port"),
+        (("m", "--grpc-socket-mode", "600"), "--grpc-socket-mode needs --grpc-address unix:PATH"),
+        (("m", "--metrics-address", "unix:/run/p.sock"), "Invalid value for '--metrics-address': expected a host"),
         (
             ("m", "--metrics-address", ""),
             "Invalid value for '--metrics-address': expected a host name or",
@@ -355,12 +364,15 @@ def test_help_all_shows_each_flag_by_section() -> None:
         (("m", "--http-port", "8000"), "No such option"),
         (("m", "--backend-config", "onnxruntime"), "--backend-config: expected BACKEND,KEY=VALUE, got 'onnxruntime'"),
         (("m", "--trace-config", "level=TIMESTAMPS"), "--trace-config: trace setting 'trace_level': TIMESTAMPS need"),
-        (("--upstream", "9000"), "--upstream: expected HOST:PORT, got '9000'"),
-        (("--upstream", "localhost:grpc"), "--upstream: expected HOST:PORT, got 'localhost:grpc'"),
-        (("--upstream", "localhost:80000"), "--upstream: expected HOST:PORT, got 'localhost:80000'"),
-        (("--upstream", "localhost:0"), "--upstream: expected HOST:PORT, got 'localhost:0'"),
-        (("--upstream", "http://localhost:1"), "--upstream: expected HOST:PORT, got 'http://localhost:1'"),
-        (("--upstream", "::1:80"), "--upstream: expected HOST:PORT, an IPv6 address in brackets, got '::1:80'"),
+        (("--upstream", "9000"), "--upstream: expected HOST:PORT, or unix:PATH, got '9000'"),
+        (("--upstream", "localhost:grpc"), "--upstream: expected HOST:PORT, or unix:PATH, got 'localhost:grpc'"),
+        (("--upstream", "localhost:80000"), "--upstream: expected HOST:PORT, or unix:PATH, got 'localhost:80000'"),
+        (("--upstream", "localhost:0"), "--upstream: expected HOST:PORT, or unix:PATH, got 'localhost:0'"),
+        (
+            ("--upstream", "http://localhost:1"),
+            "--upstream: expected HOST:PORT, or unix:PATH, got 'http://localhost:1'",
+        ),
+        (("--upstream", "::1:80"), "--upstream: expected HOST:PORT, an IPv6 address in brackets, or unix:PATH, got"),
         (("--upstream", "a\udcff:1"), "Invalid value for '--upstream': expected UTF-8, got 'a\\udcff:1'"),
         (("m", "--id", "\udcff"), "Invalid value for '--id': expected UTF-8, got '\\udcff'"),
         (("m", "--max-batch-size", "2147483648"), "Invalid value for '--max-batch-size'"),
@@ -406,6 +418,23 @@ def test_usage_error_is_reported_with_status_2(arguments: tuple[str, ...], text:
     assert result.exit_code == 2
     assert f"Error: {text}" in result.stderr
     assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "text"),
+    [
+        ("--grpc-address", "unix-abstract:a", "expected unix:PATH, as abstract sockets have no permissions, got"),
+        ("--grpc-address", "unix:/" + "s" * 107, "expected a socket's path of at most 107 bytes, in a folder of"),
+        ("--grpc-address", f"unix:/{'f' * 96}/s", "in a folder of at most 95, got '/fff"),
+        ("--grpc-socket-mode", "rw", "expected permissions in octal, from 000 to 777, got 'rw'"),
+        ("--grpc-socket-mode", "4755", "expected permissions in octal, from 000 to 777, got '4755'"),
+    ],
+)
+def test_unusable_socket_is_refused_with_the_reason(flag: str, value: str, text: str) -> None:
+    result = run("m", "--grpc-address", "unix:p", flag, value)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{flag}'" in result.stderr
+    assert text in result.stderr
 
 
 def test_usage_error_in_the_environment_names_the_flag() -> None:
