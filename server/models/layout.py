@@ -30,6 +30,8 @@ __all__ = [
 
 CONFIG_FILE = "config.pbtxt"
 CONFIGS_FOLDER = "configs"
+EXPORT_CONFIG, EXPORT_FOLDER = "config.json", "onnx"
+"""Where Hugging Face's exports have what describes the model, and its ONNX files."""
 DEFAULT_MODEL_FILE = "model.onnx"
 PYTHON_MODEL_FILE = "model.py"
 _MODEL_FILES = (DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE)
@@ -43,12 +45,13 @@ _VERSION = re.compile(r"0|[1-9][0-9]*")
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a folder
-    with the model file directly inside is version 1. `file` is set for a bare file only. `renamed`: `name` is the
-    user's choice, whatever its folder and its configuration call it. `problem` says why a folder can't be read: its
-    load fails with that, and the other models go on. `duplicates` are all paths of a name that several repositories
-    have; none of them can be loaded. `strays` look like versions, or lie where versions do, but aren't. `config_name`
-    selects another configuration than `config.pbtxt`. `files` owns the files if they came with a client's request."""
+    """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file, a folder
+    with the model file directly inside and an export are version 1. `file` is set for a bare file only. `renamed`:
+    `name` is the user's choice, whatever its folder and its configuration call it. `problem` says why a folder can't be
+    read: its load fails with that, and the other models go on. `duplicates` are all paths of a name that several
+    repositories have; none of them can be loaded. `strays` look like versions, or lie where versions do, but aren't.
+    `config_name` selects another configuration than `config.pbtxt`. `files` owns the files if they came with a client's
+    request."""
 
     name: str
     path: Path
@@ -75,11 +78,12 @@ class ModelFolder:
 class _Kind(Enum):
     REPOSITORY = "repository"
     MODEL = "model"
+    VERSION = "version"
     FILE = "file"
 
 
 class Layout:
-    """The models at `paths`, each a repository, one model's folder or a bare `.onnx` file.
+    """The models at `paths`, each a repository, one model's folder, one of its versions, or a bare `.onnx` file.
 
     `config_name`: which file in a model's folder `configs` is its configuration. `model_name`: the name of the one
     model that isn't in a repository; models in repositories keep the names of their folders.
@@ -127,7 +131,11 @@ class Layout:
             for name, path in self._names_at(place, only).items():
                 found.setdefault(name, []).append(path)
         return [
-            replace(_model(name, paths), config_name=self._config_name, renamed=self._renames(paths[0]))
+            replace(
+                _model(name, paths, self._kinds.get(paths[0], _Kind.MODEL)),
+                config_name=self._config_name,
+                renamed=self._renames(paths[0]),
+            )
             for name, paths in sorted(found.items())
         ]
 
@@ -145,17 +153,23 @@ def model_folder(name: str, path: Path) -> ModelFolder:
     """The model `name` in the folder `path`."""
     try:
         entries = _entries(path)
-        versions = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and is_folder(entry)}
-        if not versions and (_has_model_file(path) or any(map(_is_onnx_file, entries))):
-            versions[1] = path
+        numbered = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and is_folder(entry)}
+        only = None if numbered else _only_version(path, entries)
     except OSError as error:
         return ModelFolder(name, path, {}, problem=_problem(path, error))
-    taken = set(versions.values())
-    strays = tuple(entry for entry in entries if entry not in taken and _is_stray(entry, path not in taken))
-    return ModelFolder(name, path, versions, strays=strays)
+    taken = set(numbered.values())
+    strays = tuple(entry for entry in entries if entry not in taken and _is_stray(entry, among_versions=only is None))
+    return ModelFolder(name, path, numbered if only is None else {1: only}, strays=strays)
 
 
-def _is_stray(entry: Path, among_versions: bool) -> bool:
+def _only_version(path: Path, entries: Sequence[Path]) -> Path | None:
+    """Where the files are in a model's folder without version folders."""
+    if _has_model_file(path) or any(map(_is_onnx_file, entries)):
+        return path
+    return path / EXPORT_FOLDER if _is_export(path) else None
+
+
+def _is_stray(entry: Path, *, among_versions: bool) -> bool:
     """Whether `entry` may be meant as a version: its name is a number, or it is a folder among those of versions that
     has no other use. If it can't be examined it is none, as only a warning depends on that."""
     if entry.name.isdigit():
@@ -168,7 +182,7 @@ def _is_stray(entry: Path, among_versions: bool) -> bool:
         return False
 
 
-def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
+def _model(name: str, paths: Sequence[Path], kind: _Kind) -> ModelFolder:
     path = paths[0]
     if len(paths) > 1:
         return ModelFolder(name, path, {}, duplicates=tuple(paths))
@@ -176,21 +190,31 @@ def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
     if shown != name:
         # Messages and configurations can't carry such a name, so nobody could ask for the model.
         return ModelFolder(name, path, {}, problem=f"expected a name in UTF-8, got '{shown}'")
-    if path.suffix == ".onnx" and is_file(path):
+    if kind is _Kind.FILE:
         return ModelFolder(name, path.parent, {1: path.parent}, file=path)
+    if kind is _Kind.VERSION:
+        return ModelFolder(name, path.parent, {int(path.name): path})
     return model_folder(name, path)
 
 
 def _settled(path: Path) -> tuple[Path, _Kind]:
-    """The place and the kind of a path: a folder that holds one .onnx file, of any name, stands for that file."""
+    """The place and the kind of a path: a folder that holds one .onnx file, of any name, stands for that file, and the
+    folder of an export's ONNX files for the export."""
     if is_file(path):
         if path.suffix != ".onnx":
             raise StartError(f"{path}: expected a .onnx file or a folder")
         return path, _Kind.FILE
     entries = _entries(path)
-    if _is_model(path, {entry.name for entry in entries}):
-        # Absolute, as "." has no name; links aren't followed, as the user named this path.
-        return Path(os.path.abspath(path)), _Kind.MODEL
+    names = {entry.name for entry in entries}
+    # Absolute, as "." has no name; links aren't followed, as the user named this path.
+    place = Path(os.path.abspath(path))
+    if CONFIG_FILE not in names:
+        if _is_version_of_a_model(place):
+            return place, _Kind.VERSION
+        if place.name == EXPORT_FOLDER and _is_export(place.parent):
+            return place.parent, _Kind.MODEL
+    if _is_model(path, names):
+        return place, _Kind.MODEL
     files = [entry for entry in entries if _is_onnx_file(entry)]
     if len(files) == 1 and not any(map(_is_folder, entries)):
         return files[0], _Kind.FILE
@@ -217,11 +241,26 @@ def _is_model(path: Path, names: set[str]) -> bool:
     return (
         CONFIG_FILE in names
         or not names.isdisjoint(_MODEL_FILES)
-        or any(_VERSION.fullmatch(name) and _is_version(path / name) for name in names)
+        or any(_VERSION.fullmatch(name) and _has_any_model_file(path / name) for name in names)
+        or _is_export(path)
     )
 
 
-def _is_version(folder: Path) -> bool:
+def _is_export(path: Path) -> bool:
+    """Whether a folder is as Hugging Face has them. Without the first file, it may be a repository whose model is
+    called `onnx`."""
+    return exists(path / EXPORT_CONFIG) and _has_any_model_file(path / EXPORT_FOLDER)
+
+
+def _is_version_of_a_model(place: Path) -> bool:
+    """Whether `place`, a folder without a configuration, is a version of the model that its parent is: it is named like
+    one and has a model file, which may have any name if the parent's configuration can say so."""
+    if not (_VERSION.fullmatch(place.name) and place.parent.name):
+        return False
+    return _has_model_file(place) or (exists(place.parent / CONFIG_FILE) and _has_any_model_file(place))
+
+
+def _has_any_model_file(folder: Path) -> bool:
     return _has_model_file(folder) or (is_folder(folder) and any(map(_is_onnx_file, _entries(folder))))
 
 
@@ -234,7 +273,7 @@ def _paths_at(path: Path, kind: _Kind, only: str | None = None) -> dict[str, Pat
     if kind is _Kind.REPOSITORY:
         names = [name for name in os.listdir(path) if only in (None, name) and not is_ignored(name)]
         return {name: path / name for name in names if _is_folder(path / name)}
-    name = path.stem if kind is _Kind.FILE else path.name
+    name = {_Kind.FILE: path.stem, _Kind.VERSION: path.parent.name}.get(kind, path.name)
     return {name: path} if only in (None, name) and exists(path) else {}
 
 

@@ -135,6 +135,55 @@ def test_model_folder_given_by_a_relative_path_is_named_like_the_folder(
     assert found(Path(path)).keys() == {"m"}
 
 
+EXPORT = ("config.json", "tokenizer.json", "1_Pooling/config.json", "openvino/openvino_model.xml", "onnx/model.onnx")
+
+
+@pytest.mark.parametrize("other", ["onnx/model_quantized.onnx", "onnx/model.onnx_data", ".cache/x", "README.md"])
+@pytest.mark.parametrize("given", ["models", "models/MiniLM-L6", "models/MiniLM-L6/onnx"])
+def test_export_folder_is_a_model_named_like_it(tmp_path: Path, given: str, other: str) -> None:
+    folder = tmp_path / "models" / "MiniLM-L6"
+    for name in (*EXPORT, other):
+        touch(folder / name)
+    assert find_models([tmp_path / given]) == [ModelFolder("MiniLM-L6", folder, {1: folder / "onnx"})]
+
+
+def test_export_folder_may_have_a_configuration(tmp_path: Path) -> None:
+    config = touch(tmp_path / "m" / "config.pbtxt")
+    for name in EXPORT:
+        touch(tmp_path / "m" / name)
+    (model,) = find_models([tmp_path / "m"])
+    assert (model.name, model.config, model.versions) == ("m", config, {1: tmp_path / "m" / "onnx"})
+
+
+def test_repository_may_have_a_model_called_onnx(tmp_path: Path) -> None:
+    touch(tmp_path / "onnx" / "model.onnx")
+    assert found(tmp_path).keys() == {"onnx"}
+    assert found(tmp_path / "onnx").keys() == {"onnx"}
+
+
+@pytest.mark.parametrize("file", ["model.onnx", "model.py"])
+def test_version_folder_is_that_version_of_its_model(tmp_path: Path, file: str) -> None:
+    for version in ("1", "3"):
+        touch(tmp_path / "iris" / version / file)
+    config = touch(tmp_path / "iris" / "config.pbtxt")
+    (model,) = find_models([tmp_path / "iris" / "3"])
+    assert model == ModelFolder("iris", tmp_path / "iris", {3: tmp_path / "iris" / "3"})
+    assert model.config == config
+
+
+def test_version_folder_with_another_file_belongs_to_the_configuration_above(tmp_path: Path) -> None:
+    touch(tmp_path / "iris" / "1" / "net.onnx")
+    assert found(tmp_path / "iris" / "1").keys() == {"net"}
+    touch(tmp_path / "iris" / "config.pbtxt")
+    assert found(tmp_path / "iris" / "1").keys() == {"iris"}
+
+
+def test_model_whose_name_is_a_number_keeps_it(tmp_path: Path) -> None:
+    touch(tmp_path / "7" / "config.pbtxt")
+    touch(tmp_path / "8" / "1" / "model.onnx")
+    assert found(tmp_path / "7", tmp_path / "8").keys() == {"7", "8"}
+
+
 def test_versions_are_plain_numbers_and_others_are_ignored(tmp_path: Path) -> None:
     for name in ("0", "1", "10", "02", "00", "v3", "1.5", "-1", "\u0663", "4 "):
         (tmp_path / "m" / name).mkdir(parents=True)
