@@ -40,6 +40,7 @@ from server.flags import (
 )
 from server.kserve import models_to_serve
 from server.loop import SWITCH_INTERVAL_S, new_loop
+from server.model_path import ModelPath
 from server.models.backend_config import BackendConfig, parse_backend_config
 from server.models.batch_policy import BatchDefaults
 from server.models.scratch import remove_all
@@ -93,17 +94,7 @@ def main() -> None:
     """A gRPC inference server with dynamic batching."""
 
 
-class _ModelPath(click.Path):
-    """Where models are. An empty path, as from an empty variable or a stray colon, would mean the folder that the
-    server is started in, and is refused."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not str(value):
-            self.fail("expected a path, got ''", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-_MODEL_PATH = _ModelPath(path_type=Path)
+_MODEL_PATH = ModelPath()
 _MAX_US = 10**12
 """A million seconds, the maximum of `AMOUNT`."""
 _MAX_ROWS = 2**31 - 1

@@ -319,6 +319,12 @@ def test_help_all_shows_each_flag_by_section() -> None:
         ((), "expected at least one PATH: a model repository, a model's folder or a .onnx file"),
         (("m", ""), "Invalid value for '[PATHS]...': expected a path, got ''"),
         (("m", "--model-repository", ""), "Invalid value for '--model-repository' / '--model-store': expected a path"),
+        (("hf://org/bert",), "Invalid value for '[PATHS]...': expected a path on this machine, as URLs aren't supp"),
+        (("m", "pvc://claim/m"), "Invalid value for '[PATHS]...': expected a path on this machine, as URLs aren't su"),
+        (
+            ("--model-store", "S3://bucket/m"),
+            "Invalid value for '--model-repository' / '--model-store': expected a path on this machine, as URLs aren't",
+        ),
         (("m", "--grpc-address", "dns:///a"), "Invalid value for '--grpc-address': expected a host name or an"),
         (("m", "--grpc-address", "unix:"), "Invalid value for '--grpc-address': expected unix:PATH"),
         (("m", "--grpc-address", "unix:/run/"), "Invalid value for '--grpc-address': expected unix:PATH"),
@@ -448,6 +454,30 @@ def test_empty_path_in_the_environment_is_refused_and_not_the_current_folder(giv
     result = run(MODEL_REPOSITORY=given)
     assert result.exit_code == 2
     assert "'--model-repository' / '--model-store': expected a path, got ''" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("url", "what_to_do"),
+    [
+        ("hf://org/bert", "`hf download org/bert --local-dir bert`"),
+        ("s3://bucket/models/m/", "`aws s3 cp --recursive s3://bucket/models/m m`"),
+        ("gs://bucket/m", "`gcloud storage cp --recursive gs://bucket/m m`"),
+        ("https://h/m.onnx?v=2", "`curl -fLO 'https://h/m.onnx?v=2'`"),
+        ("file:///srv/m", "give the path alone: /srv/m"),
+        ("oci://registry/m:1", "copy the files here"),
+        ("pvc://claim/m", "mount the volume"),
+        ("az://container/m", "copy the files here"),
+    ],
+)
+def test_url_as_path_is_refused_with_what_to_do(url: str, what_to_do: str) -> None:
+    result = run(url)
+    assert result.exit_code == 2
+    assert f"URLs aren't supported, got '{url}'; " in result.stderr
+    assert what_to_do in result.stderr
+
+
+def test_url_among_paths_in_the_environment_is_refused_whole() -> None:
+    assert "got 's3://bucket/m'" in run(MODEL_REPOSITORY="/models:s3://bucket/m:/more").stderr
 
 
 def test_upstream_variable_without_an_upstream_is_a_usage_error() -> None:
