@@ -3,6 +3,7 @@
 import os
 import sys
 
+from server.process_one import leave_process_one
 from server.standard_streams import open_standard_streams
 
 __all__ = ["main"]
@@ -10,7 +11,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command."""
-    # First of all: even importing ctypes may open a file for good: libffi 3.8 keeps its own library open.
+    leave_process_one()
+    # Before anything else: even importing ctypes may open a file for good: libffi 3.8 keeps its own library open.
     open_standard_streams()
     from server.memory import huge_pages
     from server.tuning import excluded_from_gc
