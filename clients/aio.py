@@ -19,8 +19,8 @@ from clients import calls
 from clients.base import DEFAULT_TIMEOUT_S, BaseClient, Metadata, ReadyWait, Timeout
 from clients.calls import Call, Method
 from clients.coalescing import Coalescer
-from clients.errors import Cancelled, DeadlineExceeded, Unavailable, rpc_failure, unreadable
-from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request
+from clients.errors import Cancelled, DeadlineExceeded, InferenceError, Unavailable, rpc_failure, unreadable
+from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request, plain_inputs
 from clients.streams import NoStream, Streams, check_request
 from clients.tls import Tls
 from protos.inference_pb2 import ModelInferRequest
@@ -86,6 +86,7 @@ class InferenceClient(BaseClient):
             _check_rows(coalesce)
         self._streams = Streams(self._open_stream) if transport == "stream" else None
         self._coalescer = Coalescer(self._infer, coalesce) if coalesce is not None else None
+        self._asking = asyncio.Lock()
         # The loop in which the channel was created, and in which streams and merged requests have their tasks.
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -116,6 +117,12 @@ class InferenceClient(BaseClient):
         Tensors are copied in the event loop, both when sent and when received. Over streams, raises ValueError for
         `metadata`, and for the parameter `paceline_cancel` if it is true.
         """
+        if plain := plain_inputs(inputs, datatypes):
+            now_s = asyncio.get_running_loop().time
+            began_s = now_s()
+            known = await self._datatypes_of(model, version, timeout_s, metadata)
+            datatypes = {**{name: known[name] for name in plain if name in known}, **(datatypes or {})}
+            timeout_s = self._left_s(timeout_s, now_s() - began_s)
         request = infer_request(
             model,
             inputs,
@@ -129,11 +136,15 @@ class InferenceClient(BaseClient):
             if metadata:
                 raise ValueError("metadata: a stream has it once for all its requests; give it to the client instead")
             check_request(request)
-        if self._coalescer is not None and not metadata:
-            bound_s = self._bound_s(timeout_s)
-            self._open()
-            return await self._coalescer.infer(request, bound_s)
-        return await self._infer(request, self._bound_s(timeout_s), metadata)
+        try:
+            if self._coalescer is not None and not metadata:
+                bound_s = self._bound_s(timeout_s)
+                self._open()
+                return await self._coalescer.infer(request, bound_s)
+            return await self._infer(request, self._bound_s(timeout_s), metadata)
+        except InferenceError as error:
+            self._forget_datatypes(model, version, error)
+            raise
 
     async def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the server says it is alive."""
@@ -183,6 +194,26 @@ class InferenceClient(BaseClient):
         if self._streams is not None and not has_ended:
             await self._streams.close()
         await channel.close()
+
+    async def _datatypes_of(
+        self, model: str, version: str, timeout_s: Timeout, metadata: Metadata
+    ) -> Mapping[str, str]:
+        """One caller asks, and all others who want to know wait for its answer, each within its own timeout."""
+        known = self._datatypes.get((model, version))
+        if known is not None:
+            return known
+        bound_s = self._bound_s(timeout_s)
+        try:
+            async with asyncio.timeout(bound_s), self._asking:
+                known = self._datatypes.get((model, version))
+                if known is None:
+                    described = await self.model_metadata(model, version, timeout_s=bound_s, metadata=metadata)
+                    known = self._datatypes[model, version] = {one.name: one.datatype for one in described.inputs}
+                return known
+        except TimeoutError:
+            raise DeadlineExceeded(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"model '{model}': no metadata within {bound_s:g} s"
+            ) from None
 
     async def _infer(self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = ()) -> InferResult:
         call = calls.infer(request)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 import grpc
 
 from clients.calls import Call, Method, stubs
-from clients.errors import ClientClosed, DeadlineExceeded
+from clients.errors import ClientClosed, DeadlineExceeded, InferenceError
 from clients.headers import Metadata, checked
 from clients.messages import checked_text
 from clients.tls import Tls
@@ -90,6 +90,8 @@ class BaseClient:
         self._credentials = _credentials(credentials)
         self._options = _options(options)
         self._metadata = (*([authorization(token)] if token is not None else []), *checked(metadata))
+        # Of inputs, by model and version and then by name: of models that were given Python's numbers.
+        self._datatypes: dict[tuple[str, str], Mapping[str, str]] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._channel: Any = None
@@ -141,6 +143,16 @@ class BaseClient:
             if self._closed:
                 raise self._has_closed() from error
             raise
+
+    def _forget_datatypes(self, model: str, version: str, error: InferenceError) -> None:
+        """If the request was at fault, another model may have taken this one's place, with other datatypes."""
+        if error.status in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNKNOWN):
+            self._datatypes.pop((model, version), None)
+
+    def _left_s(self, timeout_s: Timeout, spent_s: float) -> float | None:
+        """What is left of a timeout. Raises ValueError and TypeError."""
+        bound_s = self._bound_s(timeout_s)
+        return None if bound_s is None else bound_s - spent_s
 
     def _bound_s(self, timeout_s: Timeout) -> float | None:
         """The timeout to give to gRPC, in seconds. Raises ValueError and TypeError."""

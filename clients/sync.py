@@ -16,8 +16,8 @@ import grpc
 from clients import calls
 from clients.base import BaseClient, Metadata, ReadyWait, Timeout
 from clients.calls import Call
-from clients.errors import DeadlineExceeded, Unavailable, rpc_failure
-from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request
+from clients.errors import DeadlineExceeded, InferenceError, Unavailable, rpc_failure
+from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request, plain_inputs
 
 __all__ = ["InferenceClient"]
 
@@ -61,9 +61,16 @@ class InferenceClient(BaseClient):
         """Runs the model and returns its outputs.
 
         Inputs, datatypes and parameters are as in `clients.messages.infer_request`, which also says what is refused
-        with ValueError or TypeError before anything is sent. With an empty `version`, the server chooses; with empty
-        `outputs`, it returns all.
+        with ValueError or TypeError before anything is sent. Python's numbers, alone or in lists, are sent in the
+        datatypes of the model's inputs, or refused with ValueError if a value would be lost. For that, the first such
+        call asks for the model's metadata, within the same timeout, and raises what that raises. With an empty
+        `version`, the server chooses; with empty `outputs`, it returns all.
         """
+        if plain := plain_inputs(inputs, datatypes):
+            began_s = time.monotonic()
+            known = self._datatypes_of(model, version, timeout_s, metadata)
+            datatypes = {**{name: known[name] for name in plain if name in known}, **(datatypes or {})}
+            timeout_s = self._left_s(timeout_s, time.monotonic() - began_s)
         request = infer_request(
             model,
             inputs,
@@ -73,7 +80,11 @@ class InferenceClient(BaseClient):
             parameters=parameters,
             datatypes=datatypes,
         )
-        return self._call(calls.infer(request), timeout_s, metadata)
+        try:
+            return self._call(calls.infer(request), timeout_s, metadata)
+        except InferenceError as error:
+            self._forget_datatypes(model, version, error)
+            raise
 
     def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the server says it is alive."""
@@ -116,6 +127,13 @@ class InferenceClient(BaseClient):
         channel = self._detach()
         if channel is not None:
             channel.close()
+
+    def _datatypes_of(self, model: str, version: str, timeout_s: Timeout, metadata: Metadata) -> Mapping[str, str]:
+        known = self._datatypes.get((model, version))
+        if known is None:
+            described = self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
+            known = self._datatypes[model, version] = {tensor.name: tensor.datatype for tensor in described.inputs}
+        return known
 
     def _ready_within(self, timeout_s: float) -> bool:
         try:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 
-from clients import AsyncInferenceClient, ClientClosed, Unimplemented
-from tests.unit.clients.peer import Peer, Stall, echo
+from clients import AsyncInferenceClient, ClientClosed, DeadlineExceeded, Unimplemented
+from protos import inference_pb2 as pb
+from tests.unit.clients.peer import Peer, Stall, echo, serving
 
 X = {"x": np.zeros((1, 2), np.float32)}
 
@@ -117,3 +119,27 @@ def test_coalesce_that_is_no_number_of_rows_is_refused(coalesce: Any, error: typ
         AsyncInferenceClient("h:1", coalesce=coalesce)
     expected = "coalesce: expected 2 rows or more in a request, a whole number, or None"
     assert str(refusal.value) == f"{expected}, got {coalesce!r}"
+
+
+async def test_many_calls_with_lists_ask_once_for_the_metadata(client: AsyncInferenceClient, peer: Peer) -> None:
+    peer.takes(x=("INT32", [-1]))
+    results = await asyncio.gather(*(client.infer("m", {"x": [number]}) for number in range(32)))
+    assert [(result.datatypes["x"], result["x"].tolist()) for result in results] == [("INT32", [n]) for n in range(32)]
+    assert sum(isinstance(request, pb.ModelMetadataRequest) for request in peer.requests) == 1
+
+
+async def test_call_that_waits_for_anothers_metadata_keeps_its_timeout() -> None:
+    held = threading.Event()
+
+    class Slow(Peer):
+        def ModelMetadata(self, request: Any, context: Any) -> pb.ModelMetadataResponse:
+            held.wait(60)
+            return super().ModelMetadata(request, context)
+
+    with serving(Slow()) as peer:
+        async with AsyncInferenceClient(peer.target) as client:
+            first = asyncio.create_task(client.infer("m", {"x": [1]}, timeout_s=None))
+            with pytest.raises(DeadlineExceeded):
+                await client.infer("m", {"x": [2]}, timeout_s=0.05)
+            held.set()
+            assert (await first)["x"].tolist() == [1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import inspect
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -24,6 +26,7 @@ from clients import (
     InferenceClient,
     InferenceError,
     Internal,
+    InvalidArgument,
     ModelMetadata,
     NotFound,
     ResponseError,
@@ -73,6 +76,86 @@ async def test_infer_scalar_or_empty_comes_back_in_shape(twin: Twin, array: np.n
     result = await twin.infer("m", {"x": array})
     assert result["x"].shape == array.shape
     assert result["x"].dtype == array.dtype
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value", "sent"),
+    [
+        ("FP32", [[5.1, 3.5]], np.array([[5.1, 3.5]], np.float32)),
+        ("FP32", [1, 2], np.array([1, 2], np.float32)),
+        ("FP16", 0.5, np.array(0.5, np.float16)),
+        ("INT32", ((1, 2.0),), np.array([[1, 2]], np.int32)),
+        ("UINT8", range(3), np.array([0, 1, 2], np.uint8)),
+        ("INT8", [np.float64(1), np.float64(2)], np.array([1, 2], np.int8)),
+        ("BYTES", [], np.array([], object)),
+    ],
+)
+async def test_infer_lists_take_the_models_datatype(
+    twin: Twin, peer: Peer, datatype: str, value: Any, sent: np.ndarray[Any, Any]
+) -> None:
+    peer.takes(x=(datatype, [-1]))
+    result = await twin.infer("m", {"x": value})
+    assert result.datatypes == {"x": datatype}
+    np.testing.assert_array_equal(result["x"], sent)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value", "text"),
+    [
+        ("INT32", [0.5], "input 'x': INT32 takes whole numbers, got float64 with others among them"),
+        ("UINT8", [256], "input 'x': UINT8 takes 0 to 255, got 256 to 256"),
+        ("FP16", [1e6], "input 'x': FP16 can't hold 1000000.0 to 1000000.0: out of range"),
+        ("FP32", [2**24 + 1], "input 'x': FP32 can't hold 16777217: too many digits"),
+    ],
+)
+async def test_infer_lists_that_would_lose_values_are_not_sent(
+    twin: Twin, peer: Peer, datatype: str, value: Any, text: str
+) -> None:
+    peer.takes(x=(datatype, [-1]))
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        await twin.infer("m", {"x": value})
+    assert [type(request) for request in peer.requests] == [pb.ModelMetadataRequest]
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([1.5]), np.float64(1.5), [np.array([1.5])], [["text"]], (b"text",), array.array("d", [1.5])]
+)
+async def test_infer_arrays_and_text_keep_their_datatype_without_metadata(twin: Twin, peer: Peer, value: Any) -> None:
+    peer.takes(x=("FP32", [-1]))
+    result = await twin.infer("m", {"x": value})
+    assert result.datatypes["x"] in ("FP64", "BYTES")
+    assert [type(request) for request in peer.requests] == [pb.ModelInferRequest]
+
+
+async def test_infer_datatypes_of_the_call_come_before_the_models(twin: Twin, peer: Peer) -> None:
+    peer.takes(x=("FP32", [-1]))
+    assert (await twin.infer("m", {"x": [1]}, datatypes={"x": "INT8"})).datatypes == {"x": "INT8"}
+    assert [type(request) for request in peer.requests] == [pb.ModelInferRequest]
+
+
+async def test_infer_lists_for_inputs_without_metadata_are_numpys(twin: Twin) -> None:
+    result = await twin.infer("m", {"x": [1.5], "y": [1]})
+    assert result.datatypes == {"x": "FP64", "y": "INT64"}
+
+
+async def test_infer_asks_once_for_the_metadata_of_each_version(twin: Twin, peer: Peer) -> None:
+    peer.takes(x=("FP32", [-1]))
+    for version in ("", "", "2", "2"):
+        await twin.infer("m", {"x": [1.5]}, version=version, metadata=[("x-one", "1")])
+    asked = [number for number, request in enumerate(peer.requests) if isinstance(request, pb.ModelMetadataRequest)]
+    assert [peer.requests[number].version for number in asked] == ["", "2"]
+    assert all(peer.metadata[number]["x-one"] == "1" for number in asked)
+
+
+async def test_infer_that_is_refused_asks_again_for_the_metadata(twin: Twin, peer: Peer) -> None:
+    peer.takes(x=("FP32", [-1]))
+    await twin.infer("m", {"x": [1]})
+    peer.takes(x=("INT32", [-1]))
+    peer.answer = refuse(grpc.StatusCode.INVALID_ARGUMENT)
+    with pytest.raises(InvalidArgument):
+        await twin.infer("m", {"x": [1]})
+    peer.answer = echo
+    assert (await twin.infer("m", {"x": [1]})).datatypes == {"x": "INT32"}
 
 
 async def test_infer_bf16_from_float32_comes_back_rounded(twin: Twin, peer: Peer) -> None:
