@@ -132,7 +132,7 @@ def _numpy_archive(path: Path) -> dict[str, Array]:
 
 
 def _json_file(path: Path) -> Any:
-    return _json(path.read_text(encoding="utf-8"))
+    return _json(path.read_text(encoding="utf-8-sig"))
 
 
 def _json(text: str) -> Any:

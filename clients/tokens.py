@@ -26,7 +26,7 @@ def authorization(token: str) -> tuple[str, str]:
 def read_token(path: Path) -> str:
     """The token that a file holds, without white space around it. Raises OSError, and ValueError if it isn't a
     token."""
-    token = path.read_bytes().decode("utf-8", errors="replace").strip()
+    token = path.read_bytes().decode("utf-8-sig", errors="replace").strip()
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"{path}: expected a token and nothing else")
     return token

@@ -6,6 +6,7 @@ or files other than label files. Source of the form `value:index[:label]`: Trito
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -97,6 +98,6 @@ def _lines(output: str, name: str, folder: Path) -> tuple[bytes, ...]:
         raise ConfigError(f"{where}: expected a file inside the model's folder, got '{name}'")
     try:
         check_file(path)
-        return tuple(path.read_bytes().splitlines())
+        return tuple(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines())
     except OSError as error:
         raise ConfigError(f"{where}: {path}: {error.strerror}") from None

@@ -8,6 +8,7 @@ docs/configuration.md, or refused here by name; never dropped in silence.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,10 @@ _GROUP_KINDS = {
 _MAX_INSTANCES = 1024
 """Per version of a model: each is a thread, if not a session and a GPU's memory, and made before anything serves."""
 
+_COMMENT_OR_STRING = re.compile(rb"""(#[^\n]*)|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?""")
+"""A quote opens a string that ends at the next one or with its line, except that a backslash takes the next byte's
+meaning away; in it, # begins no comment. Bytes suffice: in UTF-8, those of ASCII are nothing but that."""
+
 _TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
 """With `_` in front, a valid label name, and none of those that Prometheus reserves, which begin with `__`."""
 
@@ -63,14 +68,25 @@ class ServingPlan:
 
 def parse_config(path: Path) -> pb.ModelConfig:
     """The configuration in `path`, a `ModelConfig` in protobuf's text format. Raises ConfigError with line and
-    column."""
+    column. Comments may have any encoding, as they say nothing."""
     try:
         check_file(path)
-        return text_format.Parse(path.read_text(encoding="utf-8-sig"), pb.ModelConfig())
+        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        text = _COMMENT_OR_STRING.sub(_readable, content).decode()
+        return text_format.Parse(text, pb.ModelConfig())
     except text_format.ParseError as error:
         raise ConfigError(f"{path.name}:{error}") from None
-    except (OSError, ValueError) as error:  # not UTF-8; an enum's number beyond 64 bits
+    except UnicodeDecodeError as error:
+        before, byte = error.object[: error.start].decode(), error.object[error.start]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise ConfigError(f"{path.name}:{line}:{column} : Expected UTF-8, got byte 0x{byte:02x}") from None
+    except (OSError, ValueError) as error:  # an enum's number beyond 64 bits
         raise ConfigError(f"{path.name} can't be read: {error}") from None
+
+
+def _readable(found: re.Match[bytes]) -> bytes:
+    """A comment that is UTF-8, as error texts may quote it; a string as it is."""
+    return found[1].decode(errors="backslashreplace").encode() if found[1] else found[0]
 
 
 def backend_name(config: pb.ModelConfig) -> str:

@@ -118,7 +118,7 @@ class Tokens:
     def _read(self) -> dict[bytes, str]:
         names: dict[bytes, str] = {}
         check_file(self._path)  # reading a pipe would hold everybody up
-        text = self._path.read_bytes().decode("utf-8", errors="replace")
+        text = self._path.read_bytes().decode("utf-8-sig", errors="replace")
         for number, line in enumerate(map(str.strip, text.splitlines()), 1):
             if not line or line.startswith("#"):
                 continue

@@ -75,6 +75,11 @@ def test_read_inputs_json_text_may_be_longer_than_any_file_name(elements: int) -
     assert read_inputs([f"x={list(range(elements))}"])["x"].array.tolist() == list(range(elements))
 
 
+def test_read_inputs_json_file_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b"\xef\xbb\xbf[[1]]")
+    assert read_inputs([f"x={tmp_path / 'x.json'}"])["x"].array.tolist() == [[1]]
+
+
 def test_read_inputs_json_file_is_one_array_or_many(tmp_path: Path) -> None:
     one = write_json(tmp_path / "one.json", [[1.5]])
     many = write_json(tmp_path / "many.json", {"y": ["a"], "inputs": [[1]]})

@@ -166,6 +166,7 @@ def labels(folder: Path, name: str) -> object:
         (b"cat\ndog", (b"cat", b"dog")),
         (b"cat\r\n\r\ndog\r\n", (b"cat", b"", b"dog")),
         (b"a: b\n \xc3\xbc\n", (b"a: b", b" \xc3\xbc")),
+        (b"\xef\xbb\xbfcat\r\ndog", (b"cat", b"dog")),
         (b"", ()),
     ],
 )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from backends.base import GroupKind, InstanceGroup
 from backends.spec import ModelSpec, TensorSpec
@@ -56,10 +58,65 @@ def test_parse_error_names_file_line_and_column(tmp_path: Path, content: str, te
     assert str(caught.value).startswith(text)
 
 
-@pytest.mark.parametrize("content", [b"name: '\xff'", "instance_group { kind: 99999999999999999999 }"])
-def test_parse_of_invalid_utf8_or_too_large_a_number_is_a_config_error(tmp_path: Path, content: str | bytes) -> None:
-    with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: "):
+GBK = "\u6a21\u578b\u8bf4\u660e".encode("gbk")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"# " + GBK + b"\nname: 'm'",
+        b"name: 'm' # it's \"" + GBK + b"\r\n",
+        b"name: # " + GBK + b"\n  'm' # \xff",
+        b"\xef\xbb\xbf#" + GBK + b"\nname: 'm'",
+        b"name: 'm'#\\" + GBK,
+    ],
+)
+def test_parse_skips_comments_in_any_encoding(tmp_path: Path, content: bytes) -> None:
+    assert parsed(tmp_path, content) == pb.ModelConfig(name="m")
+
+
+@pytest.mark.parametrize("text", ["a # b", "a'#b", 'a"#', "#", "a\\'#", "\\#", "'#' \" # \u4e2d"])
+def test_parse_keeps_what_looks_like_a_comment_in_a_string(tmp_path: Path, text: str) -> None:
+    config = pb.ModelConfig(name=text)
+    assert parsed(tmp_path, text_format.MessageToString(config, as_utf8=True)) == config
+
+
+@pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")
+@given(st.text(st.sampled_from("\"'\\#\nna:\x01 \u4e2d"), max_size=20))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_parse_agrees_with_protobuf_about_what_comments_are(tmp_path: Path, text: str) -> None:
+    text = f"name: {text}\nmax_batch_size: 1"
+    try:
+        expected: object = text_format.Parse(text, pb.ModelConfig())
+    except text_format.ParseError as error:
+        expected = f"config.pbtxt:{error}"
+    try:
+        got: object = parsed(tmp_path, text)
+    except ConfigError as error:
+        got = str(error)
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (b"max_batch_size: 8\n  name: '\xc4\xe3'", "2:10 : Expected UTF-8, got byte 0xc4"),
+        (b'# \xff\nname: "\xe4\xb8\xad#\xff"', "2:10 : Expected UTF-8, got byte 0xff"),
+        (b"n\xe4me: 'm'", "1:2 : Expected UTF-8, got byte 0xe4"),
+        (b"name: 'a\\'# \xff'", "1:13 : Expected UTF-8, got byte 0xff"),
+        ("name: 'm'".encode("utf-16"), "1:1 : Expected UTF-8, got byte 0xff"),
+        (b"\n\nname: '\\xff'", "3:13 : "),
+    ],
+)
+def test_parse_refuses_names_outside_utf8_by_line_and_column(tmp_path: Path, content: bytes, place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         parsed(tmp_path, content)
+    assert str(caught.value).startswith(f"config.pbtxt:{place}")
+
+
+def test_parse_of_too_large_a_number_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: "):
+        parsed(tmp_path, "instance_group { kind: 99999999999999999999 }")
 
 
 @pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])

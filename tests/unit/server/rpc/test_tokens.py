@@ -58,6 +58,11 @@ def test_tokens_of_the_file_are_accepted_each_time_and_no_others(tmp_path: Path)
     assert tokens.name_of("Bearer é\udcff") is None
 
 
+def test_tokens_of_a_file_with_a_byte_order_mark_are_accepted(tmp_path: Path) -> None:
+    tokens = opened(tmp_path / "t", "\ufeff" + line_of("edge", "abc"))
+    assert tokens.name_of("Bearer abc") == "edge"
+
+
 def test_new_token_is_accepted_with_its_line_in_the_file(tmp_path: Path) -> None:
     first, second = new_token(), new_token()
     tokens = opened(tmp_path / "t", line_of("a", first))
