@@ -14,11 +14,24 @@ import numpy as np
 from backends.spec import Array, ModelSpec, TensorSpec
 from protos.datatypes import by_name
 
-__all__ = ["MAX_ELEMENTS", "MadeUp", "attempts", "can_be_stacked", "has_free_dims", "is_of_floats", "make_rows"]
+__all__ = [
+    "MAX_BYTES",
+    "MadeUp",
+    "attempts",
+    "bytes_of",
+    "can_be_stacked",
+    "has_free_dims",
+    "is_of_floats",
+    "make_rows",
+]
 
-MAX_ELEMENTS = 1 << 24
-"""Limit for the inputs of a trial, and for the results of eight rows: it must not take more memory than the model's own
-requests may."""
+MAX_BYTES = 1 << 26
+"""Limit for the rows of a trial that are executed together, with their results: a trial must not take more memory than
+the model's own requests may."""
+
+_FLOAT_BYTES, _TEXT_BYTES = 4, 128
+"""What an element of a made-up row takes at least, as it is made from a float; and what one of text takes, which is an
+object of its own."""
 
 _WORDS = 63
 """The largest integer for a model with one input, of integers: they may be words, of which 0 and 1 are often none."""
@@ -45,11 +58,13 @@ class MadeUp(NamedTuple):
         """Whether these may show what `other`, which were accepted, don't."""
         return (0 if other.signed else other.free) < self.free <= _LONG
 
-    def elements(self, spec: ModelSpec) -> int:
-        """How many are in two sets of rows, over all inputs."""
-        dims = (tensor.dims[can_be_stacked(spec) :] for tensor in spec.inputs)
-        sizes = (math.prod(dim if dim >= 0 else self.free for dim in one) for one in dims)
-        return 2 * self.rows * sum(sizes)
+    def row_bytes(self, spec: ModelSpec) -> int:
+        """What one set of rows takes, over all inputs."""
+        return self.rows * sum(
+            max(_FLOAT_BYTES, bytes_of(tensor.datatype))
+            * math.prod(dim if dim >= 0 else self.free for dim in tensor.dims[can_be_stacked(spec) :])
+            for tensor in spec.inputs
+        )
 
 
 # First those that are likeliest to show something, then those that are likelier to be accepted. Roots and logarithms
@@ -72,12 +87,18 @@ _ATTEMPTS = (
 
 
 def attempts(spec: ModelSpec) -> Iterator[MadeUp]:
-    """What to try with a model of `spec`, in this order, of at most MAX_ELEMENTS."""
+    """What to try with a model of `spec`, in this order, of at most MAX_BYTES for two rows."""
     for made_up in _ATTEMPTS:
         are_words = made_up.highest == _WORDS
         is_for_it = (_takes_words(spec) or not are_words) and (has_free_dims(spec) or made_up.free <= _LONG)
-        if is_for_it and made_up.elements(spec) <= MAX_ELEMENTS:
+        if is_for_it and 2 * made_up.row_bytes(spec) <= MAX_BYTES:
             yield made_up
+
+
+def bytes_of(datatype: str) -> int:
+    """What an element takes in memory."""
+    dtype = by_name(datatype).dtype
+    return _TEXT_BYTES if dtype.hasobject else dtype.itemsize
 
 
 def can_be_stacked(spec: ModelSpec) -> bool:
@@ -122,7 +143,7 @@ def _column(
     if tensor.datatype == "BF16":
         rows = (_floats(random_floats, made_up).view(np.uint32) >> 16).astype(dtype)
     elif dtype.kind == "f":
-        rows = _floats(random_floats, made_up).astype(dtype)
+        rows = _floats(random_floats, made_up).astype(dtype, copy=False)
     else:
         integers = _integers(random_floats, made_up.highest)
         rows = np.where(integers, b"1", b"0").astype(dtype) if dtype.hasobject else integers.astype(dtype)

@@ -8,7 +8,8 @@ count. A model that accepts no made-up inputs isn't batched; for one with random
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -16,9 +17,18 @@ from typing import NamedTuple
 import numpy as np
 
 from backends.base import Trial
-from backends.errors import ExecutionError, InstanceError, ProcessError
+from backends.errors import ExecutionError, InstanceError, OutOfMemory, ProcessError
 from backends.likeness import alike, equal, is_finite
-from backends.made_up import MAX_ELEMENTS, MadeUp, attempts, can_be_stacked, has_free_dims, is_of_floats, make_rows
+from backends.made_up import (
+    MAX_BYTES,
+    MadeUp,
+    attempts,
+    bytes_of,
+    can_be_stacked,
+    has_free_dims,
+    is_of_floats,
+    make_rows,
+)
 from backends.spec import Array, ModelSpec, Tensors, TensorSpec
 
 __all__ = ["try_rows"]
@@ -31,7 +41,15 @@ _OF_TWO = (0, 0, 1, 0, 1, 1, 0, 1)
 """Which of two rows is at each place of a longer stack, if a model accepts no more of them: for each distance from one
 to seven, in either direction, there are two different rows that far apart."""
 
+_LONGEST_NS = 30 * 10**9
+"""For a trial, from its first execution on, for which the model is opened. Loads take as long, and others wait."""
+
 Run = Callable[[Sequence[Array]], Tensors]
+Shapes = Sequence[tuple[int, ...]]
+
+
+class _TimeIsUp(InstanceError):
+    """The trial has taken too long."""
 
 
 class _Shown(NamedTuple):
@@ -42,29 +60,45 @@ class _Shown(NamedTuple):
     varied: bool
 
 
-def try_rows(spec: ModelSpec, run: Run) -> Trial:
+def try_rows(spec: ModelSpec, run: Run, now_ns: Callable[[], int] = time.monotonic_ns) -> Trial:
     """Run rows of a model of `spec` (complete dims, no optional inputs), each alone and several together, in either
     order; one row if its inputs don't all have a free first dimension. `run` returns the outputs for one array per
     input and raises ExecutionError.
 
     Blocks for twenty-one executions, three of them of eight rows; for about as many again if the only input is of
     integers; for four more if other dimensions are free, too, and for some more if results differ or the model doesn't
-    accept the first rows.
+    accept the first rows. After half a minute, no more executions are begun; nor of rows that take more than MAX_BYTES.
+    What was seen by then counts, if it suffices for a verdict.
     """
     if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
     try:
-        tried = _try_all(spec, run)
+        tried = _try_all(spec, _timed(run, now_ns))
         outputs = tuple(map(_doubted, spec.outputs, tried.spec.outputs))
         return replace(tried, spec=replace(tried.spec, outputs=outputs))
     except ProcessError as error:
         return Trial(spec, str(error), deadly=True)
 
 
+def _timed(run: Run, now_ns: Callable[[], int]) -> Run:
+    """`run`, until _LONGEST_NS after its first end. After that it raises _TimeIsUp."""
+    ends_ns: list[int] = []
+
+    def run_in_time(inputs: Sequence[Array]) -> Tensors:
+        if ends_ns and now_ns() > ends_ns[0]:
+            raise _TimeIsUp(f"it took longer than {_LONGEST_NS // 10**9} s")
+        try:
+            return run(inputs)
+        finally:
+            ends_ns.append(now_ns() + _LONGEST_NS)
+
+    return run_in_time
+
+
 def _try_all(spec: ModelSpec, run: Run) -> Trial:
     """Raises ProcessError."""
     stackable = can_be_stacked(spec)
-    shown, failed = list[_Shown](), "they would be too large"
+    shown, failed = list[_Shown](), "it accepts no made-up inputs (they would be too large)"
     for made_up in attempts(spec):
         if shown and not made_up.adds_to(shown[-1].made_up):
             continue
@@ -74,17 +108,17 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
         except ProcessError:
             raise
         except (InstanceError, MemoryError) as error:
-            failed = str(error) or type(error).__name__
+            failed = f"its trial was given up: {str(error) or type(error).__name__}"
             break
         except ExecutionError as error:
-            failed = str(error)
+            failed = f"it accepts no made-up inputs ({error})"
         else:
             # Other rows may show what rows of both signs don't: in attention, a row attends to itself alone if the one
             # beside it is nearly its opposite. And what short rows do to each other may be too little to see.
             if shown[-1].trial.why_not or not stackable or not (made_up.signed or has_free_dims(spec)):
                 break
     if not shown:
-        return _unknown(spec, f"it accepts no made-up inputs ({failed})")
+        return _unknown(spec, failed)
     if stackable and not shown[-1].trial.why_not:
         shown += _contrasted(shown[-1], run)
     return _judged(shown)
@@ -118,33 +152,49 @@ def _unknown(spec: ModelSpec, why: str) -> Trial:
 def _try(spec: ModelSpec, run: Run, made_up: MadeUp, *, many: bool) -> _Shown:
     """`many`: also try more than two rows at a time. Raises ExecutionError if the model doesn't accept single rows, and
     InstanceError."""
-    stackable = can_be_stacked(spec)
-    many = many and stackable and made_up.rows == 1 and _MANY // 2 * made_up.elements(spec) <= MAX_ELEMENTS
+    stackable, row_bytes = can_be_stacked(spec), made_up.row_bytes(spec)
+    many = many and stackable and made_up.rows == 1 and _MANY * row_bytes <= MAX_BYTES
     rows = make_rows(spec, made_up, _MANY if many else 2)
-    alone = [run(row) for row in rows[: 1 + stackable]]
+    alone = [run(rows[0])]
+    if stackable:
+        row_bytes += sum(array.size * bytes_of(one.datatype) for one, array in zip(spec.outputs, alone[0], strict=True))
+        if 2 * row_bytes > MAX_BYTES:
+            count, took, most = 2 * made_up.rows, 2 * row_bytes >> 20, MAX_BYTES >> 20
+            raise InstanceError(f"{count} rows with their results take {took} MiB, and may take {most} MiB")
+        alone.append(run(rows[1]))
     if made_up.signed and not all(map(is_finite, spec.outputs * len(alone), chain(*alone))):
         raise ExecutionError("it computes infinities from negative numbers")
     if not stackable:
-        return _Shown(Trial(_as_seen(spec, alone)), made_up, True)
-    many = many and _MANY * sum(array.size for array in alone[0]) <= MAX_ELEMENTS
+        return _Shown(Trial(_as_seen(spec, map(_shapes, alone))), made_up, True)
+    many = many and _MANY * row_bytes <= MAX_BYTES
     alone += _more_alone(rows[2:], run) if many else []
-    seen, found, results = _as_seen(spec, alone), dict[int, str](), list(alone)
+    shapes, found = [*map(_shapes, alone)], dict[int, str]()
+    seen = _as_seen(spec, shapes)
     for order in _orders(len(alone), many):
         try:
             together = run(
                 [np.concatenate([rows[number][index] for number in order]) for index in range(len(spec.inputs))]
             )
+        except (OutOfMemory, _TimeIsUp):
+            if len(order) == _MANY:  # pairs have to do
+                break
+            raise
         except InstanceError:
             raise
         except ExecutionError as error:
             few, more = _count(made_up.rows), _count(len(order) * made_up.rows)
             return _Shown(Trial(seen, f"it runs with {few} and fails with {more}: {error}"), made_up, True)
-        results.append(together)
-        seen = _as_seen(spec, results)
+        shapes.append(_shapes(together))
+        seen = _as_seen(spec, shapes)
         found = _differences(seen, alone, together, order, made_up) | found  # the first of each output
+        del together  # before the next one takes as much memory
     steady = _steady(alone[0], lambda: run(rows[0])) if found else ()
     why_not = next((why for index, why in found.items() if index in steady), "")
     return _Shown(Trial(seen, why_not), made_up, _vary(spec, alone))
+
+
+def _shapes(results: Tensors) -> Shapes:
+    return [array.shape for array in results]
 
 
 def _more_alone(rows: Sequence[Sequence[Array]], run: Run) -> list[Tensors]:
@@ -181,15 +231,16 @@ def _differences(
     columns = enumerate(zip(spec.outputs, zip(*(alone[number] for number in order), strict=True), both, strict=True))
     # With contrast only small rows are judged: they may vanish beside large ones, but their effect on large ones is too
     # small to tell.
-    judged = np.repeat([number == 0 or not made_up.contrast for number in order], made_up.rows)
-    found = {index: _compare(*column, judged) for index, column in columns}
+    first = order.index(0) * made_up.rows
+    judged = slice(first, first + made_up.rows) if made_up.contrast else slice(None)
+    found = {index: _compare(*column, made_up.rows, judged) for index, column in columns}
     return {index: why for index, why in found.items() if why}
 
 
-def _compare(tensor: TensorSpec, alone: Sequence[Array], both: Array, judged: Array) -> str:
-    shapes, rows = [one.shape for one in alone], len(judged) // len(alone)
-    if both.shape[:1] != judged.shape or any(shape != (rows, *both.shape[1:]) for shape in shapes):
-        few, many = _count(rows), _count(len(judged))
+def _compare(tensor: TensorSpec, alone: Sequence[Array], both: Array, rows: int, judged: slice) -> str:
+    shapes, count = [one.shape for one in alone], rows * len(alone)
+    if both.shape[:1] != (count,) or any(shape != (rows, *both.shape[1:]) for shape in shapes):
+        few, many = _count(rows), _count(count)
         return f"output '{tensor.name}' has shape {list(shapes[0])} for {few} and {list(both.shape)} for {many}"
     if not alike(tensor, np.concatenate(alone)[judged], both[judged]):
         return f"output '{tensor.name}' of a row depends on {'the row' if len(alone) == 2 else 'rows'} beside it"
@@ -212,12 +263,12 @@ def _steady(first: Tensors, again: Callable[[], Tensors]) -> frozenset[int]:
     return frozenset(index for index, (one, two) in pairs if equal(one, two))
 
 
-def _as_seen(spec: ModelSpec, results: Sequence[Tensors]) -> ModelSpec:
-    outputs = (_seen(tensor, [result[i].shape for result in results]) for i, tensor in enumerate(spec.outputs))
+def _as_seen(spec: ModelSpec, results: Iterable[Shapes]) -> ModelSpec:
+    outputs = map(_seen, spec.outputs, zip(*results, strict=True))
     return replace(spec, outputs=tuple(outputs))
 
 
-def _seen(tensor: TensorSpec, shapes: Sequence[tuple[int, ...]]) -> TensorSpec:
+def _seen(tensor: TensorSpec, shapes: Shapes) -> TensorSpec:
     """`tensor` with its dims as seen: a model may declare wrong sizes of its outputs, or not even their rank. Those
     become free."""
     tensor = replace(tensor, assumed=False)

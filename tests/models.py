@@ -438,6 +438,25 @@ def endless() -> onnx.ModelProto:
     )
 
 
+def growing() -> onnx.ModelProto:
+    """OUTPUT0 = 0, FP32 [1, 1], after as many zeros as the only number of INPUT0, FP32 [batch, 1], were added up."""
+    return model(
+        [
+            helper.make_node("Cast", ["INPUT0"], ["number"], to=TensorProto.INT64),
+            helper.make_node("Reshape", ["number", "flat"], ["shape"]),
+            helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
+            helper.make_node("ReduceSum", ["zeros"], ["sum"], keepdims=0),
+            helper.make_node("Reshape", ["sum", "single"], ["OUTPUT0"]),
+        ],
+        [tensor("INPUT0", "FP32", ["batch", 1])],
+        [tensor("OUTPUT0", "FP32", ["batch", 1])],
+        [
+            numpy_helper.from_array(np.array([-1], np.int64), "flat"),
+            numpy_helper.from_array(np.array([1, 1], np.int64), "single"),
+        ],
+    )
+
+
 def classifier() -> onnx.ModelProto:
     """What skl2onnx makes of scikit-learn's classifiers by default: INPUT0, FP32 [batch, 2], to a label, OUTPUT0, INT64
     [batch], 1 if the second column is larger, else 0; and to OUTPUT1, a map of labels to scores for each row."""

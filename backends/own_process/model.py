@@ -7,6 +7,7 @@ error of a model that can't be opened is sent as an answer, which preserves its 
 from __future__ import annotations
 
 import pickle
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from backends.errors import DeviceError, InstanceError, LoadError, StalePlan
 from backends.onnx.instance import OnnxInstance
 from backends.onnx.sessions import OpenSession, open_session
 from backends.onnx.spec import Found, find_spec
-from backends.own_process.questions import Job, Question
+from backends.own_process.questions import Job, Question, Trying
 from backends.spec import MISSING, Array, ModelSpec
 
 __all__ = ["Model"]
@@ -35,6 +36,7 @@ class Model:
         self._session: OpenSession | None = None
         self._spec: ModelSpec | None = None
         self._instance: OnnxInstance | None = None
+        self._own_limit = resource.getrlimit(resource.RLIMIT_DATA)
 
     def answer(self, question: bytes) -> bytes:
         """Question and answer are pickles: only the server asks, and callers' tensors don't come here."""
@@ -61,6 +63,7 @@ class Model:
         self._job = self._session = self._spec = self._instance = None
 
     def _answer(self, question: Question) -> Found | LoadError | None:
+        self._lift_limit()
         if question is None:
             self.close()
         elif isinstance(question, Job):
@@ -71,9 +74,23 @@ class Model:
         else:
             assert self._job is not None
             assert self._session is not None
-            self._spec = question
-            self._instance = OnnxInstance(self._session, question, self._job.device, self._job.options)
+            self._spec = question.spec if isinstance(question, Trying) else question
+            self._instance = OnnxInstance(self._session, self._spec, self._job.device, self._job.options)
+            if isinstance(question, Trying):
+                self._limit_memory(question.memory_bytes)
         return None
+
+    def _limit_memory(self, more_bytes: int) -> None:
+        """Have allocations fail once the process has `more_bytes` more than now: an error of that execution, where the
+        system would kill processes. Memory that is only reserved or shared with the server doesn't count."""
+        soft, hard = self._own_limit
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        limit = pages * resource.getpagesize() + more_bytes
+        if pages and (soft == resource.RLIM_INFINITY or soft > limit):
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+    def _lift_limit(self) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, self._own_limit)
 
     def _open(self, job: Job) -> Found:
         self.close()

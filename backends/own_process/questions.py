@@ -17,7 +17,7 @@ from backends.onnx.spec import Found
 from backends.python.process import ModelProcess
 from backends.spec import ModelSpec
 
-__all__ = ["FILE", "Job", "Question", "ask"]
+__all__ = ["FILE", "Job", "Question", "Trying", "ask"]
 
 FILE = Path(__file__).with_name("model.py")
 """What runs there."""
@@ -34,7 +34,15 @@ class Job:
     declared: ModelSpec | None = None
 
 
-Question: TypeAlias = Job | ModelSpec | None
+@dataclass(frozen=True, slots=True)
+class Trying:
+    """The spec of a trial's batches. While they execute, the process may allocate `memory_bytes` more than it has."""
+
+    spec: ModelSpec
+    memory_bytes: int
+
+
+Question: TypeAlias = Job | ModelSpec | Trying | None
 """A job: open it, and say what it is (`Found`). A spec: that of the batches to come. None: close the model."""
 
 

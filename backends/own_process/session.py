@@ -15,8 +15,8 @@ from threading import Lock, Timer
 from types import TracebackType
 
 from backends.base import Device, ModelSource
-from backends.errors import ExecutionError, InstanceError, LoadError, ProcessError
-from backends.own_process.questions import FILE, Job, ask
+from backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory, ProcessError
+from backends.own_process.questions import FILE, Job, Trying, ask
 from backends.python.process import ModelProcess
 from backends.spec import Array, ModelSpec, Tensors
 
@@ -26,29 +26,46 @@ _SOURCE = ModelSource("a trial", FILE)
 _IDLE_S = 10.0
 """How long, or at most twice as long, an idle process is kept for the next model: models are loaded one after the
 other."""
+_MEMORY_BYTES = 2**29
+"""For what a trial's executions allocate, beyond the opened model: made-up rows may take much more than one request."""
+_HANGS_S = 120.0
+"""From when on an execution hangs, unless the model's own limit is shorter."""
 
 
 class ProcessRunner:
-    """Runs a model, which is open in `process`, with inputs of `spec`. For one thread at a time."""
+    """Runs a model, which is open in `process`, with inputs of `spec`. Memory and time are limited: allocations fail,
+    and the process is killed. For one thread at a time."""
 
     def __init__(self, process: ModelProcess, spec: ModelSpec) -> None:
         self._process = process
         self._spec = spec
         self._inputs = tuple(tensor.name for tensor in spec.inputs)
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
-        self._has_spec = False
+        self._has_spec = self._hangs = False
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
-        """The outputs for `inputs`. Blocks. Raises as `OnnxInstance.run`, and ProcessError if the process has ended."""
-        process = self._process
+        """The outputs for `inputs`. Blocks. Raises as `OnnxInstance.run`, ProcessError if the process has ended, and
+        InstanceError if it hung."""
+        process, alarm = self._process, Timer(_HANGS_S, self._end_hanging)
+        alarm.daemon = True
+        with suppress(RuntimeError):  # no thread can be started, and it runs without a limit
+            alarm.start()
         try:
             if not self._has_spec:
-                ask(process, self._spec)
+                ask(process, Trying(self._spec, _MEMORY_BYTES))
                 self._has_spec = True
             return process.execute(inputs, self._inputs, self._outputs)
         except ProcessError:
             process.wait_ended()
+            if self._hangs:
+                raise InstanceError(f"an execution took longer than {_HANGS_S:g} s") from None
             raise ProcessError(f"the process that ran it {process.end}") from None
+        finally:
+            alarm.cancel()
+
+    def _end_hanging(self) -> None:
+        self._hangs = True
+        self._process.kill()
 
 
 class OwnProcessSession:
@@ -89,12 +106,15 @@ class OwnProcessSession:
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
         """The outputs for `inputs`. Blocks; opens the model first. Raises as `OnnxInstance.run`, ProcessError if the
-        process has ended, and InstanceError if it can't open the model."""
+        process has ended, OutOfMemory if it was killed, and InstanceError if it can't open the model."""
         try:
             return self._opened().run(inputs)
         except LoadError as error:
             raise InstanceError(str(error)) from error
-        except ProcessError:
+        except ProcessError as error:
+            assert self._process is not None
+            if self._is_fresh and not self._is_over and self._process.was_killed:
+                raise OutOfMemory(f"{error}, as the system does when memory runs out") from None
             if self._is_fresh or self._is_over:
                 raise
         # A reused process may have ended for another reason, before it had this model or since.

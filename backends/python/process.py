@@ -123,6 +123,11 @@ class ModelProcess:
             return "is being killed"
         return how_ended(status)
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether it was ended by SIGKILL: by `kill`, or by the system, as when memory runs out."""
+        return self._popen.returncode == -signal.SIGKILL
+
     def load(self) -> tuple[Declared | None, Declared | None]:
         """Have the model loaded. Returns what it declares of its inputs and outputs. Blocks. If it raises LoadError,
         the process has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from backends.base import Device, ModelSource, Trial
 from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
 from backends.host_accelerator import HostAccelerator
+from backends.made_up import MAX_BYTES
 from backends.onnx.backend import OnnxBackend
 from backends.own_process.session import OwnProcessSession
 from backends.spec import Array, ModelSpec, Tensors, TensorSpec
@@ -138,20 +140,96 @@ def test_try_rows_tries_large_rows_at_most_two_at_a_time() -> None:
     assert max(sizes) == 2
 
 
-UNTRIED = "it isn't known whether its rows depend on each other, as it accepts no made-up inputs (%s)"
+UNKNOWN = "it isn't known whether its rows depend on each other, as "
+UNTRIED = UNKNOWN + "it accepts no made-up inputs (%s)"
+GIVEN_UP = UNKNOWN + "its trial was given up: %s"
+
+
+def test_try_rows_reports_models_that_accept_no_made_up_inputs() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        if len(inputs[0]) in (1, 8):
+            raise ExecutionError("no such word")
+        return [inputs[0][:, :1]]
+
+    assert try_rows(SPEC, run) == Trial(SPEC, UNTRIED % "no such word")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_try_rows_gives_up_models_that_lack_memory_for_two_rows(count: int) -> None:
+    def run(inputs: Tensors) -> Tensors:
+        if len(inputs[0]) == count:
+            raise OutOfMemory("full")
+        return [inputs[0][:, :1]]
+
+    assert try_rows(SPEC, run) == Trial(SPEC, GIVEN_UP % "full")
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_try_rows_judges_by_pairs_if_there_is_no_memory_for_more(mixes: bool) -> None:
+    def run(inputs: Tensors) -> Tensors:
+        if len(inputs[0]) > 2:
+            raise OutOfMemory("full")
+        return [np.flipud(inputs[0]) if mixes else inputs[0]]
+
+    assert try_rows(SPEC, run).why_not == ("output 'x' of a row depends on the row beside it" if mixes else "")
+
+
+@pytest.mark.parametrize(("side", "mebibytes"), [(2900, 64), (30_000, 6866)])
+def test_try_rows_gives_up_rows_with_large_results_after_one(side: int, mebibytes: int) -> None:
+    sizes: list[int] = []
+
+    def run(inputs: Tensors) -> Tensors:
+        sizes.append(len(inputs[0]))
+        return [np.broadcast_to(inputs[0][:, :1, None], (len(inputs[0]), side, side))]
+
+    large = replace(SPEC, outputs=(TensorSpec("x", "FP32", (-1, -1, -1)),))
+    why = GIVEN_UP % f"2 rows with their results take {mebibytes} MiB, and may take 64 MiB"
+    assert try_rows(large, run) == Trial(large, why)
+    assert sizes == [1]
+
+
+def test_try_rows_takes_little_more_memory_than_rows_and_results() -> None:
+    columns = (1 << 20) - 1
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, columns)),), (TensorSpec("x", "FP32", (-1, columns)),))
+
+    def mix(inputs: Tensors) -> Tensors:
+        return [inputs[0] * np.float32(1 + 0.03 * (len(inputs[0]) > 1))]
+
+    tracemalloc.start()
+    try:
+        assert try_rows(spec, mix).why_not == ""
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * MAX_BYTES
+
+
+class SlowModel:
+    """Moves a clock on by `row_ns` for each row that it executes."""
+
+    def __init__(self, row_ns: int) -> None:
+        self.row_ns = row_ns
+        self.time_ns = 10**15
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.time_ns += self.row_ns * len(inputs[0])
+        return inputs
+
+    def now_ns(self) -> int:
+        return self.time_ns
 
 
 @pytest.mark.parametrize(
-    ("counts", "error"),
-    [((1, 8), ExecutionError("no such word")), ((1,), OutOfMemory("full")), ((2,), OutOfMemory("full"))],
+    ("row_s", "why_not", "least_s", "most_s"),
+    [(0.001, "", 0, 1), (1, "", 30, 50), (60, GIVEN_UP % "it took longer than 30 s", 60, 150)],
 )
-def test_try_rows_reports_models_that_accept_no_made_up_inputs(counts: tuple[int, ...], error: ExecutionError) -> None:
-    def run(inputs: Tensors) -> Tensors:
-        if len(inputs[0]) in counts:
-            raise error
-        return [inputs[0][:, :1]]
-
-    assert try_rows(SPEC, run) == Trial(SPEC, UNTRIED % error)
+def test_try_rows_begins_no_execution_after_half_a_minute(
+    row_s: float, why_not: str, least_s: float, most_s: float
+) -> None:
+    """Unless it has seen pairs of rows by then, nothing is known."""
+    model = SlowModel(int(row_s * 1e9))
+    assert try_rows(SPEC, model.run, model.now_ns).why_not == why_not
+    assert least_s <= model.time_ns / 1e9 - 10**6 <= most_s
 
 
 def test_try_rows_does_not_try_rows_that_would_be_too_large(tmp_path: Path) -> None:
@@ -193,7 +271,7 @@ def test_try_rows_reports_too_little_memory_to_compare() -> None:
     def run(inputs: Tensors) -> Tensors:
         raise MemoryError("Unable to allocate 9 GiB")
 
-    assert try_rows(SPEC, run) == Trial(SPEC, UNTRIED % "Unable to allocate 9 GiB")
+    assert try_rows(SPEC, run) == Trial(SPEC, GIVEN_UP % "Unable to allocate 9 GiB")
 
 
 def test_try_rows_stacks_two_rows_several_times_if_a_model_does_not_accept_more() -> None:

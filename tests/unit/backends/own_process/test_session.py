@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.errors import ExecutionError, InstanceError, LoadError, ProcessError
+from backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory, ProcessError
 from backends.onnx.options import OnnxOptions
 from backends.own_process.questions import Job
 from backends.own_process.session import OwnProcessSession, _Idle, _started
@@ -160,6 +160,38 @@ def test_busy_process_is_killed_when_nobody_waits_any_more(tmp_path: Path) -> No
         with pytest.raises(ProcessError, match="was killed by SIGKILL"):
             hanging.result(30)
     assert not is_alive(process_of(apart).pid)
+
+
+def test_execution_that_hangs_is_ended_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = build_library(tmp_path / "twice.so", endless=4)
+    with OwnProcessSession(*job(tmp_path, twice(), op_libraries=(library,))) as apart:
+        apart.run([ONE])
+        monkeypatch.setattr("backends.own_process.session._HANGS_S", 0.1)
+        with pytest.raises(InstanceError, match=r"^an execution took longer than 0\.1 s$") as caught:
+            apart.run([FOUR])
+    assert not isinstance(caught.value, ProcessError)
+    assert not is_alive(process_of(apart).pid)
+
+
+def test_execution_that_allocates_too_much_fails_and_its_process_goes_on(tmp_path: Path) -> None:
+    with OwnProcessSession(*job(tmp_path, models.growing())) as apart:
+        assert apart.run([np.array([[1000.0]], np.float32)])[0].tolist() == [[0]]
+        process = process_of(apart)
+        with pytest.raises(OutOfMemory):
+            apart.run([np.array([[200_000_000]], np.float32)])
+        assert apart.run([np.array([[1000.0]], np.float32)])[0].tolist() == [[0]]
+    with OwnProcessSession(*job(tmp_path, models.identity())) as apart:
+        assert process_of(apart) is process
+        assert apart.run([FOUR])[0].tolist() == FOUR.tolist()
+
+
+def test_killed_process_counts_as_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backends.own_process.session._idle", _Idle())
+    with OwnProcessSession(*job(tmp_path, models.identity())) as apart:
+        apart.run([FOUR])
+        os.kill(process_of(apart).pid, signal.SIGKILL)
+        with pytest.raises(OutOfMemory, match="was killed by SIGKILL, as the system does when memory runs out"):
+            apart.run([FOUR])
 
 
 def test_session_without_a_process_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
