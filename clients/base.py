@@ -19,6 +19,7 @@ from clients.calls import Call, Method, stubs
 from clients.errors import ClientClosed, DeadlineExceeded, InferenceError
 from clients.headers import Metadata, checked
 from clients.messages import checked_text
+from clients.targets import checked_target
 from clients.tls import Tls
 from clients.tokens import authorization
 
@@ -42,7 +43,6 @@ _CHANNEL_OPTIONS: Final[Mapping[str, Any]] = {
 # About 31 years; a longer timeout counts as none. gRPC's times are 64-bit nanoseconds since 1970, and what is later
 # counts as the past.
 _LONGEST_S: Final = 1e9
-_LARGEST_PORT: Final = 65_535
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
@@ -51,7 +51,8 @@ _LONGEST_PAUSE_S: Final = 1.0
 class BaseClient:
     """The settings and the one channel of both clients.
 
-    `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`. `timeout_s` is the timeout, in
+    `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`; the port of a mere host is
+    8001. `timeout_s` is the timeout, in
     seconds, of each call that is given none of its own. None and infinity mean no timeout; with 0 or less, each call
     raises DeadlineExceeded. `tls` makes the connection TLS: True trusts the certificate authorities that come with
     gRPC, `Tls` names files of your own. `token` is sent with every call, in the header `authorization`; without TLS,
@@ -160,16 +161,11 @@ class BaseClient:
 
 
 def _target(target: str) -> str:
-    expected = "target: expected a gRPC name such as '127.0.0.1:8001'"
-    if not checked_text("target", target):
-        raise ValueError(f"{expected}, got ''")
-    if target.startswith(("http://", "https://", "grpc://", "grpcs://")):
-        raise ValueError(f"{expected}, got {target!r}: leave out the scheme; tls=True selects TLS")
-    # gRPC would use the port modulo 65536.
-    port = "" if target.startswith(("unix:", "vsock:")) else target.rpartition(":")[2]
-    if port.isdecimal() and int(port) > _LARGEST_PORT:
-        raise ValueError(f"{expected}, got {target!r}, whose port is above {_LARGEST_PORT}")
-    return target
+    text = checked_text("target", target)
+    try:
+        return checked_target(text, "tls=True")
+    except ValueError as error:
+        raise ValueError(f"target: {error}") from None
 
 
 def _tls(tls: bool | Tls) -> Tls | None:

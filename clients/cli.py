@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from clients.base import DEFAULT_TIMEOUT_S
-from clients.connection_options import ConnectionOptions, Seconds, access_options, one_line_errors
+from clients.connection_options import ConnectionOptions, Seconds, Server, access_options, one_line_errors
 from clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
 from clients.messages import InferResult, ParameterValue
 from clients.repeat import Outcome, run_repeated
@@ -28,7 +28,14 @@ __all__ = ["infer"]
 
 @click.command()
 @click.argument("model")
-@click.option("--server", default="127.0.0.1:8001", show_default=True, metavar="HOST:PORT", help="Server address.")
+@click.option(
+    "--server",
+    type=Server(),
+    default="127.0.0.1:8001",
+    show_default=True,
+    metavar="HOST[:PORT]",
+    help="Server address, by default with port 8001; or unix:PATH.",
+)
 @click.option("--version", default="", help="Version of the model; by default the server chooses.")
 @click.option(
     "--input",

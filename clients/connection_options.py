@@ -20,11 +20,14 @@ import click
 
 from clients.errors import ClientError
 from clients.printable import printable
+from clients.targets import checked_target
 from clients.tls import Tls
 from clients.tokens import authorization, read_token
 
-__all__ = ["ConnectionOptions", "Seconds", "Unusable", "access_options", "one_line_errors"]
+__all__ = ["ConnectionOptions", "Seconds", "Server", "Unusable", "access_options", "one_line_errors"]
 
+_HTTP_MARKS = ("Expected SETTINGS frame as the first frame", "Trying to connect an http1.x server")
+"""What gRPC says of an answer in HTTP/1."""
 _TOKEN_VARIABLE = "PACELINE_CLIENT_TOKEN"
 
 
@@ -50,6 +53,18 @@ class Seconds(click.FloatRange):
         if math.isnan(number):
             raise Unusable(f"{param.opts[0] if param else 'time'}: expected a number of seconds, got nan")
         return number
+
+
+class Server(click.types.StringParamType):
+    """Where a server is, with a port."""
+
+    name = "server"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return checked_target(super().convert(value, param, ctx), "--tls")
+        except ValueError as error:
+            raise Unusable(_one_line(f"--server: {error}")) from None
 
 
 @contextmanager
@@ -132,6 +147,8 @@ def _token(file: Path | None, environment: Mapping[str, str]) -> str | None:
 
 def _hint(said: str, access: ConnectionOptions) -> str:
     """The likely cause, where gRPC's text says little."""
+    if any(mark in said for mark in _HTTP_MARKS):
+        return " (this looks like an HTTP port; gRPC is usually on 8001)"
     if access.tls is not None and "WRONG_VERSION_NUMBER" in said:
         return " (the server doesn't speak TLS)"
     if "failed to connect" not in said or "Socket closed" not in said:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import click
 
-from clients.connection_options import ConnectionOptions, Seconds, access_options, one_line_errors
+from clients.connection_options import ConnectionOptions, Seconds, Server, access_options, one_line_errors
 from clients.sync import InferenceClient
 
 __all__ = ["health"]
@@ -22,12 +22,13 @@ _SERVING = "SERVING"
 @click.command()
 @click.option(
     "--server",
+    type=Server(),
     default="127.0.0.1:8001",
     show_default=True,
     show_envvar=True,
     envvar="PACELINE_HEALTH_SERVER",
-    metavar="HOST:PORT",
-    help="Server address.",
+    metavar="HOST[:PORT]",
+    help="Server address, by default with port 8001; or unix:PATH.",
 )
 @click.option("--service", default="", help="'liveness'; by default the server: whether it is ready.")
 @click.option(

@@ -105,7 +105,10 @@ class Scraper:
         except urllib.error.URLError as error:
             raise ScrapeError(f"no answer from {url}: {error.reason}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ScrapeError(f"no answer from {url}: {printable(str(error)) or type(error).__name__}") from None
+            what = printable(str(error)) or type(error).__name__
+            if isinstance(error, http.client.BadStatusLine) and str(error).startswith("\0"):  # as HTTP/2 does
+                what = "this looks like a gRPC port; metrics are usually on 8002"
+            raise ScrapeError(f"no answer from {url}: {what}") from None
         except ValueError as error:
             raise ScrapeError(f"no metrics at {url}: {printable(str(error))}") from None
 

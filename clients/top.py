@@ -20,10 +20,12 @@ import click
 
 from clients.connection_options import ConnectionOptions, Seconds, Unusable, access_options, one_line_errors
 from clients.scrape import ScrapeError, Scraper, Snapshot
+from clients.targets import with_port
 from clients.top_table import table
 
 __all__ = ["top"]
 
+_PORT = 8002
 _TIMEOUT_S = 5.0
 # Terminal sequences: to the alternate screen without cursor, and back; to the corner; erase to the end of line and
 # screen.
@@ -36,8 +38,8 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
     "--metrics",
     default="127.0.0.1:8002",
     show_default=True,
-    metavar="HOST:PORT",
-    help="Address of the server's metrics, or a whole URL.",
+    metavar="HOST[:PORT]",
+    help="Address of the server's metrics, by default with port 8002; or a whole URL.",
 )
 @click.option(
     "--interval",
@@ -56,7 +58,10 @@ def top(metrics: str, interval_s: float, once: bool, access: ConnectionOptions) 
     Times are the 50th and 99th percentile of the last interval; COMPUTE is a mean. A server's own metrics need neither
     TLS nor a token; a proxy in front of them may.
     """
-    url = metrics if "://" in metrics else f"{'https' if access.tls else 'http'}://{metrics}/metrics"
+    if metrics.startswith("unix:"):
+        raise Unusable(f"--metrics: expected HOST:PORT, as metrics are never on a Unix socket, got '{metrics}'")
+    whole = f"{'https' if access.tls else 'http'}://{with_port(metrics, _PORT)}/metrics"
+    url = metrics if "://" in metrics else whole
     if not url.startswith(("http://", "https://")):
         raise click.UsageError(f"--metrics: expected HOST:PORT or the URL of an HTTP server, got '{metrics}'")
     if access.tls and not url.startswith("https://"):

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from server.cli import main
 from tests import models
 from tests.harness import REPO, ServerProcess
 
@@ -47,6 +49,17 @@ def test_health_without_a_server_is_1_with_one_line(service: tuple[str, ...]) ->
     assert (status, said) == (1, "")
     assert complained.startswith("Error: ")
     assert "\n" not in complained
+
+
+def test_ports_taken_for_each_other_are_recognised(tmp_path: Path) -> None:
+    models.write(models.add_sub(), tmp_path / "m" / "1" / "model.onnx")
+    with ServerProcess(tmp_path) as server:
+        status, _, complained = health(f"127.0.0.1:{server.metrics_port}")
+        assert status == 1
+        assert complained.endswith("(this looks like an HTTP port; gRPC is usually on 8001)")
+        result = CliRunner().invoke(main, ["top", "--once", "--metrics", server.target])
+        assert result.exit_code == 1
+        assert result.stderr.endswith(": this looks like a gRPC port; metrics are usually on 8002\n")
 
 
 def test_health_that_cannot_be_printed_is_2_with_one_line(tmp_path: Path) -> None:

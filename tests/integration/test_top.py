@@ -116,6 +116,12 @@ def test_once_reads_nothing_but_http(given: str) -> None:
     assert "expected HOST:PORT or the URL of an HTTP server" in result.stderr
 
 
+def test_once_on_a_unix_socket_says_that_metrics_have_none() -> None:
+    result = CliRunner().invoke(main, ["top", "--once", "--metrics", "unix:/run/p.sock"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: --metrics: expected HOST:PORT, as metrics are never on a Unix socket")
+
+
 ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
 
 # Programs that a shell starts in the background ignore SIGINT, and so do their children: these tests and `top`.
