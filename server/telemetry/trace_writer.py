@@ -93,7 +93,7 @@ class _Files:
 
     def write(self, entries: Entries, per_file: int, last: bool) -> None:
         if not per_file:
-            self._whole = self._whole or self._path.open("wb")
+            self._whole = self._whole or _opened(self._path)
             _append(self._whole, entries)
             # What the path leads to, such as a device, isn't ours to rename.
             if last and self._path.is_file() and not self._path.is_symlink():
@@ -101,7 +101,7 @@ class _Files:
                 self._whole = None
                 self._path.rename(self._next())
             return
-        self._numbered = self._numbered or self._next().open("wb")
+        self._numbered = self._numbered or _opened(self._next())
         _append(self._numbered, entries)
         self._count += 1
         if last or self._count >= per_file:
@@ -118,6 +118,12 @@ class _Files:
                 # What couldn't be written is tried once more here; the failure was logged.
                 with contextlib.suppress(OSError):
                     file.close()
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """For writing; a new file is for the server's user alone, as traces have what clients sent: ids and models' names.
+    One that is there keeps its mode."""
+    return open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _append(file: IO[bytes], entries: Entries) -> None:

@@ -130,6 +130,19 @@ def test_reached_count_ends_the_file_which_gets_a_number(tmp_path: Path) -> None
     }
 
 
+def test_new_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        traced = Traced(tmp_path, TraceSettings(timestamps=True, rate=1))
+        traced.record("a")
+        traced.tracer.update("", {"log_frequency": ["1"]})
+        traced.record("b")
+        assert traced.written().keys() == {"t.json", "t.json.0"}
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
 def test_reached_count_does_not_rename_a_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "links").mkdir()
