@@ -3,6 +3,7 @@
 BackendError
 ├── DeviceError        a device's driver refused or failed, whatever the model
 ├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
+│   ├── NoDriver            nothing of a device's driver is installed, as on machines without the device
 │   └── DriverFailed        a device's driver is there, and fails; there may well be a device
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
     ├── UpstreamRefused     another server, which executes, answered this batch with an error
@@ -26,6 +27,7 @@ __all__ = [
     "InstanceError",
     "InstanceLost",
     "LoadError",
+    "NoDriver",
     "OutOfMemory",
     "ProcessEndedBeforeBatch",
     "ProcessError",
@@ -46,6 +48,10 @@ class DeviceError(BackendError):
 
 class LoadError(BackendError):
     """The model can't be opened as asked. Raised before the model serves anything."""
+
+
+class NoDriver(LoadError):
+    """A device's driver isn't installed: most likely, there is no such device."""
 
 
 class DriverFailed(LoadError):

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from backends.errors import DriverFailed, LoadError
+from backends.errors import DriverFailed, LoadError, NoDriver
 
 __all__ = ["LIBRARY", "count_gpus", "failure_text", "gpu_uuids"]
 
@@ -20,8 +20,8 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def count_gpus(load: Callable[[str], Any] = ctypes.CDLL) -> int:
-    """The number of GPUs that this process may use, at least one; otherwise LoadError saying what is missing, or that
-    the driver fails (DriverFailed).
+    """The number of GPUs that this process may use, at least one; otherwise LoadError saying what is missing: the
+    driver (NoDriver), one that works (DriverFailed), or a GPU.
 
     CUDA_VISIBLE_DEVICES counts. Initialises the driver, which takes up to a second the first time. `load` opens a
     shared library by name.
@@ -49,7 +49,10 @@ def _open(load: Callable[[str], Any]) -> Any:
     try:
         driver = load(LIBRARY)
     except OSError as error:
-        raise LoadError(f"no NVIDIA driver: {LIBRARY} can't be loaded ({error})") from error
+        # A driver that is there names another library, or another reason.
+        if str(error).startswith(f"{LIBRARY}: cannot open shared object file: No such file"):
+            raise NoDriver(f"no NVIDIA driver: {LIBRARY} can't be loaded ({error})") from error
+        raise DriverFailed(f"the NVIDIA driver failed: {LIBRARY} can't be loaded ({error})") from error
     _check(driver, "cuInit", driver.cuInit(0))
     return driver
 

@@ -19,7 +19,7 @@ from backends.accelerator import Accelerator
 from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, Supervise, Trial, unsupervised
 from backends.cuda.accelerator import accelerator_of
 from backends.cuda.driver import count_gpus
-from backends.errors import DeviceError, DriverFailed, LoadError
+from backends.errors import DeviceError, DriverFailed, LoadError, NoDriver
 from backends.onnx.captures import captures
 from backends.onnx.datatypes import check_served
 from backends.onnx.instance import OnnxInstance
@@ -99,7 +99,8 @@ class OnnxBackend:
                 self._logged.add((group.kind, str(reason)))
                 # There may be a GPU: in a box whose fabric manager isn't running, for instance, none is usable.
                 level = logging.WARNING if isinstance(reason, DriverFailed) else logging.INFO
-                _log.log(level, "%s instances run on the CPU: %s", group.kind.value, reason)
+                why = "no GPU" if isinstance(reason, NoDriver) else reason
+                _log.log(level, "%s instances run on the CPU: %s", group.kind.value, why)
             return on_cpu(group)
         devices = on_gpus(group, gpus)
         if group.kind is GroupKind.GPU:
@@ -118,13 +119,14 @@ class OnnxBackend:
         return devices
 
     def _gpus(self) -> int:
+        gpus = self._count_gpus()
         available = self._available_providers()
         if CUDA not in available:
             raise LoadError(
                 f"this onnxruntime {ort.__version__} has no {CUDA}, only {', '.join(available)}; "
                 "the package onnxruntime-gpu has it"
             )
-        return self._count_gpus()
+        return gpus
 
 
 class OnnxModel:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backends.cuda.driver import count_gpus, gpu_uuids
-from backends.errors import DriverFailed, LoadError
+from backends.errors import DriverFailed, LoadError, NoDriver
 
 
 @dataclass
@@ -54,10 +54,21 @@ def test_count_gpus_driver_with_gpus_returns_their_number() -> None:
 
 
 def test_count_gpus_library_missing_says_no_driver() -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pass
+    else:
+        pytest.skip("there is a driver here")
+    with pytest.raises(NoDriver, match=r"no NVIDIA driver: libcuda.so.1 can't be loaded \(libcuda.so.1: "):
+        count_gpus()
+
+
+def test_count_gpus_library_that_lacks_another_is_a_failure() -> None:
     def load(name: str) -> Any:
         return ctypes.CDLL("libno-such-library.so.9")
 
-    with pytest.raises(LoadError, match=r"no NVIDIA driver: libcuda.so.1 can't be loaded \(libno-such-library.so.9: "):
+    with pytest.raises(DriverFailed, match=r"libcuda.so.1 can't be loaded \(libno-such-library.so.9: "):
         count_gpus(load)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
 from backends.cuda.driver import count_gpus
-from backends.errors import DriverFailed, ExecutionError, LoadError
+from backends.errors import DriverFailed, ExecutionError, LoadError, NoDriver
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.sessions import PROBE_MODEL
 from backends.spec import ModelSpec, TensorSpec
@@ -101,6 +101,19 @@ def test_devices_auto_without_gpu_is_the_cpu_and_one_line_says_why(
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", f"{kind.value} instances run on the CPU: no driver here")
     ]
+
+
+def test_devices_auto_without_a_driver_says_no_gpu_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    def missing() -> int:
+        raise NoDriver("no NVIDIA driver: libcuda.so.1 can't be loaded (no such file)")
+
+    for providers in (["CPUExecutionProvider"], ["CUDAExecutionProvider", "CPUExecutionProvider"]):
+        backend = OnnxBackend(missing, lambda providers=providers: providers)  # type: ignore[misc]
+        with caplog.at_level(logging.INFO, LOGGER):
+            assert backend.devices([]) == (CPU,)
+        with pytest.raises(LoadError, match=r"libcuda.so.1 can't be loaded \(no such file\)"):
+            backend.devices([InstanceGroup(GroupKind.GPU)])
+    assert caplog.messages == ["KIND_AUTO instances run on the CPU: no GPU"] * 2
 
 
 def test_devices_auto_with_a_driver_that_fails_is_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
