@@ -22,6 +22,9 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
     `shared_threads`: whether `share_threads` was called; ONNX Runtime then opens no session with threads of its own.
     """
     if name in _ONNX:
+        from backends.onnx.installed import check_installed
+
+        check_installed()
         from backends.onnx.backend import OnnxBackend
 
         return OnnxBackend(shared_threads=shared_threads)
@@ -39,6 +42,9 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
 def share_threads(intra_op: int, inter_op: int) -> None:
     """Make all of ONNX Runtime's sessions compute on one pool of this many threads (0: ONNX Runtime decides). To be
     called once in the life of a process, before any model is opened; LoadError if that isn't possible."""
+    from backends.onnx.installed import check_installed
+
+    check_installed()
     from backends.onnx import sessions
 
     sessions.share_threads(intra_op, inter_op)

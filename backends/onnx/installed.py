@@ -1,0 +1,52 @@
+"""Whether ONNX Runtime is installed, once and whole.
+
+Lives here: what can be said of the installed packages, before one is imported. Must not: anything of its API. Several
+packages install the same folder: the last one wins, and uninstalling any of them breaks the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import distributions
+
+from backends.errors import LoadError
+
+__all__ = ["check_installed", "packages"]
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+_PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-training", "onnxruntime-migraphx")
+"""All with the import package `onnxruntime`."""
+
+
+def check_installed() -> None:
+    """Log a warning that says which package to remove if there are several. Raises LoadError if none can be used."""
+    found = packages()
+    if len(found) > 1:
+        _log.warning(
+            "%s are installed in the same folder, and removing one breaks the others. Keep one: %s",
+            " and ".join(found),
+            _how_to_mend(found),
+        )
+    try:
+        problem = "" if hasattr(import_module("onnxruntime"), "InferenceSession") else "parts of it are missing"
+    except ImportError as error:
+        problem = str(error)
+    if problem:
+        have = " and ".join(found) or "no package of it"
+        raise LoadError(f"onnxruntime can't be used: {problem}. Installed: {have}. Try: {_how_to_mend(found)}")
+
+
+def packages(path: Sequence[str] = sys.path) -> list[str]:
+    """The packages in the folders of `path` that have ONNX Runtime, as `NAME==VERSION`; the one to keep comes last."""
+    found = (each for name in _PACKAGES for each in distributions(name=name, path=list(path)))
+    return list(dict.fromkeys(f"{each.name}=={each.version}" for each in found))
+
+
+def _how_to_mend(found: Sequence[str]) -> str:
+    *others, kept = found or ["onnxruntime"]
+    removal = "".join(f"pip uninstall {each.partition('==')[0]} && " for each in others)
+    return f"{removal}pip install --force-reinstall --no-deps {kept}"
