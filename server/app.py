@@ -102,7 +102,8 @@ def _refuse_port_in_use(settings: Settings) -> None:
 def _regions(settings: Settings) -> Regions | None:
     if not settings.allow_client_shm:
         return None
-    return Regions(settings.max_client_shm_regions, settings.limits.message_bytes)
+    limits = settings.limits
+    return Regions(settings.max_client_shm_regions, limits.message_bytes, limits.request_elements)
 
 
 def _made_once(make: Callable[[str], Backend]) -> Callable[[str], Backend]:
@@ -204,7 +205,12 @@ class Server:
             self._streaming,
         ]
         self._service = InferenceService(
-            self._inference, self.repository, settings.server_id, product_version(), groups
+            self._inference,
+            self.repository,
+            settings.server_id,
+            product_version(),
+            groups,
+            settings.limits.request_elements,
         )
         self._endpoint: MetricsEndpoint | None = None
         self._grpc: _GrpcEndpoint = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
@@ -310,6 +316,7 @@ class Server:
         shown = (
             LimitShown("message_bytes", limits.message_bytes),
             LimitShown("metadata_bytes", limits.metadata_bytes),
+            LimitShown("request_elements", limits.request_elements),
             LimitShown(
                 "connections", min(limits.connections, settings.frontends * limits.connections_each(settings.frontends))
             ),

@@ -2,6 +2,7 @@
 
 ServerError
 ├── InvalidRequest   the request is at fault; nothing was queued
+├── MessageTooLarge  a message of more elements or fields than allowed
 ├── ModelNotFound    no such model, or no such version of it
 ├── ModelNotReady    known, but not serving: loading, failed to load, or the server stops
 │   └── ServerStopping   the server accepts nothing more; another one may
@@ -71,6 +72,7 @@ __all__ = [
     "InvalidRequest",
     "LoadFailed",
     "LoadHangs",
+    "MessageTooLarge",
     "ModelNotFound",
     "ModelNotReady",
     "NotSupported",
@@ -92,6 +94,10 @@ class ServerError(Exception):
 
 class InvalidRequest(ServerError):
     """Names, datatypes, shapes, byte counts or parameters don't fit; says which, what was expected and what was got."""
+
+
+class MessageTooLarge(ServerError):
+    """More elements or fields than a message may have, whatever its bytes."""
 
 
 class ModelNotFound(ServerError):
@@ -187,6 +193,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ModelNotReady: grpc.StatusCode.UNAVAILABLE,
     ServerStopping: grpc.StatusCode.UNAVAILABLE,
     # As gRPC itself does for messages that are too large.
+    MessageTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     AnswerTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RegionNotFound: grpc.StatusCode.NOT_FOUND,
     RegionExists: grpc.StatusCode.ALREADY_EXISTS,

@@ -161,6 +161,7 @@ _FLAGS: tuple[Decorator, ...] = (
     _requests(
         "grpc-max-message-bytes", _LIMITS.message_bytes, "Largest request, in bytes.", high=LARGEST_MESSAGE_BYTES
     ),
+    _requests("max-request-elements", _LIMITS.request_elements, "Elements of BYTES (text) in a request."),
     _requests("grpc-max-metadata-bytes", _LIMITS.metadata_bytes, "Largest headers of a call, in bytes.", low=1024),
     _requests("grpc-max-concurrent-rpcs", _LIMITS.rpcs, "Calls in progress, except streams."),
     _requests("grpc-max-streams", _LIMITS.streams, "Open streams of each streaming RPC."),
@@ -223,6 +224,7 @@ def network_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         "limits": Limits(
             message_bytes=given["grpc_max_message_bytes"],
             metadata_bytes=given["grpc_max_metadata_bytes"],
+            request_elements=given["max_request_elements"],
             connections=given["grpc_max_connections"],
             connection_calls=given["grpc_max_connection_calls"],
             rpcs=given["grpc_max_concurrent_rpcs"],

@@ -25,12 +25,15 @@ _SHORTEST_HANDSHAKE_MS, _LONGEST_HANDSHAKE_MS = 1_000, 120_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a request and of the server. `connections`, `rpcs`, `streams` (of each streaming RPC),
-    `queued_requests` and `models` bound how many there may be at a time; `connection_calls` bounds the calls on each
-    connection, whether or not they have sent anything, and `queued_bytes` the bytes of the queued requests' tensors."""
+    """Bounds of a request and of the server. `request_elements` bounds the elements of a request that become Python
+    objects: all of BYTES, and values of typed contents that aren't packed. `connections`, `rpcs`, `streams` (of each
+    streaming RPC), `queued_requests` and `models` bound how many there may be at a time; `connection_calls` bounds the
+    calls on each connection, whether or not they have sent anything, and `queued_bytes` the bytes of the queued
+    requests' tensors."""
 
     message_bytes: int = LARGEST_MESSAGE_BYTES
     metadata_bytes: int = 16_384
+    request_elements: int = 2**20
     connections: int = 8_192
     connection_calls: int = 16_384
     rpcs: int = 16_384

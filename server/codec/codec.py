@@ -7,6 +7,7 @@ request of equal key, if their rows together fit a batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
@@ -37,7 +38,7 @@ from server.memory.client_memory import NOWHERE, ClientMemory, Write
 from server.memory.region_tensors import Input, RegionTensor, Span
 from server.memory.regions import Regions
 
-__all__ = ["AnyResponse", "ModelCodec", "tensor_bytes"]
+__all__ = ["AnyResponse", "ModelCodec", "memory_bytes", "tensor_bytes"]
 
 InputTensor = ModelInferRequest.InferInputTensor
 
@@ -50,6 +51,9 @@ _MAX_DIMS = 1_000
 _SURELY_BYTES = 2**27
 """Up to this many bytes of tensors always fit a response, whatever else is in it, and even if typed contents take ten
 times what `_least_bytes` says."""
+_LENGTH_BYTES = 4
+_ELEMENT_BYTES = 8 + sys.getsizeof(b"")
+"""What an element of an array of texts takes besides its text: a reference, and the rest of the object."""
 _BOTH = "expected either contents or raw_input_contents, got both"
 
 
@@ -367,10 +371,19 @@ class ModelCodec:
 
 
 def tensor_bytes(array: Input) -> int:
+    """The bytes of a tensor in raw form."""
+    return _bytes(array, _LENGTH_BYTES)
+
+
+def memory_bytes(array: Input) -> int:
     """The bytes that an input takes in memory, or will once it is read, to count against a queue's bound."""
+    return _bytes(array, _ELEMENT_BYTES)
+
+
+def _bytes(array: Input, for_each_text: int) -> int:
     if isinstance(array, RegionTensor) or not array.dtype.hasobject:
         return array.nbytes
-    return sum(map(len, array.flat))
+    return for_each_text * array.size + sum(map(len, array.flat))
 
 
 def _least_bytes(array: Array, datatype: Datatype) -> int:

@@ -10,21 +10,27 @@ Lives here: telling which requests are alike. Must not: know models.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
+from protos.field_count import MAX_FIELDS, TooManyElements, TooManyFields, check_fields
 from protos.inference_pb2 import InferParameter, ModelInferRequest
+from protos.tensors import MAX_RANK
 from protos.wire import RequestFields, scan_request
 from server.bounded_cache import BoundedCache
+from server.errors import InvalidRequest, MessageTooLarge, ServerError
+from server.limits import Limits
 
-__all__ = ["AnyRequest", "Mold", "RequestReader", "WireRequest", "message_of"]
+__all__ = ["AnyRequest", "Mold", "RequestReader", "WireRequest", "message_of", "parsed"]
 
 _LONGEST_HEAD = 4_096
 _MOLDS_OF_ONE_LENGTH = 4
 _PART_BYTES = 32
+_LENGTH_BYTES = 4
 
 _NO_PARAMETERS = ModelInferRequest().parameters
 
@@ -91,18 +97,39 @@ def message_of(request: AnyRequest) -> ModelInferRequest:
     return request.message() if isinstance(request, WireRequest) else request
 
 
-class RequestReader:
-    """Reads requests and remembers what they have in common, within a few MiB."""
+MessageT = TypeVar("MessageT", bound=Message)
 
-    def __init__(self) -> None:
+
+def parsed(kind: type[MessageT], data: bytes, max_elements: int) -> MessageT | ServerError:
+    """The message in `data`, or why there is none: gRPC would put its own words in place of an error raised here."""
+    try:
+        check_fields(data, kind.DESCRIPTOR, max_elements)  # type: ignore[arg-type]  # either implementation's
+        return kind.FromString(data)
+    except TooManyElements:
+        return _too_many_elements("in typed contents", max_elements, "more")
+    except TooManyFields:
+        return MessageTooLarge(f"expected a message of at most {MAX_FIELDS} fields (such as tensors), got more")
+    except DecodeError as error:
+        return InvalidRequest(str(error))
+
+
+def _too_many_elements(where: str, most: int, got: object) -> MessageTooLarge:
+    return MessageTooLarge(f"expected at most {most} elements {where} (--max-request-elements), got {got}")
+
+
+class RequestReader:
+    """Reads requests of up to `max_elements` elements, and remembers what they have in common, within a few MiB."""
+
+    def __init__(self, max_elements: int = Limits().request_elements) -> None:
+        self._max_elements = max_elements
         # By heads.
         self._known = BoundedCache[bytes, tuple[_Named, bool]]()
         # By the lengths of requests, the latest first.
         self._molds = BoundedCache[int, tuple[Mold, ...]]()
 
     # hot path: see bench/
-    def __call__(self, data: bytes) -> AnyRequest | DecodeError:
-        """The request in `data`, or protobuf's error."""
+    def __call__(self, data: bytes) -> AnyRequest | ServerError:
+        """The request in `data`, or why it isn't read."""
         for mold in self._molds.get(len(data), ()):
             for start, part in mold.parts:
                 if not data.startswith(part, start):
@@ -114,7 +141,7 @@ class RequestReader:
                     return self._parse(data)  # for protobuf's error text
         return self._read_fields(data)
 
-    def _read_fields(self, data: bytes) -> AnyRequest | DecodeError:
+    def _read_fields(self, data: bytes) -> AnyRequest | ServerError:
         """A request unlike the latest ones of its length."""
         fields = scan_request(data)
         if fields is None:
@@ -132,13 +159,17 @@ class RequestReader:
             self._molds.remember(len(data), (mold, *others), mold.size_bytes)
         return WireRequest(data, request_id, mold)
 
-    def _parse(self, data: bytes) -> ModelInferRequest | DecodeError:
-        try:
-            return ModelInferRequest.FromString(data)
-        except DecodeError as error:
-            return error
+    def _parse(self, data: bytes) -> ModelInferRequest | ServerError:
+        most = self._max_elements
+        request = parsed(ModelInferRequest, data, most)
+        # In raw form, each element takes at least the bytes of its length.
+        if len(data) > _LENGTH_BYTES * most and isinstance(request, ModelInferRequest):
+            count = _text_elements(request)
+            if count > most:
+                return _too_many_elements(f"of BYTES for model '{request.model_name}'", most, count)
+        return request
 
-    def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | DecodeError:
+    def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | ServerError:
         request = self._parse(data)
         if isinstance(request, ModelInferRequest) and _may_come_again(request, fields):
             # A part of a message keeps all of it, names and tensors included, so parameters are copied to a message of
@@ -151,6 +182,12 @@ class RequestReader:
             named = request.model_name, request.model_version, parameters
             self._known.remember(fields.head, (named, plain), len(fields.head))
         return request
+
+
+def _text_elements(request: ModelInferRequest) -> int:
+    """How many elements of BYTES its shapes promise. Its codec judges the shapes."""
+    shapes = [tensor.shape for tensor in request.inputs if tensor.datatype == "BYTES"]
+    return sum(math.prod(shape) for shape in shapes if len(shape) <= MAX_RANK)
 
 
 def _may_come_again(request: ModelInferRequest, fields: RequestFields) -> bool:

@@ -87,7 +87,7 @@ class FrontPool:
         self._repository = repository
         self._handlers = handlers
         self._handles = Handles()
-        self._read = RequestReader()
+        self._read = RequestReader(settings.limits.request_elements)
         self._fronts = [_Place(self, number) for number in range(1, settings.frontends + 1)]
         self._port_holder: socket.socket | None = None
         self.ending = asyncio.Event()

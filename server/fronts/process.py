@@ -120,15 +120,15 @@ class _Front:
         forwarding, passing = header_rules(settings)
         unary = UnaryInference(self._inference, forwarding, passing)
         streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
-        add_services = partial(self._add_services, unary, streaming)
+        add_services = partial(self._add_services, unary, streaming, settings.limits.request_elements)
         self._listener = Listener(settings, add_services, streaming.close, shares_port=True)
         self._listening = self._begin(self._listen(greeting.port))
         self._begin(self._tell_usage())
 
-    def _add_services(self, unary: UnaryInference, streaming: Streaming, server: Registry) -> None:
+    def _add_services(self, unary: UnaryInference, streaming: Streaming, max_elements: int, server: Registry) -> None:
         own = {"ModelInfer": unary.ModelInfer, "ModelStreamInfer": streaming.ModelStreamInfer}
         handlers = {
-            method.name: handler_of(method, own[method.name])
+            method.name: handler_of(method, own[method.name], max_elements)
             if method.name in own
             else grpc.unary_unary_rpc_method_handler(forwarded(method.name, self._link, self._replies))
             for method in METHODS

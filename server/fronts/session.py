@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from backends.errors import ExecutionError
 from backends.spec import MISSING, Array, Tensors
@@ -31,7 +30,7 @@ from server.codec.decoded import DecodedRequest, RequestOptions
 from server.codec.parameters import NO_PARAMETERS, RequestParameters
 from server.codec.passing import NOTHING_PASSED_ON, PassedOn
 from server.codec.wire_request import AnyRequest, RequestReader
-from server.errors import AnswerTooLarge, InvalidRequest
+from server.errors import AnswerTooLarge, ServerError
 from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
@@ -166,8 +165,8 @@ class FrontSession:
     ) -> None:
         """A request as it came to the front, with its headers: from here on like one that came to this process."""
         request = self._read(data)
-        if isinstance(request, DecodeError):
-            self.fail(number, InvalidRequest(str(request)))
+        if isinstance(request, ServerError):
+            self.fail(number, request)
             return
         whole = _Whole(
             self,

@@ -13,7 +13,7 @@ from backends.base import DeviceTensor
 from backends.spec import ModelSpec, Tensors
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.tensors import TensorError, decode_raw, raw_buffer
+from protos.tensors import TensorError, decode_raw, element_count, raw_buffer
 from server.errors import GpuLost, InvalidRequest, NotSupported, RegionNotFound
 from server.memory.region_tensors import BYTE_SIZE, OFFSET, REGION, Input, RegionTensor, Span, span_of
 from server.memory.regions import Regions
@@ -36,6 +36,7 @@ class ClientMemory:
         self._spec = spec
         self._regions = regions
         self._most_bytes = 0 if regions is None else regions.message_bytes
+        self._most_texts = 0 if regions is None else regions.text_elements
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
         self._fixed_bytes = [_fixed_bytes(spec, index) for index in range(len(spec.outputs))]
 
@@ -75,6 +76,10 @@ class ClientMemory:
             raise TensorError(
                 f"expected at most {self._most_bytes} bytes of {datatype.name} (--grpc-max-message-bytes), "
                 f"got {span.byte_size}"
+            )
+        if not datatype.item_bytes and (count := element_count(shape)) > self._most_texts:
+            raise TensorError(
+                f"expected at most {self._most_texts} elements of BYTES (--max-request-elements), got {count}"
             )
         return decode_raw(span.read(), datatype, shape)
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from backends.spec import Array
 from server.bounded_cache import BoundedCache
 from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
-from server.limits import LARGEST_MESSAGE_BYTES
+from server.limits import LARGEST_MESSAGE_BYTES, Limits
 
 __all__ = ["Region", "Regions", "all_intact"]
 
@@ -70,15 +70,21 @@ def all_intact(regions: Iterable[Region]) -> bool:
 
 class Regions:
     """At most `limit` regions, system and CUDA ones in one namespace; `refused` counts registrations beyond that. An
-    input that has to be read when its request arrives, while all other requests wait, has at most `message_bytes`, as
-    if it came in the message.
+    input that has to be read when its request arrives, while all other requests wait, has at most `message_bytes`, and
+    `text_elements` if it is of texts, as if it came in the message.
 
     A region that is unregistered while requests use it can be found until the last of them has ended, as in Triton.
     """
 
-    def __init__(self, limit: int, message_bytes: int = LARGEST_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        limit: int,
+        message_bytes: int = LARGEST_MESSAGE_BYTES,
+        text_elements: int = Limits().request_elements,
+    ) -> None:
         self._limit = limit
         self.message_bytes = message_bytes
+        self.text_elements = text_elements
         self.refused = 0
         self._registered: dict[str, Region] = {}
         self._leaving: WeakValueDictionary[str, Region] = WeakValueDictionary()

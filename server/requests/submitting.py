@@ -14,7 +14,7 @@ from backends.remote_messages import RemoteRequest
 from backends.spec import Tensors
 from scheduler.batch_queue import Alike
 from scheduler.pending import Pending
-from server.codec.codec import tensor_bytes
+from server.codec.codec import memory_bytes
 from server.codec.decoded import DecodedRequest
 from server.codec.open_codec import OpenCodec
 from server.codec.passing import PassedOn
@@ -99,7 +99,7 @@ def _submit_keywords(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any
     """The keyword arguments of `Batcher.submit` for any request, whole or in parts."""
     parameters, known_bytes = decoded.options.parameters, decoded.options.size_bytes
     return {
-        "size_bytes": known_bytes if known_bytes >= 0 else sum(map(tensor_bytes, decoded.inputs)),
+        "size_bytes": known_bytes if known_bytes >= 0 else sum(map(memory_bytes, decoded.inputs)),
         "priority": parameters.priority,
         "timeout_ns": parameters.timeout_ns,
         "rpc_deadline_ns": flight.deadline_ns,

@@ -13,11 +13,10 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from scheduler.errors import SchedulerError
 from server.codec.wire_request import AnyRequest
-from server.errors import InvalidRequest, ServerStopping, error_text, status_of
+from server.errors import ServerError, ServerStopping, error_text, status_of
 from server.requests.quiet import TRY_AGAIN_MS
 
 __all__ = ["Context", "answering", "status_and_text"]
@@ -44,8 +43,8 @@ def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT
     @wraps(method)
     async def answer(self: Any, request: RequestT, context: Context) -> ResponseT:
         try:
-            if isinstance(request, DecodeError):
-                raise InvalidRequest(str(request))
+            if isinstance(request, ServerError):
+                raise request  # what was sent can't be read
             return await method(self, request, context)
         except asyncio.CancelledError:
             raise

@@ -6,15 +6,16 @@ Lives here: making handlers from methods of the service. Must not: know what the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from protos import inference_pb2 as pb
-from server.codec.wire_request import RequestReader
+from server.codec.wire_request import RequestReader, parsed
 from server.rpc.gate import Registry
 
 __all__ = ["METHODS", "add_handlers", "handler_of", "serialized"]
@@ -28,25 +29,17 @@ def add_handlers(server: Registry, handlers: dict[str, Any]) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
 
 
-def handler_of(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:
-    """gRPC's handler of a method. `behaviour` gets a DecodeError in place of bytes that are no message."""
+def handler_of(method: MethodDescriptor, behaviour: Callable[..., Any], max_elements: int) -> Any:
+    """gRPC's handler of a method. `behaviour` gets a ServerError in place of bytes that are no message, or one of more
+    than `max_elements` elements."""
     streams = method.client_streaming and method.server_streaming
     make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
     request = GetMessageClass(method.input_type)
-    read = RequestReader() if request is pb.ModelInferRequest else _returning_errors(request.FromString)
-    return make(behaviour, read, serialized)
+    if request is pb.ModelInferRequest:
+        return make(behaviour, RequestReader(max_elements), serialized)
+    return make(behaviour, partial(parsed, request, max_elements=max_elements), serialized)
 
 
 def serialized(response: Message | bytes) -> bytes:
     """`response` as it goes on the wire."""
     return response if isinstance(response, bytes) else response.SerializeToString()
-
-
-def _returning_errors(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:
-    def read(data: bytes) -> Message | DecodeError:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            return error
-
-    return read

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from backends.spec import TensorSpec
 from protos import inference_pb2 as pb
+from server.limits import Limits
 from server.models.repository import Repository, ServedModel
 from server.requests.inference import Inference
 from server.rpc.answering import Context, answering
@@ -43,12 +44,14 @@ class InferenceService:
         server_id: str,
         version: str,
         groups: Sequence[RpcGroup],
+        max_elements: int = Limits().request_elements,
     ) -> None:
         self._inference = inference
         self._repository = repository
         self._server_id = server_id
         self._version = version
         self._groups: tuple[RpcGroup, ...] = (self, *groups)
+        self._max_elements = max_elements
 
     def add_to(self, server: Registry) -> None:
         """Register the service with `server`, as the generated function does, except for bytes that are no message:
@@ -58,7 +61,7 @@ class InferenceService:
     def handlers(self) -> dict[str, Any]:
         """gRPC's handler of each RPC, by its name."""
         return {
-            method.name: handler_of(method, getattr(group, method.name))
+            method.name: handler_of(method, getattr(group, method.name), self._max_elements)
             for method in METHODS
             for group in self._groups
             if hasattr(group, method.name)

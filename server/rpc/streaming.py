@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
@@ -25,7 +24,7 @@ from server.call_facts import NO_PASSED_HEADERS, PassedHeaders
 from server.codec.parameters import CANCEL, UNORDERED
 from server.codec.shortcuts import Envelope
 from server.codec.wire_request import AnyRequest, WireRequest, message_of
-from server.errors import InvalidRequest
+from server.errors import ServerError
 from server.requests.in_flight import InferenceSteps, InFlight
 from server.rpc.answering import Context, answering, status_and_text
 from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
@@ -43,7 +42,7 @@ _ENDS_AT_ERROR = "triton_grpc_error"
 _RPC = "ModelStreamInfer"
 
 _NO_REQUEST = pb.ModelInferRequest()
-"""Stands for a request that can't be parsed."""
+"""Stands for a request that can't be read."""
 
 Failure = tuple[grpc.StatusCode, str]
 
@@ -187,13 +186,13 @@ class _Stream:
         self._wake_writer()
 
     # hot path: see bench/
-    def _take(self, request: AnyRequest | DecodeError) -> None:
+    def _take(self, request: AnyRequest | ServerError) -> None:
         unordered = False
         if type(request) is not WireRequest or not request.mold.plain:
-            if isinstance(request, DecodeError):
+            if isinstance(request, ServerError):
                 slot = self._slot(_NO_REQUEST)
                 self._ordered.append(slot)
-                self._refuse(slot, InvalidRequest(str(request)))
+                self._refuse(slot, request)
                 return
             if _true(request.parameters, CANCEL):
                 self._take_back(request.id)

@@ -15,6 +15,8 @@ import grpc
 import pytest
 
 from clients import InferenceClient
+from protos import inference_pb2 as pb
+from protos.wire import delimited
 from tests.certificates import Authority
 from tests.fault.traffic import connected, peak_bytes, quiet, request
 from tests.harness import ServerProcess, write_identity
@@ -170,6 +172,32 @@ def test_message_beyond_the_limit_once_decompressed_is_refused_before_it_takes_t
         assert bomb.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "larger than max" in bomb.details()
         assert peak_bytes(server.pid) - before < 32 * 2**20
+        assert client.code(request()) is grpc.StatusCode.OK
+
+
+EMPTY_TEXTS = delimited(b"\x2a", delimited(b"\x2a", b"\x42\x00" * 2**23))
+EMPTY_TEXTS_RAW = pb.ModelInferRequest(
+    model_name="echo",
+    inputs=[pb.ModelInferRequest.InferInputTensor(name="INPUT0", datatype="BYTES", shape=[1, 2**22])],
+    raw_input_contents=[bytes(2**24)],
+).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [EMPTY_TEXTS, EMPTY_TEXTS_RAW, b"\x2a\x00" * 2**23, b"\x22\x00" * 2**23],
+    ids=["typed", "raw", "inputs", "map"],
+)
+def test_millions_of_empty_things_take_little_more_than_their_message(tmp_path: Path, data: bytes) -> None:
+    """Some 16 KB, 16 MiB uncompressed, of which Python would make a hundred times as much."""
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path) as server, connected(server) as client:
+        assert client.code(request()) is grpc.StatusCode.OK
+        before = peak_bytes(server.pid)
+        infer = client.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        bomb = infer.future(data, compression=grpc.Compression.Gzip, timeout=60)
+        assert bomb.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert peak_bytes(server.pid) - before < 5 * len(data)
         assert client.code(request()) is grpc.StatusCode.OK
 
 

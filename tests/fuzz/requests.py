@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from backends.spec import MISSING, Tensors
 from protos.datatypes import DATATYPES
@@ -19,6 +18,7 @@ from protos.tensors import TensorError, decode_contents, decode_raw, encode_raw
 from server.codec.decoded import DecodedRequest
 from server.codec.parameters import parse_parameters
 from server.codec.wire_request import AnyRequest, RequestReader, WireRequest, message_of
+from server.errors import ServerError
 from server.memory.regions import Regions
 from server.memory.system_region import open_system_region
 from server.rpc.calls import HeaderForwarding, add_headers
@@ -56,7 +56,7 @@ def _infer() -> Callable[[bytes], None]:
     def run(data: bytes) -> None:
         read = RequestReader()
         request = read(data)
-        if isinstance(request, DecodeError):
+        if isinstance(request, ServerError):
             return
         model = open_model(request.model_name, regions)
         outcomes = []
@@ -79,7 +79,7 @@ def _taken_apart(read: RequestReader, data: bytes) -> AnyRequest:
     """The request as read the second time."""
     request = read(data)
     request = read(data) if not isinstance(request, WireRequest) else request
-    assert not isinstance(request, DecodeError)
+    assert not isinstance(request, ServerError)
     return request
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from backends.memory import MemoryModel
 from protos import inference_pb2 as pb
+from protos.field_count import MAX_FIELDS
 from server.config import Settings
 from server.limits import Connections, Limits
 from tests.harness import REPO
@@ -138,16 +140,74 @@ async def test_message_beyond_the_limit_is_refused_and_one_of_exactly_that_size_
         assert await served.metric("paceline_limit", 'limit="message_bytes"') == size
 
 
+def texts(count: int, form: str) -> pb.ModelInferRequest:
+    """A request of so many empty texts, in that form."""
+    message = infer("m", {"a": np.full((1, count), b"", object)})
+    if form == "typed":
+        del message.raw_input_contents[:]
+        message.inputs[0].contents.bytes_contents.extend([b""] * count)
+    return message
+
+
+@pytest.mark.parametrize("form", ["raw", "typed"])
+async def test_elements_beyond_the_limit_are_refused(tmp_path: Path, frontends: int, form: str) -> None:
+    settings = limited(tmp_path, request_elements=5_000)
+    async with serving(tmp_path, {"m": echo_model("BYTES")}, settings=settings) as served:
+        stream = Stream(served)
+        for _ in range(2):
+            code, text = await failure_of(served.infer(texts(5_001, form)))
+            assert (code, "expected at most 5000 elements" in text) == (Code.RESOURCE_EXHAUSTED, True)
+            assert "(--max-request-elements)" in text
+            await stream.send(texts(5_001, form))
+            answer = await stream.message()
+            assert answer.infer_response.parameters["paceline_status"].string_param == "RESOURCE_EXHAUSTED"
+            assert answer.error_message == text
+            most = texts(5_000, form)
+            assert (await served.infer(most)).outputs[0].shape == [1, 5_000]
+            await stream.send(most)
+            assert (await stream.message()).infer_response.outputs
+
+
+async def test_more_fields_than_any_message_has_are_refused(tmp_path: Path, frontends: int) -> None:
+    surplus = MAX_FIELDS + 1
+    rpcs = {
+        "ModelInfer": b"\x2a\x00" * surplus,
+        "RepositoryModelLoad": b"\x1a\x00" * surplus,
+        "TraceSetting": b"\x0a\x00" * surplus,
+    }
+    async with serving(tmp_path, {"m": echo_model()}, settings=limited(tmp_path)) as served:
+        for rpc, data in rpcs.items():
+            call = served.channel.unary_unary(f"/inference.GRPCInferenceService/{rpc}")
+            assert await failure_of(call(data, timeout=20)) == (
+                Code.RESOURCE_EXHAUSTED,
+                "expected a message of at most 65536 fields (such as tensors), got more",
+            )
+        await served.infer(one())
+
+
+async def test_texts_are_queued_at_what_they_take(tmp_path: Path, frontends: int) -> None:
+    model = echo_model("BYTES")
+    async with serving(tmp_path, {"m": model}, config=NO_BATCHES, settings=limited(tmp_path)) as served:
+        model.gate.close()
+        calls = [asyncio.create_task(served.infer(texts(1_000, form))) for form in ("raw", "typed")]
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        await eventually_async(lambda: served.waiting("m") == 1, "the second one in the queue")
+        assert await used(served, "queued_bytes") == 41 * 1_000
+        model.gate.open()
+        await asyncio.gather(*calls)
+
+
 @pytest.mark.usefixtures("frontends")
 async def test_texts_in_shared_memory_may_not_exceed_a_message_but_numbers_may(tmp_path: Path) -> None:
     """Texts are read when their request arrives, and all other requests wait meanwhile. The request may be small, and
     the memory may cost its client nothing."""
-    settings = Settings(paths=(tmp_path,), allow_client_shm=True, limits=Limits(message_bytes=1_000))
+    limits = Limits(message_bytes=1_000, request_elements=250)
+    settings = Settings(paths=(tmp_path,), allow_client_shm=True, limits=limits)
     models = {"m": echo_model("FP32"), "t": echo_model("BYTES")}
 
-    def lying(model: str, datatype: str, size: int) -> pb.ModelInferRequest:
+    def lying(model: str, datatype: str, size: int, elements: int = 0) -> pb.ModelInferRequest:
         request = pb.ModelInferRequest(model_name=model)
-        add_shared_input(request, "a", datatype, [1, size // 4], "r", size)
+        add_shared_input(request, "a", datatype, [1, elements or size // 4], "r", size)
         return request
 
     with shared_object(4096) as memory:
@@ -157,6 +217,9 @@ async def test_texts_in_shared_memory_may_not_exceed_a_message_but_numbers_may(t
             code, text = await failure_of(served.infer(lying("t", "BYTES", 1_004)))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert "expected at most 1000 bytes of BYTES (--grpc-max-message-bytes), got 1004" in text
+            code, text = await failure_of(served.infer(lying("t", "BYTES", 1_000, elements=251)))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "expected at most 250 elements of BYTES (--max-request-elements), got 251" in text
             assert (await served.infer(lying("m", "FP32", 4_096))).outputs
 
 
@@ -361,7 +424,8 @@ def is_among(sample: str, metrics: set[str]) -> bool:
 async def test_all_limits_are_exported_as_documented(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=Settings(paths=(tmp_path,), frontends=2)) as served:
         metrics = set(await served.metrics())
-    kept_by_grpc = {"message_bytes", "metadata_bytes", "connections", "connection_calls", "stream_requests"}
+    of_one = {"message_bytes", "metadata_bytes", "request_elements", "connection_calls", "stream_requests"}
+    without_use = of_one | {"connections"}
     limits = {name.partition('"')[2].rstrip('"}') for name in metrics if name.startswith("paceline_limit{")}
     told = [sample for row in rows() for sample in row]
     assert [sample for sample in told if not is_among(sample, metrics)] == []
@@ -369,7 +433,7 @@ async def test_all_limits_are_exported_as_documented(tmp_path: Path) -> None:
         f'paceline_limit{{limit="{name}"}}' for name in limits
     }
     assert {name for name in metrics if name.startswith("paceline_limit_used{")} == {
-        f'paceline_limit_used{{limit="{name}"}}' for name in limits - kept_by_grpc
+        f'paceline_limit_used{{limit="{name}"}}' for name in limits - without_use
     }
     # Every metric that counts refusals is in the table.
     refusing = {name for name in metrics if "queue_full_" in name or name.startswith("paceline_limit_refusals{")}

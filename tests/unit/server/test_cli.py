@@ -36,6 +36,7 @@ DEFAULTS = {
     "grpc_restricted_protocol": (),
     "grpc_max_message_bytes": 2**31 - 1,
     "grpc_max_metadata_bytes": 16_384,
+    "max_request_elements": 1_048_576,
     "grpc_max_concurrent_rpcs": 16_384,
     "grpc_max_connections": 8_192,
     "grpc_max_connection_calls": 16_384,

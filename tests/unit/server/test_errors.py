@@ -28,6 +28,7 @@ from backends.errors import (
     UpstreamRefused,
 )
 from protos.datatypes import UnknownDatatypeError
+from protos.field_count import TooManyElements, TooManyFields
 from protos.generate import GenerateError
 from protos.tensors import TensorError
 from scheduler.errors import (
@@ -63,6 +64,8 @@ NEVER_REACH_A_CALLER = {
     StartError,  # ends the process before anyone can call
     GenerateError,  # from the generator of `protos`, a tool for developers
     PolicyError,  # a mistake in code: configurations are checked before they become policies
+    TooManyElements,  # the caller gets a MessageTooLarge
+    TooManyFields,  # the same
 }
 
 
