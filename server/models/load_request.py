@@ -6,6 +6,7 @@ Source of names and types: Triton's "model repository" extension.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,9 +16,9 @@ from google.protobuf import json_format
 
 from protos import model_config_pb2 as config_pb
 from protos.inference_pb2 import ModelRepositoryParameter
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, ModelNotReady
 from server.models.layout import ModelFolder, model_folder
-from server.models.scratch import Scratch
+from server.models.scratch import Scratch, scratch_parent
 
 __all__ = ["Override", "checked_name", "parse_load_parameters", "parse_unload_parameters", "scratch_folder"]
 
@@ -25,6 +26,7 @@ _FILE = "file:"
 _MAX_NAME_BYTES = 1_024
 """The names of failed loads stay in the index for a while."""
 _SHOWN = 64
+_OF_NAMES = (errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
 Parameters = Mapping[str, ModelRepositoryParameter]
 
 
@@ -74,8 +76,12 @@ def parse_unload_parameters(parameters: Parameters) -> bool:
 @contextmanager
 def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[ModelFolder]:
     """Model `name` made of `files`, in a new folder that is removed after the block unless the model keeps it. Blocks.
-    Raises InvalidRequest if a path is both file and folder, or the file system can't have it."""
-    scratch = Scratch()
+    Raises InvalidRequest if a path is both file and folder, or the file system can't have it, and ModelNotReady if
+    nothing can be written there."""
+    try:
+        scratch = Scratch()
+    except OSError as error:
+        raise _unwritable(name, error) from None
     try:
         for path, content in files.items():
             try:
@@ -83,11 +89,19 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
             except (FileExistsError, NotADirectoryError, IsADirectoryError):
                 raise _refused(name, f"load parameter 'file:{path}': it conflicts with another file") from None
             except OSError as error:
+                if error.errno not in _OF_NAMES:
+                    raise _unwritable(name, error) from None
                 why = f"load parameter 'file:{path}' can't be written: {error.strerror}"
                 raise _refused(name, why) from None
         yield replace(model_folder(name, scratch.path), files=scratch)
     finally:
         scratch.release()
+
+
+def _unwritable(name: str, error: OSError) -> ModelNotReady:
+    return ModelNotReady(
+        f"failed to load '{name}', its files can't be written below '{scratch_parent()}' (TMPDIR): {error.strerror}"
+    )
 
 
 def _refused(name: str, why: str) -> InvalidRequest:

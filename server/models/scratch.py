@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import tempfile
 import threading
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Scratch", "remove_all"]
+__all__ = ["Scratch", "remove_all", "scratch_parent"]
 
 _log = logging.getLogger("paceline.server.scratch")
 
@@ -21,16 +22,24 @@ _lock = threading.Lock()
 _PATIENCE_S = 1.0
 
 
+def scratch_parent() -> str:
+    """The folder that scratch folders are made in: `TMPDIR`, or `/tmp` if that isn't set. `tempfile` by itself would
+    take another one without a word if this one is missing or full."""
+    return os.environ.get("TMPDIR") or "/tmp"
+
+
 class Scratch:
-    """A new folder below `TMPDIR`. It is needed by whoever made it, and by whoever keeps it (`backends.base.Files`),
-    until they let go; then it is removed."""
+    """A new folder in `scratch_parent()`. It is needed by whoever made it, and by whoever keeps it
+    (`backends.base.Files`), until they let go; then it is removed."""
 
     def __init__(self) -> None:
         """Raises OSError."""
         with _lock:
             if _there is None:
                 raise _ending()
-            self._folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="paceline-", dir=scratch_parent(), ignore_cleanup_errors=True
+            )
             _there.add(self)
         self._needed = 1
         self._writing = threading.Lock()

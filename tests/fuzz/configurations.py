@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,8 @@ def _load(parent: Path, loop: asyncio.AbstractEventLoop) -> Callable[[bytes], No
             request = RepositoryModelLoadRequest.FromString(data)
         except Exception:  # noqa: BLE001 - the service answers what protobuf refuses before any of this
             return
-        before, tempfile.tempdir = tempfile.tempdir, str(scratches)
+        before = os.environ.get("TMPDIR", "")
+        os.environ["TMPDIR"] = str(scratches)
         try:
             name = checked_name(request.model_name)
             override = parse_load_parameters(name, request.parameters)
@@ -75,7 +77,7 @@ def _load(parent: Path, loop: asyncio.AbstractEventLoop) -> Callable[[bytes], No
         except Exception as error:  # noqa: BLE001 - `refused` tells them apart
             refused(error)
         finally:
-            tempfile.tempdir = before
+            os.environ["TMPDIR"] = before
         if list(scratches.iterdir()) or {one.name for one in parent.iterdir()} - {"m", "scratch"}:
             raise Finding("files lie where none should")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from tests.integration.controlling import (
     ready,
 )
 from tests.integration.serving import echo_model, failure_of, serving, write_model
+from tests.rlimits import limited
 from tests.wire import infer, rows_of_floats
 
 Code = grpc.StatusCode
@@ -57,7 +59,7 @@ async def test_file_override_is_the_whole_model_and_leaves_nothing_behind(
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    monkeypatch.setenv("TMPDIR", str(scratch))
     write_model(tmp_path / "repository", "m")
     async with serving(tmp_path / "repository", settings=explicit(tmp_path / "repository")) as served:
         await load(served, "m", config=IDENTITY, **{"file:7/model.onnx": b"whatever"})
@@ -130,3 +132,21 @@ async def test_bad_load_request_is_refused_and_the_model_keeps_serving(
         assert await ready(served)
         await load(served, "m")
         assert await index(served) == READY_M
+
+
+async def test_load_fails_where_its_files_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    repository = tmp_path / "repository"
+    brought: dict[str, object] = {"config": IDENTITY, "file:1/model.onnx": bytes(100_000)}
+    why = f"failed to load 'new', its files can't be written below '{scratch}' (TMPDIR): "
+    async with serving(repository, {"m": echo_model()}, settings=explicit(repository, load=("m",))) as served:
+        missing = await failure_of(load(served, "new", **brought))
+        assert missing == (Code.UNAVAILABLE, why + "No such file or directory")
+        scratch.mkdir()
+        with limited(resource.RLIMIT_FSIZE, 65_536):
+            full = await failure_of(load(served, "new", **brought))
+        assert full == (Code.UNAVAILABLE, why + "File too large")
+        assert list(scratch.iterdir()) == []
+        await load(served, "new", **brought)
+        assert await answers(served, "new")

@@ -217,7 +217,7 @@ async def test_model_uploaded_by_a_client_gets_another_process_when_one_ends(
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    monkeypatch.setenv("TMPDIR", str(scratch))
     (tmp_path / "models").mkdir()
     config = json.dumps({"parameters": {"paceline.own_process": {"string_value": "true"}}})
     brought = {"file:1/model.onnx": models.quotient().SerializeToString()}

@@ -16,7 +16,7 @@ FILE = PurePosixPath("1/model.onnx")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(scratch, "_there", set())
     yield tmp_path
     remove_all()
