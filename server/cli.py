@@ -95,6 +95,15 @@ def main() -> None:
 
 
 _MODEL_PATH = ModelPath()
+_DELAY = "dynamic_batching.max_queue_delay_microseconds"
+_BATCHING = {
+    "max_batch_size": "max_batch_size",
+    "max_queue_delay_microseconds": _DELAY,
+    "max_latency": _DELAY,
+    "max_batch_time": _DELAY,
+    "timeout": "dynamic_batching.default_queue_policy.default_timeout_microseconds",
+}
+"""Flags for models without a configuration, and the fields that say the same in one."""
 _MAX_US = 10**12
 """A million seconds, the maximum of `AMOUNT`."""
 _MAX_ROWS = 2**31 - 1
@@ -303,7 +312,8 @@ def _settings(paths: Sequence[Path], given: Mapping[str, Any]) -> Settings:
 def _batch_defaults(backends: BackendConfig, given: Mapping[str, Any]) -> BatchDefaults:
     rows = _first_given(given["max_batch_size"], backends.max_batch_rows, BatchDefaults().max_batch_rows)
     delays = (given[name] for name in ("max_queue_delay_microseconds", "max_latency", "max_batch_time"))
-    return BatchDefaults(rows, _delay_ns(*delays), int((given["timeout"] or 0) * 1e9))
+    flags = [(f"--{name.replace('_', '-')}", field) for name, field in _BATCHING.items() if given[name] is not None]
+    return BatchDefaults(rows, _delay_ns(*delays), int((given["timeout"] or 0) * 1e9), tuple(flags))
 
 
 def _models_to_serve(paths: Sequence[Path], model_name: str) -> tuple[tuple[Path, ...], str]:

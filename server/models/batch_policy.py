@@ -27,11 +27,13 @@ _ACTIONS = {
 @dataclass(frozen=True, slots=True)
 class BatchDefaults:
     """How a model without any configuration is batched, if it can be: rows of a batch (Triton's default is 4), longest
-    wait for more requests, longest time in the queue (0: no limit)."""
+    wait for more requests, longest time in the queue (0: no limit). `flags` are those that were given for this, each
+    with the field of a configuration that says the same."""
 
     max_batch_rows: int = 32
     max_queue_delay_ns: int = 0
     queue_timeout_ns: int = 0
+    flags: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ outside is only ever compared with the names found; no path is made of it.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ __all__ = [
     "is_ignored",
     "model_folder",
 ]
+
+_log = logging.getLogger("paceline.server.layout")
 
 CONFIG_FILE = "config.pbtxt"
 CONFIGS_FOLDER = "configs"
@@ -115,6 +118,12 @@ class Layout:
         single = [str(place) for place, kind in self._kinds.items() if kind is not _Kind.REPOSITORY]
         if self._model_name and len(single) > 1:
             raise StartError(f"--model-name {self._model_name}: expected one model, got {', '.join(single)}")
+        if self._model_name and not single:
+            text = (
+                "no model is named '%s', as --model-name or INFERENCE_SERVICE_NAME says: models in repositories "
+                "keep the names of their folders, and %s is one"
+            )
+            _log.warning(text, self._model_name, self)
 
     def models(self) -> list[ModelFolder]:
         """All models there are now, by name. Raises OSError if a repository can't be listed."""

@@ -38,6 +38,7 @@ from server.models.model_config import (
     ServingPlan,
     backend_name,
     check_supported,
+    ignored_settings,
     instance_groups,
     is_complete,
     model_source,
@@ -125,6 +126,7 @@ def load_model(
         tell_versions(versions)
     backend = backend_of(backend_name(config))
     batching = None if override is not None or folder.config else defaults.batching
+    _tell_ignored(config, () if batching else defaults.batching.flags)
     loaded: list[LoadedVersion] = []
     with ExitStack() as undo:
         for version in versions:
@@ -133,6 +135,17 @@ def load_model(
             loaded.append(one)
         undo.pop_all()
     return loaded
+
+
+def _tell_ignored(config: pb.ModelConfig, flags: Sequence[tuple[str, str]]) -> None:
+    """Log what the user asked for and doesn't get: `flags`, as the model has a configuration, and settings in it."""
+    if flags:
+        names, fields = (" and ".join(texts) for texts in zip(*flags, strict=True))
+        have = "has" if len(flags) == 1 else "have"
+        text = "model '%s': %s %s no effect, as it has a configuration; set %s in that"
+        _log.warning(text, config.name, names, have, fields)
+    if settings := ignored_settings(config):
+        _log.warning("model '%s': not in this build, so without effect: %s", config.name, ", ".join(settings))
 
 
 def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, from_client: bool) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "ServingPlan",
     "backend_name",
     "check_supported",
+    "ignored_settings",
     "instance_groups",
     "is_complete",
     "model_source",
@@ -206,6 +207,17 @@ def _unsupported(config: pb.ModelConfig) -> Iterable[tuple[bool, str]]:
     for group in config.instance_group:
         yield group.passive, "instance_group.passive"
         yield bool(group.secondary_devices), "instance_group.secondary_devices"
+
+
+def ignored_settings(config: pb.ModelConfig) -> list[str]:
+    """What `config` asks for that has no effect here and isn't a mere hint."""
+    asked = {
+        "response_cache": config.response_cache.enable,
+        "instance_group.rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),
+        "model_metrics": config.HasField("model_metrics"),
+        "cc_model_filenames": bool(config.cc_model_filenames),
+    }
+    return [name for name, is_asked_for in asked.items() if is_asked_for]
 
 
 def is_complete(config: pb.ModelConfig) -> bool:

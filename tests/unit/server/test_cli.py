@@ -283,6 +283,17 @@ def test_every_flag_becomes_a_setting() -> None:
     assert set(given) - read == {"log_level", "log_format"}, "which are for the log"
 
 
+def test_flags_about_batches_are_known_by_the_fields_that_say_the_same() -> None:
+    flags = parsed("--max-batch-size", "4", "--max-latency", "5", "--timeout", "0", "m")
+    given = {key: value for key, value in flags.items() if key != "paths"}
+    assert _settings((REPO,), given).batching.flags == (
+        ("--max-batch-size", "max_batch_size"),
+        ("--max-latency", "dynamic_batching.max_queue_delay_microseconds"),
+        ("--timeout", "dynamic_batching.default_queue_policy.default_timeout_microseconds"),
+    )
+    assert _settings((REPO,), {key: value for key, value in parsed("m").items() if key != "paths"}).batching.flags == ()
+
+
 def test_disable_auto_complete_config_takes_no_value() -> None:
     found = parsed("--disable-auto-complete-config", "models")
     assert (found["disable_auto_complete_config"], found["paths"]) == (True, (Path("models"),))

@@ -427,6 +427,15 @@ def test_layout_with_a_name_does_not_rename_the_models_of_a_repository(tmp_path:
     assert [(model.name, model.renamed) for model in layout.models()] == [("a", False), ("named", True)]
 
 
+def test_layout_with_a_name_for_no_model_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    touch(tmp_path / "repository" / "a" / "1" / "model.onnx")
+    Layout([tmp_path / "repository"], model_name="named").open()
+    assert [record.getMessage() for record in caplog.records] == [
+        "no model is named 'named', as --model-name or INFERENCE_SERVICE_NAME says: models in repositories keep the "
+        f"names of their folders, and {tmp_path}/repository is one"
+    ]
+
+
 def test_layout_with_a_name_and_two_single_models_is_refused(tmp_path: Path) -> None:
     paths = [touch(tmp_path / "a.onnx"), touch(tmp_path / "b.onnx")]
     with pytest.raises(StartError, match=r"--model-name m: expected one model, got .*a\.onnx, .*b\.onnx"):

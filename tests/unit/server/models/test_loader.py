@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from backends.onnx.options import OWN_PROCESS
 from backends.spec import ModelSpec, Tensors, TensorSpec
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError, LoadHangs
+from server.models.batch_policy import BatchDefaults
 from server.models.layout import ModelFolder
 from server.models.loader import LoadDefaults, load_model, wanted_versions
 from tests.polling import eventually
@@ -390,6 +392,66 @@ def test_load_logs_how_the_model_will_batch(
     (record,) = caplog.records
     assert record.getMessage().startswith("model 'm' version 1 loaded in ")
     assert record.getMessage().endswith(text)
+
+
+FLAGS = LoadDefaults(
+    BatchDefaults(4, flags=(("--max-batch-size", "max_batch_size"), ("--timeout", "default_queue_policy")))
+)
+IGNORED_FLAGS = (
+    "model 'm': --max-batch-size and --timeout have no effect, as it has a configuration; set max_batch_size and "
+    "default_queue_policy in that"
+)
+
+
+def warnings_of_load(caplog: pytest.LogCaptureFixture, model: ModelFolder, *given: LoadDefaults, **more: Any) -> object:
+    with caplog.at_level(logging.WARNING, "paceline.server.loader"):
+        load_model(model, VersionBackend().of, *given, **more)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("config", ["", "max_batch_size: 4"])
+def test_load_warns_of_flags_that_a_configuration_overrules(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str
+) -> None:
+    assert warnings_of_load(caplog, folder(tmp_path, 1, config=config), FLAGS) == [IGNORED_FLAGS]
+
+
+def test_load_warns_of_flags_that_a_callers_configuration_overrules(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert warnings_of_load(caplog, folder(tmp_path, 1), FLAGS, override=pb.ModelConfig()) == [IGNORED_FLAGS]
+
+
+def test_load_without_a_configuration_follows_flags_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of_load(caplog, folder(tmp_path, 1), FLAGS) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ("response_cache { enable: true }", "response_cache"),
+        (
+            'response_cache { enable: true } cc_model_filenames { key: "7.5" value: "x" } model_metrics { } '
+            "instance_group { rate_limiter { priority: 1 } }",
+            "response_cache, instance_group.rate_limiter, model_metrics, cc_model_filenames",
+        ),
+    ],
+)
+def test_load_warns_once_of_settings_without_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str, settings: str
+) -> None:
+    config = f"version_policy {{ all {{ }} }} {config}"
+    warnings = warnings_of_load(caplog, folder(tmp_path, 1, 2, config=config))
+    assert warnings == [f"model 'm': not in this build, so without effect: {settings}"]
+
+
+@pytest.mark.parametrize(
+    "config", ["response_cache { }", "instance_group { count: 2 }", "optimization { priority: 1 }"]
+)
+def test_load_is_silent_about_settings_that_ask_for_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str
+) -> None:
+    assert warnings_of_load(caplog, folder(tmp_path, 1, config=config)) == []
 
 
 @pytest.mark.parametrize(
