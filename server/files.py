@@ -1,6 +1,7 @@
-"""Paths of files that users name, checked before anything is opened.
+"""Paths of files that users name, checked before anything is opened, and as others may read them.
 
-Lives here: what every reader of such a file has to check first. Must not: open or read files.
+Lives here: what every reader of such a file has to check first, and what everybody does who tells its name. Must not:
+open or read files.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["check_file", "inside"]
+__all__ = ["check_file", "in_utf8", "inside"]
+
+
+def in_utf8(text: str) -> str:
+    """`text` with what UTF-8 can't encode escaped: names of folders and files may be any bytes, while messages, JSON
+    and pages are UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def inside(folder: Path, name: str) -> Path | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from backends.base import Files
 from backends.paths import exists, is_file, is_folder
 from server.errors import StartError
+from server.files import in_utf8
 
 __all__ = [
     "CONFIG_FILE",
@@ -195,8 +196,7 @@ def _model(name: str, paths: Sequence[Path], kind: _Kind) -> ModelFolder:
     path = paths[0]
     if len(paths) > 1:
         return ModelFolder(name, path, {}, duplicates=tuple(paths))
-    shown = name.encode(errors="backslashreplace").decode()
-    if shown != name:
+    if (shown := in_utf8(name)) != name:
         # Messages and configurations can't carry such a name, so nobody could ask for the model.
         return ModelFolder(name, path, {}, problem=f"expected a name in UTF-8, got '{shown}'")
     if kind is _Kind.FILE:

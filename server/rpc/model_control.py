@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from protos import inference_pb2 as pb
 from server.config import ControlMode
 from server.errors import LoadFailed, ModelNotFound, ModelNotReady, NotSupported
+from server.files import in_utf8
 from server.models.layout import Layout, ModelFolder
 from server.models.load_request import (
     Override,
@@ -117,13 +118,8 @@ def _refuse_repository(name: str) -> None:
 
 def _line(line: IndexLine) -> pb.RepositoryIndexResponse.ModelIndex:
     return pb.RepositoryIndexResponse.ModelIndex(
-        name=_sendable(line.name),
+        name=in_utf8(line.name),
         version=line.version,
         state=line.state.value if line.state else "",
-        reason=_sendable(line.reason),
+        reason=in_utf8(line.reason),
     )
-
-
-def _sendable(text: str) -> str:
-    """`text` with what UTF-8 can't encode escaped: names of folders and files may be any bytes."""
-    return text.encode(errors="backslashreplace").decode()

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
+from server.files import in_utf8
 from server.telemetry.repeat_filter import RepeatFilter
 
 __all__ = ["LogSettings", "apply", "configure", "current", "debugging"]
@@ -33,8 +34,13 @@ debugging = _Switch()
 """For checks that every request makes: asking a logger takes 110 ns, this 15."""
 
 
-_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029) if code != 9}
-"""Text that a client sent must not end the line or move a terminal's cursor."""
+_SURROGATES = range(0xD800, 0xE000)
+_CONTROLS = {
+    code: repr(chr(code))[1:-1]
+    for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *_SURROGATES)
+    if code != ord("\t")
+}
+"""Text that a client sent must not end the line or move a terminal's cursor, and names of files needn't be UTF-8."""
 
 
 _LOOPS = "asyncio"
@@ -69,7 +75,8 @@ class _Json(_Text):
         }
         if record.exc_info:
             line["exception"] = logging.Formatter.formatException(self, record.exc_info)
-        return json.dumps(line)
+        # Parsers refuse a lone surrogate, even if it is escaped.
+        return json.dumps({name: in_utf8(one) if isinstance(one, str) else one for name, one in line.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from server.addresses import listen
+from server.files import in_utf8
 from server.telemetry.metrics import Metrics
 
 __all__ = ["MetricsEndpoint"]
@@ -58,9 +59,9 @@ class MetricsEndpoint:
                     self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, metrics.text())
                 elif path in probes:
                     why_not = probes[path]()
-                    self._answer(503 if why_not else 200, _PLAIN, _encoded(f"{why_not or 'ok'}\n"))
+                    self._answer(503 if why_not else 200, _PLAIN, in_utf8(f"{why_not or 'ok'}\n").encode())
                 elif path == "/":
-                    self._answer(200, _HTML, _encoded(page()))
+                    self._answer(200, _HTML, in_utf8(page()).encode())
                 else:
                     self.send_error(404)
 
@@ -136,8 +137,3 @@ class MetricsEndpoint:
             finally:
                 with self._lock:
                     self._connections.pop(connection, None)
-
-
-def _encoded(text: str) -> bytes:
-    """Models may have names that aren't UTF-8."""
-    return text.encode(errors="backslashreplace")

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from server.errors import InvalidRequest, NotSupported
+from server.files import in_utf8
 
 __all__ = ["OtlpTarget", "TraceConfig", "TraceSettings", "TraceStore", "parse_trace_config"]
 
@@ -202,7 +203,7 @@ class TraceStore:
             "trace_rate": str(settings.rate),
             "trace_count": str(settings.count),
             "log_frequency": str(settings.log_frequency),
-            "trace_file": str(self._config.file or ""),
+            "trace_file": in_utf8(str(self._config.file or "")),
             "trace_mode": self._config.mode,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 
 import pytest
@@ -33,6 +34,25 @@ def test_json_is_one_object_per_line_whatever_the_message(capsys: pytest.Capture
     record = json.loads(line)
     assert re.fullmatch(STAMP, record.pop("time"))
     assert record == {"level": "ERROR", "logger": "paceline.x", "message": 'two\nlines, "quoted", \u00fc'}
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_line_with_a_name_outside_utf8_is_utf8(capsys: pytest.CaptureFixture[str], form: str) -> None:
+    """Parsers refuse JSON with a lone surrogate, escaped or not."""
+    log.configure("info", form)
+    name = os.fsdecode(b"r\xe9seau")
+    try:
+        raise ValueError(name)
+    except ValueError:
+        logging.getLogger("paceline.x").exception("model '%s'", name, extra={"fields": {"model": name, "rows": 3}})
+    (first, *others) = lines(capsys)
+    if form == "text":
+        assert first.endswith("model 'r\\udce9seau'")
+        assert others[-1].endswith("ValueError: r\\udce9seau")
+        return
+    record = json.loads(first)
+    assert (record["message"], record["model"], record["rows"]) == ("model 'r\\udce9seau'", "r\\udce9seau", 3)
+    assert record["exception"].endswith("ValueError: r\\udce9seau")
 
 
 def test_json_carries_the_traceback_of_an_exception(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -205,3 +206,8 @@ def test_settings_as_text_have_the_names_and_values_of_the_extension() -> None:
         "trace_mode": "triton",
     }
     assert TraceStore(TraceConfig()).as_text(TraceSettings())["trace_file"] == ""
+
+
+def test_trace_file_outside_utf8_is_told_escaped() -> None:
+    config = TraceConfig(Path(os.fsdecode(b"r\xe9.json")))
+    assert TraceStore(config).as_text(TraceSettings())["trace_file"] == "r\\udce9.json"
