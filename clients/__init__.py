@@ -27,7 +27,7 @@ from clients.errors import (
     Unavailable,
     Unimplemented,
 )
-from clients.messages import InferResult, ModelMetadata, ServerMetadata, TensorMetadata
+from clients.messages import IndexEntry, InferResult, ModelMetadata, ServerMetadata, TensorMetadata
 from clients.sync import InferenceClient
 from clients.tls import Tls
 
@@ -37,6 +37,7 @@ __all__ = [
     "ClientClosed",
     "ClientError",
     "DeadlineExceeded",
+    "IndexEntry",
     "InferResult",
     "InferenceClient",
     "InferenceError",

@@ -20,7 +20,16 @@ from clients.base import DEFAULT_TIMEOUT_S, BaseClient, Metadata, ReadyWait, Tim
 from clients.calls import Call, Method
 from clients.coalescing import Coalescer
 from clients.errors import Cancelled, DeadlineExceeded, InferenceError, Unavailable, rpc_failure, unreadable
-from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request, plain_inputs
+from clients.messages import (
+    IndexEntry,
+    InferResult,
+    Inputs,
+    ModelMetadata,
+    Parameters,
+    ServerMetadata,
+    infer_request,
+    plain_inputs,
+)
 from clients.streams import NoStream, Streams, check_request
 from clients.tls import Tls
 from protos.inference_pb2 import ModelInferRequest
@@ -169,6 +178,10 @@ class InferenceClient(BaseClient):
     ) -> ModelMetadata:
         """The model's versions, platform, inputs and outputs."""
         return await self._call(calls.model_metadata(model, version), timeout_s, metadata)
+
+    async def repository_index(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> tuple[IndexEntry, ...]:
+        """The state of each version of each model. Not all servers have this extension of Triton's."""
+        return await self._call(calls.repository_index(), timeout_s, metadata)
 
     async def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
         """The name of a grpc.health.v1 status, such as SERVING. Raises NotFound for an unknown service."""

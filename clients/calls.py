@@ -17,10 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.errors import ResponseError
 from clients.messages import (
+    IndexEntry,
     InferResult,
     ModelMetadata,
     ServerMetadata,
     checked_text,
+    index_of,
     infer_result,
     model_metadata_of,
     server_metadata_of,
@@ -31,6 +33,7 @@ from protos.inference_pb2 import (
     ModelMetadataRequest,
     ModelReadyRequest,
     ModelReadyResponse,
+    RepositoryIndexRequest,
     ServerLiveRequest,
     ServerMetadataRequest,
     ServerReadyRequest,
@@ -44,6 +47,7 @@ __all__ = [
     "infer",
     "model_metadata",
     "model_ready",
+    "repository_index",
     "server_live",
     "server_metadata",
     "server_ready",
@@ -64,6 +68,7 @@ class Method(StrEnum):
     MODEL_READY = "ModelReady"
     SERVER_METADATA = "ServerMetadata"
     MODEL_METADATA = "ModelMetadata"
+    REPOSITORY_INDEX = "RepositoryIndex"
     HEALTH_CHECK = "Check"
 
 
@@ -127,6 +132,11 @@ def model_metadata(model: str, version: str) -> Call[ModelMetadata]:
     """ModelMetadata: the model's versions, platform, inputs and outputs."""
     request = ModelMetadataRequest(name=checked_text("model", model), version=checked_text("version", version))
     return Call(Method.MODEL_METADATA, request, model_metadata_of)
+
+
+def repository_index() -> Call[tuple[IndexEntry, ...]]:
+    """RepositoryIndex, Triton's extension: the state of each version of each model."""
+    return Call(Method.REPOSITORY_INDEX, RepositoryIndexRequest(), index_of)
 
 
 def health(service: str) -> Call[str]:

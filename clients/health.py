@@ -12,11 +12,14 @@ from __future__ import annotations
 import click
 
 from clients.connection_options import ConnectionOptions, Seconds, Server, access_options, one_line_errors
+from clients.errors import InferenceError
+from clients.printable import printable
 from clients.sync import InferenceClient
 
 __all__ = ["health"]
 
 _SERVING = "SERVING"
+_MOST_REASONS = 20
 
 
 @click.command()
@@ -44,7 +47,8 @@ _SERVING = "SERVING"
 def health(server: str, service: str, timeout_s: float, access: ConnectionOptions) -> None:
     """Ask a server's health service; exit with 0 if it says SERVING, 2 if an option can't be used, else 1.
 
-    No token is needed.
+    No token is needed, except to learn why a server that requires tokens isn't ready: that is on stderr, a line for
+    each model.
     """
     tls = access.tls or False
     with (
@@ -53,5 +57,29 @@ def health(server: str, service: str, timeout_s: float, access: ConnectionOption
     ):
         status = client.health(service)
         click.echo(status)
+        if status != _SERVING:
+            for reason in _reasons(client, service):
+                click.echo(printable(" ".join(reason.split())), err=True)
     if status != _SERVING:
         raise click.exceptions.Exit(click.ClickException.exit_code)
+
+
+def _reasons(client: InferenceClient, service: str) -> list[str]:
+    """Why the server isn't ready, as its index of models tells it. `/readyz` alone has what isn't about one model."""
+    if service == "liveness":
+        return ["only a restart helps; /livez on the metrics port says why"]
+    try:
+        entries = client.repository_index()
+    except InferenceError as error:
+        return [f"the states of its models are unknown: {error}"]
+    serving = {entry.name for entry in entries if entry.state == "READY"}
+    reasons = [
+        f"model '{entry.name}'{entry.version and f' version {entry.version}'} is {entry.state}"
+        f"{entry.reason and f': {entry.reason}'}"
+        for entry in entries
+        if entry.name not in serving and entry.state and entry.reason != "unloaded"
+    ]
+    if not reasons:
+        return ["no model is to blame: it may be starting or stopping; /readyz on the metrics port says why"]
+    more = len(reasons) - _MOST_REASONS
+    return reasons[:_MOST_REASONS] + ([f"and {more} more"] if more > 0 else [])

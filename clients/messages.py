@@ -24,11 +24,13 @@ from protos.inference_pb2 import (
     ModelInferRequest,
     ModelInferResponse,
     ModelMetadataResponse,
+    RepositoryIndexResponse,
     ServerMetadataResponse,
 )
 
 __all__ = [
     "MAX_TENSOR_BYTES",
+    "IndexEntry",
     "InferResult",
     "Inputs",
     "ModelMetadata",
@@ -37,6 +39,7 @@ __all__ = [
     "ServerMetadata",
     "TensorMetadata",
     "checked_text",
+    "index_of",
     "infer_request",
     "infer_result",
     "model_metadata_of",
@@ -84,6 +87,17 @@ class ModelMetadata:
     inputs: tuple[TensorMetadata, ...]
     outputs: tuple[TensorMetadata, ...]
     properties: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """A version of a model in a server's repository. `state` is READY, LOADING, UNLOADING or UNAVAILABLE, with the
+    reason if the server gives one; "" if the model was never loaded. `version` is "" where none is known."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -310,6 +324,11 @@ def model_metadata_of(response: ModelMetadataResponse) -> ModelMetadata:
         outputs=_tensors_of(response.outputs),
         properties=dict(response.properties),
     )
+
+
+def index_of(response: RepositoryIndexResponse) -> tuple[IndexEntry, ...]:
+    """Reads an answer to RepositoryIndex."""
+    return tuple(IndexEntry(each.name, each.version, each.state, each.reason) for each in response.models)
 
 
 def _tensors_of(messages: Sequence[ModelMetadataResponse.TensorMetadata]) -> tuple[TensorMetadata, ...]:

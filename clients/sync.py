@@ -17,7 +17,16 @@ from clients import calls
 from clients.base import BaseClient, Metadata, ReadyWait, Timeout
 from clients.calls import Call
 from clients.errors import DeadlineExceeded, InferenceError, Unavailable, rpc_failure
-from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request, plain_inputs
+from clients.messages import (
+    IndexEntry,
+    InferResult,
+    Inputs,
+    ModelMetadata,
+    Parameters,
+    ServerMetadata,
+    infer_request,
+    plain_inputs,
+)
 
 __all__ = ["InferenceClient"]
 
@@ -107,6 +116,10 @@ class InferenceClient(BaseClient):
     ) -> ModelMetadata:
         """The model's versions, platform, inputs and outputs."""
         return self._call(calls.model_metadata(model, version), timeout_s, metadata)
+
+    def repository_index(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> tuple[IndexEntry, ...]:
+        """The state of each version of each model. Not all servers have this extension of Triton's."""
+        return self._call(calls.repository_index(), timeout_s, metadata)
 
     def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
         """The name of a grpc.health.v1 status, such as SERVING. Raises NotFound for an unknown service."""

@@ -34,12 +34,14 @@ def test_health_of_a_ready_server_is_0(tmp_path: Path) -> None:
         assert "unknown service 'nope'" in said
 
 
-def test_health_of_a_server_that_lacks_a_model_is_1_and_its_liveness_0(tmp_path: Path) -> None:
+def test_health_of_a_server_that_lacks_a_model_is_1_and_names_it(tmp_path: Path) -> None:
     models.write(models.add_sub(), tmp_path / "good" / "1" / "model.onnx")
-    (tmp_path / "bad" / "1").mkdir(parents=True)
-    (tmp_path / "bad" / "1" / "model.onnx").write_bytes(b"no model")
+    (tmp_path / "bad").mkdir()
     with ServerProcess(tmp_path) as server:
-        assert health(server.target) == (1, "NOT_SERVING", "")
+        status, said, complained = health(server.target)
+        assert (status, said) == (1, "NOT_SERVING")
+        assert complained.startswith("model 'bad' is UNAVAILABLE: no version to load: expected folders named by")
+        assert "\n" not in complained
         assert health(server.target, *LIVENESS) == (0, "SERVING", "")
 
 

@@ -25,6 +25,7 @@ class Peer(inference_pb2_grpc.GRPCInferenceServiceServicer, health_pb2_grpc.Heal
         self.answer: Answer = echo
         self.readiness: list[bool | grpc.StatusCode] = [True]
         self.model = pb.ModelMetadataResponse(name="m")
+        self.index = pb.RepositoryIndexResponse()
         self.health = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
         self.requests: list[Any] = []
         self.metadata: list[dict[str, str | bytes]] = []
@@ -65,6 +66,12 @@ class Peer(inference_pb2_grpc.GRPCInferenceServiceServicer, health_pb2_grpc.Heal
     ) -> pb.ModelMetadataResponse:
         self._note(request, context)
         return self.model
+
+    def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest, context: grpc.ServicerContext
+    ) -> pb.RepositoryIndexResponse:
+        self._note(request, context)
+        return self.index
 
     def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext

@@ -23,6 +23,7 @@ from clients import (
     Cancelled,
     ClientClosed,
     DeadlineExceeded,
+    IndexEntry,
     InferenceClient,
     InferenceError,
     Internal,
@@ -472,6 +473,15 @@ async def test_model_ready_names_model_and_version(twin: Twin, peer: Peer) -> No
 
 async def test_server_metadata_is_read(twin: Twin) -> None:
     assert await twin.server_metadata() == ServerMetadata("peer", "7", ("statistics",))
+
+
+async def test_repository_index_is_read(twin: Twin, peer: Peer) -> None:
+    peer.index.models.add(name="m", version="1", state="READY")
+    peer.index.models.add(name="n", state="UNAVAILABLE", reason="broken")
+    assert await twin.repository_index() == (
+        IndexEntry("m", "1", "READY", ""),
+        IndexEntry("n", "", "UNAVAILABLE", "broken"),
+    )
 
 
 async def test_model_metadata_is_read(twin: Twin, peer: Peer) -> None:
