@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from clients.connection_options import ConnectionOptions, Seconds, Server, acces
 from clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
 from clients.messages import InferResult, ParameterValue
 from clients.repeat import Outcome, run_repeated
-from clients.report import outcome_json, outcome_text, result_json, result_text, save_npz
+from clients.report import outcome_json, outcome_text, progress_line, result_json, result_text, save_npz
 from clients.sync import InferenceClient
 
 __all__ = ["infer"]
@@ -69,6 +70,7 @@ __all__ = ["infer"]
 @click.option(
     "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Output format."
 )
+@click.option("--full", is_flag=True, help="Print all values of large outputs.")
 @click.option("--save", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.npz", help="Save the outputs.")
 @access_options
 def infer(
@@ -86,6 +88,7 @@ def infer(
     repeat: int,
     concurrency: int,
     form: str,
+    full: bool,
     save: Path | None,
     access: ConnectionOptions,
 ) -> None:
@@ -116,9 +119,12 @@ def infer(
             datatypes=ready.datatypes,
         )
         if repeat > 1:
-            _print_outcome(run_repeated(call, repeat=repeat, concurrency=concurrency), form)
+            with progress_line(sys.stderr, repeat) as report:
+                outcome = run_repeated(call, report, repeat=repeat, concurrency=concurrency)
+            _print_outcome(outcome, form)
         else:
-            _print_result(call(), form, save)
+            text_of = partial(result_text, most_values=sys.maxsize) if full else result_text
+            _print_result(call(), result_json if form == "json" else text_of, save)
 
 
 def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> None:
@@ -126,6 +132,8 @@ def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> 
         raise InputError("--save can't be combined with --repeat: it saves a single answer")
     if repeat == 1 and concurrency > 1:
         raise InputError("--concurrency needs --repeat")
+    if save is not None and save.suffix != ".npz":
+        raise InputError(f"--save {save}: expected a name that ends in .npz, the one format there is")
     # Checked before the model computes anything. If writing fails after all, that is reported later.
     if save is not None and not os.access(save if save.exists() else save.absolute().parent, os.W_OK):
         raise InputError(f"--save {save}: expected a file that can be written, in an existing folder")
@@ -151,8 +159,8 @@ def _parameter(text: str) -> tuple[str, ParameterValue]:
     return key, parsed if isinstance(parsed, bool | int | float | str) else value
 
 
-def _print_result(result: InferResult, form: str, save: Path | None) -> None:
-    click.echo(result_json(result) if form == "json" else result_text(result))
+def _print_result(result: InferResult, text_of: Callable[[InferResult], str], save: Path | None) -> None:
+    click.echo(text_of(result))
     if save is not None:
         save_npz(save, result.outputs)
 

@@ -10,15 +10,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import numpy as np
 
 from clients.errors import InferenceError
 
-__all__ = ["Outcome", "run_repeated"]
+__all__ = ["Outcome", "Report", "run_repeated"]
+
+Report = Callable[[int, int], None]
+"""Told how many calls have ended, and how many nanoseconds that took."""
+
+_REPORT_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,9 @@ class Outcome:
         return float(np.percentile(self.latencies_ns, percent)) / 1e6
 
 
-def run_repeated(call: Callable[[], object], *, repeat: int, concurrency: int) -> Outcome:
-    """Makes the call `repeat` times, at most `concurrency` at once: as one ends, the next begins.
+def run_repeated(call: Callable[[], object], report: Report, *, repeat: int, concurrency: int) -> Outcome:
+    """Makes the call `repeat` times, at most `concurrency` at once: as one ends, the next begins. Calls `report` every
+    second, and at the end.
 
     InferenceError is counted by status; anything else is raised.
     """
@@ -58,18 +64,23 @@ def run_repeated(call: Callable[[], object], *, repeat: int, concurrency: int) -
             return error.status.name
         return time.perf_counter_ns() - started_ns
 
-    def work() -> list[int | str]:
+    def work(own: list[int | str]) -> None:
         # Turns are taken one by one: a future for each of many millions would fill the memory before the first ends.
-        return [timed() for _ in takewhile(lambda _: not is_over.is_set(), turns)]
+        own.extend(timed() for _ in takewhile(lambda _: not is_over.is_set(), turns))
 
     started_ns = time.perf_counter_ns()
-    threads = min(concurrency, repeat)
-    with ThreadPoolExecutor(threads) as pool:
+    of_threads: list[list[int | str]] = [[] for _ in range(min(concurrency, repeat))]
+    with ThreadPoolExecutor(len(of_threads)) as pool:
         try:
-            working = [pool.submit(work) for _ in range(threads)]
-            outcomes = [outcome for done in as_completed(working) for outcome in done.result()]
+            working = {pool.submit(work, own) for own in of_threads}
+            while working:
+                ended, working = wait(working, _REPORT_EVERY_S, FIRST_EXCEPTION)
+                for thread in ended:
+                    thread.result()
+                report(sum(map(len, of_threads)), time.perf_counter_ns() - started_ns)
         finally:
             is_over.set()
+    outcomes = list(chain.from_iterable(of_threads))
     return Outcome(
         latencies_ns=tuple(outcome for outcome in outcomes if isinstance(outcome, int)),
         errors=Counter(outcome for outcome in outcomes if isinstance(outcome, str)),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from zipfile import ZipFile
 
 import numpy as np
@@ -17,13 +18,17 @@ import numpy as np
 from clients.casting import Array
 from clients.messages import InferResult
 from clients.printable import printable
-from clients.repeat import Outcome
+from clients.repeat import Outcome, Report
 
-__all__ = ["outcome_json", "outcome_text", "result_json", "result_text", "save_npz"]
+__all__ = ["outcome_json", "outcome_text", "progress_line", "result_json", "result_text", "save_npz"]
 
 
-def result_text(result: InferResult) -> str:
-    """Name, datatype, shape and values of each output; long arrays are shortened as numpy does."""
+_FEW_VALUES = 32
+
+
+def result_text(result: InferResult, *, most_values: int = _FEW_VALUES) -> str:
+    """Name, datatype, shape and values of each output; of one with more than `most_values`, a few lines: those at the
+    beginning and the end, as rows of the last dimension."""
     heading = " ".join(filter(None, (result.model_name, result.model_version and f"version {result.model_version}")))
     lines = [heading]
     if result.id:
@@ -32,7 +37,9 @@ def result_text(result: InferResult) -> str:
     lines = list(map(printable, lines))
     for name, array in result.outputs.items():
         lines.append(printable(f"{name}  {result.datatypes[name]}  {list(array.shape)}"))
-        lines.append(np.array2string(_readable(array)))  # text as its repr
+        if array.size > most_values and array.ndim > 2:
+            array = array.reshape(-1, array.shape[-1])
+        lines.append(np.array2string(_readable(array), threshold=most_values))  # text as its repr
     return "\n".join(lines)
 
 
@@ -93,6 +100,22 @@ def outcome_json(outcome: Outcome) -> str:
     }
     document |= {f"p{percent}_ms": outcome.percentile_ms(percent) for percent in _PERCENTS if outcome.ok}
     return json.dumps(document)
+
+
+@contextmanager
+def progress_line(out: TextIO | None, repeat: int) -> Iterator[Report]:
+    """Yields what shows the progress of `repeat` calls on the terminal `out`, in a line that is gone at the end. If
+    `out` is no terminal, nothing is shown."""
+
+    def write(text: str) -> None:
+        if out is not None and out.isatty():
+            out.write(f"\r{text}\x1b[K")
+            out.flush()
+
+    try:
+        yield lambda done, elapsed_ns: write(f"{done} of {repeat}  {done / (elapsed_ns / 1e9):.1f} requests/s")
+    finally:
+        write("")
 
 
 _PERCENTS = (50, 90, 99)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,11 +18,17 @@ import pytest
 from click.testing import CliRunner, Result
 
 from clients.cli import infer
+from clients.report import progress_line
 from protos import inference_pb2 as pb
 from tests.harness import REPO
 from tests.unit.clients.peer import Peer, echo, refuse
 
 Run = Callable[..., Result]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -112,10 +120,26 @@ def test_infer_model_without_inputs_needs_none(run: Run, peer: Peer) -> None:
     assert not sent(peer).inputs
 
 
-def test_infer_long_output_is_shortened(run: Run) -> None:
-    result = run("--random", "--rows", "2000")
-    assert "..." in result.stdout
-    assert len(result.stdout.splitlines()) < 20
+@pytest.mark.parametrize("shape", ["2000,2", "1,1000", "1,3,224,224", "4,4,4,4,4"])
+def test_infer_long_output_is_a_few_values_unless_asked_for_all(run: Run, peer: Peer, shape: str) -> None:
+    peer.takes(x=("INT32", [-1, -1]))
+    few = run("--random", "--shape", f"x={shape}").stdout
+    assert "..." in few
+    assert len(few.splitlines()) < 12
+    every = run("--random", "--shape", f"x={shape}", "--full").stdout
+    assert "..." not in every
+    assert len(every.split("\n", 2)[2].replace("[", " ").replace("]", " ").split()) == math.prod(
+        map(int, shape.split(","))
+    )
+
+
+def test_infer_repeated_shows_progress_on_a_terminal_only(run: Run) -> None:
+    assert run("--random", "--repeat", "3").stderr == ""
+    terminal = Terminal()
+    with progress_line(terminal, 8) as report:
+        report(2, 10**9)
+        report(8, 2 * 10**9)
+    assert terminal.getvalue() == "\r2 of 8  2.0 requests/s\x1b[K\r8 of 8  4.0 requests/s\x1b[K\r\x1b[K"
 
 
 def test_infer_random_uses_rows_shape_and_seed(run: Run, peer: Peer) -> None:
@@ -161,6 +185,7 @@ def test_infer_failed_save_is_one_line_and_exit_2(run: Run, peer: Peer, tmp_path
         (("--random", "--parameter", "k"), "--parameter 'k': expected KEY=VALUE"),
         (("--random", "--parameter", f"k={2**64}"), "parameter 'k'"),
         (("--random", "--repeat", "2", "--save", "o.npz"), "--save can't be combined"),
+        (("--random", "--save", "o.txt"), "--save o.txt: expected a name that ends in .npz, the one format there is"),
         (("--random", "--concurrency", "2"), "--concurrency needs --repeat"),
         (("--random", "--timeout", "nan"), "--timeout: expected a number of seconds, got nan"),
     ],

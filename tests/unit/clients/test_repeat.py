@@ -10,6 +10,17 @@ import pytest
 from clients.repeat import run_repeated
 
 
+def unheard(done: int, elapsed_ns: int) -> None:
+    pass
+
+
+def test_repeated_reports_all_calls_at_the_end() -> None:
+    reports: list[tuple[int, int]] = []
+    outcome = run_repeated(lambda: None, lambda *report: reports.append(report), repeat=100, concurrency=3)
+    assert outcome.ok == reports[-1][0] == 100
+    assert reports == sorted(reports)
+
+
 def test_repeated_takes_no_memory_for_calls_still_to_come() -> None:
     calls = 0
 
@@ -22,7 +33,7 @@ def test_repeated_takes_no_memory_for_calls_still_to_come() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(KeyError, match="enough"):
-            run_repeated(call, repeat=30_000, concurrency=1)
+            run_repeated(call, unheard, repeat=30_000, concurrency=1)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -37,4 +48,4 @@ def test_repeated_ends_all_calls_when_one_raises() -> None:
             raise KeyError("enough")
 
     with pytest.raises(KeyError, match="enough"):
-        run_repeated(call, repeat=10**12, concurrency=2)
+        run_repeated(call, unheard, repeat=10**12, concurrency=2)

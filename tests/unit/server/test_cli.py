@@ -539,3 +539,26 @@ def test_python_m_server_is_the_command_too() -> None:
         [sys.executable, "-m", "server", "--help"], cwd=REPO, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("Usage: paceline ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("infr", "did you mean 'infer'?"),
+        ("Health", "did you mean 'health'?"),
+        ("server", "did you mean 'serve'?"),
+        ("tops", "did you mean 'top'?"),
+        ("xyzzy", "see paceline --help"),
+    ],
+)
+def test_unknown_command_gets_a_suggestion(typed: str, hint: str) -> None:
+    result = CliRunner().invoke(main, [typed, "--rows", "1"])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == f"Error: no such command '{typed}': {hint}"
+
+
+@pytest.mark.parametrize("command", ["serve", "infer", "health", "top"])
+def test_unknown_flag_gets_a_suggestion(command: str) -> None:
+    result = CliRunner().invoke(main, [command, "--hepl"])
+    assert result.exit_code == 2
+    assert "--help" in result.stderr.splitlines()[-1]
