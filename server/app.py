@@ -39,9 +39,9 @@ from server.models.poller import Poller
 from server.models.repository import Repository
 from server.models.upstream import Upstream
 from server.requests.inference import Inference
+from server.rpc.admission import Usage
 from server.rpc.calls import header_rules
 from server.rpc.configuration import Configuration
-from server.rpc.gate import Usage
 from server.rpc.listener import Listener, check_access
 from server.rpc.model_control import ModelControl
 from server.rpc.remote_settings import RemoteSettings

@@ -205,6 +205,7 @@ _observing = partial(flag, Section.OBSERVING)
 @network_flags
 @_access("allow-remote-settings", False, "Whether RPCs may change log and trace settings.", type=bool)
 @_requests("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=click.IntRange(1))
+@_requests("grpc-message-timeout-secs", 300.0, "s until a call's one request has arrived; 0: no limit.", type=AMOUNT)
 @_requests("grpc-header-forward-pattern", "", "Headers that become request parameters, as a regular expression.")
 @_requests("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
 @_requests("allow-client-shm", False, "Whether clients may register shared memory.", type=bool)

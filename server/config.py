@@ -33,7 +33,8 @@ class ControlMode(Enum):
 class Settings:
     """How to serve. Names follow Triton's flags. `paths` are model repositories, single models' folders or `.onnx`
     files. Ports: 0 takes a free one. A `grpc_address` that is `unix:PATH` has no port; the socket has the permissions
-    `grpc_socket_mode`. `metrics_port` None switches metrics off, `allow_gpu_metrics` False those of GPUs.
+    `grpc_socket_mode`. `grpc_message_timeout_secs`: how long the request of a call with one may take to arrive (0: no
+    limit). `metrics_port` None switches metrics off, `allow_gpu_metrics` False those of GPUs.
     `batching` is for models without a configuration, `backend_config` for all; without `auto_complete`, models have to
     spell out their tensors. `model_config_name`: the configuration to read from the folder `configs` in a model's
     folder, instead of `config.pbtxt`. `model_name`: the name of the one model that isn't in a repository.
@@ -52,6 +53,7 @@ class Settings:
     grpc_port: int = 8001
     grpc_socket_mode: int = 0o600
     grpc_max_stream_requests: int = 1024
+    grpc_message_timeout_secs: float = 300.0
     grpc_header_forward_pattern: str = ""
     grpc_infer_response_compression_level: str = "none"
     frontends: int = 1

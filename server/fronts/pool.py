@@ -33,7 +33,7 @@ from server.fronts.process import Greeting
 from server.fronts.session import FrontSession, Handlers
 from server.models.repository import Repository
 from server.requests.inference import Inference
-from server.rpc.gate import Usage
+from server.rpc.admission import Usage
 from server.telemetry import log
 
 __all__ = ["FrontPool", "FrontProcess", "StartFront", "start_front"]

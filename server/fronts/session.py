@@ -37,7 +37,7 @@ from server.fronts.handles import Handles
 from server.limits import LARGEST_RESPONSE_BYTES
 from server.requests.in_flight import InFlight
 from server.requests.inference import AnyPending, Inference, encode
-from server.rpc.gate import Usage
+from server.rpc.admission import Usage
 from server.rpc.handlers import serialized
 
 __all__ = ["FrontSession"]

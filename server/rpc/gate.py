@@ -1,8 +1,8 @@
-"""What comes before any RPC: who may call, and how many calls may be in progress.
+"""What comes before any RPC: who may call, and whether one more call may be in progress.
 
-Lives here: refusing calls before their message is read, counting admitted calls, and reading their requests or
-answering if none comes. Must not: know what RPCs do, or check requests. All handlers of a server are registered here,
-so that none can be reached past it.
+Lives here: refusing calls before their message is read, having admitted calls counted (`server.rpc.admission`), and
+reading their requests or answering if none comes. Must not: know what RPCs do, or check requests. All handlers of a
+server are registered here, so that none can be reached past it.
 
 The message of a refused call isn't read: it may be of any size.
 """
@@ -11,65 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from server.rpc.admission import Admission, Calls, Ended, Refused
 from server.rpc.restrictions import Restriction, group_of
 from server.rpc.tokens import Tokens
 
-__all__ = ["Admission", "Gate", "Refused", "Registry", "Usage"]
+__all__ = ["Gate", "Registry"]
 
 _Registered = Any
 """A service's `grpc.GenericRpcHandler`, which is generic only in the stubs."""
 Headers = Sequence[tuple[str, str | bytes]]
-
-
-class Refused(Enum):
-    """Why a call didn't get through."""
-
-    UNAUTHENTICATED = "unauthenticated"
-    RESTRICTED = "restricted"
-    RPCS = "rpcs"
-    STREAMS = "streams"
-
-
-class Usage(NamedTuple):
-    """Calls and streams in progress, and how many were refused, in the order of `Refused`."""
-
-    rpcs: int = 0
-    streams: int = 0
-    refused: tuple[int, ...] = (0,) * len(Refused)
-
-    @property
-    def refused_by_reason(self) -> dict[str, int]:
-        return {reason.value: count for reason, count in zip(Refused, self.refused, strict=True)}
-
-    def plus(self, other: Usage) -> Usage:
-        """The sum of both."""
-        refused = tuple(map(sum, zip(self.refused, other.refused, strict=True)))
-        return Usage(self.rpcs + other.rpcs, self.streams + other.streams, refused)
-
-
-@dataclass(slots=True)
-class Admission:
-    """Calls in progress, and those refused, to be used on the event loop only. `max_rpcs` bounds calls with one request
-    and one answer, `max_streams` the calls of each RPC with more."""
-
-    max_rpcs: int
-    max_streams: int
-    rpcs: int = 0
-    streams: dict[str, int] = field(default_factory=dict)
-    refused: dict[Refused, int] = field(default_factory=lambda: dict.fromkeys(Refused, 0))
-
-    def usage(self) -> Usage:
-        """The totals, as a front reports them to the engine."""
-        return Usage(self.rpcs, sum(self.streams.values()), tuple(self.refused[reason] for reason in Refused))
-
 
 _OPEN_TO_ALL = frozenset(
     (
@@ -82,6 +39,12 @@ _OPEN_TO_ALL = frozenset(
 )
 """RPCs that need no token: probes and load balancers have none, and learn only whether the server takes requests. Those
 without a stream aren't counted either: a server at its limit is alive."""
+_PROBES = {
+    "grpc.health.v1.Health": ("Check",),
+    "inference.GRPCInferenceService": ("ServerLive", "ServerReady"),
+}
+"""Those that are asked again and again, by service. gRPC hands them over apart from all other calls, which else they
+would stand behind: thousands may arrive at once, and each takes a moment even to be refused."""
 
 _NO_REQUEST = "expected one request message, got none"
 _NO_TOKEN = "expected the header 'authorization: Bearer TOKEN' with a token that this server knows"
@@ -93,25 +56,31 @@ class Registry(Protocol):
     def add_generic_rpc_handlers(self, handlers: Any, /) -> None: ...
 
 
-class _Entry(Protocol):
-    def pick(self) -> Any:
-        """The handler of a call that has just arrived."""
+class _Details(NamedTuple):
+    """What generated services look at to find a handler."""
+
+    method: str
 
 
 class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
     """Lets calls through to the handlers that were added. Without `tokens` and `restrictions`, callers need no
-    credentials."""
+    credentials. A request has to arrive within `patience_s` (0: no limit) once `end_overdue_calls` runs."""
 
     def __init__(
-        self, admission: Admission, tokens: Tokens | None = None, restrictions: Mapping[str, Restriction] | None = None
+        self,
+        admission: Admission,
+        tokens: Tokens | None = None,
+        restrictions: Mapping[str, Restriction] | None = None,
+        patience_s: float = 0,
     ) -> None:
         self._admission = admission
+        self._patience_s = patience_s
         self._tokens = tokens
         self._restrictions = restrictions or {}
         self._asks = tokens is not None or bool(self._restrictions)
         self._handlers: list[_Registered] = []
-        # By path; at most one per RPC.
-        self._entries: dict[str, _Entry] = {}
+        # By path; at most one per RPC. Each returns the handler of a call that has just arrived.
+        self._picks: dict[str, Callable[[], Any]] = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[_Registered]) -> None:
         """What generated code calls to register a service."""
@@ -120,15 +89,30 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
         """Generated code calls this too. Ignored: gRPC would find those handlers past this gate."""
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Have `server` send all calls here; probes by a way of their own, where nobody is asked for credentials."""
+        server.add_generic_rpc_handlers((self,))
+        for service, names in _PROBES.items():
+            paths = {name: f"/{service}/{name}" for name in names}
+            picks = {name: self._find(path) for name, path in paths.items() if group_of(path) not in self._restrictions}
+            server.add_registered_method_handlers(  # type: ignore[attr-defined]  # the stubs lack it
+                service, {name: pick() for name, pick in picks.items() if pick}
+            )
+
+    async def end_overdue_calls(self) -> None:
+        """End calls whose request doesn't arrive in time, up to an eighth later."""
+        patience_ns = int(self._patience_s * 1e9)
+        while patience_ns:
+            await asyncio.sleep(self._patience_s / 8)
+            self._admission.end_overdue(time.monotonic_ns() - patience_ns)
+
     # hot path: 0.3 us if nobody is asked, 1.3 us with tokens, 2.6 us with a restriction
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         path = handler_call_details.method
         if self._asks and (refusal := self._refusal(path, handler_call_details.invocation_metadata)) is not None:
             return refusal
-        entry = self._entries.get(path) or self._find(path, handler_call_details)
-        if entry is None:
-            return None
-        return entry.pick()
+        pick = self._picks.get(path) or self._find(path)
+        return pick and pick()
 
     def _refusal(self, path: str, metadata: Any) -> Any:
         """A handler that refuses the call, if its caller lacks what it needs; else None."""
@@ -149,113 +133,95 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         self._admission.refused[reason] += 1
         return _refusing(code, text)
 
-    def _find(self, path: str, details: grpc.HandlerCallDetails) -> _Entry | None:
+    def _find(self, path: str) -> Callable[[], Any] | None:
         for registered in self._handlers:
-            handler = registered.service(details)
+            handler = registered.service(_Details(path))
             if handler is not None:
-                entry = self._entries[path] = _entry(self._admission, path, handler)
-                return entry
+                pick = self._picks[path] = self._pick_of(path, handler)
+                return pick
         return None
 
-
-def _entry(admission: Admission, path: str, registered: Any) -> _Entry:
-    handler = registered if registered.request_streaming else _reading_one_request(registered)
-    if registered.request_streaming or registered.response_streaming:
-        return _Streams(admission, path, handler)
-    return _Uncounted(handler) if path in _OPEN_TO_ALL else _Calls(admission, handler)
-
-
-def _reading_one_request(handler: Any) -> Any:
-    """`handler`, which takes one request, as a handler of a stream that reads one request from it. If gRPC were to read
-    it, a call that ends without a request would be left as it is: never answered, and counted by nobody."""
-    answers = handler.unary_stream if handler.response_streaming else handler.unary_unary
-
-    # hot path
-    async def read_and_answer(requests: object, context: Any) -> Any:
-        request: Any = None
-        try:
-            request = await context.read()
-        except DecodeError as error:
-            answer = context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        else:
-            if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
-                answer = context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_REQUEST)  # gRPC's own status for such calls
-            else:
-                answer = answers(request, context)
-        # An error that ends the call is kept with the call, and its traceback holds this frame.
-        del requests, request, context
-        return await answer
-
-    streams = handler.response_streaming
-    make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
-    return make(read_and_answer, handler.request_deserializer, handler.response_serializer)
-
-
-class _Uncounted:
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
-
-    def pick(self) -> Any:
-        return self._handler
-
-
-class _Calls:
-    """Calls with one request and one answer."""
-
-    def __init__(self, admission: Admission, handler: Any) -> None:
-        self._admission = admission
-        self._handler = handler
-        text = f"the server has {admission.max_rpcs} calls in progress, which is the limit"
-        self._too_many = _refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-
-    # hot path
-    def pick(self) -> Any:
+    def _pick_of(self, path: str, handler: Any) -> Callable[[], Any]:
         admission = self._admission
-        if admission.rpcs >= admission.max_rpcs:
-            admission.refused[Refused.RPCS] += 1
-            return self._too_many
-        _when_call_ends(self._left)
-        admission.rpcs += 1
-        return self._handler
-
-    def _left(self, task: asyncio.Task[Any]) -> None:
-        self._admission.rpcs -= 1
-
-
-class _Streams:
-    """Calls of one RPC with many requests or answers."""
-
-    def __init__(self, admission: Admission, path: str, handler: Any) -> None:
-        self._admission = admission
-        self._path = path
-        admission.streams[path] = 0
-        self._handler = handler
         name = path.rpartition("/")[2]
-        text = f"the server has {admission.max_streams} streams of {name} open, which is the limit"
-        self._too_many = _refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        if handler.request_streaming or handler.response_streaming:
+            calls, reason = admission.streams[path], Refused.STREAMS
+            text = f"the server has {calls.most} streams of {name} open, which is the limit"
+        elif path in _OPEN_TO_ALL:
+            calls, reason = admission.probes, Refused.NO_MESSAGE
+            text = f"the server has {calls.most} calls of {name} and the like without a message, which is the limit"
+        else:
+            calls, reason = admission.rpcs, Refused.RPCS
+            text = f"the server has {calls.most} calls in progress, which is the limit"
+        if handler.request_streaming:
+            return self._holding(calls, handler, reason, text)
+        reading = self._reading_one_request(calls, handler, reason, text)
+        return lambda: reading
 
-    def pick(self) -> Any:
-        admission = self._admission
-        if admission.streams[self._path] >= admission.max_streams:
-            admission.refused[Refused.STREAMS] += 1
-            return self._too_many
-        _when_call_ends(self._left)
-        admission.streams[self._path] += 1
-        return self._handler
+    def _holding(self, calls: Calls, handler: Any, reason: Refused, text: str) -> Callable[[], Any]:
+        """Picks `handler`, of calls with any number of requests."""
+        too_many = _refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 
-    def _left(self, task: asyncio.Task[Any]) -> None:
-        self._admission.streams[self._path] -= 1
+        def pick() -> Any:
+            if calls.hold(_current_task()):
+                return handler
+            self._admission.refused[reason] += 1
+            return too_many
+
+        return pick
+
+    def _reading_one_request(self, calls: Calls, handler: Any, reason: Refused, text: str) -> Any:
+        """`handler`, which takes one request, as a handler of a stream that reads one request from it. If gRPC were to
+        read it, a call that ends without a request would be left as it is: never answered, and counted by nobody."""
+        answers = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        refused = self._admission.refused
+        gave_way = f"{text}, and this connection had the most without a message"
+        too_late = f"expected the request within {self._patience_s:g} s (--grpc-message-timeout-secs), got none"
+        ends: Mapping[object, tuple[grpc.StatusCode, str]] = {
+            Ended.GAVE_WAY: (grpc.StatusCode.RESOURCE_EXHAUSTED, gave_way),
+            Ended.TOO_LATE: (grpc.StatusCode.DEADLINE_EXCEEDED, too_late),
+        }
+
+        # hot path
+        async def read_and_answer(requests: object, context: Any) -> Any:
+            request: Any = None
+            task, connection = _current_task(), context.peer()
+            if not calls.enter(task, connection, time.monotonic_ns()):
+                refused[reason] += 1
+                answer = context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            else:
+                try:
+                    request = await context.read()
+                except DecodeError as error:
+                    answer = context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                except asyncio.CancelledError as error:
+                    end = ends.get(*error.args) if error.args else None
+                    if end is None:
+                        raise  # gRPC has cancelled it: the caller has gone
+                    refused[Refused.NO_MESSAGE] += 1
+                    answer = context.abort(*end)
+                else:
+                    if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+                        # gRPC's own status for such calls.
+                        answer = context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_REQUEST)
+                    else:
+                        answer = answers(request, context)
+                finally:
+                    calls.arrived(task, connection)
+            # An error that ends the call is kept with the call, and its traceback holds this frame.
+            del requests, request, context, task
+            return await answer
+
+        streams = handler.response_streaming
+        make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+        return make(read_and_answer, handler.request_deserializer, handler.response_serializer)
 
 
 # hot path
-def _when_call_ends(do: Callable[[asyncio.Task[Any]], None]) -> None:
-    """Have `do` called when the current call has ended. gRPC handles each call in its own task, which is the current
-    one: it picks the handler, has the request read, and ends once the answer has been sent or nobody wants it any more.
-    A handler sees less than that, and callers may be slow to send a request and to take an answer, and both have to be
-    kept meanwhile."""
+def _current_task() -> asyncio.Task[Any]:
     task = asyncio.current_task()
     assert task is not None
-    task.add_done_callback(do)
+    return task
 
 
 def _refusing(code: grpc.StatusCode, text: str) -> Any:

@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2_grpc
 from server.addresses import host_and_port, socket_path
 from server.config import Settings
 from server.errors import StartError
-from server.rpc.gate import Admission, Gate, Registry, Usage
+from server.rpc.admission import Admission, Usage
+from server.rpc.gate import Gate, Registry
 from server.rpc.health import HealthService
 from server.rpc.reflection import INFERENCE_SERVICE, Reflection
 from server.rpc.tls import Certificates, TlsFiles
@@ -73,6 +74,7 @@ class Listener:
         self._socket = None if path is None else SocketFile(path, settings.grpc_socket_mode)
         self._server: grpc.aio.Server | None = None
         self._leaving: asyncio.Task[None] | None = None
+        self._ending_overdue: asyncio.Task[None] | None = None
         # The limits are for all processes together.
         self._admission = Admission(
             max_rpcs=-(-settings.limits.rpcs // settings.frontends),
@@ -90,11 +92,12 @@ class Listener:
             **dict(settings.connections.grpc_options()),
         }
         server = grpc.aio.server(options=list(options.items()))
-        gate = Gate(self._admission, _open_tokens(settings), settings.restrictions)
+        patience_s = settings.grpc_message_timeout_secs
+        gate = Gate(self._admission, _open_tokens(settings), settings.restrictions, patience_s)
         self._add_services(gate)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, gate)
         self._reflection.add_to(gate)
-        server.add_generic_rpc_handlers((gate,))
+        gate.add_to(server)
         where: AbstractContextManager[str] = nullcontext(host_and_port(settings.grpc_address, port))
         with self._socket.appearing() if self._socket else where as target:
             try:
@@ -102,6 +105,7 @@ class Listener:
             except RuntimeError:
                 raise StartError(f"gRPC can't listen on {target}") from None
             self._server = server
+            self._ending_overdue = asyncio.get_running_loop().create_task(gate.end_overdue_calls())
             await _not_cancelled(server.start())
         return 0 if self._socket else port
 
@@ -139,6 +143,8 @@ class Listener:
             self._socket.remove()
         if self._server is not None:
             await self._server.stop(grace_s)
+        if self._ending_overdue is not None:
+            self._ending_overdue.cancel()
         if self._leaving is not None:
             await self._leaving
 

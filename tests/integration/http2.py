@@ -15,8 +15,10 @@ __all__ = [
     "begun_calls",
     "call_by_hand",
     "call_frames",
+    "calls_around",
     "calls_unread",
     "frames_until_the_end",
+    "next_answer",
     "next_reset",
     "pings_answered",
 ]
@@ -32,10 +34,20 @@ def call_frames(data: bytes, headers: Mapping[str, str] = MappingProxyType({}), 
     return _PREFACE + _headers(1, headers) + _frame(_DATA, _END_STREAM, 1, message)
 
 
-def begun_calls(number: int) -> bytes:
-    """What a client sends to begin `number` calls of ModelInfer, without any of their messages."""
+def begun_calls(number: int, path: str = "/inference.GRPCInferenceService/ModelInfer") -> bytes:
+    """What a client sends to begin `number` calls, without any of their messages."""
     acknowledged = _frame(_SETTINGS, 1, 0, b"")
-    return _PREFACE + acknowledged + b"".join(_headers(1 + 2 * one, {}) for one in range(number))
+    return _PREFACE + acknowledged + b"".join(_headers(1 + 2 * one, {":path": path}) for one in range(number))
+
+
+def calls_around(number: int, first: str, last: str) -> bytes:
+    """What a client sends to begin `number` calls without their messages, then to call `first` with an empty message,
+    then to begin as many again, and then to call `last`."""
+    begun = [_headers(1 + 2 * one, {}) for one in range(2 * number + 2)]
+    for position, path in ((number, first), (2 * number + 1, last)):
+        stream = 1 + 2 * position
+        begun[position] = _headers(stream, {":path": path}) + _frame(_DATA, _END_STREAM, stream, bytes(5))
+    return _PREFACE + _frame(_SETTINGS, 1, 0, b"") + b"".join(begun)
 
 
 def calls_unread(number: int, data: bytes) -> bytes:
@@ -101,6 +113,14 @@ async def pings_answered(port: int, pings: int, *, calls: int) -> int:
     finally:
         writer.close()
     return answered
+
+
+async def next_answer(reader: asyncio.StreamReader) -> int:
+    """The number of the next stream that the server sends a message on; other frames are skipped."""
+    while True:
+        frame = await asyncio.wait_for(_read_frame(reader), 60)
+        if frame.kind == _DATA:
+            return frame.stream
 
 
 async def next_reset(reader: asyncio.StreamReader) -> int:

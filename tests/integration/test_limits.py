@@ -19,7 +19,7 @@ from server.config import Settings
 from server.limits import Connections, Limits
 from tests.harness import REPO
 from tests.integration.controlling import explicit, index, load, unload
-from tests.integration.http2 import frames_until_the_end, pings_answered
+from tests.integration.http2 import begun_calls, calls_around, frames_until_the_end, next_answer, pings_answered
 from tests.integration.regions import register
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import RETRY_UNAVAILABLE, Served, echo_model, failure_of, serving
@@ -92,6 +92,60 @@ async def test_calls_beyond_the_limit_are_refused_and_probes_are_not(tmp_path: P
         await wait_for_value(served, used, "rpcs", 0)
         await wait_for_value(served, refused, "rpcs", 2)
         await served.infer(one())
+
+
+@pytest.mark.parametrize("rpc", ["/inference.GRPCInferenceService/ModelInfer", "/grpc.health.v1.Health/Watch"])
+async def test_calls_without_a_message_keep_no_other_connection_out(tmp_path: Path, frontends: int, rpc: str) -> None:
+    """Of a connection's calls some have to give way, but only as many as another one needs."""
+    allowed = 8
+    settings = limited(tmp_path, rpcs=allowed * frontends, streams=allowed * frontends)
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        server, limit = served.server, "rpcs" if rpc.endswith("Infer") else "streams"
+        _, writer = await asyncio.open_connection("127.0.0.1", server.grpc_port)
+        writer.write(begun_calls(20, rpc))
+        await wait_for_value(served, refused, limit, 20 - allowed)
+        health: Any = health_pb2_grpc.HealthStub(served.channel)  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            await served.infer(one())
+            watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+            assert (await watch.read()).status == 1
+            watch.cancel()
+        assert await refused(served, limit) == 20 - allowed
+        writer.close()
+        await wait_for_value(served, used, limit, 0)
+
+
+async def test_call_whose_request_is_late_is_ended_and_an_idle_stream_stays(tmp_path: Path, frontends: int) -> None:
+    settings = Settings(paths=(tmp_path,), frontends=frontends, grpc_message_timeout_secs=0.2)
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        stream = Stream(served)
+        await stream.call.wait_for_connection()
+        call = served.channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")()
+        assert await failure_of(call) == (
+            Code.DEADLINE_EXCEEDED,
+            "expected the request within 0.2 s (--grpc-message-timeout-secs), got none",
+        )
+        await wait_for_value(served, refused, "no_message", 1)
+        await stream.send(one())
+        assert (await stream.message()).infer_response.outputs
+
+
+@pytest.mark.usefixtures("frontends")
+@pytest.mark.parametrize(
+    "probe",
+    [
+        "/grpc.health.v1.Health/Check",
+        "/inference.GRPCInferenceService/ServerLive",
+        "/inference.GRPCInferenceService/ServerReady",
+    ],
+)
+async def test_probes_are_answered_ahead_of_calls_that_nobody_has_looked_at(tmp_path: Path, probe: str) -> None:
+    async with serving(tmp_path, {"m": echo_model()}, settings=Settings(paths=(tmp_path,))) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.server.grpc_port)
+        # Streams have odd numbers; without precedence, number 2001 would be answered long before number 4003.
+        writer.write(calls_around(1_000, "/inference.GRPCInferenceService/ServerMetadata", probe))
+        assert [await next_answer(reader) for _ in range(2)] == [4003, 2001]
+        writer.close()
 
 
 async def test_streams_beyond_the_limit_of_their_rpc_are_refused(tmp_path: Path, frontends: int) -> None:

@@ -25,6 +25,7 @@ DEFAULTS = {
     "grpc_port": 8001,
     "grpc_socket_mode": 0o600,
     "grpc_max_stream_requests": 1024,
+    "grpc_message_timeout_secs": 300.0,
     "grpc_header_forward_pattern": "",
     "grpc_infer_response_compression_level": "none",
     "grpc_use_ssl": False,
