@@ -25,6 +25,7 @@ __all__ = [
     "Device",
     "DeviceKind",
     "DeviceTensor",
+    "ExecutesMadeUp",
     "Execution",
     "Files",
     "GroupKind",
@@ -189,6 +190,14 @@ class ModelInstance(Protocol):
 
     def close(self) -> None:
         """Release the instance's resources; it isn't used afterwards."""
+
+
+@runtime_checkable
+class ExecutesMadeUp(Protocol):
+    """An instance that logs what a model says of its errors."""
+
+    def execute_made_up(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        """As `execute`, without a log line: nobody has sent these requests, and they needn't be good ones."""
 
 
 @runtime_checkable

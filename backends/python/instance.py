@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from backends.base import Execution
 from backends.errors import DeviceLost, ProcessEndedBeforeBatch, ProcessError
 from backends.python.process import ModelProcess
+from backends.python.protocol import RUN, TRY
 from backends.ragged import batch_input_tensors, batch_runner
 from backends.spec import Array, ModelSpec, Tensors
 from protos.datatypes import by_name
@@ -31,6 +32,7 @@ class PythonInstance:
         # None once it is closed: a process holds memory, and references to the instance may live on.
         self._process: ModelProcess | None = process
         self.has_executed = False
+        self._kind = RUN
 
     @property
     def has_ended(self) -> bool:
@@ -42,6 +44,13 @@ class PythonInstance:
             return self._run_batch(requests, self._run, padded_rows, self.buffer)
         finally:
             self.release_buffers()
+
+    def execute_made_up(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        self._kind = TRY
+        try:
+            return self.execute(requests, padded_rows)
+        finally:
+            self._kind = RUN
 
     def buffer(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """`ProvidesBuffers`: memory that the process sees."""
@@ -73,7 +82,7 @@ class PythonInstance:
         if process is None:
             raise ProcessEndedBeforeBatch("the instance is closed")
         try:
-            outputs = process.execute(inputs, self._inputs, self._outputs)
+            outputs = process.execute(inputs, self._inputs, self._outputs, self._kind)
         except ProcessEndedBeforeBatch:
             raise
         except DeviceLost as error:

@@ -155,8 +155,9 @@ class ModelProcess:
         """What was made in buffers won't be executed. On the thread that executes."""
         self._link.release_buffers()
 
-    def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
+    def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str], kind: int = RUN) -> Tensors:
         """The outputs that the model computes from `arrays`: views of memory that is free again once they are dropped.
+        `kind`: RUN or TRY.
 
         Blocks. Raises ExecutionError with the model's own words, OutOfMemory if it ran out of memory, another of
         `_ERRORS` if it reports that, ProcessError, or ProcessEndedBeforeBatch.
@@ -164,7 +165,7 @@ class ModelProcess:
         with self._asking:
             try:
                 parcel = self._link.pack(arrays)
-                answer = self._asked(RUN, parcel, names, wanted)
+                answer = self._asked(kind, parcel, names, wanted)
             except (TypeError, ValueError) as error:
                 raise ExecutionError(f"inputs can't be handed to the model's process: {error}") from error
             if answer is not None and answer[0] == DONE:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-__all__ = ["ANSWERED", "ASK", "CLOSE", "DONE", "FAILED", "READY", "RUN", "START", "Declared"]
+__all__ = ["ANSWERED", "ASK", "CLOSE", "DONE", "FAILED", "READY", "RUN", "START", "TRY", "Declared"]
 
 START = 1
 """From the server, first: the model's name, the path of its file, the device's kind and index, its parameters as pairs.
@@ -34,6 +34,9 @@ FAILED. Callers' data, which is only in RUN, can't be mistaken for it."""
 
 ANSWERED = 8
 """Bytes: what `answer` returned."""
+
+TRY = 9
+"""As RUN, but what the model raises isn't printed."""
 
 Declared: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, datatype and dims of each tensor."""

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, READY, Declared
+from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, READY, TRY, Declared
 from backends.spec import MISSING, Array
 from backends.transport.blocking_link import BlockingLink
 from backends.transport.link import RemoteEnd
@@ -82,6 +82,7 @@ def main(arguments: Sequence[str]) -> None:
             model.close()
             return
         answer = _answer_question if message[0] == ASK else _answer
+        model.prints_errors = message[0] != TRY
         try:
             link.send(*answer(model, own, link, *message[1:]))
         except ValueError as error:  # of tensors beyond what memory and messages hold
@@ -142,6 +143,7 @@ class _Model:
     ) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._logged_at: object = None
+        self.prints_errors = True
         kind = _class_in(Path(path))
         self.inputs, self.outputs = _declared(kind, "inputs"), _declared(kind, "outputs")
         self._model = kind()
@@ -166,6 +168,8 @@ class _Model:
 
     def tell(self, error: BaseException) -> None:
         """Log `error`, unless it comes from the same place as the last one: a failed batch is run again in halves."""
+        if not self.prints_errors:
+            return
         where = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
         if where != self._logged_at:
             self._logged_at = where

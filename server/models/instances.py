@@ -299,7 +299,7 @@ class Instances:
             return instance
         supervise = Supervisor(plan.policy.execution_limit_ns)
         try:
-            self._loaded.warm_up.run(instance, supervise)
+            self._loaded.warm_up.run([instance], supervise)
         except LoadHangs as error:
             self._leave(instance, error.ended)
             raise

@@ -258,8 +258,7 @@ def _load_version(
                 instance = opened.instance(served.spec, device)
                 undo.callback(instance.close)
                 instances.append(instance)
-            for instance in instances:
-                warm_up.run(instance, supervise)
+            warm_up.run(instances, supervise)
         except LoadHangs as error:
             _give_up(instances, undo.pop_all(), error)
             raise
@@ -367,10 +366,14 @@ def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> 
 def _say(served: ServingPlan, config: pb.ModelConfig, tried: Trial) -> str:
     policy = served.policy
     if not served.max_batch_rows:
-        asked_for = config.input and config.output
-        why = "" if asked_for or tried.why_not else why_no_batch_axis(config, tried.spec)
-        return f"no batch axis, requests run one by one{f' ({why})' if why else ''}"
+        return f"no batch axis, requests run one by one ({_why_not_batched(config, tried)})"
     if policy.max_batch_requests == 1:
         return f"up to {served.max_batch_rows} rows a request, not batched: no dynamic_batching in its configuration"
     preferred = f", preferred {sorted(policy.preferred_batch_rows)}" if policy.preferred_batch_rows else ""
     return f"batches of up to {policy.max_batch_rows} rows{preferred}, delay {policy.max_queue_delay_ns // 1_000} us"
+
+
+def _why_not_batched(config: pb.ModelConfig, tried: Trial) -> str:
+    if config.input and config.output:
+        return "its configuration has input and output, and no max_batch_size"
+    return why_no_batch_axis(config, tried.spec) or tried.why_not or "the default for max_batch_size is 0"

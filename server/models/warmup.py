@@ -1,21 +1,23 @@
 """Executions before a model is ready, so that the first caller doesn't pay for what is done once.
 
-Lives here: `model_warmup` of the configuration, and the modest default: one batch of one row of zeros where all
-dimensions are known. Instances with slots are on devices, which prepare for each shape and allocate for the largest:
-each of their slots runs batches of all sizes. Must not: count as inference; warm-up calls instances directly, past
-batcher and metrics.
+Lives here: `model_warmup` of the configuration, within bounds, and the modest default: one batch of one row of zeros
+where all dimensions are known. Instances with slots are on devices, which prepare for each shape and allocate for the
+largest: each of their slots runs batches of all sizes. Must not: count as inference; warm-up calls instances directly,
+past batcher and metrics.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from backends.base import ModelInstance, Slotted, Supervise, unsupervised
+from backends.base import ExecutesMadeUp, ModelInstance, Slotted, Supervise, unsupervised
 from backends.errors import BackendError, DeviceLost, InstanceError, InstanceLost, LoadError, OutOfMemory, Unequipped
 from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
 from protos import model_config_pb2 as pb
@@ -24,48 +26,72 @@ from protos.tensors import TensorError, decode_raw, element_count
 from server.codec.reshaping import to_model
 from server.errors import ConfigError
 from server.files import check_file, inside
+from server.limits import LARGEST_MESSAGE_BYTES
 from server.models.model_config import ServingPlan
 
 __all__ = ["WarmUp"]
 
 Run = Callable[[Sequence[Tensors], int], object]
 
+_MAX_BYTES = LARGEST_MESSAGE_BYTES
+"""For what a sample executes together, and for all samples, which are kept."""
+_LEAST_BYTES, _TEXT_BYTES = 4096, 64
+"""What a request and an element of text count as, at least: they are objects."""
+_DEFAULT_BYTES = 2**28
+"""For the default sample, which nobody has asked for."""
+
+_MAX_REPEATS = 1_000
+_REPEATING_NS = 10 * 10**9
+"""A load may run samples again as often, and begin to do so for as long. Other loads wait meanwhile."""
+_LONGEST_NS = 600 * 10**9
+"""From then on nothing is begun. A server that starts has as long, by the manifests in `deploy`."""
+
 _log = logging.getLogger("paceline.server.warmup")
 
 
 class WarmUp:
-    """What an instance of the model that `config` describes executes before it serves, whether it is loaded with the
-    model or replaces another later: so samples, and the files that they name, are read once and kept.
+    """What instances of the model that `config` describes execute before they serve, whether they are loaded with the
+    model or replace others later: so samples, and the files that they name, are read once and kept.
 
-    Raises ConfigError for a configured sample that doesn't fit. `folder` is the model's.
+    Raises ConfigError for a configured sample that doesn't fit, or is too large. `folder` is the model's.
     """
 
-    def __init__(self, config: pb.ModelConfig, plan: ServingPlan, folder: Path) -> None:
+    def __init__(
+        self, config: pb.ModelConfig, plan: ServingPlan, folder: Path, now_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._name = config.name
         self._plan = plan
+        self._now_ns = now_ns
         self._has_logged_cold = False
-        self._samples = [(sample, list(_requests(sample, plan, folder))) for sample in config.model_warmup]
+        self._has_samples = bool(config.model_warmup)
+        self._samples = list(_read(config.model_warmup, plan, folder))
 
-    def run(self, instance: ModelInstance, supervise: Supervise = unsupervised) -> None:
-        """Run the configured samples, or the default one if there are none; `supervise` runs each execution.
+    def run(self, instances: Sequence[ModelInstance], supervise: Supervise = unsupervised) -> None:
+        """Run the configured samples on each of `instances`, or the default one if there are none; `supervise` runs
+        each execution. Ends early, with a log line, if that takes too long.
 
         Blocks. Raises ConfigError if a configured sample fails: a model that can't do what its author says it does
         isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input; but
         LoadError is raised if it failed whatever its values: the device is lost or refuses, or the runtime lacks what
         any input would need.
         """
-        if not self._samples:
-            self._run_default(instance, supervise)
-        for sample, requests in self._samples:
-            for run in _runs_of(instance, supervise):
-                self._run_sample(sample, requests, run, _sizes(instance, self._plan))
+        bounds = _Bounds(self._name, self._now_ns)
+        for instance in instances:
+            if not self._has_samples and bounds.allow(1):
+                self._run_default(instance, supervise)
+            for sample, requests in self._samples:
+                for run in _runs_of(instance, supervise):
+                    self._run_sample(sample, requests, run, _sizes(instance, self._plan), bounds)
 
-    def _run_sample(self, sample: pb.ModelWarmup, requests: Sequence[Tensors], run: Run, sizes: Sequence[int]) -> None:
+    def _run_sample(
+        self, sample: pb.ModelWarmup, requests: Sequence[Tensors], run: Run, sizes: Sequence[int], bounds: _Bounds
+    ) -> None:
         for iteration in range(1, max(1, sample.count) + 1):
+            if not bounds.allow(iteration):
+                return
             _log.debug("model '%s' is running warmup sample '%s' for iteration %d", self._name, sample.name, iteration)
             try:
-                if requests:
-                    self._run_sizes(run, requests, sizes if iteration == 1 else [0])
+                self._run_sizes(run, requests, sizes if iteration == 1 else [0])
             except (BackendError, MemoryError) as error:
                 raise ConfigError(f"failed to run warmup sample '{sample.name}': {_text_of(error)}") from error
 
@@ -82,8 +108,13 @@ class WarmUp:
             return
         if spec.batched and not needed:
             return
+        size = sum(_bytes(tensor, tensor.model_dims) for tensor in needed)
+        if size > _DEFAULT_BYTES:
+            text = "model '%s' is served without warm-up, as a row has %d bytes, more than %d; set model_warmup"
+            _log.warning(text, self._name, size, _DEFAULT_BYTES)
+            return
         try:
-            for run in _runs_of(instance, supervise):
+            for run in _made_up_runs_of(instance, supervise):
                 self._run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
         except (OutOfMemory, MemoryError) as error:
             _log.warning("model '%s' is served without warm-up, for lack of memory: %s", self._name, _text_of(error))
@@ -111,6 +142,37 @@ class WarmUp:
                 _log.warning("model '%s': warm-up: a batch of %d rows %s: %s", self._name, size, what, error)
 
 
+class _Bounds:
+    """How much the warm-up of a load may execute."""
+
+    def __init__(self, name: str, now_ns: Callable[[], int]) -> None:
+        self._name = name
+        self._now_ns = now_ns
+        self._began_ns = now_ns()
+        self._repeats = 0
+        self._told = set[str]()
+
+    def allow(self, iteration: int) -> bool:
+        """Whether a sample may run for this iteration, from 1. Logs the first refusal of each kind."""
+        took_ns = self._now_ns() - self._began_ns
+        if took_ns > _LONGEST_NS:
+            return self._refuse("ends", f"after {_LONGEST_NS // 10**9} s")
+        if iteration == 1:
+            return True
+        if took_ns > _REPEATING_NS:
+            return self._refuse("repeats no more samples", f"after {_REPEATING_NS // 10**9} s")
+        if self._repeats == _MAX_REPEATS:
+            return self._refuse("repeats no more samples", f"after {_MAX_REPEATS} repeats")
+        self._repeats += 1
+        return True
+
+    def _refuse(self, what: str, when: str) -> bool:
+        if what not in self._told:
+            self._told.add(what)
+            _log.warning("model '%s': its warm-up %s %s, and is not complete", self._name, what, when)
+        return False
+
+
 def _is_of_any_input(error: Exception) -> bool:
     """Whether zeros aren't why it failed. They may be why a process ended."""
     if isinstance(error, InstanceLost):
@@ -124,6 +186,13 @@ def _runs_of(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
         [slot.prepare for slot in instance.slots] if isinstance(instance, Slotted) else [instance.execute]
     )
     return [partial(_run_supervised, supervise, run) for run in runs]
+
+
+def _made_up_runs_of(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
+    """The same for what nobody has sent: its errors are told once, here."""
+    if isinstance(instance, ExecutesMadeUp):
+        return [partial(_run_supervised, supervise, instance.execute_made_up)]
+    return _runs_of(instance, supervise)
 
 
 def _run_supervised(supervise: Supervise, run: Run, requests: Sequence[Tensors], padded_rows: int) -> object:
@@ -141,29 +210,55 @@ def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
 
 
 def _all_zeros(spec: ModelSpec, lead: tuple[int, ...]) -> Tensors:
-    return [MISSING if tensor.optional else _zeros(tensor, (*lead, *tensor.model_dims)) for tensor in spec.inputs]
+    """Text is "0": models that read numbers accept it, and many that look for words reject text without any."""
+    return [
+        MISSING if tensor.optional else _filled(tensor, (*lead, *tensor.model_dims), b"0") for tensor in spec.inputs
+    ]
 
 
 def _text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _requests(sample: pb.ModelWarmup, plan: ServingPlan, folder: Path) -> Iterator[Tensors]:
-    """As Triton reads it: a batch size of N is N requests of one row each, run together; 0 runs nothing."""
-    if sample.batch_size > max(1, plan.max_batch_rows):
-        raise ConfigError(
-            f"warmup sample '{sample.name}': expected a batch_size up to {max(1, plan.max_batch_rows)}, "
-            f"got {sample.batch_size}"
-        )
-    names = [tensor.name for tensor in plan.spec.inputs]
-    if unexpected := sorted(set(sample.inputs) - set(names)):
-        raise ConfigError(f"warmup sample '{sample.name}': unexpected inputs {unexpected}, expected {names}")
-    rows = [tensor.name for tensor in plan.spec.inputs if not tensor.shape_tensor]
-    for _ in range(sample.batch_size):
+def _read(
+    samples: Sequence[pb.ModelWarmup], plan: ServingPlan, folder: Path
+) -> Iterator[tuple[pb.ModelWarmup, Sequence[Tensors]]]:
+    """The samples with their requests, as Triton reads them: a batch size of N is N requests of one row each, run
+    together; 0 runs nothing."""
+    kept_bytes = 0
+    for sample in samples:
+        _check(sample, plan)
+        row_bytes = _row_bytes(sample, plan.spec)
+        _check_size(sample, "in a batch", sample.batch_size * max(_LEAST_BYTES, row_bytes))
+        kept_bytes += row_bytes
+        _check_size(sample, "with the samples before it", kept_bytes)
+        if not sample.batch_size:
+            continue
         request = [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
+        rows = [tensor.name for tensor in plan.spec.inputs if not tensor.shape_tensor]
         if plan.spec.batched and not sample.inputs.keys() & rows:
             raise ConfigError(f"warmup sample '{sample.name}': expected some of the inputs {rows}, got none")
-        yield request
+        yield sample, [request] * sample.batch_size
+
+
+def _check(sample: pb.ModelWarmup, plan: ServingPlan) -> None:
+    """Raise ConfigError if its batch size or the names of its inputs don't fit."""
+    where, most = f"warmup sample '{sample.name}'", max(1, plan.max_batch_rows)
+    if sample.batch_size > most:
+        raise ConfigError(f"{where}: expected a batch_size up to {most}, got {sample.batch_size}")
+    names = [tensor.name for tensor in plan.spec.inputs]
+    if unexpected := sorted(set(sample.inputs) - set(names)):
+        raise ConfigError(f"{where}: unexpected inputs {unexpected}, expected {names}")
+
+
+def _row_bytes(sample: pb.ModelWarmup, spec: ModelSpec) -> int:
+    given = ((tensor, sample.inputs[tensor.name].dims) for tensor in spec.inputs if tensor.name in sample.inputs)
+    return sum(max(0, _bytes(tensor, tuple(dims))) for tensor, dims in given)
+
+
+def _check_size(sample: pb.ModelWarmup, what: str, size: int) -> None:
+    if size > _MAX_BYTES:
+        raise ConfigError(f"warmup sample '{sample.name}': expected at most {_MAX_BYTES} bytes {what}, got {size}")
 
 
 def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: Path) -> Array:
@@ -208,9 +303,20 @@ def _data(folder: Path, file: str, where: str) -> bytes:
 
 
 def _zeros(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
+    """Text is empty, as Triton's."""
+    return _filled(tensor, shape, b"")
+
+
+def _filled(tensor: TensorSpec, shape: tuple[int, ...], text: bytes) -> Array:
+    """Zeros, or `text`."""
     element_count(shape)
     dtype = by_name(tensor.datatype).dtype
-    return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+    return np.full(shape, text, dtype) if dtype.hasobject else np.zeros(shape, dtype)
+
+
+def _bytes(tensor: TensorSpec, shape: tuple[int, ...]) -> int:
+    dtype = by_name(tensor.datatype).dtype
+    return math.prod(shape) * (_TEXT_BYTES if dtype.hasobject else dtype.itemsize)
 
 
 def _random(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:

@@ -58,7 +58,7 @@ def _by_chance(name: str, seconds: int, seed: int, out: Path) -> bool:
         data = mutated(name, chance, corpus)
         try:
             with quiet():
-                judged(one, data)
+                judged(one, data, time.monotonic)
         except Exception as error:  # noqa: BLE001 - a finding, whatever it is
             out.mkdir(parents=True, exist_ok=True)
             where = out / f"finding-{hashlib.sha1(data).hexdigest()}"

@@ -29,8 +29,8 @@ __all__ = ["targets"]
 
 _MANY = 64
 _MAX_INSTANCES = 1024
-_NOT_TO_BE_HAD = 2**47
-"""More elements than any machine has memory for."""
+_NOT_TO_BE_HAD = 2**31
+"""More elements than any warm-up takes."""
 
 
 def targets() -> list[Target]:
@@ -87,7 +87,7 @@ def _load(parent: Path, loop: asyncio.AbstractEventLoop) -> Callable[[bytes], No
 def _serve(folder: ModelFolder, override: config_pb.ModelConfig | None, loop: asyncio.AbstractEventLoop) -> None:
     """Load, start and stop it, and load it again with the configuration that it reports.
 
-    The amount of warm-up, the size of tensors and, up to the allowed number, the count of instances are the author's
+    The size of warm-up batches, that of tensors and, up to the allowed number, the count of instances are the author's
     choice, and nothing to hold against the loader.
     """
     try:
@@ -112,7 +112,7 @@ def _serve(folder: ModelFolder, override: config_pb.ModelConfig | None, loop: as
 def _asks_for_much(config: config_pb.ModelConfig) -> bool:
     sizes = [tuple(one.dims) for one in (*config.input, *config.output)]
     for sample in config.model_warmup:
-        if sample.count * max(1, sample.batch_size) > _MANY:
+        if sample.batch_size > _MANY:
             return True
         sizes += [tuple(one.dims) for one in sample.inputs.values()]
     if _MANY < sum(max(1, one.count) * max(1, len(one.gpus)) for one in config.instance_group) <= _MAX_INSTANCES:

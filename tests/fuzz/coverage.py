@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 
 import atheris
 
@@ -31,7 +32,10 @@ def main() -> None:
             return bytes(atheris.Mutate(data, max_size))
         return mutated(name, chance, [data])[:max_size]
 
-    atheris.Setup([sys.argv[0], *sys.argv[2:]], lambda data: judged(one, bytes(data)), custom_mutator=change)
+    def judge(data: bytes) -> None:
+        judged(one, bytes(data), time.monotonic)
+
+    atheris.Setup([sys.argv[0], *sys.argv[2:]], judge, custom_mutator=change)
     with quiet():
         atheris.Fuzz()
 

@@ -57,6 +57,14 @@ def test_judging_reports_a_run_that_takes_too_much_memory() -> None:
         judged(Target("greedy", run), b"abc")
 
 
+def test_judging_reports_a_run_that_takes_too_long_twice() -> None:
+    times = iter([0.0, 2.5, 10.0, 11.0, 20.0, 22.5, 30.0, 33.0])
+    slow = Target("slow", lambda data: None)
+    judged(slow, b"abc", lambda: next(times))
+    with pytest.raises(Finding, match=r"slow: 3 bytes took 3\.0 s"):
+        judged(slow, b"abc", lambda: next(times))
+
+
 def test_judging_blames_no_target_for_memory_that_others_take_meanwhile() -> None:
     others = iter([10**6])
 

@@ -239,6 +239,22 @@ def test_traceback_goes_to_the_log_once_for_each_place(
     assert caplog.messages.count("model 'm': Traceback (most recent call last):") == 2
 
 
+def test_errors_over_made_up_inputs_leave_the_traceback_to_real_ones(
+    instance: PythonInstance, caplog: pytest.LogCaptureFixture
+) -> None:
+    made_up = [[np.array([[puppet.RAISE]], np.int64)]]
+    with caplog.at_level(logging.INFO, "paceline.models"):
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match="ValueError"):
+                instance.execute_made_up(made_up)
+        run(instance, puppet.PRINT)
+        eventually(lambda: "model 'm': its words" in caplog.messages, "what was printed after them")
+        assert "model 'm': Traceback (most recent call last):" not in caplog.messages
+        with pytest.raises(ExecutionError, match="ValueError"):
+            run(instance, puppet.RAISE)
+        eventually(lambda: "model 'm': Traceback (most recent call last):" in caplog.messages, "the traceback")
+
+
 def test_async_functions_share_one_loop(folder: Path) -> None:
     text = """
 import asyncio

@@ -380,7 +380,7 @@ def test_loaded_version_is_warm_and_executes(tmp_path: Path) -> None:
         (
             'input { name: "a" data_type: TYPE_FP32 dims: [ -1, 2 ] } '
             'output { name: "x" data_type: TYPE_FP32 dims: [ -1, 2 ] }',
-            "no batch axis, requests run one by one",
+            "no batch axis, requests run one by one (its configuration has input and output, and no max_batch_size)",
         ),
     ],
 )
@@ -482,6 +482,37 @@ def test_load_logs_which_tensor_has_no_batch_axis(
     with caplog.at_level(logging.INFO, "paceline.server.loader"):
         load_model(folder(tmp_path, 1), VersionBackend(v1=Model(spec=spec)).of)
     assert caplog.messages[-1].endswith(f"no batch axis, requests run one by one ({why})")
+
+
+@pytest.mark.parametrize(
+    ("dims", "most", "why"),
+    [
+        ((1, 2), 32, "output 'x' has a first dimension of 1"),  # as that of a constant is seen
+        ((-1, 2), 32, "it gives the same for all"),
+        ((-1, 2), 0, "it gives the same for all"),
+    ],
+)
+def test_load_logs_why_a_model_that_was_tried_has_no_batch_axis(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dims: tuple[int, ...], most: int, why: str
+) -> None:
+    class Constant(Model):
+        def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
+            outputs = tuple(replace(tensor, dims=dims) for tensor in SPEC.outputs)
+            return Trial(replace(SPEC, outputs=outputs), "it gives the same for all")
+
+    with caplog.at_level(logging.INFO, "paceline.server.loader"):
+        load_model(
+            folder(tmp_path, 1),
+            VersionBackend(v1=Constant()).of,
+            LoadDefaults(batching=BatchDefaults(max_batch_rows=most)),
+        )
+    assert caplog.messages[-1].endswith(f"no batch axis, requests run one by one ({why})")
+
+
+def test_load_logs_that_batching_is_off_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "paceline.server.loader"):
+        load_model(folder(tmp_path, 1), VersionBackend().of, LoadDefaults(batching=BatchDefaults(max_batch_rows=0)))
+    assert caplog.messages[-1].endswith("one by one (the default for max_batch_size is 0)")
 
 
 class Untried(Model):

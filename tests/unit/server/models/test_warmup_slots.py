@@ -61,7 +61,7 @@ def prepared(
     config = text_format.Parse(f'name: "m" max_batch_size: {rows} {text}', pb.ModelConfig())
     served = plan(config, bench.own)
     instance: Any = Slotted(bench.model.instance(served.spec, Device()), most, kind)
-    WarmUp(config, served, Path()).run(instance)
+    WarmUp(config, served, Path()).run([instance])
     return [slot.sizes for slot in instance.slots]
 
 

@@ -37,18 +37,23 @@ class Bench:
         self.seen: Executed = []
         self.model = MemoryModel(self.own, self._keep)
         self.count = instances
+        self.execution_ns = 0
+        self._time_ns = 10**15
 
     def _keep(self, inputs: Tensors) -> Tensors:
         self.seen.append(list(inputs))
+        self._time_ns += self.execution_ns
         return inputs
+
+    def now_ns(self) -> int:
+        """A clock on which each execution takes `execution_ns`."""
+        return self._time_ns
 
     def warm(self, text: str, folder: Path = Path()) -> None:
         config = text_format.Parse(f'name: "m" max_batch_size: {self.rows} {text}', pb.ModelConfig())
         served = plan(config, self.own)
         instances: Sequence[ModelInstance] = [self.model.instance(served.spec, Device()) for _ in range(self.count)]
-        warm_up = WarmUp(config, served, folder)
-        for instance in instances:
-            warm_up.run(instance)
+        WarmUp(config, served, folder, self.now_ns).run(instances)
 
     def refusal(self, text: str, folder: Path = Path()) -> str:
         with pytest.raises(ConfigError) as caught:
