@@ -19,6 +19,11 @@ def main() -> None:
 
     if sys.argv[1:2] == ["serve"]:
         huge_pages.ask()
+        from server.cpus import usable_cpus
+
+        # For the libraries of Python models, and numpy's here, which read it when they are imported.
+        if (cpus := usable_cpus()).limited_by:
+            os.environ.setdefault("OMP_NUM_THREADS", str(cpus.count))
     # gRPC writes to stderr directly, past the log's format and bounds, and blocks if nobody reads it. At its default
     # verbosity it logs every failed handshake, and even at ERROR malformed headers: anybody could make it write a lot.
     # It reads the variable when it is imported.

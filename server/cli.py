@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from click.core import ParameterSource
 from backends.base import Backend
 from server.addresses import socket_path
 from server.config import ControlMode, Settings
+from server.cpus import usable_cpus
 from server.errors import StartError
 from server.flags import (
     ADDRESS,
@@ -265,12 +266,24 @@ def serve(paths: tuple[Path, ...], **given: Any) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     take_descriptors()
+    settings = _within_cpus(settings)
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             # Callers of `main` can pass their own backends as click's `obj`, as tests do.
             runner.run(_serve(settings, click.get_current_context().obj))
     except StartError as error:
         raise click.ClickException(str(error)) from None
+
+
+def _within_cpus(settings: Settings) -> Settings:
+    """Sessions that nobody has given a number of threads have no more than there are CPUs. On a whole machine ONNX
+    Runtime decides: it knows which cores are virtual."""
+    cpus, given = usable_cpus(), settings.backend_config
+    if not cpus.limited_by:
+        return settings
+    threads = given.intra_op_threads or cpus.count
+    _log.info("CPUs: %d (%s); intra_op_thread_count is %d by default", cpus.count, cpus.limited_by, threads)
+    return replace(settings, backend_config=replace(given, intra_op_threads=threads))
 
 
 @main.command()

@@ -8,13 +8,13 @@ a helper that hasn't started: the calling thread does the parts that helpers don
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from typing import TypeVar
+
+from server.cpus import usable_cpus
 
 __all__ = ["copy_parts", "parts_of"]
 
@@ -74,5 +74,4 @@ def _helpers() -> ThreadPoolExecutor:
 
 @cache
 def _threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(_MAX_THREADS, cores)
+    return min(_MAX_THREADS, usable_cpus().count)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +55,19 @@ def test_thread_count_applies_to_each_session_that_sets_none(repository: Path) -
     with started(repository, "intra_op_thread_count=5") as (server, _):
         # Four more each for three models: the caller's thread counts too. gRPC's threads come and go.
         assert threads(server) > few + 9
+
+
+def test_threads_follow_the_cpus_unless_told(repository: Path) -> None:
+    if (os.cpu_count() or 1) < 2 or not shutil.which("taskset"):
+        pytest.skip("needs two CPUs and taskset")
+    program = ("taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-m", "server")
+    counts = []
+    for told, count in ((), 1), (("--backend-config=onnxruntime,intra_op_thread_count=5",), 5):
+        with ServerProcess(repository, args=told, program=program) as server:
+            line = f"CPUs: 1 (affinity, of {os.cpu_count()}); intra_op_thread_count is {count} by default"
+            assert line in [record["message"] for record in server.log]
+            counts.append(threads(server))
+    assert counts[1] > counts[0] + 9
 
 
 def test_shared_threads_are_one_pool_for_all_models(repository: Path) -> None:
