@@ -18,6 +18,7 @@ from backends.errors import ExecutionError
 from backends.spec import MISSING, Array, ModelSpec, Tensors
 from protos.datatypes import UnknownDatatypeError, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.parsing import parse
 from protos.tensors import TensorError, decode_contents, decode_raw, raw_buffer
 from protos.wire import RAW_INPUT_TAG, varint
 
@@ -134,7 +135,7 @@ def decode_response(
     leaves them out because of missing optional inputs.
 
     Raises ExecutionError, naming the output, for an answer that doesn't match what `spec` promises for these requests'
-    rows.
+    rows, and MemoryError if there is no room for it.
     """
     message = _message(data)
     if any(array is MISSING for array in requests[0].inputs):
@@ -184,7 +185,7 @@ def _widened(share: Sequence[Array], wanted: Sequence[int], count: int) -> tuple
 
 def _message(data: bytes) -> ModelInferResponse:
     try:
-        message = ModelInferResponse.FromString(data)
+        message = parse(ModelInferResponse, data)
     except DecodeError as error:
         raise ExecutionError(f"the upstream's answer isn't a valid ModelInferResponse: {error}") from None
     raw = message.raw_output_contents

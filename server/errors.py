@@ -214,6 +214,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ExecutionError: grpc.StatusCode.INTERNAL,
     InstanceError: grpc.StatusCode.INTERNAL,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    MemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unequipped: grpc.StatusCode.INTERNAL,
     # Not a status that clients retry elsewhere: tensors can break a device, and would break the next one too.
     InstanceLost: grpc.StatusCode.INTERNAL,

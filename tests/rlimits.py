@@ -9,8 +9,9 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-__all__ = ["limited", "without_threads"]
+__all__ = ["limited", "room_for", "without_threads"]
 
 
 @contextmanager
@@ -23,6 +24,14 @@ def limited(which: int, value: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(which, before)
+
+
+@contextmanager
+def room_for(size_bytes: int) -> Iterator[None]:
+    """The address space may grow by `size_bytes`. Nothing is filled."""
+    now_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with limited(resource.RLIMIT_AS, now_bytes + size_bytes):
+        yield
 
 
 @contextmanager

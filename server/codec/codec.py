@@ -16,6 +16,7 @@ from backends.errors import ExecutionError
 from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.parsing import ensure_room
 from protos.tensors import (
     MAX_RANK,
     TensorError,
@@ -54,6 +55,11 @@ times what `_least_bytes` says."""
 _LENGTH_BYTES = 4
 _ELEMENT_BYTES = 8 + sys.getsizeof(b"")
 """What an element of an array of texts takes besides its text: a reference, and the rest of the object."""
+_MOST_TYPED = 8
+"""How much an array takes as typed contents while they are made, by its bytes."""
+_MOST_WRITTEN = 6
+"""How much protobuf takes at most to write a response, by its bytes: twice as much in the message, and in the one of a
+stream around it, a buffer of up to that size, and a copy."""
 _BOTH = "expected either contents or raw_input_contents, got both"
 
 
@@ -144,8 +150,8 @@ class ModelCodec:
         bytes is in `envelope`.
 
         Raises ExecutionError for elements that no message can carry, AnswerTooLarge for more of them than a message can
-        carry, InvalidRequest for classes of too large an output and for shared memory that is too small or gone. The
-        backend has checked what else could be wrong.
+        carry, InvalidRequest for classes of too large an output and for shared memory that is too small or gone, and
+        MemoryError. The backend has checked what else could be wrong.
         """
         if isinstance(request, WireRequest) and decoded.options.plain:
             short = self._short.encode(request.id, decoded, results, envelope)
@@ -168,7 +174,9 @@ class ModelCodec:
                     if not options.parameters.typed_outputs:
                         raw.append(b"")
                 elif options.parameters.typed_outputs:
-                    left_bytes = self._left_after(left_bytes, _least_bytes(array, datatype))
+                    least_bytes = _least_bytes(array, datatype)
+                    left_bytes = self._left_after(left_bytes, least_bytes)
+                    ensure_room(_MOST_TYPED * array.nbytes + _MOST_WRITTEN * least_bytes)
                     output.contents.CopyFrom(encode_contents(array, datatype))
                 else:
                     if datatype.item_bytes:
@@ -179,6 +187,7 @@ class ModelCodec:
                 raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
         if left_bytes < LARGEST_RESPONSE_BYTES - _SURELY_BYTES:
             self._left_after(LARGEST_RESPONSE_BYTES, response.ByteSize() + sum(map(len, raw)))
+        ensure_room(_MOST_WRITTEN * sum(map(len, raw)))
         response.raw_output_contents.extend(raw)
         if writes:
             self._memory.write(writes)

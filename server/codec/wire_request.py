@@ -19,13 +19,14 @@ from google.protobuf.message import DecodeError, Message
 
 from protos.field_count import MAX_FIELDS, TooManyElements, TooManyFields, check_fields
 from protos.inference_pb2 import InferParameter, ModelInferRequest
+from protos.parsing import parse
 from protos.tensors import MAX_RANK
 from protos.wire import RequestFields, scan_request
 from server.bounded_cache import BoundedCache
 from server.errors import InvalidRequest, MessageTooLarge, ServerError
 from server.limits import Limits
 
-__all__ = ["AnyRequest", "Mold", "RequestReader", "WireRequest", "message_of", "parsed"]
+__all__ = ["AnyRequest", "Mold", "RequestReader", "Unread", "WireRequest", "message_of", "parsed"]
 
 _LONGEST_HEAD = 4_096
 _MOLDS_OF_ONE_LENGTH = 4
@@ -86,7 +87,7 @@ class WireRequest:
 
     def message(self) -> ModelInferRequest:
         """The request as protobuf sees it."""
-        return ModelInferRequest.FromString(self.data)
+        return parse(ModelInferRequest, self.data)
 
 
 AnyRequest = ModelInferRequest | WireRequest
@@ -98,19 +99,23 @@ def message_of(request: AnyRequest) -> ModelInferRequest:
 
 
 MessageT = TypeVar("MessageT", bound=Message)
+Unread = ServerError | MemoryError
+"""What stands for a message that can't be read."""
 
 
-def parsed(kind: type[MessageT], data: bytes, max_elements: int) -> MessageT | ServerError:
+def parsed(kind: type[MessageT], data: bytes, max_elements: int) -> MessageT | Unread:
     """The message in `data`, or why there is none: gRPC would put its own words in place of an error raised here."""
     try:
         check_fields(data, kind.DESCRIPTOR, max_elements)  # type: ignore[arg-type]  # either implementation's
-        return kind.FromString(data)
+        return parse(kind, data)
     except TooManyElements:
         return _too_many_elements("in typed contents", max_elements, "more")
     except TooManyFields:
         return MessageTooLarge(f"expected a message of at most {MAX_FIELDS} fields (such as tensors), got more")
     except DecodeError as error:
         return InvalidRequest(str(error))
+    except MemoryError as error:
+        return error.with_traceback(None)
 
 
 def _too_many_elements(where: str, most: int, got: object) -> MessageTooLarge:
@@ -128,7 +133,7 @@ class RequestReader:
         self._molds = BoundedCache[int, tuple[Mold, ...]]()
 
     # hot path: see bench/
-    def __call__(self, data: bytes) -> AnyRequest | ServerError:
+    def __call__(self, data: bytes) -> AnyRequest | Unread:
         """The request in `data`, or why it isn't read."""
         for mold in self._molds.get(len(data), ()):
             for start, part in mold.parts:
@@ -141,7 +146,7 @@ class RequestReader:
                     return self._parse(data)  # for protobuf's error text
         return self._read_fields(data)
 
-    def _read_fields(self, data: bytes) -> AnyRequest | ServerError:
+    def _read_fields(self, data: bytes) -> AnyRequest | Unread:
         """A request unlike the latest ones of its length."""
         fields = scan_request(data)
         if fields is None:
@@ -159,7 +164,7 @@ class RequestReader:
             self._molds.remember(len(data), (mold, *others), mold.size_bytes)
         return WireRequest(data, request_id, mold)
 
-    def _parse(self, data: bytes) -> ModelInferRequest | ServerError:
+    def _parse(self, data: bytes) -> ModelInferRequest | Unread:
         most = self._max_elements
         request = parsed(ModelInferRequest, data, most)
         # In raw form, each element takes at least the bytes of its length.
@@ -169,7 +174,7 @@ class RequestReader:
                 return _too_many_elements(f"of BYTES for model '{request.model_name}'", most, count)
         return request
 
-    def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | ServerError:
+    def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | Unread:
         request = self._parse(data)
         if isinstance(request, ModelInferRequest) and _may_come_again(request, fields):
             # A part of a message keeps all of it, names and tensors included, so parameters are copied to a message of

@@ -29,8 +29,8 @@ from server.codec.codec import tensor_bytes
 from server.codec.decoded import DecodedRequest, RequestOptions
 from server.codec.parameters import NO_PARAMETERS, RequestParameters
 from server.codec.passing import NOTHING_PASSED_ON, PassedOn
-from server.codec.wire_request import AnyRequest, RequestReader
-from server.errors import AnswerTooLarge, ServerError
+from server.codec.wire_request import AnyRequest, RequestReader, Unread
+from server.errors import AnswerTooLarge
 from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
@@ -165,7 +165,7 @@ class FrontSession:
     ) -> None:
         """A request as it came to the front, with its headers: from here on like one that came to this process."""
         request = self._read(data)
-        if isinstance(request, ServerError):
+        if isinstance(request, Unread):
             self.fail(number, request)
             return
         whole = _Whole(

@@ -75,13 +75,8 @@ class Span:
         return DeviceTensor(self.region, begin + self.offset, _UINT8, (self.byte_size,))
 
     def read(self) -> memoryview:
-        """A copy of what is there now. Blocks for the copy; raises InvalidRequest."""
-        try:
-            data = np.empty(self.byte_size, np.uint8)
-        except MemoryError:  # an object may claim to be larger than any memory
-            raise InvalidRequest(
-                f"shared memory region '{self.region.name}': no memory for a copy of {self.byte_size} bytes"
-            ) from None
+        """A copy of what is there now. Blocks for the copy; raises InvalidRequest, or MemoryError."""
+        data = np.empty(self.byte_size, np.uint8)
         self.region.read_into(data, self.offset)
         return data.data
 

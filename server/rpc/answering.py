@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import grpc
 
 from scheduler.errors import SchedulerError
-from server.codec.wire_request import AnyRequest
-from server.errors import ServerError, ServerStopping, error_text, status_of
+from server.codec.wire_request import AnyRequest, Unread
+from server.errors import ServerStopping, error_text, status_of
 from server.requests.quiet import TRY_AGAIN_MS
 
 __all__ = ["Context", "answering", "status_and_text"]
@@ -43,7 +43,7 @@ def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT
     @wraps(method)
     async def answer(self: Any, request: RequestT, context: Context) -> ResponseT:
         try:
-            if isinstance(request, ServerError):
+            if isinstance(request, Unread):
                 raise request  # what was sent can't be read
             return await method(self, request, context)
         except asyncio.CancelledError:
@@ -64,8 +64,12 @@ def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT
 
 def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.StatusCode, str]:
     """The status and text that the caller of `rpc` gets for `error`. An error that isn't in the table is logged with
-    its traceback."""
+    its traceback, and a lack of memory in a line."""
     code = status_of(error)
+    if isinstance(error, MemoryError):
+        text = _sendable(f"the server is short of memory: {error_text(error) or 'no room for what this request needs'}")
+        _log.error("%s failed: %s", rpc, text)
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, text
     if code is None:
         _log.error("%s failed with an internal error, a bug in paceline; please report it", rpc, exc_info=error)
         return grpc.StatusCode.INTERNAL, _sendable(f"internal error: {type(error).__name__}: {error_text(error)}")

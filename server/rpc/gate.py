@@ -19,6 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from server.rpc.admission import Admission, Calls, Ended, Refused
+from server.rpc.answering import status_and_text
 from server.rpc.restrictions import Restriction, group_of
 from server.rpc.tokens import Tokens
 
@@ -194,6 +195,8 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
                     request = await context.read()
                 except DecodeError as error:
                     answer = context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                except MemoryError as error:
+                    answer = context.abort(*status_and_text(error, None, "reading a request"))
                 except asyncio.CancelledError as error:
                     end = ends.get(*error.args) if error.args else None
                     if end is None:

@@ -30,8 +30,8 @@ def add_handlers(server: Registry, handlers: dict[str, Any]) -> None:
 
 
 def handler_of(method: MethodDescriptor, behaviour: Callable[..., Any], max_elements: int) -> Any:
-    """gRPC's handler of a method. `behaviour` gets a ServerError in place of bytes that are no message, or one of more
-    than `max_elements` elements."""
+    """gRPC's handler of a method. `behaviour` gets an error (`Unread`) in place of bytes that are no message, or one of
+    more than `max_elements` elements, or that there is no room for."""
     streams = method.client_streaming and method.server_streaming
     make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
     request = GetMessageClass(method.input_type)

@@ -11,7 +11,6 @@ there are none. Each request has a slot, but no task, lock or timer.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +22,7 @@ from protos import inference_pb2 as pb
 from server.call_facts import NO_PASSED_HEADERS, PassedHeaders
 from server.codec.parameters import CANCEL, UNORDERED
 from server.codec.shortcuts import Envelope
-from server.codec.wire_request import AnyRequest, WireRequest, message_of
-from server.errors import ServerError
+from server.codec.wire_request import AnyRequest, Unread, WireRequest, message_of
 from server.requests.in_flight import InferenceSteps, InFlight
 from server.rpc.answering import Context, answering, status_and_text
 from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
@@ -35,8 +33,6 @@ FINAL = "triton_final_response"
 """Parameter of every answer: it is the last one to its request."""
 STATUS = "paceline_status"
 """Parameter of an answer with an error: the status with which a call of its own would have ended."""
-
-_log = logging.getLogger("paceline.server.streaming")
 
 _ENDS_AT_ERROR = "triton_grpc_error"
 _RPC = "ModelStreamInfer"
@@ -136,6 +132,8 @@ class _Stream:
         self._ordered: deque[_Slot] = deque()
         self._ready: deque[_Slot] = deque()
         self._ended = self._closed = False
+        # Why reading ended early.
+        self._unreadable: Failure | None = None
         # What a sleeping side waits for.
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -181,15 +179,15 @@ class _Stream:
 
     def _on_end(self, reading: asyncio.Task[None]) -> None:
         self._ended = True
-        if not reading.cancelled() and (error := reading.exception()):
-            _log.error("reading from a stream failed", exc_info=error)
+        if not reading.cancelled() and isinstance(error := reading.exception(), Exception):
+            self._unreadable = status_and_text(error, None, _RPC)
         self._wake_writer()
 
     # hot path: see bench/
-    def _take(self, request: AnyRequest | ServerError) -> None:
+    def _take(self, request: AnyRequest | Unread) -> None:
         unordered = False
         if type(request) is not WireRequest or not request.mold.plain:
-            if isinstance(request, ServerError):
+            if isinstance(request, Unread):
                 slot = self._slot(_NO_REQUEST)
                 self._ordered.append(slot)
                 self._refuse(slot, request)
@@ -264,10 +262,12 @@ class _Stream:
                 break
             self._writer = self._loop.create_future()
             await self._writer
-        if self._closed:
+        if self._unreadable is not None:
+            self._end(*self._unreadable)
+        elif self._closed:
             self._end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
-    def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | bytes | None:
+    def _message(self, slot: _Slot) -> bytes | None:
         """What to write for a request whose answer isn't made yet or isn't bytes; None if its failure ends the
         stream."""
         if slot.answer is None and slot.failure is None:
@@ -276,14 +276,14 @@ class _Stream:
         if isinstance(answer, bytes):
             return answer
         if failure is None:
-            message = pb.ModelStreamInferResponse(infer_response=answer)
-        elif self._ends_at_error:
+            try:
+                return _final(pb.ModelStreamInferResponse(infer_response=answer))
+            except MemoryError as error:
+                failure = status_and_text(error, slot.request, _RPC)
+        if self._ends_at_error:
             self._end(*failure)
             return None
-        else:
-            message = _failure_message(slot.request, *failure)
-        message.infer_response.parameters[FINAL].bool_param = True
-        return message
+        return _final(_failure_message(slot.request, *failure))
 
     def _end(self, code: grpc.StatusCode, text: str) -> None:
         self._context.set_code(code)
@@ -298,6 +298,12 @@ class _Stream:
         reader, self._reader = self._reader, None
         if reader is not None and not reader.done():
             reader.set_result(None)
+
+
+def _final(message: pb.ModelStreamInferResponse) -> bytes:
+    """`message` as the only one for its request. Raises MemoryError."""
+    message.infer_response.parameters[FINAL].bool_param = True
+    return message.SerializeToString()
 
 
 def _failure_message(request: AnyRequest, code: grpc.StatusCode, text: str) -> pb.ModelStreamInferResponse:

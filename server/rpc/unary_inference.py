@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from server.call_facts import NO_PASSED_HEADERS
-from server.codec.codec import AnyResponse
 from server.codec.wire_request import AnyRequest, message_of
 from server.requests.in_flight import Call, InferenceSteps
 from server.rpc.answering import Context, answering
 from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
+from server.rpc.handlers import serialized
 
 __all__ = ["UnaryInference"]
 
@@ -35,10 +35,11 @@ class UnaryInference:
 
     # hot path: see bench/
     @answering
-    async def ModelInfer(self, request: AnyRequest, context: Context) -> AnyResponse:
+    async def ModelInfer(self, request: AnyRequest, context: Context) -> bytes:
         if self._forwarding is not None:
             request = message_of(request)
             add_headers(request, self._forwarding.headers(context))
         parent = traceparent_of(context) if self._inference.reads_parents else None
         passed = self._passing.passed(context) if self._passing is not None else NO_PASSED_HEADERS
-        return await Call(self._inference, request, deadline_of(context), parent, passed).response()
+        answer = await Call(self._inference, request, deadline_of(context), parent, passed).response()
+        return serialized(answer)  # where errors get a status

@@ -121,6 +121,7 @@ def test_table_names_only_classes_that_exist() -> None:
         (ExecutionError("x"), Code.INTERNAL),
         (InstanceError("x"), Code.INTERNAL),
         (OutOfMemory("x"), Code.RESOURCE_EXHAUSTED),
+        (MemoryError(), Code.RESOURCE_EXHAUSTED),
         (DeviceLost("x"), Code.INTERNAL),
         (StalePlan("x"), Code.INTERNAL),
         (NoInstance(), Code.UNAVAILABLE),
@@ -151,7 +152,7 @@ def test_status_of_a_subclass_without_entry_is_that_of_its_nearest_base() -> Non
     assert status_of(Novel()) is Code.INTERNAL
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), MemoryError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), KeyboardInterrupt()])
 def test_status_of_foreign_exceptions_is_none(error: BaseException) -> None:
     assert status_of(error) is None
 

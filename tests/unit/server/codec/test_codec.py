@@ -12,6 +12,7 @@ from protos import inference_pb2 as pb
 from server.codec.codec import ModelCodec
 from server.errors import AnswerTooLarge, InvalidRequest
 from server.memory.regions import Regions
+from tests.rlimits import room_for
 from tests.wire import Array, bytes_element, infer, rows_of_floats
 
 PAIR = ModelSpec(
@@ -322,3 +323,15 @@ def test_encode_classes_of_too_large_an_output_are_refused_naming_model_and_outp
     assert str(caught.value) == (
         "model 'm': output 't': parameter 'classification': expected an output of up to 1000000 elements, got 1000001"
     )
+
+
+@pytest.mark.parametrize("binary", [True, False], ids=["raw", "typed"])
+def test_response_without_room_raises_memory_error(binary: bool) -> None:
+    """protobuf would end the process."""
+    array = np.zeros(2**24, np.float32)
+    codec = one_tensor("FP32", (-1,))
+    request = infer("m", {"t": array[:1]}, parameters={"binary_data_output": binary})
+    decoded = codec.decode(request)
+    with room_for(array.nbytes * 3 // 2), pytest.raises(MemoryError):
+        codec.encode(request, decoded, (array,))
+    assert codec.encode(request, decoded, (array[:1],))

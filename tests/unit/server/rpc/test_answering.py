@@ -46,5 +46,19 @@ def test_text_that_would_be_too_long_in_a_header_lacks_only_its_middle(letter: s
     assert end.endswith(" end")
 
 
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (MemoryError("no room for 9 B"), "no room for 9 B"),
+        (MemoryError(), "no room for what this request needs"),
+    ],
+)
+def test_lack_of_memory_is_logged_in_a_line(caplog: pytest.LogCaptureFixture, error: MemoryError, what: str) -> None:
+    text = f"the server is short of memory: {what}"
+    assert status_and_text(error, None, "ModelInfer") == (grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+    (record,) = caplog.records
+    assert (record.getMessage(), record.exc_info) == (f"ModelInfer failed: {text}", None)
+
+
 def test_text_that_utf_8_cannot_encode_is_sent_escaped() -> None:
     assert sent("a name \ud800") == r"a name \ud800"
