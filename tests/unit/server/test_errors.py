@@ -27,6 +27,7 @@ from backends.errors import (
     UpstreamFailed,
     UpstreamRefused,
 )
+from backends.trial import _TimeIsUp
 from protos.datatypes import UnknownDatatypeError
 from protos.field_count import TooManyElements, TooManyFields
 from protos.generate import GenerateError
@@ -64,6 +65,7 @@ NEVER_REACH_A_CALLER = {
     StartError,  # ends the process before anyone can call
     GenerateError,  # from the generator of `protos`, a tool for developers
     PolicyError,  # a mistake in code: configurations are checked before they become policies
+    _TimeIsUp,  # ends a trial, at load
     TooManyElements,  # the caller gets a MessageTooLarge
     TooManyFields,  # the same
 }
@@ -99,7 +101,7 @@ def test_table_leaves_out_exceptions_that_never_reach_a_caller() -> None:
 
 
 def test_table_names_only_classes_that_exist() -> None:
-    assert set(STATUS_OF) <= exception_classes() | {asyncio.CancelledError}
+    assert set(STATUS_OF) <= exception_classes() | {asyncio.CancelledError, MemoryError}
 
 
 @pytest.mark.parametrize(
