@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from backends.base import Allocate, Execution
-from backends.errors import ExecutionError
+from backends.errors import ExecutionError, UnfitOutputs
 from backends.joining import MIN_ELEMENTS, join_into
 from backends.packed import Packed, are_alike, stacked
 from backends.shares import Outputs, Share
@@ -123,14 +123,14 @@ def shares(outputs: Tensors, bounds: Sequence[int]) -> Sequence[Tensors]:
 def check_outputs(outputs: Tensors, spec: ModelSpec, rows: int) -> None:
     """Raise ExecutionError unless `outputs` fit `spec`; `rows` counts only if the spec is batched."""
     if len(outputs) != len(spec.outputs):
-        raise ExecutionError(f"expected {len(spec.outputs)} outputs, got {len(outputs)}")
+        raise UnfitOutputs(f"expected {len(spec.outputs)} outputs, got {len(outputs)}")
     lead = (rows,) if spec.batched else ()
     for output, tensor in zip(outputs, spec.outputs, strict=True):
         expected = (*lead, *tensor.dims_of(output.ndim - len(lead)))
         if output.shape != expected and not (fits(output.shape, expected) or _is_scalar(output, tensor, lead)):
             raise _misshapen(output.shape, expected, tensor, spec.batched)
         if output.dtype != by_name(tensor.datatype).dtype:
-            raise ExecutionError(f"output '{tensor.name}': expected {tensor.datatype}, got numpy's {output.dtype}")
+            raise UnfitOutputs(f"output '{tensor.name}': expected {tensor.datatype}, got numpy's {output.dtype}")
 
 
 def _is_scalar(output: Array, tensor: TensorSpec, lead: tuple[int, ...]) -> bool:
@@ -141,9 +141,10 @@ def _is_scalar(output: Array, tensor: TensorSpec, lead: tuple[int, ...]) -> bool
 
 def _misshapen(shape: tuple[int, ...], expected: tuple[int, ...], tensor: TensorSpec, batched: bool) -> ExecutionError:
     what = f"output '{tensor.name}': expected shape {list(expected)}, got {list(shape)}"
-    if not batched or shape[:1] == expected[:1]:
-        return ExecutionError(what)
-    return ExecutionError(f"{what}; the first dimension of every output must be the {expected[0]} rows of the batch")
+    if batched and shape[:1] != expected[:1]:
+        what += f"; the first dimension of every output must be the {expected[0]} rows of the batch"
+    # Without elements, it says nothing about other inputs: in this one, nothing was found.
+    return ExecutionError(what) if 0 in shape else UnfitOutputs(what)
 
 
 def check_count(spec: ModelSpec, requests: Sequence[object]) -> None:

@@ -6,6 +6,7 @@ BackendError
 │   ├── NoDriver            nothing of a device's driver is installed, as on machines without the device
 │   └── DriverFailed        a device's driver is there, and fails; there may well be a device
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
+    ├── UnfitOutputs        they aren't those of the spec: there are others, or their datatypes or shapes are others
     ├── UpstreamRefused     another server, which executes, answered this batch with an error
     └── InstanceError   it failed whatever the requests
         ├── OutOfMemory     too little memory, on the device or the host, for a batch this large
@@ -33,6 +34,7 @@ __all__ = [
     "ProcessError",
     "StalePlan",
     "Unequipped",
+    "UnfitOutputs",
     "UpstreamFailed",
     "UpstreamRefused",
 ]
@@ -60,6 +62,11 @@ class DriverFailed(LoadError):
 
 class ExecutionError(BackendError):
     """One execution failed; the instance is still usable."""
+
+
+class UnfitOutputs(ExecutionError):
+    """The model's outputs aren't those of its spec: there are others, or they have other datatypes or shapes, though
+    not for lack of elements."""
 
 
 class InstanceError(ExecutionError):

@@ -21,7 +21,7 @@ import numpy as np
 from backends.base import Allocate, Execution
 from backends.batch_inputs import batch_input
 from backends.batching import Run, check_count, check_outputs, rows_of, run_batch, split, stack
-from backends.errors import ExecutionError
+from backends.errors import ExecutionError, UnfitOutputs
 from backends.spec import MISSING, Array, BatchOutput, ModelSpec, Tensors, TensorSpec
 from protos.datatypes import by_name
 
@@ -113,7 +113,7 @@ class _MixedBatches:
 
     def _cut(self, outputs: Tensors, requests: Sequence[Tensors], rows: list[int]) -> list[tuple[Array, ...]]:
         if len(outputs) != len(self._cuts):
-            raise ExecutionError(f"expected {len(self._cuts)} outputs, got {len(outputs)}")
+            raise UnfitOutputs(f"expected {len(self._cuts)} outputs, got {len(outputs)}")
         columns = [cut(output, requests, rows) for cut, output in zip(self._cuts, outputs, strict=True)]
         # Padding rows come after the requests' own: the columns have them at the end, and no request gets them.
         return [tuple(column[number] for column in columns) for number in range(len(requests))]
@@ -175,7 +175,7 @@ def _scattered(
 ) -> Sequence[Array]:
     """Consecutive views, each with as many elements as its request's shape has."""
     if output.dtype != by_name(tensor.datatype).dtype:
-        raise ExecutionError(f"output '{tensor.name}': expected {tensor.datatype}, got numpy's {output.dtype}")
+        raise UnfitOutputs(f"output '{tensor.name}': expected {tensor.datatype}, got numpy's {output.dtype}")
     shapes = [_filled((-1, *tensor.dims), request[source].shape) for request in requests]
     bounds = list(accumulate(map(math.prod, shapes), initial=0))
     if output.size != bounds[-1]:

@@ -43,6 +43,7 @@ from backends.errors import (
     ProcessError,
     StalePlan,
     Unequipped,
+    UnfitOutputs,
     UpstreamFailed,
     UpstreamRefused,
 )
@@ -212,6 +213,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     # Not a status that clients retry elsewhere: what makes one server hang would make the next hang too.
     ExecutionTimeout: grpc.StatusCode.INTERNAL,
     ExecutionError: grpc.StatusCode.INTERNAL,
+    UnfitOutputs: grpc.StatusCode.INTERNAL,
     InstanceError: grpc.StatusCode.INTERNAL,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     MemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -121,6 +121,16 @@ def batch_sum(size: int = 4) -> onnx.ModelProto:
     )
 
 
+def row_sums(size: int | None = None) -> onnx.ModelProto:
+    """OUTPUT0 = the sum of each row of INPUT0, FP32 [batch]."""
+    return model(
+        [helper.make_node("ReduceSum", ["INPUT0", "axes"], ["OUTPUT0"], keepdims=0)],
+        [tensor("INPUT0", "FP32", ["batch", size])],
+        [tensor("OUTPUT0", "FP32", ["batch"])],
+        [numpy_helper.from_array(np.array([1], np.int64), "axes")],
+    )
+
+
 def positive_rows(size: int = 4) -> onnx.ModelProto:
     """An output that only looks like it carries the batch axis: the rows of INPUT0 whose first element is above 0."""
     return model(
@@ -401,8 +411,9 @@ def shapeless(kind: str = "Neg", dims: Dims | None = None) -> onnx.ModelProto:
     )
 
 
-def hidden_rank() -> onnx.ModelProto:
-    """OUTPUT0 = INPUT0, FP32 [batch, 3], computed so that its rank is unknown before it has run."""
+def hidden_rank(dims: Dims | None = None) -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0, FP32 [batch, 3], computed so that its rank is unknown before it has run; declared with
+    `dims`."""
     return model(
         [
             helper.make_node("Shape", ["INPUT0"], ["shape"]),
@@ -410,7 +421,7 @@ def hidden_rank() -> onnx.ModelProto:
             helper.make_node("Reshape", ["INPUT0", "hidden"], ["OUTPUT0"]),
         ],
         [tensor("INPUT0", "FP32", ["batch", 3])],
-        [helper.make_tensor_value_info("OUTPUT0", TensorProto.FLOAT, None)],
+        [helper.make_tensor_value_info("OUTPUT0", TensorProto.FLOAT, dims)],
         [numpy_helper.from_array(np.array([True, True]), "both")],
     )
 

@@ -48,7 +48,7 @@ from server.models.model_config import (
 from server.models.model_record import DUPLICATE_NAME
 from server.models.python_models import PYTHON, check_python_allowed, is_python
 from server.models.supervisor import Supervisor
-from server.models.tensor_config import can_batch, why_no_batch_axis, without_datatype
+from server.models.tensor_config import can_batch, doubts_outputs, why_no_batch_axis, without_datatype
 from server.models.warmup import WarmUp
 
 __all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
@@ -284,7 +284,7 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
     says contradicts the model."""
     batches = config.max_batch_size > 0 or config.HasField("dynamic_batching")
     says = config.max_batch_size or batches or config.input or config.output
-    agreed = says and (not batches or can_batch(config, opened.spec))
+    agreed = says and (not batches or can_batch(config, opened.spec)) and not doubts_outputs(config, opened.spec)
     if agreed or not isinstance(opened, Triable):
         return Trial(opened.spec)
     tried = opened.try_rows(supervise)

@@ -16,7 +16,7 @@ from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES
 from server.errors import ConfigError
 
-__all__ = ["can_batch", "declared_spec", "served_spec", "why_no_batch_axis", "without_datatype"]
+__all__ = ["can_batch", "declared_spec", "doubts_outputs", "served_spec", "why_no_batch_axis", "without_datatype"]
 
 _BATCH_INPUT_TYPES = ("INT32", "FP32")
 _FLAT = (-1,)
@@ -70,6 +70,19 @@ def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
     an input to read the number of rows from. For tensors that may have any rank, the configuration is trusted.
     """
     return not any(_against_a_batch_axis(config, own))
+
+
+def doubts_outputs(config: pb.ModelConfig, own: ModelSpec) -> bool:
+    """Whether `config` gives dims to an output that a model of spec `own` declares as one number, or one number a row.
+    Which of the two is wrong, only a trial can tell."""
+    lead = 0 if config.max_batch_size == 0 and config.input and config.output else 1
+    declared = {one.name: one for one in own.outputs if not one.any_rank}
+    for one in config.output:
+        given, reshaped = (one.reshape.shape, True) if one.HasField("reshape") else (one.dims, False)
+        is_number = one.name in declared and len(declared[one.name].dims) <= lead
+        if is_number and given and (reshaped or set(given) != {1}) and one.name not in _scattered(config):
+            return True
+    return False
 
 
 def why_no_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> str:
@@ -200,7 +213,9 @@ def _completed(
             reshape = ()  # Triton silently takes a scalar for a vector of one, as its `dims` can't be empty
     given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
     mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
-    _check_dims(where, given, _dims_to_check(mine, given) if kind == "output" else mine, field, lead)
+    if kind == "output":
+        mine = _dims_to_check(mine, given, is_doubtful=own.assumed and not own.dims)
+    _check_dims(where, given, mine, field, lead)
     return dims, reshape
 
 
@@ -213,10 +228,11 @@ def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field:
         raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(dims)}{hint}")
 
 
-def _dims_to_check(mine: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+def _dims_to_check(mine: tuple[int, ...], given: tuple[int, ...], *, is_doubtful: bool) -> tuple[int, ...]:
     """What to check the dims `given` of an output against. What a model says about its outputs isn't binding: ONNX
-    Runtime accepts wrong sizes, and scalars that aren't. So free dims in `given` are always accepted."""
-    if not mine:
+    Runtime accepts wrong sizes, and scalars that aren't (`is_doubtful`: it says so, and no trial has shown it). So free
+    dims in `given` are always accepted."""
+    if is_doubtful:
         return (-1,) * len(given)
     return tuple(-1 if one == -1 else dim for dim, one in zip(mine, given, strict=False)) + mine[len(given) :]
 

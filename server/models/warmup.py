@@ -18,7 +18,16 @@ from pathlib import Path
 import numpy as np
 
 from backends.base import ExecutesMadeUp, ModelInstance, Slotted, Supervise, unsupervised
-from backends.errors import BackendError, DeviceLost, InstanceError, InstanceLost, LoadError, OutOfMemory, Unequipped
+from backends.errors import (
+    BackendError,
+    DeviceLost,
+    InstanceError,
+    InstanceLost,
+    LoadError,
+    OutOfMemory,
+    Unequipped,
+    UnfitOutputs,
+)
 from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
@@ -73,7 +82,7 @@ class WarmUp:
         Blocks. Raises ConfigError if a configured sample fails: a model that can't do what its author says it does
         isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input; but
         LoadError is raised if it failed whatever its values: the device is lost or refuses, or the runtime lacks what
-        any input would need.
+        any input would need; and ConfigError if the outputs can't be what clients are told.
         """
         bounds = _Bounds(self._name, self._now_ns)
         for instance in instances:
@@ -115,14 +124,33 @@ class WarmUp:
             return
         try:
             for run in _made_up_runs_of(instance, supervise):
-                self._run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
+                self._run_sizes(run, [_all_alike(spec, (1,) if spec.batched else (), 0)], _sizes(instance, self._plan))
         except (OutOfMemory, MemoryError) as error:
             _log.warning("model '%s' is served without warm-up, for lack of memory: %s", self._name, _text_of(error))
         except (BackendError, TensorError) as error:
             if _is_of_any_input(error):
                 raise LoadError(f"its warm-up failed: {error}") from error
+            if isinstance(error, UnfitOutputs) and not self._may_fit_others(instance, supervise):
+                raise ConfigError(f"the model's outputs aren't as declared, whatever its input: {error}") from error
             text = "model '%s' is served without warm-up, as it rejects zeros: %s"
             _log.warning(text, self._name, _text_of(error))
+
+    def _may_fit_others(self, instance: ModelInstance, supervise: Supervise) -> bool:
+        """Whether the outputs for other inputs than a row of zeros may be as declared: of ones, as shapes may depend on
+        values, and of two rows, as some models drop all axes of size 1."""
+        spec, run = self._plan.spec, _made_up_runs_of(instance, supervise)[0]
+        others = [_all_alike(spec, (1,) if spec.batched else (), 1)]
+        if self._plan.max_batch_rows > 1:
+            others.append(_all_alike(spec, (2,), 0))
+        for request in others:
+            try:
+                run([request], 0)
+            except UnfitOutputs:
+                continue
+            except (BackendError, MemoryError):  # which tells nothing about outputs
+                return True
+            return True
+        return False
 
     def _run_sizes(self, run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> None:
         """Run the sample in each size. Sizes that there isn't enough memory for, or that fail whatever their values,
@@ -209,10 +237,12 @@ def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
     return sorted(set(sizes), reverse=True)
 
 
-def _all_zeros(spec: ModelSpec, lead: tuple[int, ...]) -> Tensors:
-    """Text is "0": models that read numbers accept it, and many that look for words reject text without any."""
+def _all_alike(spec: ModelSpec, lead: tuple[int, ...], digit: int) -> Tensors:
+    """Inputs whose elements are all `digit`, 0 or 1. Text is that, too: models that read numbers accept it, and many
+    that look for words reject text without any."""
     return [
-        MISSING if tensor.optional else _filled(tensor, (*lead, *tensor.model_dims), b"0") for tensor in spec.inputs
+        MISSING if tensor.optional else _filled(tensor, (*lead, *tensor.model_dims), b"%d" % digit, digit)
+        for tensor in spec.inputs
     ]
 
 
@@ -304,14 +334,16 @@ def _data(folder: Path, file: str, where: str) -> bytes:
 
 def _zeros(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
     """Text is empty, as Triton's."""
-    return _filled(tensor, shape, b"")
+    return _filled(tensor, shape, b"", 0)
 
 
-def _filled(tensor: TensorSpec, shape: tuple[int, ...], text: bytes) -> Array:
-    """Zeros, or `text`."""
+def _filled(tensor: TensorSpec, shape: tuple[int, ...], text: bytes, number: int) -> Array:
+    """All `text` or `number`. Memory for zeros isn't taken before it is written."""
     element_count(shape)
     dtype = by_name(tensor.datatype).dtype
-    return np.full(shape, text, dtype) if dtype.hasobject else np.zeros(shape, dtype)
+    if dtype.hasobject or number:
+        return np.full(shape, text if dtype.hasobject else number, dtype)
+    return np.zeros(shape, dtype)
 
 
 def _bytes(tensor: TensorSpec, shape: tuple[int, ...]) -> int:

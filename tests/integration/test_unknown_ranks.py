@@ -127,6 +127,40 @@ async def test_output_declared_as_a_scalar_has_the_configured_dims(tmp_path: Pat
         np.testing.assert_array_equal(await answer(served, floats(2)), floats(2))
 
 
+def one(kind: str, dims: str) -> str:
+    return f'{kind} {{ name: "{kind.upper()}0" data_type: TYPE_FP32 dims: [ {dims} ] }} '
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "text"),
+    [
+        (models.row_sums(4), "max_batch_size: 4 " + one("input", "4") + one("output", "-1"), "[], got [-1]"),
+        (models.row_sums(), "max_batch_size: 4 " + one("input", "-1") + one("output", "1, 1, 2"), "[], got [1, 1, 2]"),
+        (models.row_sums(), one("output", "-1"), "[], got [-1]"),
+        (models.scalar(), one("input", "1") + one("output", "2"), "[], got [2]"),
+    ],
+    ids=["a number a row", "of free inputs", "batched by default", "a scalar"],
+)
+async def test_configured_dims_that_the_model_never_computes_fail_the_load(
+    tmp_path: Path, model: onnx.ModelProto, config: str, text: str
+) -> None:
+    write(tmp_path, models.identity())
+    (tmp_path / "m").rename(tmp_path / "good")
+    write(tmp_path, model, config)
+    async with serving(tmp_path) as served:
+        _, failed = (await served.stub.RepositoryIndex(pb.RepositoryIndexRequest())).models
+        assert (failed.state, f"output 'OUTPUT0': expected dims of the model, {text}" in failed.reason) == (
+            "UNAVAILABLE",
+            True,
+        ), failed.reason
+
+
+async def test_configured_dims_that_contradict_only_the_declaration_are_served(tmp_path: Path) -> None:
+    write(tmp_path, models.hidden_rank(["batch"]), "max_batch_size: 4 " + one("input", "3") + one("output", "3"))
+    async with serving(tmp_path) as served:
+        np.testing.assert_array_equal(await answer(served, floats(2, 3)), floats(2, 3))
+
+
 async def test_input_of_unknown_rank_has_the_configured_dims(tmp_path: Path) -> None:
     write(tmp_path, models.shapeless(), 'input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2, -1 ] }')
     async with serving(tmp_path) as served:

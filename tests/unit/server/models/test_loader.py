@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,13 @@ SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (
 class Model(MemoryModel):
     """A model that makes instances until `instances` are open, and then fails to."""
 
-    def __init__(self, instances: int = 100, spec: ModelSpec = SPEC) -> None:
-        super().__init__(spec)
+    def __init__(
+        self,
+        instances: int = 100,
+        spec: ModelSpec = SPEC,
+        compute: Callable[[Tensors], Tensors] = lambda inputs: inputs,
+    ) -> None:
+        super().__init__(spec, compute)
         self._limit = instances
 
     def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
@@ -350,7 +355,8 @@ def test_load_that_fails_unexpectedly_leaves_nothing_open_either(tmp_path: Path)
 
 
 def test_load_of_tensors_that_no_message_can_hold_leaves_nothing_open(tmp_path: Path) -> None:
-    shelf = VersionBackend(v1=Model(spec=ModelSpec(SPEC.inputs, (TensorSpec("x", "FP32", (-1, 2**63)),))))
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, 2**63)),))
+    shelf = VersionBackend(v1=Model(spec=spec))
     with pytest.raises(ValueError, match="9223372036854775808"):
         load_model(folder(tmp_path, 1), shelf.of)
     assert not shelf.leaked
@@ -479,8 +485,9 @@ def test_load_logs_which_tensor_has_no_batch_axis(
     spec = ModelSpec(
         *(tuple(TensorSpec(name, "FP32", dims) for name, dims in one.items()) for one in (inputs, outputs))
     )
+    results = [np.zeros([abs(dim) for dim in one.dims], np.float32) for one in spec.outputs]
     with caplog.at_level(logging.INFO, "paceline.server.loader"):
-        load_model(folder(tmp_path, 1), VersionBackend(v1=Model(spec=spec)).of)
+        load_model(folder(tmp_path, 1), VersionBackend(v1=Model(spec=spec, compute=lambda _: results)).of)
     assert caplog.messages[-1].endswith(f"no batch axis, requests run one by one ({why})")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from google.protobuf import text_format
 
@@ -131,13 +133,29 @@ def test_scalar_may_be_a_vector_of_one_to_clients_without_a_reshape(rows: int) -
 
 @pytest.mark.parametrize("dims", ["2", "-1", "1, 2"])
 def test_scalar_with_other_dims_is_refused_as_an_input_and_accepted_as_an_output(dims: str) -> None:
-    model = ModelSpec((TensorSpec("a", "FP32", ()),), (TensorSpec("x", "FP32", ()),))
+    """As an output only if nobody has seen that it is one: what a model says about its outputs isn't binding."""
+    model = ModelSpec((TensorSpec("a", "FP32", ()),), (TensorSpec("x", "FP32", (), assumed=True),))
+    seen = replace(model, outputs=(TensorSpec("x", "FP32", ()),))
 
-    fault = refusal(tensor("a", dims), model, rows=0)
-
-    assert fault.startswith(f"input 'a': expected dims of the model, [], got [{dims}]")
+    assert refusal(tensor("a", dims), model, 0).startswith(f"input 'a': expected dims of the model, [], got [{dims}]")
+    text = refusal(tensor("x", dims, kind="output"), seen, 0)
+    assert text.startswith(f"output 'x': expected dims of the model, [], got [{dims}]")
     (output,) = served(tensor("x", dims, kind="output"), model, rows=0).outputs
     assert (list(output.dims), output.reshape) == ([int(dim) for dim in dims.split(",")], None)
+
+
+@pytest.mark.parametrize("assumed", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "more", "text"),
+    [
+        ("-1", "", "expected dims of the model, [], got [-1]; dims don't include the batch axis"),
+        ("2", "", "expected dims of the model, [], got [2]; dims don't include the batch axis"),
+        ("1", "reshape { shape: [ 1 ] }", "expected reshape.shape of the model, [], got [1]; dims don't include"),
+    ],
+)
+def test_output_of_one_number_a_row_with_more_dims_is_refused(assumed: bool, dims: str, more: str, text: str) -> None:
+    model = ModelSpec((TensorSpec("a", "FP32", (-1, 4)),), (TensorSpec("x", "FP32", (-1,), assumed=assumed),))
+    assert refusal(tensor("x", dims, more, kind="output"), model).startswith(f"output 'x': {text}")
 
 
 def test_rows_of_rank_zero_look_like_vectors_of_one_if_the_configuration_leaves_them_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,50 @@ def test_default_that_fails_is_logged_and_does_not_fail_the_load(caplog: pytest.
     (record,) = caplog.records
     assert record.getMessage() == "model 'm' is served without warm-up, as it rejects zeros: zeros are no input"
     assert len(bench.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "compute", "text"),
+    [
+        (4, lambda inputs: [inputs[0][:, 0]], "output 'x': expected shape [1, 2], got [1]"),
+        (4, lambda inputs: [inputs[0].sum()], "output 'x': expected shape [1, 2], got []"),
+        (0, lambda inputs: [inputs[0][None]], "output 'x': expected shape [2], got [1, 2]"),
+        (4, lambda inputs: [inputs[0].astype(np.float64)], "output 'x': expected FP32, got numpy's float64"),
+        (4, lambda inputs: [*inputs, *inputs], "expected 1 outputs, got 2"),
+        (1, lambda inputs: [inputs[0].squeeze()], "output 'x': expected shape [1, 2], got [2]"),
+        (4, lambda inputs: [inputs[0][:, :1]], "output 'x': expected shape [1, 2], got [1, 1]"),
+        (0, lambda inputs: [inputs[0].repeat(2)], "output 'x': expected shape [2], got [4]"),
+        (4, lambda inputs: [inputs[0].repeat(2, axis=0)], "output 'x': expected shape [1, 2], got [2, 2]"),
+    ],
+    ids=["fewer axes", "none", "more axes", "datatype", "count", "one row only", "size", "size without rows", "rows"],
+)
+def test_default_whose_outputs_contradict_the_spec_fails_the_load(
+    rows: int, compute: Callable[[Tensors], Tensors], text: str
+) -> None:
+    bench = Bench(rows=rows)
+    bench.model = MemoryModel(bench.own, compute)
+    assert bench.refusal("").startswith(f"the model's outputs aren't as declared, whatever its input: {text}")
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda inputs: [inputs[0].squeeze()],
+        lambda inputs: [inputs[0][:, : 1 + int(inputs[0].max())]],
+        lambda inputs: [inputs[0][:, :0]],
+        lambda inputs: [inputs[0][:0]],
+    ],
+    ids=["drops the axis of one row", "size by values", "nothing found", "no rows found"],
+)
+def test_default_whose_outputs_may_fit_for_other_inputs_is_only_logged(
+    caplog: pytest.LogCaptureFixture, compute: Callable[[Tensors], Tensors]
+) -> None:
+    bench = Bench(rows=2)
+    bench.model = MemoryModel(bench.own, compute)
+    with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
+        bench.warm("")
+    (record,) = caplog.records
+    assert "is served without warm-up" in record.getMessage()
 
 
 @pytest.mark.parametrize(("datatype", "size"), [("FP32", 2**26 + 1), ("FP32", 2**62), ("BYTES", 2**23)])
