@@ -128,7 +128,8 @@ def make_rows(spec: ModelSpec, made_up: MadeUp, count: int) -> list[tuple[Array,
     in turn. Integers in text are digits, which are in every vocabulary."""
     random = np.random.default_rng(0)
     columns = [_column(tensor, made_up, can_be_stacked(spec), count, random) for tensor in spec.inputs]
-    return list(zip(*columns, strict=True))
+    # Also without any inputs, where zip() gives no sets at all.
+    return [tuple(column[number] for column in columns) for number in range(count)]
 
 
 def _column(
