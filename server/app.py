@@ -95,8 +95,12 @@ def _refuse_port_in_use(settings: Settings) -> None:
         for opened in listen(address, port):
             opened.close()
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
+        raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {_reason(error)}") from None
+
+
+def _reason(error: OSError) -> str | None:
+    """The system's reason alone: Python adds the address. Errors of the name service have numbers of their own."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
 
 
 def _regions(settings: Settings) -> Regions | None:
@@ -349,7 +353,7 @@ class Server:
             )
         except OSError as error:
             where = host_and_port(address, settings.metrics_port)
-            raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
+            raise StartError(f"metrics can't listen on {where}: {_reason(error)}") from None
 
     def _page(self) -> Callable[[], str]:
         return LoopProbe(
