@@ -86,8 +86,8 @@ class WarmUp:
         """
         bounds = _Bounds(self._name, self._now_ns)
         for instance in instances:
-            if not self._has_samples and bounds.allow(1):
-                self._run_default(instance, supervise)
+            if not self._has_samples:
+                self._run_default(instance, supervise, bounds)
             for sample, requests in self._samples:
                 for run in _runs_of(instance, supervise):
                     self._run_sample(sample, requests, run, _sizes(instance, self._plan), bounds)
@@ -96,15 +96,15 @@ class WarmUp:
         self, sample: pb.ModelWarmup, requests: Sequence[Tensors], run: Run, sizes: Sequence[int], bounds: _Bounds
     ) -> None:
         for iteration in range(1, max(1, sample.count) + 1):
-            if not bounds.allow(iteration):
+            if iteration > 1 and not bounds.allow(iteration):
                 return
             _log.debug("model '%s' is running warmup sample '%s' for iteration %d", self._name, sample.name, iteration)
             try:
-                self._run_sizes(run, requests, sizes if iteration == 1 else [0])
+                self._run_sizes(run, requests, sizes if iteration == 1 else [0], bounds)
             except (BackendError, MemoryError) as error:
                 raise ConfigError(f"failed to run warmup sample '{sample.name}': {_text_of(error)}") from error
 
-    def _run_default(self, instance: ModelInstance, supervise: Supervise) -> None:
+    def _run_default(self, instance: ModelInstance, supervise: Supervise, bounds: _Bounds) -> None:
         """Run one batch of one row of zeros, and batches of other sizes where they are worth it, if the model's
         dimensions are known."""
         spec = self._plan.spec
@@ -123,8 +123,9 @@ class WarmUp:
             _log.warning(text, self._name, size, _DEFAULT_BYTES)
             return
         try:
+            zeros = _all_alike(spec, (1,) if spec.batched else (), 0)
             for run in _made_up_runs_of(instance, supervise):
-                self._run_sizes(run, [_all_alike(spec, (1,) if spec.batched else (), 0)], _sizes(instance, self._plan))
+                self._run_sizes(run, [zeros], _sizes(instance, self._plan), bounds)
         except (OutOfMemory, MemoryError) as error:
             _log.warning("model '%s' is served without warm-up, for lack of memory: %s", self._name, _text_of(error))
         except (BackendError, TensorError) as error:
@@ -152,14 +153,16 @@ class WarmUp:
             return True
         return False
 
-    def _run_sizes(self, run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> None:
-        """Run the sample in each size. Sizes that there isn't enough memory for, or that fail whatever their values,
-        are left out; InstanceError if all are."""
+    def _run_sizes(self, run: Run, requests: Sequence[Tensors], sizes: Sequence[int], bounds: _Bounds) -> None:
+        """Run the sample in each size, as long as it may. Sizes that there isn't enough memory for, or that fail
+        whatever their values, are left out; InstanceError if all are."""
         # A sample larger than a size isn't padded to it: that would only run the sample as it is once more.
         rows = sum(len(request[0]) for request in requests) if max(sizes) else 0
         fitting = [size for size in sizes if size >= rows]
         done = False
         for size in fitting:
+            if not bounds.allow(1):
+                return
             try:
                 run(requests, size)
                 done = True

@@ -55,13 +55,15 @@ def prepared(
     most: int = 100,
     kind: type[InstanceError] = OutOfMemory,
     dims: tuple[int, ...] = (2,),
+    execution_s: int = 0,
 ) -> list[list[int]]:
     """The sizes that each of two slots was prepared for, in order."""
     bench = Bench(dims=dims, rows=rows)
+    bench.execution_ns = execution_s * 10**9
     config = text_format.Parse(f'name: "m" max_batch_size: {rows} {text}', pb.ModelConfig())
     served = plan(config, bench.own)
     instance: Any = Slotted(bench.model.instance(served.spec, Device()), most, kind)
-    WarmUp(config, served, Path()).run([instance])
+    WarmUp(config, served, Path(), bench.now_ns).run([instance])
     return [slot.sizes for slot in instance.slots]
 
 
@@ -79,6 +81,12 @@ def test_slots_are_prepared_by_samples_padded_to_each_size_that_holds_them() -> 
     assert prepared(SIZES + sample(more="batch_size: 2")) == [[6, 3]] * 2
     assert prepared(SIZES + sample(more="batch_size: 2 count: 2")) == [[6, 3, 2]] * 2
     assert prepared(SIZES + sample(more="batch_size: 0")) == [[]] * 2
+
+
+@pytest.mark.parametrize("text", ["", sample()])
+def test_slots_are_prepared_for_no_more_sizes_after_ten_minutes(text: str) -> None:
+    sizes = 'parameters { key: "paceline.batch_sizes" value { string_value: "1,2,3,4,5,6" } }'
+    assert prepared(sizes + text, execution_s=200) == [[6, 5, 4, 3], []]
 
 
 @pytest.mark.parametrize(
