@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.fuzz.judging import judged, quiet
+from tests.fuzz.judging import awake_s, judged, quiet
 from tests.fuzz.mutation import mutated
 from tests.fuzz.targets import CORPUS, NAMES, inputs, target
 
@@ -58,7 +58,7 @@ def _by_chance(name: str, seconds: int, seed: int, out: Path) -> bool:
         data = mutated(name, chance, corpus)
         try:
             with quiet():
-                judged(one, data, time.monotonic)
+                judged(one, data, awake_s)
         except Exception as error:  # noqa: BLE001 - a finding, whatever it is
             out.mkdir(parents=True, exist_ok=True)
             where = out / f"finding-{hashlib.sha1(data).hexdigest()}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 
 import atheris
 
@@ -13,7 +12,7 @@ with atheris.instrument_imports(
     include=["server", "protos", "backends", "google.protobuf.text_format", "google.protobuf.json_format"],
     enable_loader_override=False,
 ):
-    from tests.fuzz.judging import judged, quiet
+    from tests.fuzz.judging import awake_s, judged, quiet
     from tests.fuzz.mutation import mutated
     from tests.fuzz.targets import target
 
@@ -33,7 +32,7 @@ def main() -> None:
         return mutated(name, chance, [data])[:max_size]
 
     def judge(data: bytes) -> None:
-        judged(one, bytes(data), time.monotonic)
+        judged(one, bytes(data), awake_s)
 
     atheris.Setup([sys.argv[0], *sys.argv[2:]], judge, custom_mutator=change)
     with quiet():

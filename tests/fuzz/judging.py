@@ -11,13 +11,14 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
 from server.errors import status_of
 from server.telemetry.log import debugging
 
-__all__ = ["Finding", "Target", "judged", "quiet", "refused"]
+__all__ = ["Finding", "Target", "awake_s", "judged", "quiet", "refused"]
 
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -30,6 +31,8 @@ REFUSALS = {
 
 _LONGEST_S = 2.0
 """Inputs have a few KiB and take milliseconds."""
+
+_SCHEDULE = Path("/proc/thread-self/schedstat")
 
 
 class Finding(AssertionError):
@@ -51,8 +54,8 @@ class Target:
 def judged(target: Target, data: bytes, now_s: Callable[[], float] = time.process_time) -> None:
     """Run `target` on `data`. Raises what it raises, or Finding if it took too much time or memory, twice in a row.
 
-    Time is CPU time where it decides whether tests pass: a loaded machine is no hang. By another clock, `now_s`, waits
-    are found, too.
+    Time is CPU time where it decides whether tests pass: a loaded machine is no hang. By another clock, such as
+    `awake_s`, waits are found, too.
 
     Time and memory are counted for the whole process: threads left over from other tests take some meanwhile, and so do
     finalizers of their garbage, which is collected at any moment. (A task whose exception was never retrieved is logged
@@ -60,6 +63,12 @@ def judged(target: Target, data: bytes, now_s: Callable[[], float] = time.proces
     """
     if _excess(target, data, now_s) and (excess := _excess(target, data, now_s)):
         raise Finding(f"{target.name}: {len(data)} bytes took {excess}")
+
+
+def awake_s() -> float:
+    """Seconds, without those in which this thread waited for a processor, where the system counts these."""
+    waited_ns = int(_SCHEDULE.read_text().split()[1]) if _SCHEDULE.exists() else 0
+    return time.monotonic() - waited_ns / 1e9
 
 
 def _excess(target: Target, data: bytes, now_s: Callable[[], float]) -> str:
