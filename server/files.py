@@ -7,27 +7,16 @@ open or read files.
 from __future__ import annotations
 
 import errno
-import os
 import stat
 from pathlib import Path
 
-__all__ = ["check_file", "in_utf8", "inside"]
+__all__ = ["check_file", "in_utf8"]
 
 
 def in_utf8(text: str) -> str:
     """`text` with what UTF-8 can't encode escaped: names of folders and files may be any bytes, while messages, JSON
     and pages are UTF-8."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def inside(folder: Path, name: str) -> Path | None:
-    """The path that `name` in a configuration refers to, with links resolved; None if it isn't in `folder`."""
-    home = Path(os.path.realpath(folder))
-    try:
-        path = Path(os.path.realpath(home / name))
-    except ValueError:  # a NUL
-        return None
-    return path if path.is_relative_to(home) else None
 
 
 def check_file(path: Path) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from backends.opening import open_inside
 from backends.spec import Array
 from protos.inference_pb2 import InferParameter
 from protos.model_config_pb2 import ModelConfig
 from server.errors import ConfigError, InvalidRequest
-from server.files import check_file, inside
 
 __all__ = ["Labels", "class_count", "classes_of", "read_labels"]
 
@@ -93,11 +93,11 @@ def _text(value: float, index: int, labels: Sequence[bytes]) -> bytes:
 
 def _lines(output: str, name: str, folder: Path) -> tuple[bytes, ...]:
     where = f"output '{output}': label_filename"
-    path = inside(folder, name)
-    if path is None:
-        raise ConfigError(f"{where}: expected a file inside the model's folder, got '{name}'")
     try:
-        check_file(path)
-        return tuple(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines())
+        file = open_inside(folder, name)
+        if file is None:
+            raise ConfigError(f"{where}: expected a file inside the model's folder, got '{name}'")
+        with file:
+            return tuple(file.read().removeprefix(codecs.BOM_UTF8).splitlines())
     except OSError as error:
-        raise ConfigError(f"{where}: {path}: {error.strerror}") from None
+        raise ConfigError(f"{where}: {folder / name}: {error.strerror}") from None

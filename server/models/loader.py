@@ -25,12 +25,12 @@ from backends.base import (
     Trial,
 )
 from backends.onnx.options import OWN_PROCESS
+from backends.opening import open_inside
 from backends.paths import is_file
 from backends.remote import RemoteInstance, RemoteModel
 from protos import model_config_pb2 as pb
 from server.codec.classification import Labels, read_labels
 from server.errors import ConfigError, LoadHangs
-from server.files import inside
 from server.models.batch_policy import BatchDefaults, limit_of
 from server.models.effective_config import effective_config
 from server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
@@ -352,8 +352,7 @@ def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> 
     """The libraries of operators that the configuration names, from the version's folder or else the model's."""
     found = []
     for name in config.model_operations.op_library_filename:
-        places = [inside(place, name) for place in (folder.versions[version], folder.path)]
-        there = [path for path in places if path is not None and is_file(path)]
+        there = [place / name for place in (folder.versions[version], folder.path) if _is_inside(place, name)]
         if not there:
             raise ConfigError(
                 "model_operations.op_library_filename: expected a file inside the version's or the model's folder, "
@@ -361,6 +360,17 @@ def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> 
             )
         found.append(there[0])
     return tuple(found)
+
+
+def _is_inside(place: Path, name: str) -> bool:
+    try:
+        file = open_inside(place, name)
+    except OSError:
+        return False
+    if file is None:
+        return False
+    file.close()
+    return True
 
 
 def _say(served: ServingPlan, config: pb.ModelConfig, tried: Trial) -> str:

@@ -28,13 +28,13 @@ from backends.errors import (
     Unequipped,
     UnfitOutputs,
 )
+from backends.opening import open_inside
 from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
 from protos.tensors import TensorError, decode_raw, element_count
 from server.codec.reshaping import to_model
 from server.errors import ConfigError
-from server.files import check_file, inside
 from server.limits import LARGEST_MESSAGE_BYTES
 from server.models.model_config import ServingPlan
 
@@ -325,14 +325,15 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
 
 
 def _data(folder: Path, file: str, where: str) -> bytes:
-    path = inside(folder / "warmup", file)
-    if path is None:
-        raise ConfigError(f"{where}: expected a file inside the model's folder 'warmup', got '{file}'")
+    samples = folder / "warmup"
     try:
-        check_file(path)
-        return path.read_bytes()
+        opened = open_inside(samples, file)
+        if opened is None:
+            raise ConfigError(f"{where}: expected a file inside the model's folder 'warmup', got '{file}'")
+        with opened:
+            return opened.read()
     except OSError as error:
-        raise ConfigError(f"{where}: {path}: {error.strerror}") from None
+        raise ConfigError(f"{where}: {samples / file}: {error.strerror}") from None
 
 
 def _zeros(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:

@@ -284,7 +284,7 @@ def test_sample_from_a_file_in_a_folder_or_behind_a_link_within_is_read(tmp_path
 
 @pytest.mark.parametrize("file", ["/etc/hostname", "../secret", "sub/../../secret", "link"])
 def test_sample_from_a_file_outside_of_the_folder_is_refused(tmp_path: Path, file: str) -> None:
-    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "sub").mkdir(parents=True)
     (tmp_path / "secret").write_bytes(bytes(8))
     (tmp_path / "warmup" / "link").symlink_to(tmp_path / "secret")
     bench = Bench()
