@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from backends.errors import DeviceError, DriverFailed, LoadError, NoDriver
 from backends.onnx.captures import captures
 from backends.onnx.datatypes import check_served
 from backends.onnx.instance import OnnxInstance
+from backends.onnx.model_files import Stamp, files_changed
 from backends.onnx.options import OnnxOptions, parse_options, without_graphs
 from backends.onnx.sessions import CUDA, OpenSession, open_session, probe_cuda
 from backends.onnx.shared import Shared, why_not_staged
@@ -42,7 +43,7 @@ Accelerators = Callable[[Device], Accelerator | None]
 
 _MAX_NAMES = 5
 _MAX_APART = 2**29
-"""Bytes of a model's file, with the weights in it. They are in memory twice while it is tried in a separate process:
+"""Bytes of a model's files. Their weights are in memory twice while it is tried in a separate process:
 for a larger one there may be memory for one copy only."""
 
 _log = logging.getLogger("paceline.backends.onnx")
@@ -182,7 +183,8 @@ class OnnxModel:
         """What runs the model with inputs that it may not survive, until `stack` is closed: a separate process, unless
         the model is on a GPU or large, or no process can be had."""
         ((device, session), *_), options, path = self._sessions.items(), self._opener.options, self._opener.path
-        if device.kind is DeviceKind.CPU and session.streams is None and path.stat().st_size <= _MAX_APART:
+        size_bytes = sum(size for size, _ in session.stamps.values())
+        if device.kind is DeviceKind.CPU and session.streams is None and size_bytes <= _MAX_APART:
             try:
                 return stack.enter_context(OwnProcessSession(Job(self._name, path, options), spec))
             except LoadError as error:
@@ -206,16 +208,18 @@ class OnnxModel:
 
 
 class Opener:
-    """Opens sessions of one model. `accelerators` returns what stages a device's batches, or None."""
+    """Opens sessions of one model, all of the same files. `accelerators` returns what stages a device's batches, or
+    None."""
 
     def __init__(self, name: str, path: Path, options: OnnxOptions, accelerators: Accelerators) -> None:
         self.options = options
         self.path = path
         self._name = name
         self._accelerators = accelerators
+        self._stamps: Mapping[str, Stamp] | None = None
 
     def open(self, device: Device) -> OpenSession:
-        """Blocks; raises LoadError."""
+        """Blocks; raises LoadError, also if the files have changed since it was first called."""
         return self._open(device, self.options)
 
     def open_plainly(self, device: Device) -> OpenSession:
@@ -230,7 +234,11 @@ class Opener:
                 f"model '{self._name}': can't open '{self.path}': onnxruntime couldn't use GPU {device.index}: {error}"
             ) from error
         with captures.synchronizing() if accelerator is not None else nullcontext():
-            return open_session(self._name, self.path, options, device, accelerator)
+            opened = open_session(self._name, self.path, options, device, accelerator)
+        if self._stamps not in (None, opened.stamps):
+            raise files_changed(self._name)
+        self._stamps = opened.stamps
+        return opened
 
 
 def _model_file(source: ModelSource) -> Path:

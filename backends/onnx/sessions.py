@@ -29,6 +29,7 @@ from backends.errors import DeviceError, LoadError
 from backends.extras import how_to_install
 from backends.onnx.captures import captures
 from backends.onnx.failures import reason_of
+from backends.onnx.model_files import ModelFiles, Stamp, read_model_files
 from backends.onnx.options import OnnxOptions, without_graphs
 from backends.onnx.plans import Plans
 from backends.onnx.providers import (
@@ -112,12 +113,19 @@ class _Warm(threading.local):
 class OpenSession:
     """A session. `streams` are those of its device, on one of which it computes; they must outlive it, so whoever holds
     the session or anything bound to it holds this object. `graphs`: it captures what runs under a graph id. `plans` is
-    for those who execute the session, one at a time."""
+    for those who execute the session, one at a time. `stamps` are those of the files that it was made of."""
 
-    __slots__ = ("_warm", "graphs", "plans", "session", "streams")
+    __slots__ = ("_warm", "graphs", "plans", "session", "stamps", "streams")
 
-    def __init__(self, session: ort.InferenceSession, streams: Streams | None, graphs: bool = False) -> None:
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        streams: Streams | None,
+        graphs: bool = False,
+        stamps: Mapping[str, Stamp] | None = None,
+    ) -> None:
         self.session = session
+        self.stamps = stamps or {}
         self.streams = streams
         self.graphs = graphs
         self.plans = Plans()
@@ -166,6 +174,10 @@ def open_session(
     """
     try:
         options = ready_accelerator(name, path, options, device)
+        files = read_model_files(path)
+        if provider_of(options, device) is not None:
+            # These compile the model, and look for its weights by the path that it came from.
+            files = ModelFiles(str(path), stamps=files.stamps)
         streams = open_streams(accelerator) if accelerator is not None else None
         # The CUDA provider can't capture what TensorRT computes, which has graphs of its own.
         graphs = streams is not None and options.cuda_graphs and options.tensorrt is None
@@ -175,14 +187,15 @@ def open_session(
             graphs = False
         if graphs:
             try:
-                session = _session(str(path), options, device, streams)
+                session = _session(files, options, device, streams)
             except LoadError as error:
                 if not _NOT_CAPTURED.search(str(error)):
                     raise
                 _log.warning("model '%s' runs without CUDA graphs: %s", name, error)
             else:
-                return OpenSession(session, streams, graphs)
-        return OpenSession(_session(str(path), without_graphs(options), device, streams), streams)
+                return OpenSession(session, streams, graphs, files.stamps)
+        session = _session(files, without_graphs(options), device, streams)
+        return OpenSession(session, streams, stamps=files.stamps)
     except (DeviceError, LoadError) as error:
         raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
 
@@ -202,13 +215,17 @@ def memory_names(session: ort.InferenceSession) -> tuple[dict[str, str], dict[st
 
 def probe_cuda(device: Device, options: OnnxOptions) -> None:
     """Check that a session can be opened on `device`; LoadError with the reason if not."""
-    _session(PROBE_MODEL, options, device)
+    _session(ModelFiles(PROBE_MODEL), options, device)
 
 
 def _session(
-    model: str | bytes, options: OnnxOptions, device: Device, streams: Streams | None = None
+    files: ModelFiles, options: OnnxOptions, device: Device, streams: Streams | None = None
 ) -> ort.InferenceSession:
     made = session_options(options)
+    if files.weights:
+        # Copied from there before the session is open.
+        names, contents = list(files.weights), list(files.weights.values())
+        made.add_external_initializers_from_files_in_memory(names, contents, list(map(len, contents)))
     providers: list[Any] = [_CPU]
     stream: dict[str, str] = {}
     if device.kind is DeviceKind.GPU:
@@ -220,7 +237,7 @@ def _session(
         prepare_accelerator(provider[0])
         providers = [(provider[0], {**provider[1], **stream}), *providers]
     try:
-        session = ort.InferenceSession(model, made, providers=providers, enable_fallback=0)
+        session = ort.InferenceSession(files.model, made, providers=providers, enable_fallback=0)
     except Exception as error:  # its exceptions share no base class below this one
         missing = missing_library(provider[0]) if provider is not None else ""
         raise LoadError(missing or reason_of(error)) from error

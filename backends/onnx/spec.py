@@ -7,13 +7,14 @@ session is passed as an object.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from backends.onnx.datatypes import NodeArg, is_known, tensor_spec, why_unknown
 from backends.onnx.file import operators, without_shape
+from backends.onnx.model_files import Stamp
 from backends.spec import ModelSpec
 
 __all__ = ["Found", "Session", "find_spec"]
@@ -35,11 +36,12 @@ class Session(Protocol):
 @dataclass(frozen=True, slots=True)
 class Found:
     """A model's spec. `left_out`: outputs left out although nobody asked for that, as pairs of name and reason.
-    `rounds_by` as in `Rounding`."""
+    `rounds_by` as in `Rounding`. `stamps`: of the files that the session was made of."""
 
     spec: ModelSpec
     left_out: tuple[tuple[str, str], ...] = ()
     rounds_by: str = ""
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
     def tell(self, model: str) -> None:
         for name, why in self.left_out:

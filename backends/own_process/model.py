@@ -10,6 +10,7 @@ import pickle
 import resource
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 # The server's own modules, wherever they were imported from: they aren't on this interpreter's path by themselves.
@@ -101,7 +102,7 @@ class Model:
         session = open_session(job.name, job.path, job.options, job.device, accelerator)
         found = find_spec(job.name, job.path, session.session, job.declared)
         self._job, self._session = job, session
-        return found
+        return replace(found, stamps=session.stamps)
 
 
 def _one_row_longer(array: Array) -> Array:

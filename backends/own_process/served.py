@@ -14,6 +14,7 @@ from dataclasses import replace
 from backends.base import Device, Files, ModelSource, Supervise, Trial, unsupervised
 from backends.errors import ExecutionError, LoadError, ProcessError
 from backends.onnx.datatypes import check_served
+from backends.onnx.model_files import files_changed
 from backends.onnx.options import without_graphs
 from backends.onnx.spec import Found
 from backends.onnx.trial import try_model
@@ -44,6 +45,7 @@ class OwnProcessOnnxModel:
         found.tell(job.name)
         self.spec = found.spec
         self.rounds_by = found.rounds_by
+        self._stamps = found.stamps
         files.keep()
         self._files, self._keeps_files = files, True
         self._processes = Processes(ModelSource(job.name, FILE), first, self._open_again)
@@ -83,9 +85,9 @@ class OwnProcessOnnxModel:
             raise
 
     def _open_again(self, process: ModelProcess) -> None:
-        if _opened(process, replace(self._job, device=process.device)).spec != self.spec:
+        if _opened(process, replace(self._job, device=process.device)).stamps != self._stamps:
             process.close()
-            raise LoadError(f"model '{self._job.name}': the tensors in its file have changed; load it again")
+            raise files_changed(self._job.name)
 
 
 def _opened(process: ModelProcess, job: Job) -> Found:

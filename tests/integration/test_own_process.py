@@ -204,7 +204,7 @@ async def test_replacement_process_is_not_used_when_the_model_file_has_changed(
         async with serving(tmp_path) as served:
             models.write(models.identity(), path)
             assert isinstance(await divide(served, SMALLEST, -1), tuple)
-            await eventually_async(lambda: "the tensors in its file have changed" in caplog.text, "an attempt")
+            await eventually_async(lambda: "its files have changed since it was loaded" in caplog.text, "an attempt")
             assert await is_refused(served)
             models.write(models.quotient(), path)
             while await is_refused(served):
