@@ -1,9 +1,9 @@
 """What an exception of ONNX Runtime means; only its text tells.
 
 Lives here: the texts. Must not: onnxruntime. They are those of onnxruntime 1.31 and earlier
-(onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc). CUDA's errors come as
-`CUDA failure NUMBER: TEXT ; GPU=…`, with cudaError_t's numbers; CUBLAS's and CUDNN's likewise with their own. Some
-failed kernel launches come as `CUDA error cudaErrorNAME:TEXT`.
+(onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc, core/providers/cpu/text/
+string_normalizer.cc). CUDA's errors come as `CUDA failure NUMBER: TEXT ; GPU=…`, with cudaError_t's numbers; CUBLAS's
+and CUDNN's likewise with their own. Some failed kernel launches come as `CUDA error cudaErrorNAME:TEXT`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = ["device_failure", "failure", "may_lack_memory", "reason_of"]
 
 _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 _CUDA_ERROR = re.compile(r"\bCUDA failure (\d+): ")
+_NO_LOCALE = re.compile(r"Failed to construct locale with name:(?P<locale>(?P<language>[^.:]+)\.?(?P<charset>[^:]*)):")
 
 _OUT_OF_MEMORY = re.compile(
     r"bad.?alloc"
@@ -80,6 +81,13 @@ def reason_of(error: Exception) -> str:
     """One line, in the form that Triton's users know: `onnx runtime error 2: …`."""
     match = _ERROR.fullmatch(str(error))
     code, text = (f" {match[1]}", match[2]) if match else ("", str(error))
+    if lacking := _NO_LOCALE.search(text):
+        how = f"localedef -i {lacking['language']} -f {lacking['charset'] or 'UTF-8'} {lacking['locale']}"
+        text = (
+            f"its operator StringNormalizer needs the locale '{lacking['locale']}', which this machine or image lacks. "
+            f"Install it (as root, on Debian: apt install locales && {how}), or export the model with the operator's "
+            "attribute locale set to 'C.UTF-8', which needs no installation"
+        )
     return f"onnx runtime error{code}: {' '.join(text.split())}"
 
 

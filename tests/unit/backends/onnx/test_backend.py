@@ -154,6 +154,31 @@ def test_open_broken_file_gives_path_and_onnx_runtimes_reason_in_one_line(
     assert capfd.readouterr() == ("", "")
 
 
+def lower_case(**attributes: object) -> onnx.ModelProto:
+    """Texts in lower case, as at the beginning of scikit-learn's text vectorizers."""
+    return models.model(
+        [helper.make_node("StringNormalizer", ["INPUT0"], ["OUTPUT0"], case_change_action="LOWER", **attributes)],
+        [models.tensor("INPUT0", "BYTES", [None])],
+        [models.tensor("OUTPUT0", "BYTES", [None])],
+    )
+
+
+def test_open_model_without_its_locale_says_how_to_install_it(tmp_path: Path) -> None:
+    with pytest.raises(LoadError) as caught:
+        open_model(lower_case(locale="qq_QQ.UTF-8"), tmp_path)
+
+    said = str(caught.value)
+    assert "its operator StringNormalizer needs the locale 'qq_QQ.UTF-8', which this machine or image lacks" in said
+    assert "localedef -i qq_QQ -f UTF-8 qq_QQ.UTF-8), or export the model with the operator's attribute locale" in said
+
+
+def test_open_model_for_the_built_in_locale_needs_no_installation(tmp_path: Path) -> None:
+    model = lower_case(locale="C.UTF-8")
+
+    assert open_model(model, tmp_path).spec.inputs == (TensorSpec("INPUT0", "BYTES", (-1,), utf8=True),)
+    assert [*run_directly(model, {"INPUT0": np.array(["One", "ZW\u00d6LF"], object)})[0]] == ["one", "zw\u00f6lf"]
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
