@@ -45,11 +45,13 @@ class ServerProcess:
         module: str = "server",
         program: Sequence[str] = (),
         listen: Sequence[str] = ("--grpc-address", "127.0.0.1", "--grpc-port", "0"),
+        cwd: Path = REPO,
     ) -> None:
         flags = [*listen, "--metrics-port", "0", "--log-format", "json"]
         runs = program or (sys.executable, "-m", module)
         self._command = [*runs, "serve", *map(str, paths), *flags, *args]
         self._env = {**os.environ, **(env or {})}
+        self._cwd = cwd
         self._ready = threading.Event()
         self._process: subprocess.Popen[str]
         self._reader: threading.Thread
@@ -85,7 +87,12 @@ class ServerProcess:
             # Python 3.12 warns of preexec_fn in a process with threads; ours makes one system call and no allocation.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process = subprocess.Popen(
-                self._command, cwd=REPO, env=self._env, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent
+                self._command,
+                cwd=self._cwd,
+                env=self._env,
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=_die_with_parent,
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -535,6 +535,16 @@ def test_command_line_loads_no_runtime_before_it_serves() -> None:
     assert not {"onnxruntime", "prometheus_client", "server.app"} & set(done.stdout.split())
 
 
+@pytest.mark.parametrize(
+    ("shell", "at"), [("bash", "2"), ("zsh", "2"), ("fish", "--grpc-p")], ids=lambda value: str(value)[:4]
+)
+def test_shells_complete_the_flags_of_commands(shell: str, at: str) -> None:
+    asked = {"_PACELINE_COMPLETE": f"{shell}_complete", "COMP_WORDS": "paceline serve --grpc-p", "COMP_CWORD": at}
+    program = [Path(sys.executable).with_name("paceline")]
+    done = subprocess.run(program, env=os.environ | asked, capture_output=True, text=True, check=True)
+    assert "--grpc-port" in done.stdout
+
+
 def test_python_m_server_is_the_command_too() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "server", "--help"], cwd=REPO, capture_output=True, text=True, check=True

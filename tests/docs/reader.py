@@ -1,0 +1,116 @@
+"""A reader who types what the documents show.
+
+Lives here: the clone that they do it in, and how it is run. Must not: which of it isn't run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from server.rpc.tokens import line_of
+from tests import models
+from tests.certificates import Authority
+from tests.harness import REPO, ServerProcess
+
+__all__ = ["Reader", "make_clone", "start"]
+
+_LONGEST_S = 60
+_SERVE = re.compile(r"(\.venv/bin/)?paceline serve\b")
+_ASK = re.compile(r"\bpaceline (infer|health)\b(?!.*--server)", re.DOTALL)
+_LOCAL_PORT = re.compile(r"(?:(?<=localhost:)|(?<=127\.0\.0\.1:))\d{4}\b")
+_WATCH = re.compile(r"\bpaceline top\b")
+_PORT_FLAG = re.compile(r"--(grpc|metrics)-port[ =](\d+)")
+
+_MODELS = re.compile(r"(?<=[ =])/(mnt/)?models\b")
+
+
+def make_clone(folder: Path) -> None:
+    """Make `folder` a clone with an environment, and with the models and files that documents name."""
+    for path in REPO.iterdir():
+        if path.name in ("examples", "protos"):  # where commands write
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("node_modules", "classifier.npz"))
+        elif path.name not in (".venv", "models"):
+            (folder / path.name).symlink_to(path)
+    (folder / ".venv").symlink_to(sys.prefix)
+    models.write(models.add_sub(), folder / "model.onnx")
+    models.write(models.add_sub(), folder / "models" / "resnet" / "1" / "model.onnx")
+    (folder / "models" / "resnet" / "config.pbtxt").write_text("max_batch_size: 8")  # loads without a trial
+    Authority(folder, "ca").sign("me")
+    (folder / "tokens").write_text(line_of("me", "secret"))
+
+
+def start(folder: Path, command: str) -> ServerProcess:
+    """The server that `paceline serve …` starts, on free ports."""
+    program, _, *arguments = shlex.split(command.replace("\\\n", ""), comments=True)
+    listen = () if "unix:" in command else ("--grpc-address", "127.0.0.1", "--grpc-port", "0")
+    server = ServerProcess(*arguments, program=[program], env=_environment(folder), cwd=folder, listen=listen)
+    server.start()
+    return server
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The environment is active, and `make` uses it, too. The demo has few files to classify."""
+    path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "ENV": ".venv", "FOLDER": "protos", "TOKEN": "secret"}
+
+
+class Reader:
+    """Runs what a section shows, one after the other. `served` is the server that is there; a server that the section
+    starts takes the ports that it names, or their defaults, for what follows. Leaving ends it."""
+
+    def __init__(self, folder: Path, served: ServerProcess) -> None:
+        self._folder = folder
+        self._grpc = {"8001": served, "9000": served}
+        self._metrics = {"8002": served}
+        self._started: list[ServerProcess] = []
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                for server in self._started:
+                    server.wait_ready()
+                assert {server.terminate() for server in self._started} <= {0}
+        finally:
+            for server in self._started:
+                server.kill()
+
+    def type(self, command: str) -> str:
+        """Run a command; what it printed. A server goes on."""
+        command = _MODELS.sub("models", command.replace("infer MODEL", "infer magika").replace("/run/paceline/", ""))
+        if _SERVE.match(command):
+            ports = {"grpc": "8001", "metrics": "8002", **dict(_PORT_FLAG.findall(command))}
+            server = start(self._folder, self._on_real_ports(command))
+            self._started.append(server)
+            self._grpc[ports["grpc"]] = self._metrics[ports["metrics"]] = server
+            return ""
+        command = _ASK.sub(r"\g<0> --server 127.0.0.1:8001", command)
+        command = _WATCH.sub(r"\g<0> --metrics 127.0.0.1:8002", command)
+        return self._run("bash", "-euo", "pipefail", "-c", command)
+
+    def paste(self, code: str) -> str:
+        """Run Python; what it printed."""
+        return self._run("python", "-c", code)
+
+    def _run(self, *words: str) -> str:
+        for server in self._started:
+            server.wait_ready()
+        words = tuple(map(self._on_real_ports, words))
+        done = subprocess.run(
+            words, cwd=self._folder, env=_environment(self._folder), capture_output=True, text=True, timeout=_LONGEST_S
+        )
+        assert done.returncode == 0, f"{words[-1]}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def _on_real_ports(self, text: str) -> str:
+        ports = {port: server.grpc_port for port, server in self._grpc.items()}
+        ports |= {port: server.metrics_port for port, server in self._metrics.items()}
+        return _LOCAL_PORT.sub(lambda printed: str(ports.get(printed[0], printed[0])), text)
