@@ -152,6 +152,9 @@ class _GrpcEndpoint(HealthService, Protocol):
     @property
     def usage(self) -> Usage: ...
 
+    @property
+    def connections(self) -> int: ...
+
 
 class Server:
     """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop.
@@ -178,6 +181,7 @@ class Server:
             _load_defaults(settings),
             threads=settings.model_load_thread_count,
             retries=settings.model_load_retry_count,
+            connections=lambda: self._grpc.connections,
         )
         self.repository = Repository(
             self._metrics,
@@ -321,9 +325,7 @@ class Server:
             LimitShown("message_bytes", limits.message_bytes),
             LimitShown("metadata_bytes", limits.metadata_bytes),
             LimitShown("request_elements", limits.request_elements),
-            LimitShown(
-                "connections", min(limits.connections, settings.frontends * limits.connections_each(settings.frontends))
-            ),
+            LimitShown("connections", lambda: min(limits.connections, self._grpc.usage.max_connections)),
             LimitShown("connection_calls", limits.connection_calls),
             LimitShown("rpcs", limits.rpcs, lambda: self._grpc.usage.rpcs),
             LimitShown("streams", limits.streams, lambda: self._grpc.usage.streams),

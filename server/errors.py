@@ -174,6 +174,16 @@ class LoadFailed(ServerError):
         self.reason = reason
 
 
+class TooFewDescriptors(ServerError):
+    """The process may open so few files that a load would take what connections and probes need."""
+
+    def __init__(self, allowed: int, left: int, kept: int) -> None:
+        super().__init__(
+            f"of the {allowed} files that the process may open (ulimit -Hn), {left} are left besides connections, and "
+            f"{kept} are kept for these and for probes: raise the limit, or unload models"
+        )
+
+
 class TooManyModels(LoadFailed):
     """No more models may serve."""
 
@@ -237,6 +247,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     LoadHangs: grpc.StatusCode.INTERNAL,
     LoadFailed: grpc.StatusCode.INVALID_ARGUMENT,
     TooManyModels: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TooFewDescriptors: grpc.StatusCode.RESOURCE_EXHAUSTED,
     # The bases, for classes yet to come.
     SchedulerError: grpc.StatusCode.INTERNAL,
     BackendError: grpc.StatusCode.INTERNAL,
@@ -252,6 +263,8 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
         return grpc.StatusCode[cause.status]
     if isinstance(cause, (OutOfMemory, MemoryError)) and error is not cause:
         return STATUS_OF[OutOfMemory]
+    if isinstance(error.__cause__, TooFewDescriptors):
+        return STATUS_OF[TooFewDescriptors]
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
             return STATUS_OF[kind]

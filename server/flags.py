@@ -168,7 +168,7 @@ _FLAGS: tuple[Decorator, ...] = (
     _requests("max-queued-requests", _LIMITS.queued_requests, "Requests in all queues."),
     _requests("max-queued-bytes", _LIMITS.queued_bytes, "Bytes of the tensors of these requests.", high=2**60),
     _connections(
-        "grpc-max-connections", _LIMITS.connections, "Open connections; never above 3/4 of the file descriptors."
+        "grpc-max-connections", _LIMITS.connections, "Open connections; never more than file descriptors suffice for."
     ),
     _connections("grpc-max-connection-calls", _LIMITS.connection_calls, "Open calls per connection; others wait."),
     _connections("grpc-max-connection-idle", 0, "ms without a call until a connection is closed; 0: never.", low=0),

@@ -5,7 +5,6 @@ Lives here: the values, and the options of gRPC's server made of them. Must not:
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,15 +41,9 @@ class Limits:
     queued_bytes: int = 4 * 2**30
     models: int = 1_024
 
-    def connections_each(self, processes: int) -> int:
-        """The bound on connections for each of `processes` processes. Some of a process's descriptors are left for
-        everything else: models, metrics, other processes."""
-        return min(-(-self.connections // processes), max(1, _descriptors() * 3 // 4))
-
-    def grpc_options(self, processes: int = 1) -> Sequence[tuple[str, int]]:
-        """gRPC's options for each of `processes` processes that listen on the same port."""
+    def grpc_options(self) -> Sequence[tuple[str, int]]:
+        """gRPC's options, except for the bound on connections, which depends on the process."""
         return (
-            ("grpc.max_allowed_incoming_connections", self.connections_each(processes)),
             ("grpc.max_concurrent_streams", self.connection_calls),
             # It would count finished calls until Python has released them, and reset calls that a client sends in
             # their place. It guards against calls that are begun and reset at once, on few connections; their memory
@@ -103,9 +96,3 @@ class Connections:
         if self.max_age_grace_ms:
             options.append(("grpc.max_connection_age_grace_ms", self.max_age_grace_ms))
         return options
-
-
-def _descriptors() -> int:
-    """How many this process may have; 2**31 - 1 if there is no bound."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return LARGEST_MESSAGE_BYTES if soft == resource.RLIM_INFINITY else soft

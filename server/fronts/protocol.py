@@ -46,7 +46,7 @@ INFER = FIRST_KIND + 2  # id, as FrontSession._infer takes it
 CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
 CANCEL = FIRST_KIND + 4  # id
 REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
-USAGE = FIRST_KIND + 6  # calls and streams in progress, those refused by reason
+USAGE = FIRST_KIND + 6  # calls and streams in progress, those refused by reason, how many connections may be
 
 # From the engine.
 HELLO = FIRST_KIND + 7  # pickled Greeting

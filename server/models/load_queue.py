@@ -16,7 +16,8 @@ from typing import Any
 
 from backends.base import Backend
 from protos import model_config_pb2 as pb
-from server.errors import LoadHangs, ServerError
+from server import descriptors
+from server.errors import LoadHangs, ServerError, TooFewDescriptors
 from server.models.layout import ModelFolder
 from server.models.loader import LoadDefaults, LoadedVersion, load_model
 
@@ -34,7 +35,8 @@ class LoadQueue:
 
     `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags set for models that
     don't set it themselves. `retries`: how often to retry a load, unless it fails with a ServerError, such as one about
-    its model's configuration. `slow_after_s`: when to log that a load is still in progress.
+    its model's configuration. `slow_after_s`: when to log that a load is still in progress. `connections`: how many
+    descriptors of this process are clients' connections, which have to give way to models.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class LoadQueue:
         threads: int = 4,
         retries: int = 0,
         slow_after_s: float = 10.0,
+        connections: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._connections = connections
         self._backend_of = backend_of
         self._defaults = defaults
         self._retries = retries
@@ -57,6 +61,13 @@ class LoadQueue:
     def under_way(self) -> bool:
         """Whether a thread is loading something, or hangs doing so."""
         return bool(self._under_way)
+
+    def check_descriptors(self) -> None:
+        """Raise TooFewDescriptors unless enough are left for connections and probes when a model has taken some: both
+        loading and starting to serve may take them. On any thread."""
+        left, kept = descriptors.free(), 2 * descriptors.reserve()
+        if left < kept and (left := left + self._connections()) < kept:
+            raise TooFewDescriptors(descriptors.allowed(), left, kept)
 
     def stop(self) -> None:
         """Start no more loads."""
@@ -76,6 +87,7 @@ class LoadQueue:
 
         def load() -> list[LoadedVersion]:
             began_s.append(time.monotonic())
+            self.check_descriptors()
             try:
                 with find() as folder:
                     return load_model(

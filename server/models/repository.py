@@ -347,6 +347,7 @@ class Repository:
         """Versions that accept requests: all of them or, with an error, none."""
         models: list[ServedModel] = []
         try:
+            self._loads.check_descriptors()
             for one in loaded:
                 model = ServedModel(
                     one, self._metrics, self._regions, self._tracer, lambda: self.on_change(), self._shared_limits

@@ -43,11 +43,13 @@ class Ended(Enum):
 
 
 class Usage(NamedTuple):
-    """Calls and streams in progress, and how many were refused, in the order of `Refused`."""
+    """Calls and streams in progress, how many were refused, in the order of `Refused`, and how many connections there
+    may be."""
 
     rpcs: int = 0
     streams: int = 0
     refused: tuple[int, ...] = (0,) * len(Refused)
+    max_connections: int = 0
 
     @property
     def refused_by_reason(self) -> dict[str, int]:
@@ -56,7 +58,8 @@ class Usage(NamedTuple):
     def plus(self, other: Usage) -> Usage:
         """The sum of both."""
         refused = tuple(map(sum, zip(self.refused, other.refused, strict=True)))
-        return Usage(self.rpcs + other.rpcs, self.streams + other.streams, refused)
+        connections = self.max_connections + other.max_connections
+        return Usage(self.rpcs + other.rpcs, self.streams + other.streams, refused, connections)
 
 
 class Calls:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -17,6 +18,7 @@ from server.addresses import host_and_port, socket_path
 from server.config import Settings
 from server.errors import StartError
 from server.rpc.admission import Admission, Usage
+from server.rpc.connection_room import ConnectionRoom
 from server.rpc.gate import Gate, Registry
 from server.rpc.health import HealthService
 from server.rpc.reflection import INFERENCE_SERVICE, Reflection
@@ -74,7 +76,8 @@ class Listener:
         self._socket = None if path is None else SocketFile(path, settings.grpc_socket_mode)
         self._server: grpc.aio.Server | None = None
         self._leaving: asyncio.Task[None] | None = None
-        self._ending_overdue: asyncio.Task[None] | None = None
+        self._keeping: list[asyncio.Task[None]] = []
+        self._room: ConnectionRoom | None = None
         # The limits are for all processes together.
         self._admission = Admission(
             max_rpcs=-(-settings.limits.rpcs // settings.frontends),
@@ -84,11 +87,14 @@ class Listener:
     async def open(self, port: int) -> int:
         """Listen on `port`, on a free one if it is 0. Returns the port; 0 for a Unix socket. Raises StartError."""
         settings = self._settings
+        # The limits are for all processes together.
+        self._room = room = ConnectionRoom(-(-settings.limits.connections // settings.frontends))
         options = {
+            "grpc.max_allowed_incoming_connections": room.bound,
             "grpc.default_compression_level": _COMPRESSION_LEVELS[settings.grpc_infer_response_compression_level],
             # Another server on the same port is a mistake, not a wish for load sharing.
             "grpc.so_reuseport": int(self._shares_port),
-            **dict(settings.limits.grpc_options(settings.frontends)),
+            **dict(settings.limits.grpc_options()),
             **dict(settings.connections.grpc_options()),
         }
         server = grpc.aio.server(options=list(options.items()))
@@ -105,14 +111,21 @@ class Listener:
             except RuntimeError:
                 raise StartError(f"gRPC can't listen on {target}") from None
             self._server = server
-            self._ending_overdue = asyncio.get_running_loop().create_task(gate.end_overdue_calls())
+            local = unquote(target.removeprefix("unix:")) if self._socket else port
+            keeping = gate.end_overdue_calls(), room.keep_reserve(local)
+            self._keeping = [asyncio.get_running_loop().create_task(one) for one in keeping]
             await _not_cancelled(server.start())
         return 0 if self._socket else port
 
     @property
     def usage(self) -> Usage:
-        """Calls in progress, and how many were refused."""
-        return self._admission.usage()
+        """Calls in progress, how many were refused, and how many connections there may be."""
+        return self._admission.usage()._replace(max_connections=self._room.bound if self._room else 0)
+
+    @property
+    def connections(self) -> int:
+        """How many of this process's descriptors are connections. On any thread."""
+        return len(self._room.accepted()) if self._room else 0
 
     @property
     def is_open(self) -> bool:
@@ -143,8 +156,8 @@ class Listener:
             self._socket.remove()
         if self._server is not None:
             await self._server.stop(grace_s)
-        if self._ending_overdue is not None:
-            self._ending_overdue.cancel()
+        for task in self._keeping:
+            task.cancel()
         if self._leaving is not None:
             await self._leaving
 

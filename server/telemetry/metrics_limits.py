@@ -19,7 +19,7 @@ class LimitShown:
     """One limit. `used` is left out if only gRPC knows it, `refused` if refusals are counted elsewhere or nowhere."""
 
     name: str
-    bound: int
+    bound: int | Callable[[], int]
     used: Callable[[], int] | None = None
     refused: Callable[[], int] | None = None
 
@@ -40,7 +40,7 @@ class LimitCollector(Collector):
             "counter",
         )
         for limit in self._limits:
-            bounds.add_metric([limit.name], limit.bound)
+            bounds.add_metric([limit.name], limit.bound() if callable(limit.bound) else limit.bound)
             if limit.used is not None:
                 used.add_metric([limit.name], limit.used())
             if limit.refused is not None:

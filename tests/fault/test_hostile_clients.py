@@ -10,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from clients import InferenceClient
 from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from protos.wire import delimited
 from tests.certificates import Authority
 from tests.fault.traffic import connected, peak_bytes, quiet, request
@@ -112,36 +114,102 @@ def few_descriptors(number: int, most: int | None = None) -> Sequence[str]:
     return "/bin/sh", "-c", f'{limits}; exec "{sys.executable}" -m server "$@"', "sh"
 
 
-def test_connections_leave_descriptors_for_everything_else(tmp_path: Path) -> None:
-    write_identity(tmp_path)
-    with ServerProcess(tmp_path, program=few_descriptors(128)) as server, ExitStack() as idle:
-        connections = [
-            idle.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20))
-            for _ in range(200)
-        ]
-        for one in connections:
-            with suppress(ConnectionError):
-                one.sendall(PREFACE)
-        assert sum(map(is_open, connections)) == 96
-        assert server.metrics()["paceline_ready"] == 1
+def connections_to(server: ServerProcess, number: int, until: ExitStack) -> list[socket.socket]:
+    """Idle connections, of which the server may have closed some."""
+    connections = [
+        until.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20))
+        for _ in range(number)
+    ]
+    for one in connections:
+        with suppress(ConnectionError):
+            one.sendall(PREFACE)
+    return connections
+
+
+def stays_open(connection: socket.socket) -> bool:
+    """Whether the server hasn't closed it so far."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        pass
+    return False
+
+
+LIMIT = 'paceline_limit{limit="connections"}'
+"""Of 256 descriptors, 32 are kept for probes."""
+
+
+def says_full(server: ServerProcess) -> int:
+    return sum("connections are open, as many as there may be" in record["message"] for record in server.log)
+
+
+def test_connections_leave_descriptors_to_models_that_load_later(tmp_path: Path) -> None:
+    models = [f"m{number}" for number in range(60)]
+    for name in ("echo", *models):
+        write_identity(tmp_path, name)
+    args = ["--model-control-mode=explicit", "--load-model=echo"]
+    with ServerProcess(tmp_path, args=args, program=few_descriptors(256)) as server, ExitStack() as idle:
+        before = server.metrics()[LIMIT]
+        assert before < 224
+        with grpc.insecure_channel(server.target) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub.ServerLive(pb.ServerLiveRequest(), timeout=60)
+            connections = connections_to(server, 150, idle)
+            assert all(map(is_open, connections))
+            for name in models:
+                stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name), timeout=60)
+            eventually(lambda: says_full(server) > 0, "a line in the log")
+            connections += connections_to(server, 100, idle)
+
+            def settled() -> bool:
+                return server.metrics()[LIMIT] == sum(map(stays_open, connections)) + 1
+
+            eventually(settled, "as many connections as the limit says, one of them the channel's")
+            assert server.metrics()[LIMIT] <= before - len(models)
+            assert stays_open(connections[0])
+            assert stub.ServerLive(pb.ServerLiveRequest(), timeout=60).live
+    assert not any("Traceback" in line for line in server.stderr)
+
+
+def test_loads_leave_descriptors_to_connections_and_probes(tmp_path: Path) -> None:
+    for number in range(100):
+        write_identity(tmp_path, f"m{number}")
+    with ServerProcess(tmp_path, program=few_descriptors(128)) as server:
+        metrics = server.metrics()
+        assert metrics["paceline_failed_models"] > 0
+        assert metrics[LIMIT] >= 8
+        with grpc.insecure_channel(server.target) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            reasons = {one.reason for one in stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=60).models}
+        assert all("files that the process may open (ulimit -Hn)" in reason for reason in reasons - {""})
 
 
 @pytest.mark.parametrize(
-    ("flags", "bound"), [((), 96), (("--frontends=2",), 192), (("--frontends=2", "--grpc-max-connections=51"), 51)]
+    ("flags", "bounds"),
+    [
+        ((), range(80, 112)),
+        (("--frontends=2",), range(160, 224)),
+        (("--frontends=2", "--grpc-max-connections=51"), [51]),
+    ],
 )
 def test_metrics_show_the_connection_limit_that_descriptors_or_the_flag_allow(
-    tmp_path: Path, flags: Sequence[str], bound: int
+    tmp_path: Path, flags: Sequence[str], bounds: Sequence[int]
 ) -> None:
+    """Of 128 descriptors, 16 are kept for probes, and some are in use."""
     write_identity(tmp_path)
     with ServerProcess(tmp_path, program=few_descriptors(128), args=flags) as server:
-        assert server.metrics()['paceline_limit{limit="connections"}'] == bound
+        eventually(lambda: int(server.metrics()[LIMIT]) in bounds, "frontends to tell theirs")
 
 
 def test_soft_limit_of_descriptors_is_raised_to_the_hard_limit(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, program=few_descriptors(128, most=400)) as server:
         assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (400, 400)
-        assert server.metrics()['paceline_limit{limit="connections"}'] == 300
+        assert server.metrics()[LIMIT] > 300
 
 
 async def test_calls_beyond_the_limit_of_a_connection_are_reset(tmp_path: Path) -> None:
