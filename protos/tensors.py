@@ -219,14 +219,45 @@ def decode_contents(contents: InferTensorContents, datatype: Datatype, shape: Se
     foreign = [other.name for other, _ in contents.ListFields() if other.name != field]
     if foreign:
         raise TensorError(f"expected {datatype.name} in {field} alone, got {' and '.join(foreign)}")
-    values = getattr(contents, field)
-    if len(values) != count:
-        raise TensorError(f"expected {count} values in {field} for shape {list(shape)}, got {len(values)}")
+    given = getattr(contents, field)
+    if len(given) != count:
+        raise TensorError(f"expected {count} values in {field} for shape {list(shape)}, got {len(given)}")
     if not datatype.item_bytes:
-        return _object_array(values, shape)
+        return _object_array(given, shape)
+    if not count:
+        return np.empty(shape, datatype.dtype)
+    packed = _packed(contents)
+    if datatype.dtype.kind == "f":
+        return packed.view(datatype.dtype).reshape(shape).copy()
+    # A varint of one byte is the value.
+    values = packed if len(packed) == count else _varints(packed)
     if datatype.item_bytes in _NARROW_BYTES and datatype.dtype.kind in "iu":
-        return _narrowed(values, datatype, field).reshape(shape)
-    return np.fromiter(values, datatype.dtype, count).reshape(shape)
+        _check_narrow(values, datatype, field)
+    return values.astype(datatype.dtype).reshape(shape)
+
+
+def _packed(contents: InferTensorContents) -> Array:
+    """The values of the one field that is filled, as they lie side by side on the wire. Taken one by one, as Python
+    objects, a MiB of small integers would keep the event loop for a tenth of a second."""
+    contents.DiscardUnknownFields()
+    data = contents.SerializeToString()
+    # A tag of one byte, and a length as a varint.
+    start = 2
+    while data[start - 1] > 0x7F:
+        start += 1
+    return np.frombuffer(data, np.uint8, offset=start)
+
+
+def _varints(packed: Array) -> Array:
+    """The varints in `packed`, as INT64; those of UINT64 have the same bits."""
+    ends = np.flatnonzero(packed < 0x80)
+    starts = np.concatenate((ends[:1] * 0, ends[:-1] + 1))
+    lengths = ends - starts + 1
+    values = (packed[starts] & 0x7F).astype(np.int64)
+    for place in range(1, int(lengths.max())):
+        longer = np.flatnonzero(lengths > place)
+        values[longer] |= (packed[starts[longer] + place] & 0x7F).astype(np.int64) << 7 * place
+    return values
 
 
 def _contents_field(datatype: Datatype) -> str:
@@ -235,13 +266,11 @@ def _contents_field(datatype: Datatype) -> str:
     return datatype.contents_field
 
 
-def _narrowed(values: Sequence[int], datatype: Datatype, field: str) -> Array:
-    wide = np.fromiter(values, np.int64, len(values))
+def _check_narrow(values: Array, datatype: Datatype, field: str) -> None:
     limits = np.iinfo(datatype.dtype)
-    bad = wide[(wide < limits.min) | (wide > limits.max)]
+    bad = values[(values < limits.min) | (values > limits.max)]
     if bad.size:
         raise TensorError(f"expected {limits.min} to {limits.max} in {field} for {datatype.name}, got {bad[0]}")
-    return wide.astype(datatype.dtype)
 
 
 def encode_contents(array: Array, datatype: Datatype) -> InferTensorContents:

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from protos.datatypes import DATATYPES
+from protos.datatypes import DATATYPES, by_name
 from protos.inference_pb2 import InferTensorContents
 from protos.tensors import TensorError, decode_contents, encode_contents
 
@@ -86,6 +88,22 @@ def test_decode_contents_wrong_count_raises_error_with_both_counts(name: str, co
     message = rf"expected 3 values in {datatype.contents_field} for shape \[3\], got {count}"
     with pytest.raises(TensorError, match=message):
         decode_contents(contents, datatype, [3])
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40))
+def test_decode_contents_integers_of_any_length_are_kept(values: list[int]) -> None:
+    """A number takes one to ten bytes on the wire."""
+    shape, large = [len(values)], [value % 2**64 for value in values]
+    assert decode_contents(InferTensorContents(int64_contents=values), by_name("INT64"), shape).tolist() == values
+    assert decode_contents(InferTensorContents(uint64_contents=large), by_name("UINT64"), shape).tolist() == large
+
+
+def test_decode_contents_unknown_fields_are_ignored() -> None:
+    unknown = b"\xfa\x01\x03abc"  # number 31
+    data = InferTensorContents(int64_contents=[1, -300]).SerializeToString()
+    for contents in (data + unknown, unknown + data):
+        array = decode_contents(InferTensorContents.FromString(contents), by_name("INT64"), [2])
+        assert array.tolist() == [1, -300]
 
 
 def test_decode_contents_nothing_filled_raises_error() -> None:
