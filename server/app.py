@@ -152,8 +152,7 @@ class _GrpcEndpoint(HealthService, Protocol):
     @property
     def usage(self) -> Usage: ...
 
-    @property
-    def connections(self) -> int: ...
+    def give_way(self) -> int: ...
 
 
 class Server:
@@ -181,7 +180,7 @@ class Server:
             _load_defaults(settings),
             threads=settings.model_load_thread_count,
             retries=settings.model_load_retry_count,
-            connections=lambda: self._grpc.connections,
+            give_way=lambda: self._grpc.give_way(),
         )
         self.repository = Repository(
             self._metrics,

@@ -126,9 +126,8 @@ class FrontPool:
         """What is in progress in all fronts, and what they and those before them have refused."""
         return reduce(Usage.plus, (session.usage for session in self._sessions), self._usage_before)
 
-    @property
-    def connections(self) -> int:
-        """How many descriptors of this process are connections: the fronts have them all."""
+    def give_way(self) -> int:
+        """No descriptor of this process is a connection: the fronts have them all."""
         return 0
 
     def keep_refused(self, session: FrontSession) -> None:

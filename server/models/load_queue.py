@@ -35,8 +35,8 @@ class LoadQueue:
 
     `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags set for models that
     don't set it themselves. `retries`: how often to retry a load, unless it fails with a ServerError, such as one about
-    its model's configuration. `slow_after_s`: when to log that a load is still in progress. `connections`: how many
-    descriptors of this process are clients' connections, which have to give way to models.
+    its model's configuration. `slow_after_s`: when to log that a load is still in progress. `give_way` has
+    clients' connections give way to models, and returns how many descriptors they have; it is called on any thread.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class LoadQueue:
         threads: int = 4,
         retries: int = 0,
         slow_after_s: float = 10.0,
-        connections: Callable[[], int] = lambda: 0,
+        give_way: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._connections = connections
+        self._give_way = give_way
         self._backend_of = backend_of
         self._defaults = defaults
         self._retries = retries
@@ -66,7 +66,7 @@ class LoadQueue:
         """Raise TooFewDescriptors unless enough are left for connections and probes when a model has taken some: both
         loading and starting to serve may take them. On any thread."""
         left, kept = descriptors.free(), 2 * descriptors.reserve()
-        if left < kept and (left := left + self._connections()) < kept:
+        if left < kept and (left := left + self._give_way()) < kept:
             raise TooFewDescriptors(descriptors.allowed(), left, kept)
 
     def stop(self) -> None:

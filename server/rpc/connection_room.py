@@ -32,6 +32,8 @@ class ConnectionRoom:
         self._most = most
         self._first_bound = self.bound = max(1, min(most, free() - reserve()))
         self._where: int | str = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._look = asyncio.Event()
         # By descriptor and number of the socket; the earliest first.
         self._seen: dict[tuple[int, int], None] = {}
 
@@ -39,9 +41,12 @@ class ConnectionRoom:
         """Close the latest connections to `where`, a port or a Unix socket's path, whenever less than the reserve is
         free. Logs when there are as many as there may be."""
         self._where = where
+        self._loop = asyncio.get_running_loop()
         was_full = False
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), _LOOK_EVERY_S)
+            self._look.clear()
             left = free()
             # Only then can there be too many; looking at a descriptor takes a microsecond or two.
             scarce = left < reserve() + self._first_bound or allowed() - left > self._first_bound
@@ -60,6 +65,11 @@ class ConnectionRoom:
             was_full = full
             for descriptor, _ in list(self._seen)[self.bound :]:
                 _shut(descriptor)
+
+    def look_now(self) -> None:
+        """See at once whether less than the reserve is free: something is about to take more. On any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._look.set)
 
     def accepted(self) -> set[tuple[int, int]]:
         """Connections, each as its descriptor and the number of its socket. On any thread. Takes no descriptor itself,

@@ -122,10 +122,13 @@ class Listener:
         """Calls in progress, how many were refused, and how many connections there may be."""
         return self._admission.usage()._replace(max_connections=self._room.bound if self._room else 0)
 
-    @property
-    def connections(self) -> int:
-        """How many of this process's descriptors are connections. On any thread."""
-        return len(self._room.accepted()) if self._room else 0
+    def give_way(self) -> int:
+        """Have connections give way to models, which are about to take descriptors. Returns how many connections have.
+        On any thread."""
+        if self._room is None:
+            return 0
+        self._room.look_now()
+        return len(self._room.accepted())
 
     @property
     def is_open(self) -> bool:
