@@ -4,6 +4,7 @@ request is counted once."""
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import grpc
@@ -84,7 +85,7 @@ async def test_bound_of_bytes_is_exact_and_a_cancellation_makes_room(tmp_path: P
         await asyncio.gather(*calls)
 
 
-async def test_bound_of_bytes_counts_text_by_its_length(tmp_path: Path) -> None:
+async def test_bound_of_bytes_counts_text_at_its_cost(tmp_path: Path) -> None:
     model = echo_model("BYTES")
 
     def text(length: int) -> np.ndarray[tuple[int, int], np.dtype[np.object_]]:
@@ -92,14 +93,17 @@ async def test_bound_of_bytes_counts_text_by_its_length(tmp_path: Path) -> None:
         array[0, 0] = b"x" * length
         return array
 
-    async with serving(tmp_path, {"m": model}, config=MERGE + own(max_queue_bytes=100)) as served:
+    object_bytes = 8 + sys.getsizeof(b"")  # a reference, and what else an element has besides its text
+    bound = 2 * object_bytes + 100
+    async with serving(tmp_path, {"m": model}, config=MERGE + own(max_queue_bytes=bound)) as served:
         model.gate.close()
         # Even though it wouldn't have to wait: a request that never fits is refused at once.
-        assert await failure_of(served.infer(infer("m", {"a": text(101)}))) == full(100, "bytes")
+        never = infer("m", {"a": text(bound - object_bytes + 1)})
+        assert await failure_of(served.infer(never)) == full(bound, "bytes")
         calls = send(served, infer("m", {"a": text(1)}))
         await asyncio.to_thread(model.gate.wait_entered, 1)
         calls += await queued(served, [infer("m", {"a": text(60)}), infer("m", {"a": text(40)})])
-        assert await failure_of(served.infer(infer("m", {"a": text(1)}))) == full(100, "bytes")
+        assert await failure_of(served.infer(infer("m", {"a": text(0)}))) == full(bound, "bytes")
         model.gate.open()
         await asyncio.gather(*calls)
 
