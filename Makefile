@@ -29,7 +29,7 @@ LOCK_IMAGE := .venv-lock/bin/uv pip compile --quiet --universal --python-version
 export ORT_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check protos bench bench-gpu bench-quick bench-rivals lock witness witness-kserve fuzz clean
+.PHONY: help demo serve test test-gpu check protos bench bench-gpu bench-quick bench-rivals dist lock witness witness-kserve fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -52,11 +52,14 @@ check: $(READY) ## check lint, types, imports, generated code, lock file, wheel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m protos.generate --check
+	$(BIN)/python -m paceline.protos.generate --check
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py tests/unit/test_packaging.py
 
+dist: $(READY) ## build a wheel and a source distribution into dist/
+	$(BIN)/python -m hatchling build
+
 protos: $(READY) ## regenerate the Python code of protos/*.proto
-	$(BIN)/python -m protos.generate
+	$(BIN)/python -m paceline.protos.generate
 
 bench: $(READY) ## measure against a bare gRPC server, bare ONNX Runtime and the other servers that are installed
 	$(BIN)/python -m bench $(ARGS)

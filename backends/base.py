@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from backends.spec import Array, ModelSpec, Tensors
+from paceline.backends.spec import Array, ModelSpec, Tensors
 
 __all__ = [
     "Abandonable",

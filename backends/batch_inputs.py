@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from backends.spec import Array, BatchInputKind
+from paceline.backends.spec import Array, BatchInputKind
 
 __all__ = ["batch_input"]
 

@@ -14,13 +14,13 @@ from typing import cast
 
 import numpy as np
 
-from backends.base import Allocate, Execution
-from backends.errors import ExecutionError, UnfitOutputs
-from backends.joining import MIN_ELEMENTS, join_into
-from backends.packed import Packed, are_alike, stacked
-from backends.shares import Outputs, Share
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec, fits
-from protos.datatypes import by_name
+from paceline.backends.base import Allocate, Execution
+from paceline.backends.errors import ExecutionError, UnfitOutputs
+from paceline.backends.joining import MIN_ELEMENTS, join_into
+from paceline.backends.packed import Packed, are_alike, stacked
+from paceline.backends.shares import Outputs, Share
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec, fits
+from paceline.protos.datatypes import by_name
 
 __all__ = ["Run", "check_count", "check_outputs", "rows_of", "run_batch", "shares", "split", "stack"]
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, cast
 
-from backends.accelerator import Stream
-from backends.base import DeviceTensor, Targets
-from backends.errors import DeviceError, ExecutionError, InstanceError
-from backends.joining import join_into
-from backends.onnx.failures import device_failure
-from backends.spec import Array, Tensors
-from backends.staging import DType, Shape
+from paceline.backends.accelerator import Stream
+from paceline.backends.base import DeviceTensor, Targets
+from paceline.backends.errors import DeviceError, ExecutionError, InstanceError
+from paceline.backends.joining import join_into
+from paceline.backends.onnx.failures import device_failure
+from paceline.backends.spec import Array, Tensors
+from paceline.backends.staging import DType, Shape
 
 __all__ = ["Made", "copy_to_targets", "gather", "with_targets"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from backends.errors import ExecutionError
-from backends.spec import Tensors
+from paceline.backends.errors import ExecutionError
+from paceline.backends.spec import Tensors
 
 __all__ = ["Faults", "Gate", "change_datatype", "lose_output", "lose_row"]
 

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 
-from backends.accelerator import Buffer, Event, Stream
+from paceline.backends.accelerator import Buffer, Event, Stream
 
 __all__ = ["HostAccelerator"]
 

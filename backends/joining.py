@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from backends.errors import ExecutionError
-from backends.spec import Array
+from paceline.backends.errors import ExecutionError
+from paceline.backends.spec import Array
 
 __all__ = ["MIN_ELEMENTS", "join_bytes_into", "join_into"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends.spec import Array, TensorSpec
+from paceline.backends.spec import Array, TensorSpec
 
 __all__ = ["alike", "equal", "is_finite"]
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backends.spec import Array, ModelSpec, TensorSpec
-from protos.datatypes import by_name
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
+from paceline.protos.datatypes import by_name
 
 __all__ = [
     "MAX_BYTES",

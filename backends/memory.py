@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from backends.base import Device, Execution, GroupKind, InstanceGroup, ModelSource
-from backends.errors import ExecutionError, LoadError
-from backends.faults import Faults, Gate
-from backends.placement import on_cpu
-from backends.ragged import batch_runner, row_counter
-from backends.spec import ModelSpec, Tensors
+from paceline.backends.base import Device, Execution, GroupKind, InstanceGroup, ModelSource
+from paceline.backends.errors import ExecutionError, LoadError
+from paceline.backends.faults import Faults, Gate
+from paceline.backends.placement import on_cpu
+from paceline.backends.ragged import batch_runner, row_counter
+from paceline.backends.spec import ModelSpec, Tensors
 
 __all__ = ["IdentityBackend", "MemoryBackend", "MemoryInstance", "MemoryModel", "linear_latency"]
 

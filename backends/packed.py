@@ -12,9 +12,9 @@ from typing import Any, overload
 
 import numpy as np
 
-from backends.base import Allocate
-from backends.joining import join_bytes_into
-from backends.spec import Array
+from paceline.backends.base import Allocate
+from paceline.backends.joining import join_bytes_into
+from paceline.backends.spec import Array
 
 __all__ = ["Packed", "PackedLayout", "are_alike", "stacked"]
 

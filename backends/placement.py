@@ -5,8 +5,8 @@ Lives here: the counting. Must not: looking for devices; backends know which the
 
 from __future__ import annotations
 
-from backends.base import Device, DeviceKind, InstanceGroup
-from backends.errors import LoadError
+from paceline.backends.base import Device, DeviceKind, InstanceGroup
+from paceline.backends.errors import LoadError
 
 __all__ = ["on_cpu", "on_gpus"]
 

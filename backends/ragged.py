@@ -18,12 +18,12 @@ from typing import Protocol
 
 import numpy as np
 
-from backends.base import Allocate, Execution
-from backends.batch_inputs import batch_input
-from backends.batching import Run, check_count, check_outputs, rows_of, run_batch, split, stack
-from backends.errors import ExecutionError, UnfitOutputs
-from backends.spec import MISSING, Array, BatchOutput, ModelSpec, Tensors, TensorSpec
-from protos.datatypes import by_name
+from paceline.backends.base import Allocate, Execution
+from paceline.backends.batch_inputs import batch_input
+from paceline.backends.batching import Run, check_count, check_outputs, rows_of, run_batch, split, stack
+from paceline.backends.errors import ExecutionError, UnfitOutputs
+from paceline.backends.spec import MISSING, Array, BatchOutput, ModelSpec, Tensors, TensorSpec
+from paceline.protos.datatypes import by_name
 
 __all__ = ["BatchRunner", "as_the_model_sees", "batch_input_tensors", "batch_runner", "row_counter"]
 

@@ -5,8 +5,8 @@ Lives here: the names. Must not: work at import; a runtime is imported when a mo
 
 from __future__ import annotations
 
-from backends.base import Backend
-from backends.errors import LoadError
+from paceline.backends.base import Backend
+from paceline.backends.errors import LoadError
 
 __all__ = ["BACKENDS", "backend", "share_threads"]
 
@@ -22,18 +22,18 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
     `shared_threads`: whether `share_threads` was called; ONNX Runtime then opens no session with threads of its own.
     """
     if name in _ONNX:
-        from backends.onnx.installed import check_installed
+        from paceline.backends.onnx.installed import check_installed
 
         check_installed()
-        from backends.onnx.backend import OnnxBackend
+        from paceline.backends.onnx.backend import OnnxBackend
 
         return OnnxBackend(shared_threads=shared_threads)
     if name == "identity":
-        from backends.memory import IdentityBackend
+        from paceline.backends.memory import IdentityBackend
 
         return IdentityBackend()
     if name == "python":
-        from backends.python.backend import PythonBackend
+        from paceline.backends.python.backend import PythonBackend
 
         return PythonBackend()
     raise LoadError(f"backend: expected one of {', '.join(BACKENDS)}, got '{name}', which this build doesn't have")
@@ -42,9 +42,9 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
 def share_threads(intra_op: int, inter_op: int) -> None:
     """Make all of ONNX Runtime's sessions compute on one pool of this many threads (0: ONNX Runtime decides). To be
     called once in the life of a process, before any model is opened; LoadError if that isn't possible."""
-    from backends.onnx.installed import check_installed
+    from paceline.backends.onnx.installed import check_installed
 
     check_installed()
-    from backends.onnx import sessions
+    from paceline.backends.onnx import sessions
 
     sessions.share_threads(intra_op, inter_op)

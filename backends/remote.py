@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from backends.base import Device, Execution
-from backends.batching import check_count
-from backends.errors import UpstreamFailed, UpstreamRefused
-from backends.remote_messages import (
+from paceline.backends.base import Device, Execution
+from paceline.backends.batching import check_count
+from paceline.backends.errors import UpstreamFailed, UpstreamRefused
+from paceline.backends.remote_messages import (
     Headers,
     RemoteRequest,
     call_headers,
@@ -26,7 +26,7 @@ from backends.remote_messages import (
     encode_request,
     wanted_outputs,
 )
-from backends.spec import ModelSpec
+from paceline.backends.spec import ModelSpec
 
 __all__ = ["RemoteInstance", "RemoteModel", "RemoteServer"]
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from backends.batching import rows_of, split
-from backends.errors import ExecutionError
-from backends.spec import MISSING, Array, ModelSpec, Tensors
-from protos.datatypes import UnknownDatatypeError, by_name
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.parsing import parse
-from protos.tensors import TensorError, decode_contents, decode_raw, raw_buffer
-from protos.wire import RAW_INPUT_TAG, varint
+from paceline.backends.batching import rows_of, split
+from paceline.backends.errors import ExecutionError
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
+from paceline.protos.datatypes import UnknownDatatypeError, by_name
+from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from paceline.protos.parsing import parse
+from paceline.protos.tensors import TensorError, decode_contents, decode_raw, raw_buffer
+from paceline.protos.wire import RAW_INPUT_TAG, varint
 
 __all__ = [
     "Headers",

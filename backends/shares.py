@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from backends.spec import Array, Tensors
+from paceline.backends.spec import Array, Tensors
 
 __all__ = ["Outputs", "Share"]
 

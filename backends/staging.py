@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from backends.accelerator import HostMemory, Memory
-from backends.spec import Array
+from paceline.backends.accelerator import HostMemory, Memory
+from paceline.backends.spec import Array
 
 __all__ = ["DType", "Growing", "OutputPool", "Shape", "array_in"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends.errors import ExecutionError
-from backends.spec import Array
+from paceline.backends.errors import ExecutionError
+from paceline.backends.spec import Array
 
 __all__ = ["decode_texts", "encode_texts"]
 

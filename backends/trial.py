@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backends.base import Trial
-from backends.errors import ExecutionError, InstanceError, OutOfMemory, ProcessError
-from backends.likeness import alike, equal, is_finite
-from backends.made_up import (
+from paceline.backends.base import Trial
+from paceline.backends.errors import ExecutionError, InstanceError, OutOfMemory, ProcessError
+from paceline.backends.likeness import alike, equal, is_finite
+from paceline.backends.made_up import (
     MAX_BYTES,
     MadeUp,
     attempts,
@@ -29,7 +29,7 @@ from backends.made_up import (
     is_of_floats,
     make_rows,
 )
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 
 __all__ = ["try_rows"]
 

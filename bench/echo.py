@@ -18,15 +18,15 @@ from typing import Any
 import grpc
 
 from bench.models import INPUT, MAX_ROWS, MODELS, OUTPUT
-from protos import inference_pb2 as pb
-from protos import model_config_pb2 as config_pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 
 # The product's own choices, imported rather than repeated: a floor under other conditions would be no floor.
-from server.limits import Limits
-from server.loop import new_loop
-from server.memory import huge_pages
-from server.tuning import keep_freed_memory
+from paceline.server.limits import Limits
+from paceline.server.loop import new_loop
+from paceline.server.memory import huge_pages
+from paceline.server.tuning import keep_freed_memory
 
 __all__ = ["Echo", "run"]
 

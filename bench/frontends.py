@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.stats import Spread, ratio, spread
-from clients.messages import infer_request
+from paceline.clients.messages import infer_request
 from tests.fronts import fronts_of
 from tests.harness import REPO, ServerProcess, write_identity
 

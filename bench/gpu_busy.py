@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from backends.cuda.driver import gpu_uuids
-from backends.errors import DeviceError
-from server.telemetry.nvml import open_nvml
+from paceline.backends.cuda.driver import gpu_uuids
+from paceline.backends.errors import DeviceError
+from paceline.server.telemetry.nvml import open_nvml
 
 __all__ = ["open_utilization", "shares", "why_unknown"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.onnx.sessions import prepare_cuda
+from paceline.backends.onnx.sessions import prepare_cuda
 
 __all__ = ["Bound", "open_session"]
 

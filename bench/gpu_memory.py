@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from backends.accelerator import Memory
-from backends.cuda.accelerator import CudaAccelerator
-from backends.cuda.context import check, load_driver
-from backends.cuda.memory import HANDLE_BYTES
+from paceline.backends.accelerator import Memory
+from paceline.backends.cuda.accelerator import CudaAccelerator
+from paceline.backends.cuda.context import check, load_driver
+from paceline.backends.cuda.memory import HANDLE_BYTES
 from tests.wire import Array
 
 __all__ = ["Exported", "export"]

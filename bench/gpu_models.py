@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from protos.inference_pb2 import ModelInferRequest
+from paceline.protos.inference_pb2 import ModelInferRequest
 from tests import models
 from tests.wire import Array
 

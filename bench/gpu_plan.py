@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from backends.errors import DeviceError
 from bench.scenario import Reach
 from bench.stats import Sample, spread
 from bench.steps import BenchError
 from bench.summary import Comparison, Measurement, Section
+from paceline.backends.errors import DeviceError
 
 __all__ = ["Found", "Plan", "brief", "reason", "say"]
 

@@ -18,7 +18,7 @@ from bench.gpu_processes import LoadGenerators, serving
 from bench.scenario import Reach
 from bench.stats import ratio, spread
 from bench.summary import Comparison, Section
-from clients.messages import infer_request
+from paceline.clients.messages import infer_request
 from tests import models as tiny_models
 from tests.harness import ServerProcess
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.errors import DeviceError
 from bench import gpu_models
 from bench.gpu_busy import open_utilization, shares
 from bench.gpu_memory import export
@@ -24,7 +23,8 @@ from bench.gpu_models import GpuModel
 from bench.gpu_processes import LoadGenerators
 from bench.stats import Sample
 from bench.subjects import stub
-from protos import inference_pb2 as pb
+from paceline.backends.errors import DeviceError
+from paceline.protos import inference_pb2 as pb
 from tests.harness import ServerProcess
 from tests.wire import Array
 

@@ -18,26 +18,26 @@ from pathlib import Path
 
 import numpy as np
 
-from backends import registry
-from backends.transport.link import Link
 from bench.stats import spread
-from clients.messages import infer_request
-from scheduler.notifying import notify
-from scheduler.policy import NEVER
-from server.call_facts import NO_PASSED_HEADERS
-from server.codec.wire_request import AnyRequest, RequestReader
-from server.fronts.catalogue import LookUp
-from server.fronts.handles import Handles
-from server.fronts.inference import RemoteInference, Replies
-from server.fronts.session import FrontSession
-from server.loop import new_loop
-from server.models.layout import Layout
-from server.models.load_queue import LoadQueue
-from server.models.repository import Repository
-from server.requests.in_flight import InferenceSteps, InFlight
-from server.requests.inference import Inference
-from server.rpc.handlers import serialized
-from server.telemetry.metrics import Metrics
+from paceline.backends import registry
+from paceline.backends.transport.link import Link
+from paceline.clients.messages import infer_request
+from paceline.scheduler.notifying import notify
+from paceline.scheduler.policy import NEVER
+from paceline.server.call_facts import NO_PASSED_HEADERS
+from paceline.server.codec.wire_request import AnyRequest, RequestReader
+from paceline.server.fronts.catalogue import LookUp
+from paceline.server.fronts.handles import Handles
+from paceline.server.fronts.inference import RemoteInference, Replies
+from paceline.server.fronts.session import FrontSession
+from paceline.server.loop import new_loop
+from paceline.server.models.layout import Layout
+from paceline.server.models.load_queue import LoadQueue
+from paceline.server.models.repository import Repository
+from paceline.server.requests.in_flight import InferenceSteps, InFlight
+from paceline.server.requests.inference import Inference
+from paceline.server.rpc.handlers import serialized
+from paceline.server.telemetry.metrics import Metrics
 from tests.harness import write_identity
 
 __all__ = ["main"]

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import Execution
-from backends.batching import split, stack
-from backends.spec import ModelSpec, TensorSpec
 from bench.stats import spread
-from scheduler.batch_queue import BatchQueue, Entry
-from scheduler.observer import BatchReport
-from scheduler.policy import NEVER, BatchPolicy
-from server.telemetry.model_statistics import VersionStatistics
-from server.tuning import keep_freed_memory
+from paceline.backends.base import Execution
+from paceline.backends.batching import split, stack
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.scheduler.batch_queue import BatchQueue, Entry
+from paceline.scheduler.observer import BatchReport
+from paceline.scheduler.policy import NEVER, BatchPolicy
+from paceline.server.telemetry.model_statistics import VersionStatistics
+from paceline.server.tuning import keep_freed_memory
 
 __all__ = ["batching_costs", "counting_costs", "queue_costs"]
 

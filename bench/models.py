@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from protos.inference_pb2 import ModelInferRequest
+from paceline.protos.inference_pb2 import ModelInferRequest
 from tests import models
 
 __all__ = ["INPUT", "MAX_ROWS", "MODELS", "OUTPUT", "Model", "add", "in_memory", "request", "write"]

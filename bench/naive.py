@@ -23,7 +23,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench.echo import Echo, run
 from bench.models import INPUT, MAX_ROWS, OUTPUT
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 
 __all__ = ["Naive"]
 

@@ -28,7 +28,7 @@ import uvloop
 
 from bench.load import METHOD, Tally, open_channel, summary
 from bench.stats import percentile
-from scheduler.clock import MonotonicClock
+from paceline.scheduler.clock import MonotonicClock
 
 __all__ = ["Plan", "drive", "schedule_s"]
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.stats import spread
 from bench.steps import open_loop
-from clients.messages import infer_request
+from paceline.clients.messages import infer_request
 from tests.harness import ServerProcess, write_identity
 
 __all__ = ["Case", "Found", "main", "measure"]

@@ -22,8 +22,8 @@ import onnx
 from onnx import helper
 
 from bench.stats import ratio
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.harness import ServerProcess
 

@@ -23,7 +23,7 @@ from bench import models, perf_analyzer
 from bench.scenario import Closed, Open, Point, Side
 from bench.stats import Sample
 from bench.subjects import NotServingError, Subject, cpu_s, stub
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.harness import REPO, ServerProcess
 
 __all__ = ["BenchError", "Counters", "Load", "Module", "Step", "batch_figures", "open_loop", "region", "run_module"]

@@ -21,8 +21,8 @@ import grpc
 
 from bench import models
 from bench.scenario import Side
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import REPO, ServerProcess
 from tests.ports import free_port
 

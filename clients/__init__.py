@@ -1,6 +1,6 @@
 """Client library and command line. Of this project, it imports `protos` alone.
 
-    from clients import InferenceClient
+    from paceline import InferenceClient
 
     with InferenceClient("127.0.0.1:8001") as client:
         result = client.infer("scorer", {"x": np.zeros((1, 4), np.float32)})
@@ -10,8 +10,8 @@
 connection TLS, and `token=` identifies the caller.
 """
 
-from clients.aio import InferenceClient as AsyncInferenceClient
-from clients.errors import (
+from paceline.clients.aio import InferenceClient as AsyncInferenceClient
+from paceline.clients.errors import (
     Cancelled,
     ClientClosed,
     ClientError,
@@ -27,9 +27,9 @@ from clients.errors import (
     Unavailable,
     Unimplemented,
 )
-from clients.messages import IndexEntry, InferResult, ModelMetadata, ServerMetadata, TensorMetadata
-from clients.sync import InferenceClient
-from clients.tls import Tls
+from paceline.clients.messages import IndexEntry, InferResult, ModelMetadata, ServerMetadata, TensorMetadata
+from paceline.clients.sync import InferenceClient
+from paceline.clients.tls import Tls
 
 __all__ = [
     "AsyncInferenceClient",

@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 import grpc
 import grpc.aio
 
-from clients import calls
-from clients.base import DEFAULT_TIMEOUT_S, BaseClient, Metadata, ReadyWait, Timeout
-from clients.calls import Call, Method
-from clients.coalescing import Coalescer
-from clients.errors import Cancelled, DeadlineExceeded, InferenceError, Unavailable, rpc_failure, unreadable
-from clients.messages import (
+from paceline.clients import calls
+from paceline.clients.base import DEFAULT_TIMEOUT_S, BaseClient, Metadata, ReadyWait, Timeout
+from paceline.clients.calls import Call, Method
+from paceline.clients.coalescing import Coalescer
+from paceline.clients.errors import Cancelled, DeadlineExceeded, InferenceError, Unavailable, rpc_failure, unreadable
+from paceline.clients.messages import (
     IndexEntry,
     InferResult,
     Inputs,
@@ -30,9 +30,9 @@ from clients.messages import (
     infer_request,
     plain_inputs,
 )
-from clients.streams import NoStream, Streams, check_request
-from clients.tls import Tls
-from protos.inference_pb2 import ModelInferRequest
+from paceline.clients.streams import NoStream, Streams, check_request
+from paceline.clients.tls import Tls
+from paceline.protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["InferenceClient"]
 

@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Final
 
 import grpc
 
-from clients.calls import Call, Method, stubs
-from clients.errors import ClientClosed, DeadlineExceeded, InferenceError
-from clients.headers import Metadata, checked
-from clients.messages import checked_text
-from clients.targets import checked_target
-from clients.tls import Tls
-from clients.tokens import authorization
+from paceline.clients.calls import Call, Method, stubs
+from paceline.clients.errors import ClientClosed, DeadlineExceeded, InferenceError
+from paceline.clients.headers import Metadata, checked
+from paceline.clients.messages import checked_text
+from paceline.clients.targets import checked_target
+from paceline.clients.tls import Tls
+from paceline.clients.tokens import authorization
 
 __all__ = ["DEFAULT_TIMEOUT_S", "BaseClient", "Metadata", "ReadyWait", "Timeout"]
 

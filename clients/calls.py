@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from clients.errors import ResponseError
-from clients.messages import (
+from paceline.clients.errors import ResponseError
+from paceline.clients.messages import (
     IndexEntry,
     InferResult,
     ModelMetadata,
@@ -27,8 +27,8 @@ from clients.messages import (
     model_metadata_of,
     server_metadata_of,
 )
-from protos import inference_pb2_grpc
-from protos.inference_pb2 import (
+from paceline.protos import inference_pb2_grpc
+from paceline.protos.inference_pb2 import (
     ModelInferRequest,
     ModelMetadataRequest,
     ModelReadyRequest,

@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from protos.datatypes import Datatype, UnknownDatatypeError, by_dtype, by_name
-from protos.tensors import bf16_from_float32
+from paceline.protos.datatypes import Datatype, UnknownDatatypeError, by_dtype, by_name
+from paceline.protos.tensors import bf16_from_float32
 
 __all__ = ["Array", "cast", "datatype_of", "to_array"]
 

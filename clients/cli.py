@@ -16,13 +16,13 @@ from pathlib import Path
 
 import click
 
-from clients.base import DEFAULT_TIMEOUT_S
-from clients.connection_options import ConnectionOptions, Seconds, Server, access_options, one_line_errors
-from clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
-from clients.messages import InferResult, ParameterValue
-from clients.repeat import Outcome, run_repeated
-from clients.report import outcome_json, outcome_text, progress_line, result_json, result_text, save_npz
-from clients.sync import InferenceClient
+from paceline.clients.base import DEFAULT_TIMEOUT_S
+from paceline.clients.connection_options import ConnectionOptions, Seconds, Server, access_options, one_line_errors
+from paceline.clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
+from paceline.clients.messages import InferResult, ParameterValue
+from paceline.clients.repeat import Outcome, run_repeated
+from paceline.clients.report import outcome_json, outcome_text, progress_line, result_json, result_text, save_npz
+from paceline.clients.sync import InferenceClient
 
 __all__ = ["infer"]
 

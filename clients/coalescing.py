@@ -19,7 +19,7 @@ from typing import Final
 
 import grpc
 
-from clients.errors import (
+from paceline.clients.errors import (
     Cancelled,
     DeadlineExceeded,
     InferenceError,
@@ -29,8 +29,8 @@ from clients.errors import (
     ResponseError,
     inference_error,
 )
-from clients.messages import MAX_TENSOR_BYTES, InferResult
-from protos.inference_pb2 import ModelInferRequest
+from paceline.clients.messages import MAX_TENSOR_BYTES, InferResult
+from paceline.protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["Coalescer", "Send"]
 

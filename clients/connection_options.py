@@ -18,11 +18,11 @@ from typing import Any
 
 import click
 
-from clients.errors import ClientError
-from clients.printable import printable
-from clients.targets import checked_target
-from clients.tls import Tls
-from clients.tokens import authorization, read_token
+from paceline.clients.errors import ClientError
+from paceline.clients.printable import printable
+from paceline.clients.targets import checked_target
+from paceline.clients.tls import Tls
+from paceline.clients.tokens import authorization, read_token
 
 __all__ = ["ConnectionOptions", "Seconds", "Server", "Unusable", "access_options", "one_line_errors"]
 

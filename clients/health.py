@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import click
 
-from clients.connection_options import ConnectionOptions, Seconds, Server, access_options, one_line_errors
-from clients.errors import InferenceError
-from clients.printable import printable
-from clients.sync import InferenceClient
+from paceline.clients.connection_options import ConnectionOptions, Seconds, Server, access_options, one_line_errors
+from paceline.clients.errors import InferenceError
+from paceline.clients.printable import printable
+from paceline.clients.sync import InferenceClient
 
 __all__ = ["health"]
 

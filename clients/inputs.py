@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from clients.casting import Array, cast, datatype_of, to_array
-from clients.messages import ModelMetadata, TensorMetadata
-from protos.datatypes import by_name
+from paceline.clients.casting import Array, cast, datatype_of, to_array
+from paceline.clients.messages import ModelMetadata, TensorMetadata
+from paceline.protos.datatypes import by_name
 
 __all__ = ["GivenTensor", "InputError", "RandomInputs", "TypedInputs", "parse_shape", "prepare", "read_inputs"]
 

@@ -15,11 +15,11 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from clients.casting import Array, cast, datatype_of, to_array
-from clients.errors import ResponseError
-from protos import tensors
-from protos.datatypes import Datatype, UnknownDatatypeError, by_name
-from protos.inference_pb2 import (
+from paceline.clients.casting import Array, cast, datatype_of, to_array
+from paceline.clients.errors import ResponseError
+from paceline.protos import tensors
+from paceline.protos.datatypes import Datatype, UnknownDatatypeError, by_name
+from paceline.protos.inference_pb2 import (
     InferParameter,
     ModelInferRequest,
     ModelInferResponse,

@@ -16,7 +16,7 @@ from itertools import chain, takewhile
 
 import numpy as np
 
-from clients.errors import InferenceError
+from paceline.clients.errors import InferenceError
 
 __all__ = ["Outcome", "Report", "run_repeated"]
 

@@ -15,10 +15,10 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from clients.casting import Array
-from clients.messages import InferResult
-from clients.printable import printable
-from clients.repeat import Outcome, Report
+from paceline.clients.casting import Array
+from paceline.clients.messages import InferResult
+from paceline.clients.printable import printable
+from paceline.clients.repeat import Outcome, Report
 
 __all__ = ["outcome_json", "outcome_text", "progress_line", "result_json", "result_text", "save_npz"]
 

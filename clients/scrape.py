@@ -12,10 +12,10 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from clients.errors import ClientError
-from clients.printable import printable
-from clients.tls import Tls
-from clients.tokens import authorization
+from paceline.clients.errors import ClientError
+from paceline.clients.printable import printable
+from paceline.clients.tls import Tls
+from paceline.clients.tokens import authorization
 
 __all__ = ["Histogram", "Model", "ScrapeError", "Scraper", "Snapshot", "parse"]
 

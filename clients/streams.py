@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from clients.errors import (
+from paceline.clients.errors import (
     Cancelled,
     DeadlineExceeded,
     InferenceError,
@@ -31,7 +31,7 @@ from clients.errors import (
     rpc_failure,
     unreadable,
 )
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
 __all__ = ["NoStream", "Streams", "check_request"]
 

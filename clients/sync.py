@@ -13,11 +13,11 @@ from typing import ClassVar, Self, TypeVar
 
 import grpc
 
-from clients import calls
-from clients.base import BaseClient, Metadata, ReadyWait, Timeout
-from clients.calls import Call
-from clients.errors import DeadlineExceeded, InferenceError, Unavailable, rpc_failure
-from clients.messages import (
+from paceline.clients import calls
+from paceline.clients.base import BaseClient, Metadata, ReadyWait, Timeout
+from paceline.clients.calls import Call
+from paceline.clients.errors import DeadlineExceeded, InferenceError, Unavailable, rpc_failure
+from paceline.clients.messages import (
     IndexEntry,
     InferResult,
     Inputs,

@@ -18,10 +18,10 @@ from typing import TextIO
 
 import click
 
-from clients.connection_options import ConnectionOptions, Seconds, Unusable, access_options, one_line_errors
-from clients.scrape import ScrapeError, Scraper, Snapshot
-from clients.targets import with_port
-from clients.top_table import table
+from paceline.clients.connection_options import ConnectionOptions, Seconds, Unusable, access_options, one_line_errors
+from paceline.clients.scrape import ScrapeError, Scraper, Snapshot
+from paceline.clients.targets import with_port
+from paceline.clients.top_table import table
 
 __all__ = ["top"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from clients.printable import printable
-from clients.scrape import Histogram, Model, Snapshot
+from paceline.clients.printable import printable
+from paceline.clients.scrape import Histogram, Model, Snapshot
 
 __all__ = ["quantile", "table"]
 

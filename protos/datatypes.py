@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from protos import model_config_pb2
+from paceline.protos import model_config_pb2
 
 
 class UnknownDatatypeError(ValueError):

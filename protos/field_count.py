@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from google.protobuf.descriptor import Descriptor
 
-from protos.inference_pb2 import InferTensorContents
+from paceline.protos.inference_pb2 import InferTensorContents
 
 __all__ = ["MAX_FIELDS", "TooManyElements", "TooManyFields", "check_fields"]
 

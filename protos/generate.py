@@ -1,4 +1,4 @@
-"""Regenerates the modules made from the .proto files: `python -m protos.generate`, and `--check` to compare only.
+"""Regenerates the modules made from the .proto files: `python -m paceline.protos.generate`; `--check` only compares.
 
 Lives here: running protoc and rewriting its output. Must not live here: anything that runs in production; the
 generator needs grpcio-tools, the generated modules do not.
@@ -25,7 +25,7 @@ from typing import Final
 TOOLS_VERSION: Final = "1.76.0"
 PROTOS_DIR: Final = Path(__file__).resolve().parent
 MODULES: Final = ("inference", "model_config")
-COMMAND: Final = "python -m protos.generate"
+COMMAND: Final = "python -m paceline.protos.generate"
 _HEADER: Final = f"""\
 # Made from the .proto files by `{COMMAND}`; do not edit.
 # ruff: noqa
@@ -49,7 +49,7 @@ class Rewrite:
 _DEFAULT_POOL: Final = (
     Rewrite(
         "from google.protobuf import descriptor_pool as _descriptor_pool\n",
-        "from protos import pool as _pool\n",
+        "from paceline.protos import pool as _pool\n",
     ),
     Rewrite("from google.protobuf import symbol_database as _symbol_database\n", ""),
     Rewrite("_sym_db = _symbol_database.Default()\n", ""),
@@ -60,12 +60,12 @@ _DEFAULT_POOL: Final = (
 def _builder(module: str) -> Rewrite:
     return Rewrite(
         f"_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, '{module}_pb2', _globals)",
-        f"_pool.build_module(DESCRIPTOR, 'protos.{module}_pb2', _globals)",
+        f"_pool.build_module(DESCRIPTOR, 'paceline.protos.{module}_pb2', _globals)",
     )
 
 
 def _absolute_import(statement: str) -> Rewrite:
-    return Rewrite(f"\n{statement}", f"\nfrom protos {statement}")
+    return Rewrite(f"\n{statement}", f"\nfrom paceline.protos {statement}")
 
 
 REWRITES: Final[Mapping[str, Sequence[Rewrite]]] = {
@@ -74,7 +74,7 @@ REWRITES: Final[Mapping[str, Sequence[Rewrite]]] = {
         _builder("inference"),
         _absolute_import("import model_config_pb2 as model__config__pb2\n"),
     ),
-    "inference_pb2.pyi": (Rewrite("import model_config_pb2 as", "from protos import model_config_pb2 as"),),
+    "inference_pb2.pyi": (Rewrite("import model_config_pb2 as", "from paceline.protos import model_config_pb2 as"),),
     "inference_pb2_grpc.py": (_absolute_import("import inference_pb2 as inference__pb2\n"),),
     "model_config_pb2.py": (*_DEFAULT_POOL, _builder("model_config")),
     "model_config_pb2.pyi": (),

@@ -1,8 +1,8 @@
-# Made from the .proto files by `python -m protos.generate`; do not edit.
+# Made from the .proto files by `python -m paceline.protos.generate`; do not edit.
 # ruff: noqa
 # mypy: ignore-errors
 # fmt: off
-from protos import model_config_pb2 as _model_config_pb2
+from paceline.protos import model_config_pb2 as _model_config_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

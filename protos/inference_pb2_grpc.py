@@ -1,4 +1,4 @@
-# Made from the .proto files by `python -m protos.generate`; do not edit.
+# Made from the .proto files by `python -m paceline.protos.generate`; do not edit.
 # ruff: noqa
 # mypy: ignore-errors
 # fmt: off
@@ -7,7 +7,7 @@
 import grpc
 import warnings
 
-from protos import inference_pb2 as inference__pb2
+from paceline.protos import inference_pb2 as inference__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__

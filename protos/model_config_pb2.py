@@ -1,4 +1,4 @@
-# Made from the .proto files by `python -m protos.generate`; do not edit.
+# Made from the .proto files by `python -m paceline.protos.generate`; do not edit.
 # ruff: noqa
 # mypy: ignore-errors
 # fmt: off
@@ -9,7 +9,7 @@
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from protos import pool as _pool
+from paceline.protos import pool as _pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf.internal import builder as _builder
 _runtime_version.ValidateProtobufRuntimeVersion(
@@ -30,7 +30,7 @@ DESCRIPTOR = _pool.POOL.AddSerializedFile(b'\n\x12model_config.proto\x12\tinfere
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_pool.build_module(DESCRIPTOR, 'protos.model_config_pb2', _globals)
+_pool.build_module(DESCRIPTOR, 'paceline.protos.model_config_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELOPTIMIZATIONPOLICY_CUDA_GRAPHSPEC_LOWERBOUND_INPUTENTRY']._loaded_options = None

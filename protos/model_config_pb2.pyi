@@ -1,4 +1,4 @@
-# Made from the .proto files by `python -m protos.generate`; do not edit.
+# Made from the .proto files by `python -m paceline.protos.generate`; do not edit.
 # ruff: noqa
 # mypy: ignore-errors
 # fmt: off

@@ -18,8 +18,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from protos.datatypes import DATATYPES, Datatype
-from protos.inference_pb2 import InferTensorContents
+from paceline.protos.datatypes import DATATYPES, Datatype
+from paceline.protos.inference_pb2 import InferTensorContents
 
 __all__ = [
     "MAX_RANK",

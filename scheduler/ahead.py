@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple, TypeVar
 
-from scheduler.executing import Batch
+from paceline.scheduler.executing import Batch
 
 __all__ = ["Ahead"]
 

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scheduler.policy import NEVER
+from paceline.scheduler.policy import NEVER
 
 __all__ = ["LONGEST_PAUSE_NS", "PAUSE_NS", "Allowance", "Allowed"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from scheduler.notifying import notify
-from scheduler.pending import Pending
+from paceline.scheduler.notifying import notify
+from paceline.scheduler.pending import Pending
 
 __all__ = ["Answers", "OrderedAnswers"]
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from scheduler.allowance import Allowed
-from scheduler.errors import DeadlineUnreachable, RequestTooLarge
-from scheduler.executing import Batch, Executing
-from scheduler.lane import Entry, Lane, Watch, order_of
-from scheduler.lanes import Lanes
-from scheduler.latency import LatencyModel
-from scheduler.lazy_heap import LazyHeap
-from scheduler.policy import NEVER, BatchPolicy, TimeoutAction
-from scheduler.returning_callers import ReturningCallers
-from scheduler.sizing import Sizing, Unreachable
-from scheduler.waiting import SharedQueueLimits, Waiting
+from paceline.scheduler.allowance import Allowed
+from paceline.scheduler.errors import DeadlineUnreachable, RequestTooLarge
+from paceline.scheduler.executing import Batch, Executing
+from paceline.scheduler.lane import Entry, Lane, Watch, order_of
+from paceline.scheduler.lanes import Lanes
+from paceline.scheduler.latency import LatencyModel
+from paceline.scheduler.lazy_heap import LazyHeap
+from paceline.scheduler.policy import NEVER, BatchPolicy, TimeoutAction
+from paceline.scheduler.returning_callers import ReturningCallers
+from paceline.scheduler.sizing import Sizing, Unreachable
+from paceline.scheduler.waiting import SharedQueueLimits, Waiting
 
 __all__ = ["Alike", "Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
 

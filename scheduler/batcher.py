@@ -12,23 +12,23 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
-from scheduler.answers import Answers, OrderedAnswers
-from scheduler.arrival_model import ArrivalModel
-from scheduler.batch_queue import Alike, BatchQueue, Step
-from scheduler.clock import Alarm, Clock, MonotonicClock
-from scheduler.delivery import Delivery
-from scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull
-from scheduler.executing import Batch
-from scheduler.isolation import Blame, Retries, Suspects
-from scheduler.lane import Entry
-from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
-from scheduler.pending import Pending
-from scheduler.policy import NEVER, BatchPolicy
-from scheduler.recovery import Recovery
-from scheduler.runner import Outcome, Runner
-from scheduler.runner_table import InstanceReplacer, RunnerTable
-from scheduler.turns import Submit, Turns, WaitBudget
-from scheduler.waiting import SharedQueueLimits
+from paceline.scheduler.answers import Answers, OrderedAnswers
+from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.batch_queue import Alike, BatchQueue, Step
+from paceline.scheduler.clock import Alarm, Clock, MonotonicClock
+from paceline.scheduler.delivery import Delivery
+from paceline.scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull
+from paceline.scheduler.executing import Batch
+from paceline.scheduler.isolation import Blame, Retries, Suspects
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.recovery import Recovery
+from paceline.scheduler.runner import Outcome, Runner
+from paceline.scheduler.runner_table import InstanceReplacer, RunnerTable
+from paceline.scheduler.turns import Submit, Turns, WaitBudget
+from paceline.scheduler.waiting import SharedQueueLimits
 
 __all__ = ["Batcher"]
 

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from scheduler.answers import Answers
-from scheduler.errors import ExecutionFailed, ExecutionTimeout, QueueTimeout, SchedulerError
-from scheduler.executing import Batch
-from scheduler.lane import Entry
-from scheduler.observer import BatchReport, Drop, Observer
-from scheduler.pending import BatchFacts, Pending
-from scheduler.runner import Outcome
+from paceline.scheduler.answers import Answers
+from paceline.scheduler.errors import ExecutionFailed, ExecutionTimeout, QueueTimeout, SchedulerError
+from paceline.scheduler.executing import Batch
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.observer import BatchReport, Drop, Observer
+from paceline.scheduler.pending import BatchFacts, Pending
+from paceline.scheduler.runner import Outcome
 
 __all__ = ["Delivery"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from scheduler.lane import Entry
-from scheduler.latency import LatencyModel
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.latency import LatencyModel
 
 __all__ = ["Batch", "Executing"]
 

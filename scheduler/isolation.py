@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
-from scheduler.allowance import Allowed
-from scheduler.executing import Batch
-from scheduler.lane import Entry
-from scheduler.policy import NEVER
-from scheduler.runner import ThreadLost
-from scheduler.waiting import Waiting
+from paceline.scheduler.allowance import Allowed
+from paceline.scheduler.executing import Batch
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.policy import NEVER
+from paceline.scheduler.runner import ThreadLost
+from paceline.scheduler.waiting import Waiting
 
 __all__ = ["LONGEST_WAIT_NS", "SHORTEST_WAIT_NS", "Blame", "Retries", "Search", "Suspects", "budget_for"]
 

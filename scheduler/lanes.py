@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from scheduler.lane import Entry, Lane
-from scheduler.lazy_heap import LazyHeap
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.lane import Entry, Lane
+from paceline.scheduler.lazy_heap import LazyHeap
+from paceline.scheduler.policy import BatchPolicy
 
 __all__ = ["Lanes"]
 

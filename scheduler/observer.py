@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from scheduler.lane import Entry
+from paceline.scheduler.lane import Entry
 
 __all__ = ["BatchReport", "Drop", "GuardedObserver", "NullObserver", "Observer"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from scheduler.lane import Entry
-from scheduler.notifying import NotifyingFuture
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.notifying import NotifyingFuture
 
 __all__ = ["BatchFacts", "Pending"]
 

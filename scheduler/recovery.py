@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from scheduler.arrival_model import ArrivalModel
-from scheduler.batch_queue import BatchQueue
-from scheduler.clock import Clock
-from scheduler.delivery import Delivery
-from scheduler.executing import Batch
-from scheduler.isolation import Blame, Retries, Search, Suspects
-from scheduler.lane import Entry
-from scheduler.pending import Pending
-from scheduler.runner import Runner
-from scheduler.runner_table import RunnerTable
+from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.batch_queue import BatchQueue
+from paceline.scheduler.clock import Clock
+from paceline.scheduler.delivery import Delivery
+from paceline.scheduler.executing import Batch
+from paceline.scheduler.isolation import Blame, Retries, Search, Suspects
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.runner import Runner
+from paceline.scheduler.runner_table import RunnerTable
 
 __all__ = ["Recovery"]
 

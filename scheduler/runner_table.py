@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from scheduler.ahead import Ahead
-from scheduler.clock import Clock
-from scheduler.executing import Batch
-from scheduler.latency import LatencyModel
-from scheduler.pending import Pending
-from scheduler.runner import Runner
-from scheduler.shortages import Shortages
-from scheduler.slots import Slots
-from scheduler.watchdog import Watchdog
+from paceline.scheduler.ahead import Ahead
+from paceline.scheduler.clock import Clock
+from paceline.scheduler.executing import Batch
+from paceline.scheduler.latency import LatencyModel
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.runner import Runner
+from paceline.scheduler.shortages import Shortages
+from paceline.scheduler.slots import Slots
+from paceline.scheduler.watchdog import Watchdog
 
 __all__ = ["InstanceReplacer", "RunnerTable"]
 

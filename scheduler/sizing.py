@@ -12,10 +12,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from scheduler.allowance import Allowance
-from scheduler.lane import Entry, Lane
-from scheduler.latency import LatencyModel
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.allowance import Allowance
+from paceline.scheduler.lane import Entry, Lane
+from paceline.scheduler.latency import LatencyModel
+from paceline.scheduler.policy import BatchPolicy
 
 __all__ = ["Cut", "Sizing", "Unreachable"]
 

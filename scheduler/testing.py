@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from scheduler.observer import BatchReport, Drop
-from scheduler.runner import Done, Outcome
+from paceline.scheduler.observer import BatchReport, Drop
+from paceline.scheduler.runner import Done, Outcome
 
 __all__ = ["ManualClock", "RecordingObserver", "Results", "StepRunner"]
 

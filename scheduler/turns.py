@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scheduler.arrival_model import ArrivalModel
-from scheduler.clock import Alarm, Clock
+from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.clock import Alarm, Clock
 
 __all__ = ["Submit", "Turns", "WaitBudget"]
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from scheduler.errors import QueueFull
-from scheduler.lane import Entry
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.errors import QueueFull
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.policy import BatchPolicy
 
 __all__ = ["SharedQueueLimits", "Waiting"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from scheduler.clock import Clock
+from paceline.scheduler.clock import Clock
 
 __all__ = ["Watchdog"]
 

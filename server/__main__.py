@@ -1,10 +1,10 @@
-"""The command `paceline`, also as `python -m server` where it isn't installed."""
+"""The command `paceline`."""
 
 import os
 import sys
 
-from server.process_one import leave_process_one
-from server.standard_streams import open_standard_streams
+from paceline.server.process_one import leave_process_one
+from paceline.server.standard_streams import open_standard_streams
 
 __all__ = ["main"]
 
@@ -14,12 +14,12 @@ def main() -> None:
     leave_process_one()
     # Before anything else: even importing ctypes may open a file for good: libffi 3.8 keeps its own library open.
     open_standard_streams()
-    from server.memory import huge_pages
-    from server.tuning import excluded_from_gc
+    from paceline.server.memory import huge_pages
+    from paceline.server.tuning import excluded_from_gc
 
     if sys.argv[1:2] == ["serve"]:
         huge_pages.ask()
-        from server.cpus import usable_cpus
+        from paceline.server.cpus import usable_cpus
 
         # For the libraries of Python models, and numpy's here, which read it when they are imported.
         if (cpus := usable_cpus()).limited_by:
@@ -29,10 +29,6 @@ def main() -> None:
     # It reads the variable when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with excluded_from_gc():
-        from server.cli import main as command
+        from paceline.server.cli import main as command
 
     command(prog_name="paceline")
-
-
-if __name__ == "__main__":
-    main()

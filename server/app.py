@@ -19,46 +19,46 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
-from backends import registry
-from backends.base import Backend
-from backends.cuda.driver import count_gpus
-from backends.errors import DeviceError, LoadError
-from scheduler.waiting import SharedQueueLimits
-from server.addresses import host_and_port, listen, socket_path
-from server.config import ControlMode, Settings
-from server.errors import StartError
-from server.first_load import load_first
-from server.fronts.pool import FrontPool, StartFront, start_front
-from server.health import Health, HealthService
-from server.memory.cuda_region import CudaRegions
-from server.memory.regions import Regions
-from server.models.layout import Layout
-from server.models.load_queue import LoadQueue
-from server.models.loader import LoadDefaults
-from server.models.poller import Poller
-from server.models.repository import Repository
-from server.models.upstream import Upstream
-from server.requests.inference import Inference
-from server.rpc.admission import Usage
-from server.rpc.calls import header_rules
-from server.rpc.configuration import Configuration
-from server.rpc.listener import Listener, check_access
-from server.rpc.model_control import ModelControl
-from server.rpc.remote_settings import RemoteSettings
-from server.rpc.service import InferenceService, RpcGroup
-from server.rpc.shared_memory import SharedMemory
-from server.rpc.statistics_service import StatisticsService
-from server.rpc.streaming import Streaming
-from server.rpc.unary_inference import UnaryInference
-from server.rpc.unix_socket import SocketFile
-from server.status_page import status_page
-from server.telemetry.gpu_metrics import GpuCollector
-from server.telemetry.metrics import FrontsCollector, Metrics
-from server.telemetry.metrics_endpoint import MetricsEndpoint
-from server.telemetry.metrics_limits import LimitCollector, LimitShown
-from server.telemetry.nvml import open_nvml
-from server.telemetry.probes import LoopProbe
-from server.telemetry.tracing import Tracer
+from paceline.backends import registry
+from paceline.backends.base import Backend
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import DeviceError, LoadError
+from paceline.scheduler.waiting import SharedQueueLimits
+from paceline.server.addresses import host_and_port, listen, socket_path
+from paceline.server.config import ControlMode, Settings
+from paceline.server.errors import StartError
+from paceline.server.first_load import load_first
+from paceline.server.fronts.pool import FrontPool, StartFront, start_front
+from paceline.server.health import Health, HealthService
+from paceline.server.memory.cuda_region import CudaRegions
+from paceline.server.memory.regions import Regions
+from paceline.server.models.layout import Layout
+from paceline.server.models.load_queue import LoadQueue
+from paceline.server.models.loader import LoadDefaults
+from paceline.server.models.poller import Poller
+from paceline.server.models.repository import Repository
+from paceline.server.models.upstream import Upstream
+from paceline.server.requests.inference import Inference
+from paceline.server.rpc.admission import Usage
+from paceline.server.rpc.calls import header_rules
+from paceline.server.rpc.configuration import Configuration
+from paceline.server.rpc.listener import Listener, check_access
+from paceline.server.rpc.model_control import ModelControl
+from paceline.server.rpc.remote_settings import RemoteSettings
+from paceline.server.rpc.service import InferenceService, RpcGroup
+from paceline.server.rpc.shared_memory import SharedMemory
+from paceline.server.rpc.statistics_service import StatisticsService
+from paceline.server.rpc.streaming import Streaming
+from paceline.server.rpc.unary_inference import UnaryInference
+from paceline.server.rpc.unix_socket import SocketFile
+from paceline.server.status_page import status_page
+from paceline.server.telemetry.gpu_metrics import GpuCollector
+from paceline.server.telemetry.metrics import FrontsCollector, Metrics
+from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
+from paceline.server.telemetry.metrics_limits import LimitCollector, LimitShown
+from paceline.server.telemetry.nvml import open_nvml
+from paceline.server.telemetry.probes import LoopProbe
+from paceline.server.telemetry.tracing import Tracer
 
 __all__ = ["Server", "product_version"]
 

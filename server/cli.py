@@ -24,12 +24,12 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from backends.base import Backend
-from server.addresses import socket_path
-from server.config import ControlMode, Settings
-from server.cpus import usable_cpus
-from server.errors import StartError
-from server.flags import (
+from paceline.backends.base import Backend
+from paceline.server.addresses import socket_path
+from paceline.server.config import ControlMode, Settings
+from paceline.server.cpus import usable_cpus
+from paceline.server.errors import StartError
+from paceline.server.flags import (
     ADDRESS,
     AMOUNT,
     GRPC_ADDRESS,
@@ -40,20 +40,20 @@ from server.flags import (
     network_flags,
     network_settings,
 )
-from server.kserve import models_to_serve
-from server.loop import SWITCH_INTERVAL_S, new_loop
-from server.model_path import ModelPath
-from server.models.backend_config import BackendConfig, parse_backend_config
-from server.models.batch_policy import BatchDefaults
-from server.models.scratch import remove_all
-from server.models.upstream_settings import upstream_flags
-from server.repeatable import Repeatable
-from server.rpc.tokens import line_of, new_token
-from server.sections import Section, SectionedCommand
-from server.telemetry import log
-from server.telemetry.log_output import exit_now, take_stderr
-from server.telemetry.trace_settings import TraceConfig, parse_trace_config
-from server.tuning import excluded_from_gc, keep_freed_memory, take_descriptors
+from paceline.server.kserve import models_to_serve
+from paceline.server.loop import SWITCH_INTERVAL_S, new_loop
+from paceline.server.model_path import ModelPath
+from paceline.server.models.backend_config import BackendConfig, parse_backend_config
+from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.scratch import remove_all
+from paceline.server.models.upstream_settings import upstream_flags
+from paceline.server.repeatable import Repeatable
+from paceline.server.rpc.tokens import line_of, new_token
+from paceline.server.sections import Section, SectionedCommand
+from paceline.server.telemetry import log
+from paceline.server.telemetry.log_output import exit_now, take_stderr
+from paceline.server.telemetry.trace_settings import TraceConfig, parse_trace_config
+from paceline.server.tuning import excluded_from_gc, keep_freed_memory, take_descriptors
 
 __all__ = ["main"]
 
@@ -76,15 +76,15 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "infer":
-            from clients.cli import infer
+            from paceline.clients.cli import infer
 
             return infer
         if cmd_name == "health":
-            from clients.health import health
+            from paceline.clients.health import health
 
             return health
         if cmd_name == "top":
-            from clients.top import top
+            from paceline.clients.top import top
 
             return top
         return super().get_command(ctx, cmd_name)
@@ -401,7 +401,7 @@ def _check_pattern(pattern: str) -> None:
 
 async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None) -> None:
     with excluded_from_gc():
-        from server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
+        from paceline.server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
 
     stopping = asyncio.Event()
     _on_signals(stopping, _longest_end_s(settings))

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from server.limits import Connections, Limits
-from server.models.backend_config import BackendConfig
-from server.models.batch_policy import BatchDefaults
-from server.models.upstream_settings import UpstreamSettings
-from server.rpc.restrictions import Restriction
-from server.rpc.tls import TlsFiles
-from server.telemetry.trace_settings import TraceConfig
+from paceline.server.limits import Connections, Limits
+from paceline.server.models.backend_config import BackendConfig
+from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.upstream_settings import UpstreamSettings
+from paceline.server.rpc.restrictions import Restriction
+from paceline.server.rpc.tls import TlsFiles
+from paceline.server.telemetry.trace_settings import TraceConfig
 
 __all__ = ["ControlMode", "Settings"]
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import grpc
 
-from backends.errors import (
+from paceline.backends.errors import (
     BackendError,
     DeviceError,
     DeviceLost,
@@ -47,9 +47,9 @@ from backends.errors import (
     UpstreamFailed,
     UpstreamRefused,
 )
-from protos.datatypes import UnknownDatatypeError
-from protos.tensors import TensorError
-from scheduler.errors import (
+from paceline.protos.datatypes import UnknownDatatypeError
+from paceline.protos.tensors import TensorError
+from paceline.scheduler.errors import (
     BatcherClosed,
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -61,8 +61,8 @@ from scheduler.errors import (
     RequestTooLarge,
     SchedulerError,
 )
-from scheduler.runner import ThreadLost
-from server.limits import LARGEST_MESSAGE_BYTES
+from paceline.scheduler.runner import ThreadLost
+from paceline.server.limits import LARGEST_MESSAGE_BYTES
 
 __all__ = [
     "STATUS_OF",

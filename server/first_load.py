@@ -10,11 +10,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from server.config import ControlMode, Settings
-from server.errors import StartError
-from server.models.layout import Layout, ModelFolder
-from server.models.poller import Poller
-from server.models.repository import Repository
+from paceline.server.config import ControlMode, Settings
+from paceline.server.errors import StartError
+from paceline.server.models.layout import Layout, ModelFolder
+from paceline.server.models.poller import Poller
+from paceline.server.models.repository import Repository
 
 __all__ = ["load_first"]
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import click
 
-from server.addresses import is_address, socket_path
-from server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
-from server.repeatable import Repeatable
-from server.rpc.restrictions import parse_restrictions
-from server.rpc.tls import TlsFiles
-from server.rpc.unix_socket import SOCKET_FOLDER_BYTES, SOCKET_PATH_BYTES
-from server.sections import Flag, Section
+from paceline.server.addresses import is_address, socket_path
+from paceline.server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
+from paceline.server.repeatable import Repeatable
+from paceline.server.rpc.restrictions import parse_restrictions
+from paceline.server.rpc.tls import TlsFiles
+from paceline.server.rpc.unix_socket import SOCKET_FOLDER_BYTES, SOCKET_PATH_BYTES
+from paceline.server.sections import Flag, Section
 
 __all__ = [
     "ADDRESS",

@@ -13,11 +13,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from server.memory.cuda_region import CudaRegions
-from server.models.readiness import why_not_ready
-from server.models.repository import Repository
-from server.telemetry.metrics import Metrics
-from server.telemetry.probes import LoopProbe
+from paceline.server.memory.cuda_region import CudaRegions
+from paceline.server.models.readiness import why_not_ready
+from paceline.server.models.repository import Repository
+from paceline.server.telemetry.metrics import Metrics
+from paceline.server.telemetry.probes import LoopProbe
 
 __all__ = ["Health", "HealthService"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from server.sections import Flag
+from paceline.server.sections import Flag
 
 __all__ = ["Repeatable"]
 

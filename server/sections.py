@@ -69,7 +69,7 @@ class SectionedCommand(click.Command):
                 formatter.write_dl([row for each in parameters if (row := each.get_help_record(ctx))])
 
 
-_ALL = "server.sections.all"
+_ALL = "paceline.server.sections.all"
 
 
 def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:

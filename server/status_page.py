@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from server.models.model_record import IndexLine
+from paceline.server.models.model_record import IndexLine
 
 __all__ = ["status_page"]
 

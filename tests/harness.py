@@ -42,7 +42,7 @@ class ServerProcess:
         *paths: Path | str,
         args: Sequence[str] = (),
         env: dict[str, str] | None = None,
-        module: str = "server",
+        module: str = "paceline",
         program: Sequence[str] = (),
         listen: Sequence[str] = ("--grpc-address", "127.0.0.1", "--grpc-port", "0"),
         cwd: Path = REPO,

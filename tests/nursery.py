@@ -23,7 +23,7 @@ import sys
 import traceback
 from functools import cache
 
-from server.fronts.pool import FrontProcess
+from paceline.server.fronts.pool import FrontProcess
 
 __all__ = ["main", "start_front"]
 
@@ -96,7 +96,7 @@ def main(descriptor: int) -> None:
     """Fork a front for each message, and report its end, until the connection ends."""
     import gc
 
-    import server.fronts.process  # noqa: F401
+    import paceline.server.fronts.process  # noqa: F401
 
     gc.freeze()
     children: dict[int, int] = {}
@@ -141,7 +141,7 @@ def _tell_ends(children: dict[int, int]) -> None:
 
 def _be_front(environment: dict[str, str], folder: str, out: int, err: int, descriptors: list[int]) -> None:
     """Set up what a newly started process has, and run the front. Doesn't return."""
-    from server.fronts.process import main as front
+    from paceline.server.fronts.process import main as front
 
     try:
         os.setsid()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.wire import Array
 
 __all__ = ["SharedObject", "add_shared_input", "held_by", "request_shared_output", "shared_object"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 
 __all__ = [
     "Array",

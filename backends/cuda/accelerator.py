@@ -14,12 +14,12 @@ import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
-from backends.accelerator import Buffer, Event, Stream
-from backends.base import Device, DeviceKind
-from backends.cuda.context import PrimaryContext, check, ignore_captures, load_driver
-from backends.cuda.driver import LIBRARY
-from backends.cuda.long_calls import LongCalls, long_calls
-from backends.errors import DeviceError
+from paceline.backends.accelerator import Buffer, Event, Stream
+from paceline.backends.base import Device, DeviceKind
+from paceline.backends.cuda.context import PrimaryContext, check, ignore_captures, load_driver
+from paceline.backends.cuda.driver import LIBRARY
+from paceline.backends.cuda.long_calls import LongCalls, long_calls
+from paceline.backends.errors import DeviceError
 
 __all__ = ["CudaAccelerator", "accelerator_of", "open_cuda"]
 

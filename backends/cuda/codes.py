@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from backends.errors import DeviceError
+from paceline.backends.errors import DeviceError
 
 __all__ = ["BROKEN", "GONE", "code_of"]
 

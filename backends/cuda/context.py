@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from backends.cuda.driver import LIBRARY, failure_text
-from backends.errors import DeviceError
+from paceline.backends.cuda.driver import LIBRARY, failure_text
+from paceline.backends.errors import DeviceError
 
 __all__ = ["PrimaryContext", "check", "ignore_captures", "load_driver"]
 

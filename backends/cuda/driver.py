@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from backends.errors import DriverFailed, LoadError, NoDriver
+from paceline.backends.errors import DriverFailed, LoadError, NoDriver
 
 __all__ = ["LIBRARY", "count_gpus", "failure_text", "gpu_uuids"]
 

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from backends.cuda.context import PrimaryContext, check, load_driver
-from backends.errors import DeviceError
+from paceline.backends.cuda.context import PrimaryContext, check, load_driver
+from paceline.backends.errors import DeviceError
 
 __all__ = ["HANDLE_BYTES", "CudaMemories", "CudaMemory"]
 

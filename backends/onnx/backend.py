@@ -15,27 +15,36 @@ from pathlib import Path
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.accelerator import Accelerator
-from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, Supervise, Trial, unsupervised
-from backends.cuda.accelerator import accelerator_of
-from backends.cuda.driver import count_gpus
-from backends.errors import DeviceError, DriverFailed, LoadError, NoDriver
-from backends.onnx.captures import captures
-from backends.onnx.datatypes import check_served
-from backends.onnx.instance import OnnxInstance
-from backends.onnx.model_files import Stamp, files_changed
-from backends.onnx.options import OnnxOptions, parse_options, without_graphs
-from backends.onnx.sessions import CUDA, OpenSession, open_session, probe_cuda
-from backends.onnx.shared import Shared, why_not_staged
-from backends.onnx.spec import find_spec
-from backends.onnx.staged import StagedInstance
-from backends.onnx.trial import Runs, try_model
-from backends.own_process.questions import Job
-from backends.own_process.served import OwnProcessOnnxModel
-from backends.own_process.session import OwnProcessSession
-from backends.paths import is_file, is_folder
-from backends.placement import on_cpu, on_gpus
-from backends.spec import ModelSpec
+from paceline.backends.accelerator import Accelerator
+from paceline.backends.base import (
+    Device,
+    DeviceKind,
+    GroupKind,
+    InstanceGroup,
+    ModelSource,
+    Supervise,
+    Trial,
+    unsupervised,
+)
+from paceline.backends.cuda.accelerator import accelerator_of
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import DeviceError, DriverFailed, LoadError, NoDriver
+from paceline.backends.onnx.captures import captures
+from paceline.backends.onnx.datatypes import check_served
+from paceline.backends.onnx.instance import OnnxInstance
+from paceline.backends.onnx.model_files import Stamp, files_changed
+from paceline.backends.onnx.options import OnnxOptions, parse_options, without_graphs
+from paceline.backends.onnx.sessions import CUDA, OpenSession, open_session, probe_cuda
+from paceline.backends.onnx.shared import Shared, why_not_staged
+from paceline.backends.onnx.spec import find_spec
+from paceline.backends.onnx.staged import StagedInstance
+from paceline.backends.onnx.trial import Runs, try_model
+from paceline.backends.own_process.questions import Job
+from paceline.backends.own_process.served import OwnProcessOnnxModel
+from paceline.backends.own_process.session import OwnProcessSession
+from paceline.backends.paths import is_file, is_folder
+from paceline.backends.placement import on_cpu, on_gpus
+from paceline.backends.spec import ModelSpec
 
 __all__ = ["OnnxBackend", "OnnxModel"]
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from backends.cuda.long_calls import long_calls
+from paceline.backends.cuda.long_calls import long_calls
 
 __all__ = ["Captures", "captures"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from backends.errors import LoadError
-from backends.spec import ModelSpec, TensorSpec
+from paceline.backends.errors import LoadError
+from paceline.backends.spec import ModelSpec, TensorSpec
 
 __all__ = ["NodeArg", "check_served", "is_known", "tensor_spec", "why_unknown"]
 

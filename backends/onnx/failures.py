@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
-from backends.cuda.codes import BROKEN, GONE, code_of
-from backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, OutOfMemory, Unequipped
+from paceline.backends.cuda.codes import BROKEN, GONE, code_of
+from paceline.backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, OutOfMemory, Unequipped
 
 __all__ = ["device_failure", "failure", "may_lack_memory", "reason_of"]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import distributions
 
-from backends.errors import LoadError
+from paceline.backends.errors import LoadError
 
 __all__ = ["check_installed", "packages"]
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.accelerator import Streams
-from backends.base import Device, Execution
-from backends.errors import DeviceError, ExecutionError
-from backends.onnx.failures import device_failure, failure
-from backends.onnx.options import OnnxOptions
-from backends.onnx.sessions import OpenSession, run_options
-from backends.ragged import batch_input_tensors, batch_runner
-from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
-from backends.texts import decode_texts, encode_texts
+from paceline.backends.accelerator import Streams
+from paceline.backends.base import Device, Execution
+from paceline.backends.errors import DeviceError, ExecutionError
+from paceline.backends.onnx.failures import device_failure, failure
+from paceline.backends.onnx.options import OnnxOptions
+from paceline.backends.onnx.sessions import OpenSession, run_options
+from paceline.backends.ragged import batch_input_tensors, batch_runner
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.texts import decode_texts, encode_texts
 
 __all__ = ["BFLOAT16", "OnnxInstance", "from_ortvalue"]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path, PurePosixPath
 
-from backends.errors import LoadError
-from backends.opening import open_inside
+from paceline.backends.errors import LoadError
+from paceline.backends.opening import open_inside
 
 __all__ = ["ModelFiles", "Stamp", "files_changed", "read_model_files"]
 

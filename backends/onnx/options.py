@@ -14,9 +14,15 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from backends.base import ModelSource
-from backends.errors import LoadError
-from backends.onnx.provider_options import ARENA_GROWTH, CONV_SEARCH, cuda_options, openvino_options, tensorrt_options
+from paceline.backends.base import ModelSource
+from paceline.backends.errors import LoadError
+from paceline.backends.onnx.provider_options import (
+    ARENA_GROWTH,
+    CONV_SEARCH,
+    cuda_options,
+    openvino_options,
+    tensorrt_options,
+)
 
 __all__ = ["CACHE_DIRECTORY", "OWN_PROCESS", "GraphLevel", "OnnxOptions", "parse_options", "without_graphs"]
 

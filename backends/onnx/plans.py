@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 
-from backends.errors import ExecutionError, StalePlan
+from paceline.backends.errors import ExecutionError, StalePlan
 
 __all__ = ["Plans"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from backends.base import ModelSource
-from backends.errors import LoadError
-from backends.spec import TensorSpec
+from paceline.backends.base import ModelSource
+from paceline.backends.errors import LoadError
+from paceline.backends.spec import TensorSpec
 
 __all__ = [
     "ARENA_GROWTH",

@@ -18,13 +18,13 @@ from typing import Any
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.base import Device, DeviceKind
-from backends.errors import LoadError
-from backends.extras import how_to_install
-from backends.onnx.datatypes import is_known, tensor_spec
-from backends.onnx.options import OnnxOptions
-from backends.onnx.provider_options import ENGINE_CACHE, ENGINE_CACHE_PATH, profile_shapes
-from backends.spec import TensorSpec
+from paceline.backends.base import Device, DeviceKind
+from paceline.backends.errors import LoadError
+from paceline.backends.extras import how_to_install
+from paceline.backends.onnx.datatypes import is_known, tensor_spec
+from paceline.backends.onnx.options import OnnxOptions
+from paceline.backends.onnx.provider_options import ENGINE_CACHE, ENGINE_CACHE_PATH, profile_shapes
+from paceline.backends.spec import TensorSpec
 
 __all__ = ["check_taken", "missing_library", "prepare_accelerator", "provider_of", "ready_accelerator"]
 

@@ -11,9 +11,9 @@ from enum import Enum, auto
 
 import numpy as np
 
-from backends.errors import ExecutionError
-from backends.likeness import alike
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.errors import ExecutionError
+from paceline.backends.likeness import alike
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 
 __all__ = ["GraphUse", "changed", "check_replayed"]
 

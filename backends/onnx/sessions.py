@@ -23,16 +23,16 @@ from typing import Any
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.accelerator import Accelerator, Streams, open_streams
-from backends.base import Device, DeviceKind
-from backends.errors import DeviceError, LoadError
-from backends.extras import how_to_install
-from backends.onnx.captures import captures
-from backends.onnx.failures import reason_of
-from backends.onnx.model_files import ModelFiles, Stamp, read_model_files
-from backends.onnx.options import OnnxOptions, without_graphs
-from backends.onnx.plans import Plans
-from backends.onnx.providers import (
+from paceline.backends.accelerator import Accelerator, Streams, open_streams
+from paceline.backends.base import Device, DeviceKind
+from paceline.backends.errors import DeviceError, LoadError
+from paceline.backends.extras import how_to_install
+from paceline.backends.onnx.captures import captures
+from paceline.backends.onnx.failures import reason_of
+from paceline.backends.onnx.model_files import ModelFiles, Stamp, read_model_files
+from paceline.backends.onnx.options import OnnxOptions, without_graphs
+from paceline.backends.onnx.plans import Plans
+from paceline.backends.onnx.providers import (
     check_taken,
     missing_library,
     prepare_accelerator,

@@ -13,16 +13,16 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from backends.accelerator import Streams
-from backends.base import Device
-from backends.errors import DeviceError, ExecutionError
-from backends.onnx.instance import BFLOAT16
-from backends.onnx.options import OnnxOptions
-from backends.onnx.sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options
-from backends.ragged import as_the_model_sees
-from backends.spec import ModelSpec, TensorSpec
-from backends.staging import DType, OutputPool, Shape
-from protos.datatypes import by_name
+from paceline.backends.accelerator import Streams
+from paceline.backends.base import Device
+from paceline.backends.errors import DeviceError, ExecutionError
+from paceline.backends.onnx.instance import BFLOAT16
+from paceline.backends.onnx.options import OnnxOptions
+from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options
+from paceline.backends.ragged import as_the_model_sees
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.staging import DType, OutputPool, Shape
+from paceline.protos.datatypes import by_name
 
 __all__ = ["Bound", "Shared", "StagedTensor", "why_not_staged"]
 

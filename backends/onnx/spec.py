@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from backends.onnx.datatypes import NodeArg, is_known, tensor_spec, why_unknown
-from backends.onnx.file import operators, without_shape
-from backends.onnx.model_files import Stamp
-from backends.spec import ModelSpec
+from paceline.backends.onnx.datatypes import NodeArg, is_known, tensor_spec, why_unknown
+from paceline.backends.onnx.file import operators, without_shape
+from paceline.backends.onnx.model_files import Stamp
+from paceline.backends.spec import ModelSpec
 
 __all__ = ["Found", "Session", "find_spec"]
 

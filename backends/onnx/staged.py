@@ -21,21 +21,29 @@ from typing import Any, cast
 
 import numpy as np
 
-from backends.accelerator import Accelerator, HostMemory, Memory
-from backends.base import DeviceTensor, Execution, Slot, Targets
-from backends.batching import check_count, rows_of, split
-from backends.device_copies import Made, copy_to_targets, gather, with_targets
-from backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, LoadError, OutOfMemory, StalePlan
-from backends.joining import join_into
-from backends.onnx.captures import captures
-from backends.onnx.failures import device_failure, failure, may_lack_memory
-from backends.onnx.instance import from_ortvalue
-from backends.onnx.replays import GraphUse, changed, check_replayed
-from backends.onnx.sessions import NO_GRAPH, OpenSession
-from backends.onnx.shared import Bound, Shared, StagedTensor
-from backends.spec import Array, Tensors
-from backends.staging import Growing, Shape, array_in
-from backends.worker_thread import WorkerThread
+from paceline.backends.accelerator import Accelerator, HostMemory, Memory
+from paceline.backends.base import DeviceTensor, Execution, Slot, Targets
+from paceline.backends.batching import check_count, rows_of, split
+from paceline.backends.device_copies import Made, copy_to_targets, gather, with_targets
+from paceline.backends.errors import (
+    DeviceError,
+    DeviceLost,
+    ExecutionError,
+    InstanceError,
+    LoadError,
+    OutOfMemory,
+    StalePlan,
+)
+from paceline.backends.joining import join_into
+from paceline.backends.onnx.captures import captures
+from paceline.backends.onnx.failures import device_failure, failure, may_lack_memory
+from paceline.backends.onnx.instance import from_ortvalue
+from paceline.backends.onnx.replays import GraphUse, changed, check_replayed
+from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession
+from paceline.backends.onnx.shared import Bound, Shared, StagedTensor
+from paceline.backends.spec import Array, Tensors
+from paceline.backends.staging import Growing, Shape, array_in
+from paceline.backends.worker_thread import WorkerThread
 
 __all__ = ["StagedInstance"]
 

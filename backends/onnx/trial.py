@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from backends.base import Supervise, Trial
-from backends.errors import ExecutionError, StalePlan
-from backends.onnx.options import OnnxOptions
-from backends.spec import Array, ModelSpec, Tensors
-from backends.trial import try_rows
+from paceline.backends.base import Supervise, Trial
+from paceline.backends.errors import ExecutionError, StalePlan
+from paceline.backends.onnx.options import OnnxOptions
+from paceline.backends.spec import Array, ModelSpec, Tensors
+from paceline.backends.trial import try_rows
 
 __all__ = ["Runs", "try_model"]
 

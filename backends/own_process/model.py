@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import pickle
 import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-# The server's own modules, wherever they were imported from: they aren't on this interpreter's path by themselves.
-sys.path.insert(1, str(Path(__file__).parents[2]))
-
 import numpy as np
 
-from backends.cuda.accelerator import accelerator_of
-from backends.errors import DeviceError, InstanceError, LoadError, StalePlan
-from backends.onnx.instance import OnnxInstance
-from backends.onnx.sessions import OpenSession, open_session
-from backends.onnx.spec import Found, find_spec
-from backends.own_process.questions import Job, Question, Trying
-from backends.spec import MISSING, Array, ModelSpec
+from paceline.backends.cuda.accelerator import accelerator_of
+from paceline.backends.errors import DeviceError, InstanceError, LoadError, StalePlan
+from paceline.backends.onnx.instance import OnnxInstance
+from paceline.backends.onnx.sessions import OpenSession, open_session
+from paceline.backends.onnx.spec import Found, find_spec
+from paceline.backends.own_process.questions import Job, Question, Trying
+from paceline.backends.spec import MISSING, Array, ModelSpec
 
 __all__ = ["Model"]
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from backends.base import Device
-from backends.errors import BackendError
-from backends.onnx.options import OnnxOptions
-from backends.onnx.spec import Found
-from backends.python.process import ModelProcess
-from backends.spec import ModelSpec
+from paceline.backends.base import Device
+from paceline.backends.errors import BackendError
+from paceline.backends.onnx.options import OnnxOptions
+from paceline.backends.onnx.spec import Found
+from paceline.backends.python.process import ModelProcess
+from paceline.backends.spec import ModelSpec
 
 __all__ = ["FILE", "Job", "Question", "Trying", "ask"]
 

@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from backends.base import Device, Files, ModelSource, Supervise, Trial, unsupervised
-from backends.errors import ExecutionError, LoadError, ProcessError
-from backends.onnx.datatypes import check_served
-from backends.onnx.model_files import files_changed
-from backends.onnx.options import without_graphs
-from backends.onnx.spec import Found
-from backends.onnx.trial import try_model
-from backends.own_process.questions import FILE, Job, ask
-from backends.own_process.session import ProcessRunner
-from backends.python.instance import PythonInstance
-from backends.python.process import ModelProcess
-from backends.python.processes import Processes
-from backends.spec import ModelSpec
+from paceline.backends.base import Device, Files, ModelSource, Supervise, Trial, unsupervised
+from paceline.backends.errors import ExecutionError, LoadError, ProcessError
+from paceline.backends.onnx.datatypes import check_served
+from paceline.backends.onnx.model_files import files_changed
+from paceline.backends.onnx.options import without_graphs
+from paceline.backends.onnx.spec import Found
+from paceline.backends.onnx.trial import try_model
+from paceline.backends.own_process.questions import FILE, Job, ask
+from paceline.backends.own_process.session import ProcessRunner
+from paceline.backends.python.instance import PythonInstance
+from paceline.backends.python.process import ModelProcess
+from paceline.backends.python.processes import Processes
+from paceline.backends.spec import ModelSpec
 
 __all__ = ["OwnProcessOnnxModel"]
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 from threading import Lock, Timer
 from types import TracebackType
 
-from backends.base import Device, ModelSource
-from backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory, ProcessError
-from backends.own_process.questions import FILE, Job, Trying, ask
-from backends.python.process import ModelProcess
-from backends.spec import Array, ModelSpec, Tensors
+from paceline.backends.base import Device, ModelSource
+from paceline.backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory, ProcessError
+from paceline.backends.own_process.questions import FILE, Job, Trying, ask
+from paceline.backends.python.process import ModelProcess
+from paceline.backends.spec import Array, ModelSpec, Tensors
 
 __all__ = ["OwnProcessSession", "ProcessRunner"]
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backends.base import Device, GroupKind, InstanceGroup, ModelSource
-from backends.cuda.driver import count_gpus
-from backends.errors import LoadError
-from backends.paths import is_file
-from backends.placement import on_cpu, on_gpus
-from backends.python.instance import PythonInstance
-from backends.python.process import ModelProcess
-from backends.python.processes import Processes
-from backends.python.protocol import Declared
-from backends.spec import ModelSpec, TensorSpec
-from protos.datatypes import DATATYPES
+from paceline.backends.base import Device, GroupKind, InstanceGroup, ModelSource
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import LoadError
+from paceline.backends.paths import is_file
+from paceline.backends.placement import on_cpu, on_gpus
+from paceline.backends.python.instance import PythonInstance
+from paceline.backends.python.process import ModelProcess
+from paceline.backends.python.processes import Processes
+from paceline.backends.python.protocol import Declared
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos.datatypes import DATATYPES
 
 __all__ = ["PythonBackend", "PythonModel"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from backends.base import Execution
-from backends.errors import DeviceLost, ProcessEndedBeforeBatch, ProcessError
-from backends.python.process import ModelProcess
-from backends.python.protocol import RUN, TRY
-from backends.ragged import batch_input_tensors, batch_runner
-from backends.spec import Array, ModelSpec, Tensors
-from protos.datatypes import by_name
+from paceline.backends.base import Execution
+from paceline.backends.errors import DeviceLost, ProcessEndedBeforeBatch, ProcessError
+from paceline.backends.python.process import ModelProcess
+from paceline.backends.python.protocol import RUN, TRY
+from paceline.backends.ragged import batch_input_tensors, batch_runner
+from paceline.backends.spec import Array, ModelSpec, Tensors
+from paceline.protos.datatypes import by_name
 
 __all__ = ["PythonInstance"]
 

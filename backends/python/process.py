@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-import backends
-from backends.base import Device, ModelSource
-from backends.errors import (
+from paceline.backends.base import Device, ModelSource
+from paceline.backends.errors import (
     DeviceLost,
     ExecutionError,
     InstanceError,
@@ -33,12 +32,12 @@ from backends.errors import (
     StalePlan,
     Unequipped,
 )
-from backends.exit_status import how_ended
-from backends.python import EXECUTABLE
-from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
-from backends.spec import Array, Tensors
-from backends.transport.blocking_link import BlockingLink
-from backends.transport.frames import Message
+from paceline.backends.exit_status import how_ended
+from paceline.backends.python import EXECUTABLE
+from paceline.backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
+from paceline.backends.spec import Array, Tensors
+from paceline.backends.transport.blocking_link import BlockingLink
+from paceline.backends.transport.frames import Message
 
 __all__ = ["ModelProcess"]
 
@@ -63,11 +62,12 @@ itself."""
 _BOOTSTRAP = """
 import sys, types
 sys.path[:] = [path for path in sys.path if path]
-package = sys.modules["backends"] = types.ModuleType("backends")
+package = sys.modules["paceline"] = types.ModuleType("paceline")
 package.__path__ = [sys.argv[1]]
-from backends.python.worker import main
+from paceline.backends.python.worker import main
 main(sys.argv[2:])
 """
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 class ModelProcess:
@@ -90,7 +90,7 @@ class ModelProcess:
         descriptors = list(map(str, remote.descriptors))
         try:
             self._popen = subprocess.Popen(
-                [_executable(source), "-Bu", "-c", _BOOTSTRAP, _package(), *descriptors, f"paceline:{source.name}"],
+                [_executable(source), "-Bu", "-c", _BOOTSTRAP, _PACKAGE, *descriptors, f"paceline:{source.name}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -309,10 +309,6 @@ def _environment(source: ModelSource) -> dict[str, str]:
     reports its environment. For another interpreter, also without what is meant for this one."""
     own = {"PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"} if source.parameters.get(EXECUTABLE) else set()
     return {key: value for key, value in os.environ.items() if key not in own and not key.startswith(_SETTINGS)}
-
-
-def _package() -> str:
-    return str(Path(backends.__file__ or "").parent)
 
 
 def _nothing() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from backends.base import Device, ModelSource
-from backends.python.process import ModelProcess
+from paceline.backends.base import Device, ModelSource
+from paceline.backends.python.process import ModelProcess
 
 __all__ = ["Processes"]
 

@@ -26,18 +26,18 @@ from typing import Any
 
 import numpy as np
 
-from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, READY, TRY, Declared
-from backends.spec import MISSING, Array
-from backends.transport.blocking_link import BlockingLink
-from backends.transport.link import RemoteEnd
-from backends.transport.parcel import Parcel
+from paceline.backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, READY, TRY, Declared
+from paceline.backends.spec import MISSING, Array
+from paceline.backends.transport.blocking_link import BlockingLink
+from paceline.backends.transport.link import RemoteEnd
+from paceline.backends.transport.parcel import Parcel
 
 __all__ = ["Context", "main"]
 
 _CLASS = "Model"
 _TRITONS = "TritonPythonModel"
 _TRITONS_MODULE = "triton_python_backend_utils"
-_ERRORS = "backends.errors"
+_ERRORS = "paceline.backends.errors"
 """Code that raises one of these knows what it means, and to whom: it needs no traceback."""
 _EXECUTION_ERROR, _OUT_OF_MEMORY = "ExecutionError", "OutOfMemory"
 _MAX_TEXT_CHARACTERS, _MAX_TRACEBACK_CHARACTERS = 4_000, 32_000

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from backends.spec import Array
-from backends.transport.frames import FrameReader, Message, frame
-from backends.transport.link import RemoteEnd, connect
-from backends.transport.memory import SharedRegion, Window
-from backends.transport.parcel import Parcel, Place, pack, pack_inline, unpack
+from paceline.backends.spec import Array
+from paceline.backends.transport.frames import FrameReader, Message, frame
+from paceline.backends.transport.link import RemoteEnd, connect
+from paceline.backends.transport.memory import SharedRegion, Window
+from paceline.backends.transport.parcel import Parcel, Place, pack, pack_inline, unpack
 
 __all__ = ["BlockingLink"]
 

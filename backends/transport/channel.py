@@ -12,8 +12,8 @@ import logging
 import socket
 from collections.abc import Callable
 
-from backends.transport.frames import FrameReader, Message, frame
-from backends.transport.gathering import Gathering
+from paceline.backends.transport.frames import FrameReader, Message, frame
+from paceline.backends.transport.gathering import Gathering
 
 __all__ = ["Channel", "socket_pair"]
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import TypeVar
 
-from backends.spec import Array
-from backends.transport.channel import Channel, socket_pair
-from backends.transport.frames import Message
-from backends.transport.gathering import Gathering
-from backends.transport.memory import SharedRegion, Window, new_region
-from backends.transport.parcel import Parcel, pack, unpack
+from paceline.backends.spec import Array
+from paceline.backends.transport.channel import Channel, socket_pair
+from paceline.backends.transport.frames import Message
+from paceline.backends.transport.gathering import Gathering
+from paceline.backends.transport.memory import SharedRegion, Window, new_region
+from paceline.backends.transport.parcel import Parcel, pack, unpack
 
 __all__ = ["FIRST_KIND", "Link", "RemoteEnd", "connect"]
 

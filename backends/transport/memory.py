@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.transport.arena import Arena
+from paceline.backends.transport.arena import Arena
 
 __all__ = ["SharedRegion", "Window", "new_region"]
 

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from backends.spec import MISSING, Array
-from backends.transport.arena import ALIGNMENT
-from backends.transport.memory import SharedRegion, Window
+from paceline.backends.spec import MISSING, Array
+from paceline.backends.transport.arena import ALIGNMENT
+from paceline.backends.transport.memory import SharedRegion, Window
 
 __all__ = ["Parcel", "Place", "is_inline", "pack", "pack_inline", "unpack"]
 

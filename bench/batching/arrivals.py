@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from scheduler.policy import NEVER
+from paceline.scheduler.policy import NEVER
 
 __all__ = ["Arrival", "Clients", "OnOff", "Poisson", "Source"]
 

@@ -15,7 +15,7 @@ from bench.batching.release import Greedy, RateTimesBase, Returning, Rule, Targe
 from bench.batching.simulate import Outcome, simulate
 from bench.report import table
 from bench.stats import spread
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.policy import BatchPolicy
 
 __all__ = ["CLIENTS", "LOADS", "Point", "measure_closed", "measure_open", "text"]
 

@@ -19,7 +19,7 @@ from bench.batching.preparing import PreparingProcess
 from bench.scenario import Closed
 from bench.stats import Sample, Spread, ratio, spread
 from bench.steps import Load, open_loop
-from clients.messages import infer_request
+from paceline.clients.messages import infer_request
 from tests import models
 from tests.harness import ServerProcess
 

@@ -15,7 +15,7 @@ from bench.batching.costs import MS, FirstUse, Jittered, Linear, capacity_per_s
 from bench.batching.simulate import Outcome, simulate
 from bench.report import table
 from bench.stats import spread
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.policy import BatchPolicy
 
 __all__ = ["LOADS", "Point", "Settings", "measure", "text"]
 

@@ -12,11 +12,11 @@ import json
 import sys
 from pathlib import Path
 
-from backends.base import Device, ModelSource
-from backends.memory import IdentityBackend, MemoryModel
 from bench.batching.costs import MS, FirstUse
-from server.app import Server
-from server.config import Settings
+from paceline.backends.base import Device, ModelSource
+from paceline.backends.memory import IdentityBackend, MemoryModel
+from paceline.server.app import Server
+from paceline.server.config import Settings
 from tests.harness import ServerProcess
 
 __all__ = ["FIRST_USE_MS", "PreparingProcess"]

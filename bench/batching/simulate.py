@@ -16,9 +16,9 @@ from bench.batching.arrivals import Arrival, Source
 from bench.batching.costs import Cost
 from bench.batching.release import Greedy, Rule, Waiting
 from bench.stats import percentile
-from scheduler.batch_queue import Batch, BatchQueue, Entry
-from scheduler.errors import DeadlineUnreachable
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.batch_queue import Batch, BatchQueue, Entry
+from paceline.scheduler.errors import DeadlineUnreachable
+from paceline.scheduler.policy import BatchPolicy
 
 __all__ = ["Outcome", "Simulation", "simulate"]
 

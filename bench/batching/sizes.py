@@ -15,7 +15,7 @@ from bench.batching.costs import MS, Cost, FirstUse, Linear, Stepped, capacity_p
 from bench.batching.simulate import Outcome, simulate
 from bench.report import table
 from bench.stats import spread
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.policy import BatchPolicy
 
 __all__ = ["Cold", "Cut", "measure_cold", "measure_cut", "text_cold", "text_cut"]
 

@@ -25,9 +25,9 @@ import click
 from magika import Magika
 from prometheus_client.parser import text_string_to_metric_families
 
-from clients import AsyncInferenceClient
 from examples.magika.build import build
 from examples.magika.features import features
+from paceline.clients import AsyncInferenceClient
 
 REPOSITORY = Path("models")
 CLIENTS = 64
@@ -68,7 +68,7 @@ def pick_files(folder: Path) -> list[Path]:
 def serving(repository: Path) -> Iterator[tuple[int, int]]:
     """A server process on free ports of this machine; yields the ports, (gRPC, metrics)."""
     grpc_port, metrics_port = free_port(), free_port()
-    command = [sys.executable, "-m", "server", "serve", str(repository), "--log-level", "warning"]
+    command = [sys.executable, "-m", "paceline", "serve", str(repository), "--log-level", "warning"]
     address = ["--grpc-address", "127.0.0.1", "--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port)]
     process = subprocess.Popen([*command, *address])
     try:

@@ -11,14 +11,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from backends.spec import MISSING, Array, ModelSpec, Tensors
-from server.codec.classification import Labels
-from server.codec.codec import AnyResponse, InputTensor, ModelCodec
-from server.codec.decoded import DecodedRequest
-from server.codec.reshaping import to_client, to_model
-from server.codec.shortcuts import Envelope
-from server.codec.wire_request import AnyRequest
-from server.memory.regions import Regions
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
+from paceline.server.codec.classification import Labels
+from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
+from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.reshaping import to_client, to_model
+from paceline.server.codec.shortcuts import Envelope
+from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.memory.regions import Regions
 
 __all__ = ["AdaptingCodec", "codec_for"]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 
 if TYPE_CHECKING:
-    from scheduler.pending import BatchFacts
+    from paceline.scheduler.pending import BatchFacts
 
 __all__ = ["Facts", "add_batch_facts", "batch_facts_of"]
 

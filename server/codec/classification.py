@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.opening import open_inside
-from backends.spec import Array
-from protos.inference_pb2 import InferParameter
-from protos.model_config_pb2 import ModelConfig
-from server.errors import ConfigError, InvalidRequest
+from paceline.backends.opening import open_inside
+from paceline.backends.spec import Array
+from paceline.protos.inference_pb2 import InferParameter
+from paceline.protos.model_config_pb2 import ModelConfig
+from paceline.server.errors import ConfigError, InvalidRequest
 
 __all__ = ["Labels", "class_count", "classes_of", "read_labels"]
 

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from backends.base import DeviceTensor
-from backends.errors import ExecutionError
-from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
-from protos.datatypes import Datatype, by_name
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.parsing import ensure_room
-from protos.tensors import (
+from paceline.backends.base import DeviceTensor
+from paceline.backends.errors import ExecutionError
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
+from paceline.protos.datatypes import Datatype, by_name
+from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from paceline.protos.parsing import ensure_room
+from paceline.protos.tensors import (
     MAX_RANK,
     TensorError,
     decode_contents,
@@ -27,17 +27,17 @@ from protos.tensors import (
     encode_raw,
     raw_buffer,
 )
-from server.codec.classification import Labels, class_count, classes_of
-from server.codec.decoded import DecodedRequest, RequestOptions
-from server.codec.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
-from server.codec.short_way import ShortWay
-from server.codec.shortcuts import Envelope
-from server.codec.wire_request import AnyRequest, WireRequest
-from server.errors import AnswerTooLarge, InvalidRequest
-from server.limits import LARGEST_RESPONSE_BYTES
-from server.memory.client_memory import NOWHERE, ClientMemory, Write
-from server.memory.region_tensors import Input, RegionTensor, Span
-from server.memory.regions import Regions
+from paceline.server.codec.classification import Labels, class_count, classes_of
+from paceline.server.codec.decoded import DecodedRequest, RequestOptions
+from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
+from paceline.server.codec.short_way import ShortWay
+from paceline.server.codec.shortcuts import Envelope
+from paceline.server.codec.wire_request import AnyRequest, WireRequest
+from paceline.server.errors import AnswerTooLarge, InvalidRequest
+from paceline.server.limits import LARGEST_RESPONSE_BYTES
+from paceline.server.memory.client_memory import NOWHERE, ClientMemory, Write
+from paceline.server.memory.region_tensors import Input, RegionTensor, Span
+from paceline.server.memory.regions import Regions
 
 __all__ = ["AnyResponse", "ModelCodec", "memory_bytes", "tensor_bytes"]
 

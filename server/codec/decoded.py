@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from backends.spec import ModelSpec
-from server.codec.parameters import RequestParameters
-from server.memory.client_memory import NOWHERE
-from server.memory.region_tensors import Inputs, Span
+from paceline.backends.spec import ModelSpec
+from paceline.server.codec.parameters import RequestParameters
+from paceline.server.memory.client_memory import NOWHERE
+from paceline.server.memory.region_tensors import Inputs, Span
 
 __all__ = ["DecodedRequest", "RequestOptions"]
 

@@ -11,19 +11,19 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from backends.errors import ExecutionError
-from backends.remote_messages import OpenResult, OpenTensor
-from backends.spec import ModelSpec, TensorSpec
-from protos.datatypes import by_name
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.tensors import TensorError, encode_contents, encode_raw
-from scheduler.errors import ExecutionFailed
-from server.codec.codec import ModelCodec
-from server.codec.decoded import DecodedRequest
-from server.codec.shortcuts import Envelope
-from server.codec.splitting import joined
-from server.codec.wire_request import AnyRequest, message_of
-from server.errors import InvalidRequest
+from paceline.backends.errors import ExecutionError
+from paceline.backends.remote_messages import OpenResult, OpenTensor
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos.datatypes import by_name
+from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from paceline.protos.tensors import TensorError, encode_contents, encode_raw
+from paceline.scheduler.errors import ExecutionFailed
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.shortcuts import Envelope
+from paceline.server.codec.splitting import joined
+from paceline.server.codec.wire_request import AnyRequest, message_of
+from paceline.server.errors import InvalidRequest
 
 __all__ = ["OpenCodec"]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from protos.inference_pb2 import InferParameter
-from server.errors import InvalidRequest
+from paceline.protos.inference_pb2 import InferParameter
+from paceline.server.errors import InvalidRequest
 
 __all__ = ["CANCEL", "KNOWN", "NO_PARAMETERS", "UNORDERED", "RequestParameters", "is_reserved", "parse_parameters"]
 

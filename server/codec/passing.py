@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-from protos.inference_pb2 import InferParameter, ModelInferRequest
-from server.call_facts import Headers, PassedHeaders
-from server.codec.parameters import is_reserved
-from server.codec.wire_request import AnyRequest, WireRequest, message_of
+from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest
+from paceline.server.call_facts import Headers, PassedHeaders
+from paceline.server.codec.parameters import is_reserved
+from paceline.server.codec.wire_request import AnyRequest, WireRequest, message_of
 
 __all__ = ["NOTHING_PASSED_ON", "PassedOn", "passed_on_by"]
 

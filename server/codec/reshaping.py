@@ -6,7 +6,7 @@ checked that they can.
 
 from __future__ import annotations
 
-from backends.spec import TensorSpec
+from paceline.backends.spec import TensorSpec
 
 __all__ = ["to_client", "to_model"]
 

@@ -11,19 +11,27 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from backends.packed import Packed, PackedLayout
-from backends.shares import Share
-from backends.spec import MISSING, ModelSpec, Tensors
-from protos.datatypes import Datatype, by_name
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.tensors import element_count
-from server.bounded_cache import BoundedCache
-from server.codec.decoded import DecodedRequest, RequestOptions
-from server.codec.shortcuts import AnswerPlan, BatchAnswers, Envelope, InputPlan, Located, RegionInputPlan, RequestPlan
-from server.codec.wire_request import AnyRequest, WireRequest
-from server.memory.client_memory import NOWHERE, ClientMemory, set_shared_memory_parameters
-from server.memory.region_tensors import REGION, Inputs, RegionTensor, Span
-from server.memory.regions import Regions, all_intact
+from paceline.backends.packed import Packed, PackedLayout
+from paceline.backends.shares import Share
+from paceline.backends.spec import MISSING, ModelSpec, Tensors
+from paceline.protos.datatypes import Datatype, by_name
+from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from paceline.protos.tensors import element_count
+from paceline.server.bounded_cache import BoundedCache
+from paceline.server.codec.decoded import DecodedRequest, RequestOptions
+from paceline.server.codec.shortcuts import (
+    AnswerPlan,
+    BatchAnswers,
+    Envelope,
+    InputPlan,
+    Located,
+    RegionInputPlan,
+    RequestPlan,
+)
+from paceline.server.codec.wire_request import AnyRequest, WireRequest
+from paceline.server.memory.client_memory import NOWHERE, ClientMemory, set_shared_memory_parameters
+from paceline.server.memory.region_tensors import REGION, Inputs, RegionTensor, Span
+from paceline.server.memory.regions import Regions, all_intact
 
 __all__ = ["AlikeRequests", "ShortWay", "Targets"]
 

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from backends.packed import PackedLayout
-from backends.shares import Outputs
-from backends.spec import MISSING, Tensors
-from protos.datatypes import Datatype
-from protos.inference_pb2 import ModelInferResponse
-from protos.tensors import TensorError, decode_raw, element_count
-from protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, varint
-from server.codec.decoded import RequestOptions
-from server.errors import GpuLost, InvalidRequest
-from server.limits import LARGEST_RESPONSE_BYTES
-from server.memory.client_memory import NOWHERE
-from server.memory.region_tensors import Input, Inputs, Place, RegionTensor, Span
-from server.memory.regions import Region, Regions
+from paceline.backends.packed import PackedLayout
+from paceline.backends.shares import Outputs
+from paceline.backends.spec import MISSING, Tensors
+from paceline.protos.datatypes import Datatype
+from paceline.protos.inference_pb2 import ModelInferResponse
+from paceline.protos.tensors import TensorError, decode_raw, element_count
+from paceline.protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, varint
+from paceline.server.codec.decoded import RequestOptions
+from paceline.server.errors import GpuLost, InvalidRequest
+from paceline.server.limits import LARGEST_RESPONSE_BYTES
+from paceline.server.memory.client_memory import NOWHERE
+from paceline.server.memory.region_tensors import Input, Inputs, Place, RegionTensor, Span
+from paceline.server.memory.regions import Region, Regions
 
 __all__ = ["AnswerPlan", "BatchAnswers", "Envelope", "InputPlan", "Located", "RegionInputPlan", "RequestPlan"]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from backends.spec import Array, Tensors
-from scheduler.batcher import Batcher
-from scheduler.errors import ExecutionFailed
-from scheduler.pending import Pending
-from scheduler.policy import BatchPolicy
-from server.memory.region_tensors import Inputs
+from paceline.backends.spec import Array, Tensors
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.errors import ExecutionFailed
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.policy import BatchPolicy
+from paceline.server.memory.region_tensors import Inputs
 
 __all__ = ["joined", "submit_parts"]
 

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from protos.field_count import MAX_FIELDS, TooManyElements, TooManyFields, check_fields
-from protos.inference_pb2 import InferParameter, ModelInferRequest
-from protos.parsing import parse
-from protos.tensors import MAX_RANK
-from protos.wire import RequestFields, scan_request
-from server.bounded_cache import BoundedCache
-from server.errors import InvalidRequest, MessageTooLarge, ServerError
-from server.limits import Limits
+from paceline.protos.field_count import MAX_FIELDS, TooManyElements, TooManyFields, check_fields
+from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest
+from paceline.protos.parsing import parse
+from paceline.protos.tensors import MAX_RANK
+from paceline.protos.wire import RequestFields, scan_request
+from paceline.server.bounded_cache import BoundedCache
+from paceline.server.errors import InvalidRequest, MessageTooLarge, ServerError
+from paceline.server.limits import Limits
 
 __all__ = ["AnyRequest", "Mold", "RequestReader", "Unread", "WireRequest", "message_of", "parsed"]
 

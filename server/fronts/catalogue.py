@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from backends.spec import ModelSpec
-from server.codec.adapting_codec import codec_for
-from server.codec.codec import ModelCodec
+from paceline.backends.spec import ModelSpec
+from paceline.server.codec.adapting_codec import codec_for
+from paceline.server.codec.codec import ModelCodec
 
 __all__ = ["Catalogue", "LookUp", "Model", "VersionInfo"]
 

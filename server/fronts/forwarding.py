@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from backends.transport.link import Link
-from scheduler.errors import QueueFull
-from server.errors import STATUS_OF
-from server.fronts import protocol
-from server.fronts.calls import Aborted
-from server.fronts.inference import Replies
-from server.rpc.answering import Context
+from paceline.backends.transport.link import Link
+from paceline.scheduler.errors import QueueFull
+from paceline.server.errors import STATUS_OF
+from paceline.server.fronts import protocol
+from paceline.server.fronts.calls import Aborted
+from paceline.server.fronts.inference import Replies
+from paceline.server.rpc.answering import Context
 
 __all__ = ["forwarded"]
 

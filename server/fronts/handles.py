@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import count
 
-from server.codec.open_codec import OpenCodec
-from server.fronts.catalogue import Catalogue, VersionInfo
-from server.models.repository import ServedModel
+from paceline.server.codec.open_codec import OpenCodec
+from paceline.server.fronts.catalogue import Catalogue, VersionInfo
+from paceline.server.models.repository import ServedModel
 
 __all__ = ["Handles"]
 

@@ -16,23 +16,23 @@ from typing import Any, cast
 
 import grpc
 
-from backends.spec import MISSING, Tensors
-from backends.transport.frames import Message
-from backends.transport.link import Link
-from protos import inference_pb2 as pb
-from scheduler.errors import QueueFull
-from scheduler.notifying import NotifyingFuture
-from server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent, answer_deadline_ns
-from server.codec.batch_facts import add_batch_facts
-from server.codec.codec import AnyResponse
-from server.codec.parameters import NO_PARAMETERS, RequestParameters
-from server.codec.passing import passed_on_by
-from server.codec.wire_request import AnyRequest, WireRequest
-from server.errors import ServerError, ServerStopping
-from server.fronts import protocol
-from server.fronts.calls import Aborted
-from server.fronts.catalogue import LookUp, Model
-from server.requests.in_flight import InFlight, follow
+from paceline.backends.spec import MISSING, Tensors
+from paceline.backends.transport.frames import Message
+from paceline.backends.transport.link import Link
+from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.errors import QueueFull
+from paceline.scheduler.notifying import NotifyingFuture
+from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent, answer_deadline_ns
+from paceline.server.codec.batch_facts import add_batch_facts
+from paceline.server.codec.codec import AnyResponse
+from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters
+from paceline.server.codec.passing import passed_on_by
+from paceline.server.codec.wire_request import AnyRequest, WireRequest
+from paceline.server.errors import ServerError, ServerStopping
+from paceline.server.fronts import protocol
+from paceline.server.fronts.calls import Aborted
+from paceline.server.fronts.catalogue import LookUp, Model
+from paceline.server.requests.in_flight import InFlight, follow
 
 __all__ = ["RemoteInference", "Replies", "Reply"]
 

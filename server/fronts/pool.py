@@ -20,21 +20,21 @@ from collections.abc import Awaitable, Callable
 from functools import reduce
 from typing import Protocol
 
-from backends.exit_status import how_ended
-from backends.transport.frames import Message
-from backends.transport.link import Link
-from server.addresses import host_and_port, resolve
-from server.codec.wire_request import RequestReader
-from server.config import Settings
-from server.errors import StartError
-from server.fronts import protocol
-from server.fronts.handles import Handles
-from server.fronts.process import Greeting
-from server.fronts.session import FrontSession, Handlers
-from server.models.repository import Repository
-from server.requests.inference import Inference
-from server.rpc.admission import Usage
-from server.telemetry import log
+from paceline.backends.exit_status import how_ended
+from paceline.backends.transport.frames import Message
+from paceline.backends.transport.link import Link
+from paceline.server.addresses import host_and_port, resolve
+from paceline.server.codec.wire_request import RequestReader
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
+from paceline.server.fronts import protocol
+from paceline.server.fronts.handles import Handles
+from paceline.server.fronts.process import Greeting
+from paceline.server.fronts.session import FrontSession, Handlers
+from paceline.server.models.repository import Repository
+from paceline.server.requests.inference import Inference
+from paceline.server.rpc.admission import Usage
+from paceline.server.telemetry import log
 
 __all__ = ["FrontPool", "FrontProcess", "StartFront", "start_front"]
 
@@ -359,7 +359,7 @@ async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
         f"import signal, sys; sys.path[:] = {sys.path!r}; "
         "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
         "import gc; gc.disable(); "
-        f"from server.fronts.process import main; gc.freeze(); gc.enable(); main{descriptors!r}"
+        f"from paceline.server.fronts.process import main; gc.freeze(); gc.enable(); main{descriptors!r}"
     )
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", code, "paceline-front"),

@@ -19,27 +19,27 @@ from typing import Any
 
 import grpc
 
-from backends.transport.frames import Message
-from backends.transport.gathering import Gathering
-from backends.transport.link import Link, RemoteEnd
-from scheduler.notifying import notify
-from server.config import Settings
-from server.errors import StartError
-from server.fronts import protocol
-from server.fronts.catalogue import LookUp
-from server.fronts.forwarding import forwarded
-from server.fronts.inference import RemoteInference, Replies
-from server.loop import SWITCH_INTERVAL_S, new_loop
-from server.requests.quiet import until_quiet
-from server.rpc.calls import header_rules
-from server.rpc.gate import Registry
-from server.rpc.handlers import METHODS, add_handlers, handler_of
-from server.rpc.listener import Listener
-from server.rpc.streaming import Streaming
-from server.rpc.unary_inference import UnaryInference
-from server.telemetry import log
-from server.telemetry.log_output import exit_now, take_stderr
-from server.tuning import keep_freed_memory
+from paceline.backends.transport.frames import Message
+from paceline.backends.transport.gathering import Gathering
+from paceline.backends.transport.link import Link, RemoteEnd
+from paceline.scheduler.notifying import notify
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
+from paceline.server.fronts import protocol
+from paceline.server.fronts.catalogue import LookUp
+from paceline.server.fronts.forwarding import forwarded
+from paceline.server.fronts.inference import RemoteInference, Replies
+from paceline.server.loop import SWITCH_INTERVAL_S, new_loop
+from paceline.server.requests.quiet import until_quiet
+from paceline.server.rpc.calls import header_rules
+from paceline.server.rpc.gate import Registry
+from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
+from paceline.server.rpc.listener import Listener
+from paceline.server.rpc.streaming import Streaming
+from paceline.server.rpc.unary_inference import UnaryInference
+from paceline.server.telemetry import log
+from paceline.server.telemetry.log_output import exit_now, take_stderr
+from paceline.server.tuning import keep_freed_memory
 
 __all__ = ["Greeting", "main"]
 

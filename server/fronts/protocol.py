@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 
-from backends.errors import UpstreamFailed, UpstreamRefused
-from backends.transport.link import FIRST_KIND
-from scheduler.errors import ExecutionFailed
-from server.errors import STATUS_OF, InternalError, error_text, status_of
+from paceline.backends.errors import UpstreamFailed, UpstreamRefused
+from paceline.backends.transport.link import FIRST_KIND
+from paceline.scheduler.errors import ExecutionFailed
+from paceline.server.errors import STATUS_OF, InternalError, error_text, status_of
 
 __all__ = [
     "ABORTED",

@@ -13,32 +13,32 @@ from typing import Any
 
 import numpy as np
 
-from backends.errors import ExecutionError
-from backends.spec import MISSING, Array, Tensors
-from backends.transport.frames import Message
-from backends.transport.link import Link
-from backends.transport.parcel import Parcel, is_inline
-from protos import inference_pb2 as pb
-from protos.datatypes import by_name
-from protos.tensors import TensorError, encode_raw
-from scheduler.errors import QueueFull
-from scheduler.observer import Drop
-from server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
-from server.codec.batch_facts import batch_facts_of
-from server.codec.codec import tensor_bytes
-from server.codec.decoded import DecodedRequest, RequestOptions
-from server.codec.parameters import NO_PARAMETERS, RequestParameters
-from server.codec.passing import NOTHING_PASSED_ON, PassedOn
-from server.codec.wire_request import AnyRequest, RequestReader, Unread
-from server.errors import AnswerTooLarge
-from server.fronts import protocol
-from server.fronts.calls import Aborted, CallContext
-from server.fronts.handles import Handles
-from server.limits import LARGEST_RESPONSE_BYTES
-from server.requests.in_flight import InFlight
-from server.requests.inference import AnyPending, Inference, encode
-from server.rpc.admission import Usage
-from server.rpc.handlers import serialized
+from paceline.backends.errors import ExecutionError
+from paceline.backends.spec import MISSING, Array, Tensors
+from paceline.backends.transport.frames import Message
+from paceline.backends.transport.link import Link
+from paceline.backends.transport.parcel import Parcel, is_inline
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.datatypes import by_name
+from paceline.protos.tensors import TensorError, encode_raw
+from paceline.scheduler.errors import QueueFull
+from paceline.scheduler.observer import Drop
+from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
+from paceline.server.codec.batch_facts import batch_facts_of
+from paceline.server.codec.codec import tensor_bytes
+from paceline.server.codec.decoded import DecodedRequest, RequestOptions
+from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters
+from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn
+from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
+from paceline.server.errors import AnswerTooLarge
+from paceline.server.fronts import protocol
+from paceline.server.fronts.calls import Aborted, CallContext
+from paceline.server.fronts.handles import Handles
+from paceline.server.limits import LARGEST_RESPONSE_BYTES
+from paceline.server.requests.in_flight import InFlight
+from paceline.server.requests.inference import AnyPending, Inference, encode
+from paceline.server.rpc.admission import Usage
+from paceline.server.rpc.handlers import serialized
 
 __all__ = ["FrontSession"]
 

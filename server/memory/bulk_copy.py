@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from server.memory.copying import copy_parts, parts_of
+from paceline.server.memory.copying import copy_parts, parts_of
 
 __all__ = ["Allowed", "Piece", "copy_all"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from backends.base import DeviceTensor
-from backends.spec import ModelSpec, Tensors
-from protos.datatypes import Datatype, by_name
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.tensors import TensorError, decode_raw, element_count, raw_buffer
-from server.errors import GpuLost, InvalidRequest, NotSupported, RegionNotFound
-from server.memory.region_tensors import BYTE_SIZE, OFFSET, REGION, Input, RegionTensor, Span, span_of
-from server.memory.regions import Regions
+from paceline.backends.base import DeviceTensor
+from paceline.backends.spec import ModelSpec, Tensors
+from paceline.protos.datatypes import Datatype, by_name
+from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from paceline.protos.tensors import TensorError, decode_raw, element_count, raw_buffer
+from paceline.server.errors import GpuLost, InvalidRequest, NotSupported, RegionNotFound
+from paceline.server.memory.region_tensors import BYTE_SIZE, OFFSET, REGION, Input, RegionTensor, Span, span_of
+from paceline.server.memory.regions import Regions
 
 __all__ = ["NOWHERE", "ClientMemory", "Write", "set_shared_memory_parameters"]
 

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from typing import TypeVar
 
-from server.cpus import usable_cpus
+from paceline.server.cpus import usable_cpus
 
 __all__ = ["copy_parts", "parts_of"]
 

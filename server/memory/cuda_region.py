@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from backends.cuda.codes import BROKEN, code_of
-from backends.cuda.memory import CudaMemories, CudaMemory
-from backends.errors import DeviceError
-from backends.spec import Array
-from server.errors import GpuLost, InvalidRequest, ServerError
+from paceline.backends.cuda.codes import BROKEN, code_of
+from paceline.backends.cuda.memory import CudaMemories, CudaMemory
+from paceline.backends.errors import DeviceError
+from paceline.backends.spec import Array
+from paceline.server.errors import GpuLost, InvalidRequest, ServerError
 
 __all__ = ["CudaRegion", "CudaRegions"]
 

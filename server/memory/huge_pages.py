@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from server.tuning import KEPT_BYTES, SETTINGS
+from paceline.server.tuning import KEPT_BYTES, SETTINGS
 
 __all__ = ["TUNABLES", "ask", "wanted"]
 

@@ -14,11 +14,11 @@ from typing import cast
 
 import numpy as np
 
-from backends.base import DeviceTensor, Execution
-from backends.spec import Array, Tensors
-from server.errors import GpuLost, InvalidRequest
-from server.memory.reading import ExecuteInputs
-from server.memory.region_tensors import Inputs, TargetedInputs
+from paceline.backends.base import DeviceTensor, Execution
+from paceline.backends.spec import Array, Tensors
+from paceline.server.errors import GpuLost, InvalidRequest
+from paceline.server.memory.reading import ExecuteInputs
+from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 
 __all__ = ["writing_outputs"]
 

@@ -17,14 +17,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from backends.base import Allocate, DeviceTensor, Execution, ProvidesBuffers, Slot, Targets
-from backends.batching import shares
-from backends.packed import Packed
-from backends.spec import Array, ModelSpec, Tensors
-from server.errors import GpuLost, InvalidRequest
-from server.memory.bulk_copy import Piece, copy_all
-from server.memory.region_tensors import Input, Inputs, RegionTensor, TargetedInputs
-from server.memory.regions import Region, all_intact
+from paceline.backends.base import Allocate, DeviceTensor, Execution, ProvidesBuffers, Slot, Targets
+from paceline.backends.batching import shares
+from paceline.backends.packed import Packed
+from paceline.backends.spec import Array, ModelSpec, Tensors
+from paceline.server.errors import GpuLost, InvalidRequest
+from paceline.server.memory.bulk_copy import Piece, copy_all
+from paceline.server.memory.region_tensors import Input, Inputs, RegionTensor, TargetedInputs
+from paceline.server.memory.regions import Region, all_intact
 
 __all__ = ["Execute", "ExecuteInputs", "reading", "reading_by"]
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from backends.base import DeviceTensor
-from backends.spec import Array
-from protos.datatypes import Datatype
-from protos.inference_pb2 import InferParameter
-from protos.tensors import TensorError, element_count
-from server.errors import InvalidRequest
-from server.memory.regions import Region, Regions
+from paceline.backends.base import DeviceTensor
+from paceline.backends.spec import Array
+from paceline.protos.datatypes import Datatype
+from paceline.protos.inference_pb2 import InferParameter
+from paceline.protos.tensors import TensorError, element_count
+from paceline.server.errors import InvalidRequest
+from paceline.server.memory.regions import Region, Regions
 
 __all__ = [
     "BYTE_SIZE",

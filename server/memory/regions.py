@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from backends.spec import Array
-from server.bounded_cache import BoundedCache
-from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
-from server.limits import LARGEST_MESSAGE_BYTES, Limits
+from paceline.backends.spec import Array
+from paceline.server.bounded_cache import BoundedCache
+from paceline.server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
+from paceline.server.limits import LARGEST_MESSAGE_BYTES, Limits
 
 __all__ = ["Region", "Regions", "all_intact"]
 

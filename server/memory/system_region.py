@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.spec import Array
-from server.errors import InvalidRequest
-from server.memory.copying import copy_parts, parts_of
+from paceline.backends.spec import Array
+from paceline.server.errors import InvalidRequest
+from paceline.server.memory.copying import copy_parts, parts_of
 
 __all__ = ["RESERVED_PREFIX", "SystemRegion", "object_name", "open_system_region"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from backends.onnx.options import CACHE_DIRECTORY, OWN_PROCESS
+from paceline.backends.onnx.options import CACHE_DIRECTORY, OWN_PROCESS
 
 __all__ = ["BackendConfig", "parse_backend_config"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from protos import model_config_pb2 as pb
-from scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
-from server.errors import ConfigError
+from paceline.protos import model_config_pb2 as pb
+from paceline.scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
+from paceline.server.errors import ConfigError
 
 __all__ = ["OWN_PARAMETERS", "BatchDefaults", "OwnSettings", "batch_policy", "limit_of", "own_settings"]
 

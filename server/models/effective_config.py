@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from backends.base import Device, DeviceKind
-from backends.spec import TensorSpec
-from protos import model_config_pb2 as pb
-from protos.datatypes import CONFIG_NUMBERS
-from server.models.model_config import ServingPlan
+from paceline.backends.base import Device, DeviceKind
+from paceline.backends.spec import TensorSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.protos.datatypes import CONFIG_NUMBERS
+from paceline.server.models.model_config import ServingPlan
 
 __all__ = ["effective_config"]
 

@@ -17,18 +17,18 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
-from backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted
-from backends.errors import DeviceLost, InstanceLost
-from backends.remote import RemoteInstance, RemoteModel
-from backends.spec import Tensors
-from scheduler.batcher import Batcher
-from scheduler.runner import TaskRunner, ThreadRunner
-from server.errors import ConfigError, LoadHangs
-from server.memory.reading import ExecuteInputs
-from server.memory.region_tensors import Inputs
-from server.models.loader import LoadedVersion
-from server.models.supervisor import Supervisor
-from server.telemetry.model_statistics import VersionStatistics
+from paceline.backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted
+from paceline.backends.errors import DeviceLost, InstanceLost
+from paceline.backends.remote import RemoteInstance, RemoteModel
+from paceline.backends.spec import Tensors
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.runner import TaskRunner, ThreadRunner
+from paceline.server.errors import ConfigError, LoadHangs
+from paceline.server.memory.reading import ExecuteInputs
+from paceline.server.memory.region_tensors import Inputs
+from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.supervisor import Supervisor
+from paceline.server.telemetry.model_statistics import VersionStatistics
 
 __all__ = ["Instances"]
 

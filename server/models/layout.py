@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from backends.base import Files
-from backends.paths import exists, is_file, is_folder
-from server.errors import StartError
-from server.files import in_utf8
+from paceline.backends.base import Files
+from paceline.backends.paths import exists, is_file, is_folder
+from paceline.server.errors import StartError
+from paceline.server.files import in_utf8
 
 __all__ = [
     "CONFIG_FILE",

@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from backends.base import Backend
-from protos import model_config_pb2 as pb
-from server import descriptors
-from server.errors import LoadHangs, ServerError, TooFewDescriptors
-from server.models.layout import ModelFolder
-from server.models.loader import LoadDefaults, LoadedVersion, load_model
+from paceline.backends.base import Backend
+from paceline.protos import model_config_pb2 as pb
+from paceline.server import descriptors
+from paceline.server.errors import LoadHangs, ServerError, TooFewDescriptors
+from paceline.server.models.layout import ModelFolder
+from paceline.server.models.loader import LoadDefaults, LoadedVersion, load_model
 
 __all__ = ["Find", "LoadQueue", "always"]
 

@@ -14,11 +14,11 @@ from pathlib import PurePosixPath
 
 from google.protobuf import json_format
 
-from protos import model_config_pb2 as config_pb
-from protos.inference_pb2 import ModelRepositoryParameter
-from server.errors import InvalidRequest, ModelNotReady
-from server.models.layout import ModelFolder, model_folder
-from server.models.scratch import Scratch, scratch_parent
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.protos.inference_pb2 import ModelRepositoryParameter
+from paceline.server.errors import InvalidRequest, ModelNotReady
+from paceline.server.models.layout import ModelFolder, model_folder
+from paceline.server.models.scratch import Scratch, scratch_parent
 
 __all__ = ["Override", "checked_name", "parse_load_parameters", "parse_unload_parameters", "scratch_folder"]
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from backends.base import (
+from paceline.backends.base import (
     Abandonable,
     Backend,
     InstanceGroup,
@@ -24,17 +24,17 @@ from backends.base import (
     Triable,
     Trial,
 )
-from backends.onnx.options import OWN_PROCESS
-from backends.opening import open_inside
-from backends.paths import is_file
-from backends.remote import RemoteInstance, RemoteModel
-from protos import model_config_pb2 as pb
-from server.codec.classification import Labels, read_labels
-from server.errors import ConfigError, LoadHangs
-from server.models.batch_policy import BatchDefaults, limit_of
-from server.models.effective_config import effective_config
-from server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
-from server.models.model_config import (
+from paceline.backends.onnx.options import OWN_PROCESS
+from paceline.backends.opening import open_inside
+from paceline.backends.paths import is_file
+from paceline.backends.remote import RemoteInstance, RemoteModel
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.codec.classification import Labels, read_labels
+from paceline.server.errors import ConfigError, LoadHangs
+from paceline.server.models.batch_policy import BatchDefaults, limit_of
+from paceline.server.models.effective_config import effective_config
+from paceline.server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
+from paceline.server.models.model_config import (
     ServingPlan,
     backend_name,
     check_supported,
@@ -45,11 +45,11 @@ from server.models.model_config import (
     parse_config,
     plan,
 )
-from server.models.model_record import DUPLICATE_NAME
-from server.models.python_models import PYTHON, check_python_allowed, is_python
-from server.models.supervisor import Supervisor
-from server.models.tensor_config import can_batch, doubts_outputs, why_no_batch_axis, without_datatype
-from server.models.warmup import WarmUp
+from paceline.server.models.model_record import DUPLICATE_NAME
+from paceline.server.models.python_models import PYTHON, check_python_allowed, is_python
+from paceline.server.models.supervisor import Supervisor
+from paceline.server.models.tensor_config import can_batch, doubts_outputs, why_no_batch_axis, without_datatype
+from paceline.server.models.warmup import WarmUp
 
 __all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
 

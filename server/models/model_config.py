@@ -16,14 +16,14 @@ from pathlib import Path
 
 from google.protobuf import text_format
 
-from backends.base import GroupKind, InstanceGroup, ModelSource
-from backends.spec import ModelSpec
-from protos import model_config_pb2 as pb
-from scheduler.policy import BatchPolicy
-from server.errors import ConfigError
-from server.files import check_file
-from server.models.batch_policy import BatchDefaults, batch_policy, own_settings
-from server.models.tensor_config import can_batch, declared_spec, served_spec
+from paceline.backends.base import GroupKind, InstanceGroup, ModelSource
+from paceline.backends.spec import ModelSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.scheduler.policy import BatchPolicy
+from paceline.server.errors import ConfigError
+from paceline.server.files import check_file
+from paceline.server.models.batch_policy import BatchDefaults, batch_policy, own_settings
+from paceline.server.models.tensor_config import can_batch, declared_spec, served_spec
 
 __all__ = [
     "ServingPlan",

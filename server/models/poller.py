@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.errors import LoadFailed, ModelNotReady, TooManyModels
-from server.models.layout import Layout, ModelFolder, is_ignored
-from server.models.load_queue import always
-from server.models.repository import Repository
+from paceline.server.errors import LoadFailed, ModelNotReady, TooManyModels
+from paceline.server.models.layout import Layout, ModelFolder, is_ignored
+from paceline.server.models.load_queue import always
+from paceline.server.models.repository import Repository
 
 __all__ = ["Poller", "Sight", "fingerprint"]
 

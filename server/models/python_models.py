@@ -5,12 +5,12 @@ Lives here: the rules by which code gets to run, before any does. Must not: load
 
 from __future__ import annotations
 
-from backends.paths import exists
-from backends.python import EXECUTABLE
-from protos import model_config_pb2 as pb
-from server.errors import ConfigError
-from server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
-from server.models.model_config import backend_name, parse_config
+from paceline.backends.paths import exists
+from paceline.backends.python import EXECUTABLE
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.errors import ConfigError
+from paceline.server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
+from paceline.server.models.model_config import backend_name, parse_config
 
 __all__ = ["PYTHON", "check_python_allowed", "is_python"]
 

@@ -5,7 +5,7 @@ Lives here: the words. Must not: decide what readiness is (`repository`), or kno
 
 from __future__ import annotations
 
-from server.models.repository import Repository
+from paceline.server.models.repository import Repository
 
 __all__ = ["why_not_ready"]
 

@@ -14,10 +14,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from backends.errors import BackendError
-from protos import model_config_pb2 as pb
-from scheduler.waiting import SharedQueueLimits
-from server.errors import (
+from paceline.backends.errors import BackendError
+from paceline.protos import model_config_pb2 as pb
+from paceline.scheduler.waiting import SharedQueueLimits
+from paceline.server.errors import (
     InvalidRequest,
     LoadFailed,
     ModelNotFound,
@@ -26,15 +26,15 @@ from server.errors import (
     TooManyModels,
     error_text,
 )
-from server.limits import Limits
-from server.memory.regions import Regions
-from server.models.layout import ModelFolder
-from server.models.load_queue import Find, LoadQueue, always
-from server.models.loader import LoadedVersion
-from server.models.model_record import UNLOADED, IndexLine, ModelRecord, ModelState
-from server.models.served_model import ServedModel
-from server.telemetry.metrics import Metrics
-from server.telemetry.tracing import Tracer
+from paceline.server.limits import Limits
+from paceline.server.memory.regions import Regions
+from paceline.server.models.layout import ModelFolder
+from paceline.server.models.load_queue import Find, LoadQueue, always
+from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.model_record import UNLOADED, IndexLine, ModelRecord, ModelState
+from paceline.server.models.served_model import ServedModel
+from paceline.server.telemetry.metrics import Metrics
+from paceline.server.telemetry.tracing import Tracer
 
 __all__ = ["Repository", "ServedModel"]
 

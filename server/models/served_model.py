@@ -10,25 +10,32 @@ import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
-from backends.base import ModelInstance, ProvidesBuffers, Slot
-from backends.errors import InstanceError, InstanceLost, OutOfMemory, ProcessEndedBeforeBatch, ProcessError, StalePlan
-from backends.remote import RemoteModel
-from backends.spec import Tensors
-from scheduler.batcher import Batcher
-from scheduler.isolation import Blame
-from scheduler.observer import Observer
-from scheduler.waiting import SharedQueueLimits
-from server.codec.adapting_codec import codec_for
-from server.codec.codec import ModelCodec
-from server.codec.open_codec import OpenCodec
-from server.memory.output_writing import writing_outputs
-from server.memory.reading import ExecuteInputs, reading, reading_by
-from server.memory.regions import Regions
-from server.models.instances import Instances
-from server.models.loader import LoadedVersion
-from server.telemetry.metrics import Metrics, VersionMetrics
-from server.telemetry.model_statistics import VersionStatistics
-from server.telemetry.tracing import Tracer
+from paceline.backends.base import ModelInstance, ProvidesBuffers, Slot
+from paceline.backends.errors import (
+    InstanceError,
+    InstanceLost,
+    OutOfMemory,
+    ProcessEndedBeforeBatch,
+    ProcessError,
+    StalePlan,
+)
+from paceline.backends.remote import RemoteModel
+from paceline.backends.spec import Tensors
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.isolation import Blame
+from paceline.scheduler.observer import Observer
+from paceline.scheduler.waiting import SharedQueueLimits
+from paceline.server.codec.adapting_codec import codec_for
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.open_codec import OpenCodec
+from paceline.server.memory.output_writing import writing_outputs
+from paceline.server.memory.reading import ExecuteInputs, reading, reading_by
+from paceline.server.memory.regions import Regions
+from paceline.server.models.instances import Instances
+from paceline.server.models.loader import LoadedVersion
+from paceline.server.telemetry.metrics import Metrics, VersionMetrics
+from paceline.server.telemetry.model_statistics import VersionStatistics
+from paceline.server.telemetry.tracing import Tracer
 
 __all__ = ["ServedModel"]
 

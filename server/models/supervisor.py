@@ -11,8 +11,8 @@ from concurrent.futures import Future, wait
 from threading import TIMEOUT_MAX
 from typing import TypeVar
 
-from backends.worker_thread import WorkerThread
-from server.errors import LoadHangs
+from paceline.backends.worker_thread import WorkerThread
+from paceline.server.errors import LoadHangs
 
 __all__ = ["Supervisor"]
 

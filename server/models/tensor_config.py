@@ -11,10 +11,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
-from protos import model_config_pb2 as pb
-from protos.datatypes import CONFIG_DATATYPES
-from server.errors import ConfigError
+from paceline.backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
+from paceline.protos import model_config_pb2 as pb
+from paceline.protos.datatypes import CONFIG_DATATYPES
+from paceline.server.errors import ConfigError
 
 __all__ = ["can_batch", "declared_spec", "doubts_outputs", "served_spec", "why_no_batch_axis", "without_datatype"]
 

@@ -11,18 +11,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from backends.errors import BackendError, UpstreamFailed, UpstreamRefused
-from backends.remote import RemoteServer
-from clients.tokens import authorization, read_token
-from protos import inference_pb2 as pb
-from protos import model_config_pb2 as config_pb
-from server.errors import LoadFailed, StartError, TooManyModels
-from server.models.batch_policy import BatchDefaults
-from server.models.loader import LoadedVersion
-from server.models.model_record import version_order
-from server.models.repository import Repository
-from server.models.upstream_model import UpstreamVersion, bring
-from server.models.upstream_settings import UpstreamSettings
+from paceline.backends.errors import BackendError, UpstreamFailed, UpstreamRefused
+from paceline.backends.remote import RemoteServer
+from paceline.clients.tokens import authorization, read_token
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.server.errors import LoadFailed, StartError, TooManyModels
+from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.model_record import version_order
+from paceline.server.models.repository import Repository
+from paceline.server.models.upstream_model import UpstreamVersion, bring
+from paceline.server.models.upstream_settings import UpstreamSettings
 
 __all__ = ["Upstream"]
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from backends.remote import RemoteModel, RemoteServer
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
-from protos import model_config_pb2 as config_pb
-from protos.datatypes import UnknownDatatypeError, by_name
-from server.errors import ConfigError
-from server.models.batch_policy import BatchDefaults, batch_policy
-from server.models.effective_config import effective_config
-from server.models.loader import LoadedVersion
-from server.models.model_config import ServingPlan
-from server.models.tensor_config import can_batch
-from server.models.upstream_settings import UpstreamSettings
+from paceline.backends.remote import RemoteModel, RemoteServer
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.protos.datatypes import UnknownDatatypeError, by_name
+from paceline.server.errors import ConfigError
+from paceline.server.models.batch_policy import BatchDefaults, batch_policy
+from paceline.server.models.effective_config import effective_config
+from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.model_config import ServingPlan
+from paceline.server.models.tensor_config import can_batch
+from paceline.server.models.upstream_settings import UpstreamSettings
 
 __all__ = ["UpstreamVersion", "bring"]
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from server.addresses import socket_path
-from server.flags import POSITIVE_AMOUNT, TEXT, Decorator, flag, path_flag
-from server.repeatable import Repeatable
-from server.sections import Section
+from paceline.server.addresses import socket_path
+from paceline.server.flags import POSITIVE_AMOUNT, TEXT, Decorator, flag, path_flag
+from paceline.server.repeatable import Repeatable
+from paceline.server.sections import Section
 
 if TYPE_CHECKING:
-    from clients.tls import Tls
+    from paceline.clients.tls import Tls
 
 __all__ = ["TRACING_HEADERS", "UpstreamSettings", "upstream_flags"]
 
@@ -168,7 +168,7 @@ def _headers(given: tuple[str, ...], has_tokens: bool, token_file: Path | None) 
 
 
 def _tls(given: dict[str, Any]) -> Tls | None:
-    from clients.tls import Tls  # fronts read settings too, and do without it
+    from paceline.clients.tls import Tls  # fronts read settings too, and do without it
 
     used = given.pop("upstream_use_ssl")
     ca, name = given.pop("upstream_root_cert"), given.pop("upstream_server_name")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import ExecutesMadeUp, ModelInstance, Slotted, Supervise, unsupervised
-from backends.errors import (
+from paceline.backends.base import ExecutesMadeUp, ModelInstance, Slotted, Supervise, unsupervised
+from paceline.backends.errors import (
     BackendError,
     DeviceLost,
     InstanceError,
@@ -28,15 +28,15 @@ from backends.errors import (
     Unequipped,
     UnfitOutputs,
 )
-from backends.opening import open_inside
-from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
-from protos import model_config_pb2 as pb
-from protos.datatypes import CONFIG_DATATYPES, by_name
-from protos.tensors import TensorError, decode_raw, element_count
-from server.codec.reshaping import to_model
-from server.errors import ConfigError
-from server.limits import LARGEST_MESSAGE_BYTES
-from server.models.model_config import ServingPlan
+from paceline.backends.opening import open_inside
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
+from paceline.protos import model_config_pb2 as pb
+from paceline.protos.datatypes import CONFIG_DATATYPES, by_name
+from paceline.protos.tensors import TensorError, decode_raw, element_count
+from paceline.server.codec.reshaping import to_model
+from paceline.server.errors import ConfigError
+from paceline.server.limits import LARGEST_MESSAGE_BYTES
+from paceline.server.models.model_config import ServingPlan
 
 __all__ = ["WarmUp"]
 

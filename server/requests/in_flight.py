@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import grpc
 
-from scheduler.notifying import NotifyingFuture
-from server.call_facts import PassedHeaders, TraceParent
-from server.codec.codec import AnyResponse
-from server.codec.shortcuts import Envelope
-from server.codec.wire_request import AnyRequest
-from server.errors import error_text, status_of
-from server.telemetry.model_statistics import FailureReason, reason_of
-from server.telemetry.watching import RequestWatch
+from paceline.scheduler.notifying import NotifyingFuture
+from paceline.server.call_facts import PassedHeaders, TraceParent
+from paceline.server.codec.codec import AnyResponse
+from paceline.server.codec.shortcuts import Envelope
+from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.errors import error_text, status_of
+from paceline.server.telemetry.model_statistics import FailureReason, reason_of
+from paceline.server.telemetry.watching import RequestWatch
 
 __all__ = ["Call", "InFlight", "InferenceSteps", "follow"]
 

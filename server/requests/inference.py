@@ -14,25 +14,25 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from backends.shares import Share
-from backends.spec import Tensors
-from protos import inference_pb2 as pb
-from scheduler.observer import Drop
-from scheduler.pending import Pending
-from server.call_facts import answer_deadline_ns
-from server.codec.batch_facts import add_batch_facts, batch_facts_of
-from server.codec.decoded import DecodedRequest
-from server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
-from server.codec.short_way import AlikeRequests
-from server.codec.wire_request import WireRequest
-from server.errors import ServerStopping
-from server.models.repository import Repository, ServedModel
-from server.requests.in_flight import InFlight, follow
-from server.requests.quiet import until_quiet
-from server.requests.submitting import submit, submit_alike, submit_remote
-from server.telemetry.log import debugging
-from server.telemetry.tracing import Tracer
-from server.telemetry.watching import RequestWatch
+from paceline.backends.shares import Share
+from paceline.backends.spec import Tensors
+from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.pending import Pending
+from paceline.server.call_facts import answer_deadline_ns
+from paceline.server.codec.batch_facts import add_batch_facts, batch_facts_of
+from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
+from paceline.server.codec.short_way import AlikeRequests
+from paceline.server.codec.wire_request import WireRequest
+from paceline.server.errors import ServerStopping
+from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.requests.in_flight import InFlight, follow
+from paceline.server.requests.quiet import until_quiet
+from paceline.server.requests.submitting import submit, submit_alike, submit_remote
+from paceline.server.telemetry.log import debugging
+from paceline.server.telemetry.tracing import Tracer
+from paceline.server.telemetry.watching import RequestWatch
 
 __all__ = ["AnyPending", "Inference", "encode"]
 

@@ -10,19 +10,19 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
-from backends.remote_messages import RemoteRequest
-from backends.spec import Tensors
-from scheduler.batch_queue import Alike
-from scheduler.pending import Pending
-from server.codec.codec import memory_bytes
-from server.codec.decoded import DecodedRequest
-from server.codec.open_codec import OpenCodec
-from server.codec.passing import PassedOn
-from server.codec.short_way import AlikeRequests, Targets
-from server.codec.splitting import submit_parts
-from server.memory.region_tensors import Inputs, TargetedInputs
-from server.models.repository import ServedModel
-from server.requests.in_flight import InFlight
+from paceline.backends.remote_messages import RemoteRequest
+from paceline.backends.spec import Tensors
+from paceline.scheduler.batch_queue import Alike
+from paceline.scheduler.pending import Pending
+from paceline.server.codec.codec import memory_bytes
+from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.open_codec import OpenCodec
+from paceline.server.codec.passing import PassedOn
+from paceline.server.codec.short_way import AlikeRequests, Targets
+from paceline.server.codec.splitting import submit_parts
+from paceline.server.memory.region_tensors import Inputs, TargetedInputs
+from paceline.server.models.repository import ServedModel
+from paceline.server.requests.in_flight import InFlight
 
 __all__ = ["submit", "submit_alike", "submit_remote"]
 

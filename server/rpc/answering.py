@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from scheduler.errors import SchedulerError
-from server.codec.wire_request import AnyRequest, Unread
-from server.errors import ServerStopping, error_text, status_of
-from server.requests.quiet import TRY_AGAIN_MS
+from paceline.scheduler.errors import SchedulerError
+from paceline.server.codec.wire_request import AnyRequest, Unread
+from paceline.server.errors import ServerStopping, error_text, status_of
+from paceline.server.requests.quiet import TRY_AGAIN_MS
 
 __all__ = ["Context", "answering", "status_and_text"]
 

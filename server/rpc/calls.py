@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from protos import inference_pb2 as pb
-from scheduler.policy import NEVER
-from server.call_facts import Headers, PassedHeaders, TraceParent, answer_deadline_ns
-from server.codec.parameters import is_reserved
-from server.config import Settings
-from server.errors import InvalidRequest
-from server.rpc.answering import Context
-from server.rpc.restrictions import HEADER_PREFIX
+from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.policy import NEVER
+from paceline.server.call_facts import Headers, PassedHeaders, TraceParent, answer_deadline_ns
+from paceline.server.codec.parameters import is_reserved
+from paceline.server.config import Settings
+from paceline.server.errors import InvalidRequest
+from paceline.server.rpc.answering import Context
+from paceline.server.rpc.restrictions import HEADER_PREFIX
 
 __all__ = [
     "HeaderForwarding",

@@ -5,9 +5,9 @@ Lives here: the RPC. Must not: make configurations; the repository has them.
 
 from __future__ import annotations
 
-from protos import inference_pb2 as pb
-from server.models.repository import Repository
-from server.rpc.answering import Context, answering
+from paceline.protos import inference_pb2 as pb
+from paceline.server.models.repository import Repository
+from paceline.server.rpc.answering import Context, answering
 
 __all__ = ["Configuration"]
 

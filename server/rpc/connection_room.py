@@ -15,7 +15,7 @@ import socket
 import stat
 from contextlib import suppress
 
-from server.descriptors import allowed, free, opened, reserve
+from paceline.server.descriptors import allowed, free, opened, reserve
 
 __all__ = ["ConnectionRoom"]
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from server.rpc.admission import Admission, Calls, Ended, Refused
-from server.rpc.answering import status_and_text
-from server.rpc.restrictions import Restriction, group_of
-from server.rpc.tokens import Tokens
+from paceline.server.rpc.admission import Admission, Calls, Ended, Refused
+from paceline.server.rpc.answering import status_and_text
+from paceline.server.rpc.restrictions import Restriction, group_of
+from paceline.server.rpc.tokens import Tokens
 
 __all__ = ["Gate", "Registry"]
 

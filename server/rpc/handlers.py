@@ -14,9 +14,9 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from protos import inference_pb2 as pb
-from server.codec.wire_request import RequestReader, parsed
-from server.rpc.gate import Registry
+from paceline.protos import inference_pb2 as pb
+from paceline.server.codec.wire_request import RequestReader, parsed
+from paceline.server.rpc.gate import Registry
 
 __all__ = ["METHODS", "add_handlers", "handler_of", "serialized"]
 

@@ -14,17 +14,17 @@ from urllib.parse import unquote
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from server.addresses import host_and_port, socket_path
-from server.config import Settings
-from server.errors import StartError
-from server.rpc.admission import Admission, Usage
-from server.rpc.connection_room import ConnectionRoom
-from server.rpc.gate import Gate, Registry
-from server.rpc.health import HealthService
-from server.rpc.reflection import INFERENCE_SERVICE, Reflection
-from server.rpc.tls import Certificates, TlsFiles
-from server.rpc.tokens import Tokens
-from server.rpc.unix_socket import SocketFile
+from paceline.server.addresses import host_and_port, socket_path
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
+from paceline.server.rpc.admission import Admission, Usage
+from paceline.server.rpc.connection_room import ConnectionRoom
+from paceline.server.rpc.gate import Gate, Registry
+from paceline.server.rpc.health import HealthService
+from paceline.server.rpc.reflection import INFERENCE_SERVICE, Reflection
+from paceline.server.rpc.tls import Certificates, TlsFiles
+from paceline.server.rpc.tokens import Tokens
+from paceline.server.rpc.unix_socket import SocketFile
 
 __all__ = ["Listener", "check_access"]
 

@@ -11,21 +11,21 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from protos import inference_pb2 as pb
-from server.config import ControlMode
-from server.errors import LoadFailed, ModelNotFound, ModelNotReady, NotSupported
-from server.files import in_utf8
-from server.models.layout import Layout, ModelFolder
-from server.models.load_request import (
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import ControlMode
+from paceline.server.errors import LoadFailed, ModelNotFound, ModelNotReady, NotSupported
+from paceline.server.files import in_utf8
+from paceline.server.models.layout import Layout, ModelFolder
+from paceline.server.models.load_request import (
     Override,
     checked_name,
     parse_load_parameters,
     parse_unload_parameters,
     scratch_folder,
 )
-from server.models.model_record import IndexLine, ModelState
-from server.models.repository import Repository
-from server.rpc.answering import Context, answering
+from paceline.server.models.model_record import IndexLine, ModelState
+from paceline.server.models.repository import Repository
+from paceline.server.rpc.answering import Context, answering
 
 __all__ = ["ModelControl"]
 

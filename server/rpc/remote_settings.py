@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 
-from protos import inference_pb2 as pb
-from server.errors import InvalidRequest, ModelNotFound, ModelNotReady, NotSupported
-from server.models.repository import Repository
-from server.rpc.answering import Context, answering
-from server.telemetry import log
-from server.telemetry.log import LogSettings
-from server.telemetry.tracing import Tracer
+from paceline.protos import inference_pb2 as pb
+from paceline.server.errors import InvalidRequest, ModelNotFound, ModelNotReady, NotSupported
+from paceline.server.models.repository import Repository
+from paceline.server.rpc.answering import Context, answering
+from paceline.server.telemetry import log
+from paceline.server.telemetry.log import LogSettings
+from paceline.server.telemetry.tracing import Tracer
 
 __all__ = ["RemoteSettings"]
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from backends.spec import TensorSpec
-from protos import inference_pb2 as pb
-from server.limits import Limits
-from server.models.repository import Repository, ServedModel
-from server.requests.inference import Inference
-from server.rpc.answering import Context, answering
-from server.rpc.gate import Registry
-from server.rpc.handlers import METHODS, add_handlers, handler_of
+from paceline.backends.spec import TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.server.limits import Limits
+from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.requests.inference import Inference
+from paceline.server.rpc.answering import Context, answering
+from paceline.server.rpc.gate import Registry
+from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
 
 __all__ = ["InferenceService", "RpcGroup"]
 

@@ -10,13 +10,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from backends.errors import LoadError
-from protos import inference_pb2 as pb
-from server.errors import NotSupported, RegionNotFound
-from server.memory.cuda_region import CudaRegion, CudaRegions
-from server.memory.regions import Region, Regions
-from server.memory.system_region import SystemRegion, open_system_region
-from server.rpc.answering import Context, answering
+from paceline.backends.errors import LoadError
+from paceline.protos import inference_pb2 as pb
+from paceline.server.errors import NotSupported, RegionNotFound
+from paceline.server.memory.cuda_region import CudaRegion, CudaRegions
+from paceline.server.memory.regions import Region, Regions
+from paceline.server.memory.system_region import SystemRegion, open_system_region
+from paceline.server.rpc.answering import Context, answering
 
 __all__ = ["SharedMemory"]
 

@@ -7,11 +7,11 @@ empty.
 
 from __future__ import annotations
 
-from protos import inference_pb2 as pb
-from server.models.model_record import version_order
-from server.models.repository import Repository, ServedModel
-from server.rpc.answering import Context, answering
-from server.telemetry.model_statistics import BatchTotals, VersionStatistics
+from paceline.protos import inference_pb2 as pb
+from paceline.server.models.model_record import version_order
+from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.rpc.answering import Context, answering
+from paceline.server.telemetry.model_statistics import BatchTotals, VersionStatistics
 
 __all__ = ["StatisticsService", "statistics_message"]
 

@@ -18,14 +18,14 @@ from typing import Any
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from protos import inference_pb2 as pb
-from server.call_facts import NO_PASSED_HEADERS, PassedHeaders
-from server.codec.parameters import CANCEL, UNORDERED
-from server.codec.shortcuts import Envelope
-from server.codec.wire_request import AnyRequest, Unread, WireRequest, message_of
-from server.requests.in_flight import InferenceSteps, InFlight
-from server.rpc.answering import Context, answering, status_and_text
-from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
+from paceline.protos import inference_pb2 as pb
+from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders
+from paceline.server.codec.parameters import CANCEL, UNORDERED
+from paceline.server.codec.shortcuts import Envelope
+from paceline.server.codec.wire_request import AnyRequest, Unread, WireRequest, message_of
+from paceline.server.requests.in_flight import InferenceSteps, InFlight
+from paceline.server.rpc.answering import Context, answering, status_and_text
+from paceline.server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
 
 __all__ = ["FINAL", "STATUS", "Streaming"]
 

@@ -19,8 +19,8 @@ from typing import cast
 
 import grpc
 
-from server.errors import StartError
-from server.files import check_file
+from paceline.server.errors import StartError
+from paceline.server.files import check_file
 
 __all__ = ["Certificates", "TlsFiles"]
 

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from server.errors import StartError
-from server.files import check_file
+from paceline.server.errors import StartError
+from paceline.server.files import check_file
 
 __all__ = ["Tokens", "line_of", "new_token"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from server.call_facts import NO_PASSED_HEADERS
-from server.codec.wire_request import AnyRequest, message_of
-from server.requests.in_flight import Call, InferenceSteps
-from server.rpc.answering import Context, answering
-from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
-from server.rpc.handlers import serialized
+from paceline.server.call_facts import NO_PASSED_HEADERS
+from paceline.server.codec.wire_request import AnyRequest, message_of
+from paceline.server.requests.in_flight import Call, InferenceSteps
+from paceline.server.rpc.answering import Context, answering
+from paceline.server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
+from paceline.server.rpc.handlers import serialized
 
 __all__ = ["UnaryInference"]
 

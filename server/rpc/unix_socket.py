@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
-from server.errors import StartError
+from paceline.server.errors import StartError
 
 __all__ = ["SOCKET_FOLDER_BYTES", "SOCKET_PATH_BYTES", "SocketFile"]
 

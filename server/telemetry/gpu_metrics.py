@@ -16,7 +16,7 @@ from typing import Protocol
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from server.telemetry.nvml import GpuReading
+from paceline.server.telemetry.nvml import GpuReading
 
 __all__ = ["GpuCollector", "Gpus"]
 

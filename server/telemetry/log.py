@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from server.files import in_utf8
-from server.telemetry.repeat_filter import RepeatFilter
+from paceline.server.files import in_utf8
+from paceline.server.telemetry.repeat_filter import RepeatFilter
 
 __all__ = ["LogSettings", "apply", "configure", "current", "debugging"]
 

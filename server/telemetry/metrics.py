@@ -17,10 +17,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from server.telemetry.exposition import exposition
-from server.telemetry.host_metrics import HostCollector
-from server.telemetry.log_output import lost_lines
-from server.telemetry.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
+from paceline.server.telemetry.exposition import exposition
+from paceline.server.telemetry.host_metrics import HostCollector
+from paceline.server.telemetry.log_output import lost_lines
+from paceline.server.telemetry.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
 __all__ = ["BatcherGauges", "FrontsCollector", "Metrics", "VersionMetrics"]
 

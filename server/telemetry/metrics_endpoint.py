@@ -17,9 +17,9 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from server.addresses import listen
-from server.files import in_utf8
-from server.telemetry.metrics import Metrics
+from paceline.server.addresses import listen
+from paceline.server.files import in_utf8
+from paceline.server.telemetry.metrics import Metrics
 
 __all__ = ["MetricsEndpoint"]
 

@@ -13,11 +13,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from backends.base import Execution
-from backends.errors import BackendError, OutOfMemory
-from scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
-from scheduler.observer import BatchReport, Drop
-from server.errors import AnswerTooLarge, ModelNotReady
+from paceline.backends.base import Execution
+from paceline.backends.errors import BackendError, OutOfMemory
+from paceline.scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
+from paceline.scheduler.observer import BatchReport, Drop
+from paceline.server.errors import AnswerTooLarge, ModelNotReady
 
 __all__ = ["BatchTotals", "DurationHistogram", "FailureReason", "VersionStatistics", "reason_of"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from backends.cuda.driver import gpu_uuids
-from backends.errors import DeviceError, LoadError
+from paceline.backends.cuda.driver import gpu_uuids
+from paceline.backends.errors import DeviceError, LoadError
 
 __all__ = ["GpuReading", "Nvml", "open_nvml"]
 

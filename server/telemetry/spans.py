@@ -26,12 +26,12 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from backends.base import Execution
-from scheduler.lane import Entry
-from scheduler.observer import BatchReport, Drop, Observer
-from server.call_facts import TraceParent
-from server.errors import status_of
-from server.telemetry.trace_settings import OtlpTarget
+from paceline.backends.base import Execution
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.observer import BatchReport, Drop, Observer
+from paceline.server.call_facts import TraceParent
+from paceline.server.errors import status_of
+from paceline.server.telemetry.trace_settings import OtlpTarget
 
 __all__ = ["RequestSpan", "Sampling", "Spans"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from server.errors import InvalidRequest, NotSupported
-from server.files import in_utf8
+from paceline.server.errors import InvalidRequest, NotSupported
+from paceline.server.files import in_utf8
 
 __all__ = ["OtlpTarget", "TraceConfig", "TraceSettings", "TraceStore", "parse_trace_config"]
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from backends.base import Execution
-from backends.extras import how_to_install
-from scheduler.pending import BatchFacts
-from server.errors import StartError
-from server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore
-from server.telemetry.trace_writer import TraceWriter
+from paceline.backends.base import Execution
+from paceline.backends.extras import how_to_install
+from paceline.scheduler.pending import BatchFacts
+from paceline.server.errors import StartError
+from paceline.server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore
+from paceline.server.telemetry.trace_writer import TraceWriter
 
 if TYPE_CHECKING:
-    from server.telemetry.spans import Spans
+    from paceline.server.telemetry.spans import Spans
 
 __all__ = ["Tracer"]
 
@@ -136,7 +136,7 @@ class Tracer:
 
 def _spans(target: OtlpTarget, tracer: Tracer) -> Spans:
     try:
-        from server.telemetry.spans import Spans  # what it imports isn't always installed, and costs memory
+        from paceline.server.telemetry.spans import Spans  # what it imports isn't always installed, and costs memory
     except ImportError as error:
         raise StartError(
             f"--trace-config: mode opentelemetry needs more packages: {how_to_install('otel')} ({error})"

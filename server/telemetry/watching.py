@@ -10,14 +10,14 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from scheduler.pending import BatchFacts
-from server.call_facts import TraceParent
-from server.codec.wire_request import AnyRequest
-from server.errors import error_text, status_of
-from server.telemetry.log import debugging
+from paceline.scheduler.pending import BatchFacts
+from paceline.server.call_facts import TraceParent
+from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.errors import error_text, status_of
+from paceline.server.telemetry.log import debugging
 
 if TYPE_CHECKING:
-    from server.telemetry.spans import RequestSpan, Spans
+    from paceline.server.telemetry.spans import RequestSpan, Spans
 
 __all__ = ["RequestWatch"]
 

@@ -18,7 +18,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.harness import ServerProcess
 from tests.models import model, tensor

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients import ClientError, InferenceClient
+from paceline.clients import ClientError, InferenceClient
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.polling import eventually
 from tests.ports import free_port

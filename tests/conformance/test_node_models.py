@@ -14,10 +14,10 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 from onnx.backend.test.case.node import collect_testcases
 
-from backends.base import Device, ModelSource
-from backends.errors import ExecutionError
-from backends.onnx.backend import OnnxBackend
-from backends.spec import Array, Tensors
+from paceline.backends.base import Device, ModelSource
+from paceline.backends.errors import ExecutionError
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.spec import Array, Tensors
 from tests.unit.backends.onnx_models import batched
 
 MISTAKEN = {

@@ -28,10 +28,10 @@ from tritonclient.grpc import model_config_pb2 as triton_config
 from tritonclient.grpc import service_pb2 as triton_service
 from tritonclient.grpc import service_pb2_grpc as triton_grpc
 
-from protos import inference_pb2, inference_pb2_grpc, model_config_pb2
-from protos.datatypes import DATATYPES
-from protos.pool import POOL
-from protos.tensors import decode_raw, encode_raw, float32_from_bf16
+from paceline.protos import inference_pb2, inference_pb2_grpc, model_config_pb2
+from paceline.protos.datatypes import DATATYPES
+from paceline.protos.pool import POOL
+from paceline.protos.tensors import decode_raw, encode_raw, float32_from_bf16
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = [(inference_pb2.DESCRIPTOR, triton_service.DESCRIPTOR), (model_config_pb2.DESCRIPTOR, triton_config.DESCRIPTOR)]
@@ -319,8 +319,8 @@ def test_stubs_made_by_plain_protoc_import_beside_ours(tmp_path: Path, implement
         subprocess.run([*command, name], check=True, cwd=tmp_path, timeout=60)
     program = (
         "import inference_pb2 as plain, inference_pb2_grpc\n"
-        "from protos import inference_pb2 as ours\n"
-        "from protos.pool import POOL\n"
+        "from paceline.protos import inference_pb2 as ours\n"
+        "from paceline.protos.pool import POOL\n"
         "assert plain.DESCRIPTOR.pool is not POOL and ours.DESCRIPTOR.pool is POOL\n"
         "assert plain.DESCRIPTOR.serialized_pb == ours.DESCRIPTOR.serialized_pb\n"
         "request = plain.ModelInferRequest(model_name='m', raw_input_contents=[b'x'])\n"
@@ -329,8 +329,8 @@ def test_stubs_made_by_plain_protoc_import_beside_ours(tmp_path: Path, implement
     run_python(program, output, PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=implementation)
 
 
-OURS = "import protos.inference_pb2_grpc, protos.inference_pb2 as ours, protos.model_config_pb2\n"
-OUR_CODEC = "import protos.datatypes, protos.tensors\n"
+OURS = "from paceline.protos import inference_pb2 as ours, inference_pb2_grpc, model_config_pb2\n"
+OUR_CODEC = "from paceline.protos import datatypes, tensors\n"
 THEIRS = "import tritonclient.grpc, tritonclient.grpc.service_pb2 as theirs\n"
 EXCHANGE = """
 sent = theirs.ModelConfigResponse()
@@ -339,14 +339,14 @@ sent.config.parameters["k"].string_value = "v"
 received = ours.ModelConfigResponse.FromString(sent.SerializeToString())
 assert received.config.parameters["k"].string_value == "v", received
 assert theirs.ModelConfigResponse.FromString(received.SerializeToString()) == sent
-assert type(received.config) is protos.model_config_pb2.ModelConfig
-datatype = protos.datatypes.by_name("INT8")
+assert type(received.config) is model_config_pb2.ModelConfig
+datatype = datatypes.by_name("INT8")
 contents = ours.InferTensorContents(int_contents=[1, -2])
 shape = ours.ModelInferRequest.InferInputTensor(shape=[2]).shape
-array = protos.tensors.decode_contents(contents, datatype, shape)
+array = tensors.decode_contents(contents, datatype, shape)
 assert array.tolist() == [1, -2]
-assert protos.tensors.encode_contents(array, datatype) == contents
-assert protos.tensors.decode_raw(b"\\x01\\x02", datatype, shape).sum() == 3
+assert tensors.encode_contents(array, datatype) == contents
+assert tensors.decode_raw(b"\\x01\\x02", datatype, shape).sum() == 3
 """
 
 

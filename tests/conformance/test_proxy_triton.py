@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from bench.subjects import RIVALS
-from clients import AsyncInferenceClient, ClientError
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.clients import AsyncInferenceClient, ClientError
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import REPO, ServerProcess
 from tests.polling import eventually
 from tests.ports import free_port

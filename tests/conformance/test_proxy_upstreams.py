@@ -20,8 +20,8 @@ import pytest
 from bench import models
 from bench.scenario import Side
 from bench.subjects import RIVALS, NotInstalledError, start
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import ServerProcess
 from tests.polling import eventually
 from tests.ports import free_port

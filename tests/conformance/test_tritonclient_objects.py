@@ -14,8 +14,8 @@ import tritonclient.utils
 from tritonclient.grpc.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
 
-from protos.datatypes import by_name
-from protos.tensors import decode_raw, encode_raw
+from paceline.protos.datatypes import by_name
+from paceline.protos.tensors import decode_raw, encode_raw
 from tests.conformance import zoo
 from tests.conformance.triton import Triton, assert_same_bits, outputs_of, tensors, wanted
 from tests.harness import ServerProcess

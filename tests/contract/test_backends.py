@@ -14,16 +14,25 @@ from time import monotonic_ns
 import numpy as np
 import pytest
 
-from backends.accelerator import Accelerator
-from backends.base import Backend, Device, DeviceKind, GroupKind, InstanceGroup, ModelInstance, ModelSource, OpenModel
-from backends.cuda.driver import count_gpus
-from backends.errors import ExecutionError, LoadError
-from backends.host_accelerator import HostAccelerator
-from backends.memory import IdentityBackend, MemoryBackend, MemoryModel
-from backends.onnx.backend import OnnxBackend
-from backends.python.backend import PythonBackend
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec
-from protos.datatypes import by_name
+from paceline.backends.accelerator import Accelerator
+from paceline.backends.base import (
+    Backend,
+    Device,
+    DeviceKind,
+    GroupKind,
+    InstanceGroup,
+    ModelInstance,
+    ModelSource,
+    OpenModel,
+)
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import ExecutionError, LoadError
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.memory import IdentityBackend, MemoryBackend, MemoryModel
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.python.backend import PythonBackend
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.protos.datatypes import by_name
 from tests import models
 from tests.cuda import stand_in
 

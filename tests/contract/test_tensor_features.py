@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import Device, ModelInstance, ModelSource, OpenModel
-from backends.memory import IdentityBackend, MemoryModel
-from backends.onnx.backend import OnnxBackend
-from backends.spec import BatchOutput, ModelSpec, Tensors, TensorSpec
+from paceline.backends.base import Device, ModelInstance, ModelSource, OpenModel
+from paceline.backends.memory import IdentityBackend, MemoryModel
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.spec import BatchOutput, ModelSpec, Tensors, TensorSpec
 from tests import models
 
 CPU = Device()

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from backends.cuda.accelerator import CudaAccelerator
-from backends.cuda.context import load_driver
+from paceline.backends.cuda.accelerator import CudaAccelerator
+from paceline.backends.cuda.context import load_driver
 
 SOURCES = Path(__file__).parent
 _DRIVER = "libcuda.so.1"

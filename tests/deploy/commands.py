@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
-from server.cli import main
+from paceline.server.cli import main
 
 __all__ = ["accepted", "all_commands", "flags_of"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clients import InferenceClient, errors
+from paceline.clients import InferenceClient, errors
 from tests.deploy.commands import all_commands, flags_of
 from tests.harness import REPO
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from clients import InferenceClient
+from paceline.clients import InferenceClient
 from tests.shared_objects import shared_object
 
 IMAGE = os.environ.get("PACELINE_IMAGE", "")

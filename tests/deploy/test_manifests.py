@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import yaml
 
-from clients import InferenceClient
-from server import app
-from server.models.backend_config import parse_backend_config
-from server.rpc.health import LIVENESS
+from paceline.clients import InferenceClient
+from paceline.server import app
+from paceline.server.models.backend_config import parse_backend_config
+from paceline.server.rpc.health import LIVENESS
 from tests import models
 from tests.deploy.commands import accepted
 from tests.deploy.manifests import FOLDERS, Container, Manifest, containers, manifests, schema

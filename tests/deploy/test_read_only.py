@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients import InferenceClient
+from paceline.clients import InferenceClient
 from tests.deploy.sandbox import read_only_as_nobody, why_not
 from tests.harness import REPO, ServerProcess
 from tests.polling import eventually
 
 ROOT = Path(os.environ.get("PACELINE_IMAGE_ROOT", REPO / ".witness" / "container"))
 INSTALLED = ROOT / "opt" / "paceline" / "bin"
-SOURCE_TREE = (sys.executable, "-m", "server")
+SOURCE_TREE = (sys.executable, "-m", "paceline")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +76,7 @@ def test_processes_started_by_the_server_need_no_more_than_it_has(python_storage
     """Processes of Python models and those that speak gRPC; and a server in front of another."""
     python, path = python_for_all()
     env = {"HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1", **path}
-    command = (*read_only_as_nobody(), python, "-m", "server")
+    command = (*read_only_as_nobody(), python, "-m", "paceline")
     flags = ["--allow-python-models", "true", "--frontends", "2"]
     with (
         ServerProcess(python_storage, env=env, program=command, args=flags) as server,

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.differential.comparing import Call
 from tests.differential.messages import floats, infer, ints, of_input, raw, texts, typed, wanting
 from tests.differential.repository import DATATYPES

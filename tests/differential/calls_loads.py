@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToJson
 
-from protos import model_config_pb2 as config_pb
+from paceline.protos import model_config_pb2 as config_pb
 from tests.differential.comparing import Call
 from tests.differential.messages import config, floats, infer, load
 from tests.differential.repository import model_config

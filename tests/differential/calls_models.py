@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.differential.comparing import Call
 from tests.differential.messages import config, floats, index, infer, load, metadata, ready, statistics, unload
 from tests.differential.repository import MODELS

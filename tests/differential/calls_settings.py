@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.differential.comparing import Call
 from tests.differential.messages import floats, infer, logs, of_input, raw, traces, wanting
 

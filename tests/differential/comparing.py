@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.polling import eventually
 
 __all__ = ["Answer", "Call", "answer_of", "differences", "faults_here", "lasting_answer_of"]

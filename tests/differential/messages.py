@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.wire import Array, infer, parameter
 
 __all__ = [

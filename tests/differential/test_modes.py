@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.differential.comparing import Answer, Call, answer_of, differences
 from tests.differential.messages import floats, index, infer, load, metadata, ready, unload
 from tests.differential.pair import Both, One, serving_both

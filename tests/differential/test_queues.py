@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.differential.comparing import Call, answer_of
 from tests.differential.messages import floats, infer
 from tests.differential.pair import Both, One

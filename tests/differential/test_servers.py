@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.differential.calls_loads import warmup
 from tests.differential.comparing import Call, answer_of, differences
 from tests.differential.messages import floats, index, infer, load, unload

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.differential.messages import floats, infer, ints, wanting
 from tests.differential.pair import Both
 

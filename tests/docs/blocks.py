@@ -13,7 +13,7 @@ from pathlib import Path
 
 from google.protobuf import text_format
 
-from protos import model_config_pb2
+from paceline.protos import model_config_pb2
 from tests.harness import REPO
 
 __all__ = ["Block", "blocks", "commands", "pages"]

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from google.protobuf import text_format
 
-from protos import model_config_pb2
+from paceline.protos import model_config_pb2
 from tests.docs.blocks import Block, blocks, commands, pages
 from tests.docs.reader import Reader, make_clone, start
 from tests.harness import REPO, ServerProcess

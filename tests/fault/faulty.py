@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from backends import registry
-from backends.base import Backend
-from backends.faults import change_datatype, lose_output, lose_row
-from backends.memory import MemoryBackend, MemoryModel
-from backends.spec import ModelSpec, Tensors, TensorSpec
-from server.cli import main
+from paceline.backends import registry
+from paceline.backends.base import Backend
+from paceline.backends.faults import change_datatype, lose_output, lose_row
+from paceline.backends.memory import MemoryBackend, MemoryModel
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
+from paceline.server.cli import main
 
 __all__ = [
     "DIES",

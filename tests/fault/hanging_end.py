@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 
-from server.cli import main
+from paceline.server.cli import main
 
 __all__ = ["KEEPS_INTERPRETER"]
 

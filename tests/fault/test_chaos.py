@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.fault.traffic import connected, quiet, request
 from tests.fuzz.mutation import mutated
 from tests.fuzz.targets import inputs

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.fault.traffic import connected, pending, quiet, request, total
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.polling import eventually

@@ -13,8 +13,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.faulty import (
     DIES,
     FAULTS,

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.traffic import connected, pending, request, total
 from tests.fronts import channel_each, fronts_of, is_alive
 from tests.harness import ServerProcess, write_identity

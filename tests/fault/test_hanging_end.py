@@ -35,7 +35,7 @@ def test_end_does_not_need_the_metrics_address(tmp_path: Path, before: str, addr
     if why_not := why_no_network_of_its_own():
         pytest.skip(why_not)
     write_identity(tmp_path)
-    command = f'ip link set lo up; {before}; exec "{sys.executable}" -m server "$@"'
+    command = f'ip link set lo up; {before}; exec "{sys.executable}" -m paceline "$@"'
     program = ("unshare", "--net", "sh", "-euc", command, "sh")
     with ServerProcess(tmp_path, program=program, args=("--metrics-address", address)) as server:
         subprocess.run(["nsenter", "--net", "--target", str(server.pid), *after.split()], check=True)

@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 import pytest
 
-from clients import InferenceClient
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from protos.wire import delimited
+from paceline.clients import InferenceClient
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos.wire import delimited
 from tests.certificates import Authority
 from tests.fault.traffic import connected, peak_bytes, quiet, request
 from tests.harness import ServerProcess, write_identity
@@ -111,7 +111,7 @@ def test_connections_beyond_the_limit_are_closed_and_earlier_ones_keep_working(t
 
 def few_descriptors(number: int, most: int | None = None) -> Sequence[str]:
     limits = f"ulimit -Sn {number}; ulimit -Hn {most or number}"
-    return "/bin/sh", "-c", f'{limits}; exec "{sys.executable}" -m server "$@"', "sh"
+    return "/bin/sh", "-c", f'{limits}; exec "{sys.executable}" -m paceline "$@"', "sh"
 
 
 def connections_to(server: ServerProcess, number: int, until: ExitStack) -> list[socket.socket]:

@@ -87,7 +87,7 @@ def test_client_gone_as_soon_as_its_request_is_sent_affects_nobody_else(server: 
 _STOPPED = """
 import sys, grpc
 from tests.fault.traffic import Client, request
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 with grpc.insecure_channel(sys.argv[1]) as channel:
     if sys.argv[2] == "call":
         calls = [Client(channel).send(request(first=1000)) for _ in range(4)]

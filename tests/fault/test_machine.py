@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.traffic import connected, quiet, request, says
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.integration.http2 import begun_calls
@@ -87,7 +87,7 @@ def test_log_on_a_full_disk_loses_only_lines(tmp_path: Path, form: str) -> None:
     """At debug level there is a line for each request."""
     write_identity(tmp_path)
     port = free_port()
-    command = [sys.executable, "-m", "server", "serve", str(tmp_path), "--grpc-address", "127.0.0.1"]
+    command = [sys.executable, "-m", "paceline", "serve", str(tmp_path), "--grpc-address", "127.0.0.1"]
     command += ["--grpc-port", str(port), "--allow-metrics", "false", "--log-level", "debug"]
     command += ["--log-format", form]
     # As for users: with unbuffered output, Python would have nothing left to write at the end.

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.traffic import peak_bytes, pending, request
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async

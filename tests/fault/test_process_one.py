@@ -36,7 +36,7 @@ def process_one(unshare: int) -> int:
 
 
 def test_signal_ends_what_is_still_starting() -> None:
-    code = "from server.process_one import leave_process_one as f; f(); print('imports', flush=True); input()"
+    code = "from paceline.server.process_one import leave_process_one as f; f(); print('imports', flush=True); input()"
     command = [*AS_PROCESS_ONE, sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout
@@ -47,17 +47,17 @@ def test_signal_ends_what_is_still_starting() -> None:
 
 def test_server_ends_in_order_with_its_own_status(tmp_path: Path) -> None:
     write_identity(tmp_path)
-    with ServerProcess(tmp_path, program=(*AS_PROCESS_ONE, sys.executable, "-m", "server")) as server:
+    with ServerProcess(tmp_path, program=(*AS_PROCESS_ONE, sys.executable, "-m", "paceline")) as server:
         os.kill(process_one(server.pid), signal.SIGTERM)
         assert server.wait() == 0
         assert says(server, "stopped after")
-    failing = [*AS_PROCESS_ONE, sys.executable, "-m", "server", "serve", "--no-such-flag"]
+    failing = [*AS_PROCESS_ONE, sys.executable, "-m", "paceline", "serve", "--no-such-flag"]
     assert subprocess.run(failing, cwd=REPO, capture_output=True, timeout=60).returncode == 2
 
 
 def test_orphans_do_not_stay_as_zombies(tmp_path: Path) -> None:
     write_identity(tmp_path)
-    with ServerProcess(tmp_path, program=(*AS_PROCESS_ONE, sys.executable, "-m", "server")) as server:
+    with ServerProcess(tmp_path, program=(*AS_PROCESS_ONE, sys.executable, "-m", "paceline")) as server:
         one = process_one(server.pid)
         for _ in range(3):  # a shell that leaves a process behind, which becomes a child of process 1
             enter = ["nsenter", "--target", str(one), "--pid", "--mount", "sh", "-c", "true & exit"]

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests import puppet
 from tests.fault.traffic import connected
 from tests.harness import ServerProcess

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from server.rpc.tokens import line_of
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.server.rpc.tokens import line_of
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually
 from tests.wire import infer, rows_of_floats

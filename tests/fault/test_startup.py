@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.fault.traffic import connected, request
 from tests.harness import REPO, ServerProcess, write_identity
@@ -167,7 +167,7 @@ def test_start_with_a_closed_standard_stream_opens_dev_null_in_its_place(
     tmp_path: Path, closed: str, number: int, frontends: str
 ) -> None:
     write_identity(tmp_path)
-    program = ("/bin/sh", "-c", f'exec "{sys.executable}" -m server "$@" {closed}', "sh")
+    program = ("/bin/sh", "-c", f'exec "{sys.executable}" -m paceline "$@" {closed}', "sh")
     with ServerProcess(tmp_path, program=program, args=["--frontends", frontends]) as server:
         assert os.readlink(f"/proc/{server.pid}/fd/{number}") == os.devnull
         with connected(server) as client:
@@ -179,7 +179,7 @@ def test_start_with_a_closed_standard_stream_opens_dev_null_in_its_place(
 def test_start_without_any_standard_stream_opens_dev_null_and_serves(tmp_path: Path) -> None:
     write_identity(tmp_path)
     port = free_port()
-    command = f'exec "{sys.executable}" -m server serve "$0" --grpc-port {port} --allow-metrics false <&- >&- 2>&-'
+    command = f'exec "{sys.executable}" -m paceline serve "$0" --grpc-port {port} --allow-metrics false <&- >&- 2>&-'
     with subprocess.Popen(["/bin/sh", "-c", command, str(tmp_path)], cwd=REPO) as server:
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -194,7 +194,7 @@ def test_start_without_any_standard_stream_opens_dev_null_and_serves(tmp_path: P
 
 def test_failed_start_without_any_standard_stream_exits_with_status_1(tmp_path: Path) -> None:
     done = subprocess.run(
-        ["/bin/sh", "-c", f'exec "{sys.executable}" -m server serve "$0" <&- >&- 2>&-', str(tmp_path / "nowhere")],
+        ["/bin/sh", "-c", f'exec "{sys.executable}" -m paceline serve "$0" <&- >&- 2>&-', str(tmp_path / "nowhere")],
         cwd=REPO,
         check=False,
     )

@@ -18,8 +18,8 @@ import grpc
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import REPO, write_identity
 from tests.polling import eventually
 from tests.ports import free_port
@@ -43,7 +43,7 @@ class Unread:
             os.set_blocking(writing, True)
         self._grpc_port, self._metrics_port = free_port(), free_port()
         flags = ["--grpc-address", "127.0.0.1", "--grpc-port", self._grpc_port, "--metrics-port", self._metrics_port]
-        command = [sys.executable, "-m", "server", "serve", repository, *flags, "--log-format", "json", *args]
+        command = [sys.executable, "-m", "paceline", "serve", repository, *flags, "--log-format", "json", *args]
         self.process = subprocess.Popen(list(map(str, command)), cwd=REPO, stderr=writing)
         os.close(writing)
         self._channel = grpc.insecure_channel(f"127.0.0.1:{self._grpc_port}")

@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import REPO, ServerProcess
 from tests.integration.http2 import call_frames
 from tests.polling import eventually

@@ -12,17 +12,17 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from backends.errors import LoadError
-from backends.registry import backend
-from protos import model_config_pb2 as config_pb
-from protos.inference_pb2 import RepositoryModelLoadRequest
-from server.errors import ConfigError
-from server.models.layout import ModelFolder, model_folder
-from server.models.load_request import checked_name, parse_load_parameters, scratch_folder
-from server.models.loader import load_model
-from server.models.model_config import parse_config
-from server.models.served_model import ServedModel
-from server.telemetry.metrics import Metrics
+from paceline.backends.errors import LoadError
+from paceline.backends.registry import backend
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.protos.inference_pb2 import RepositoryModelLoadRequest
+from paceline.server.errors import ConfigError
+from paceline.server.models.layout import ModelFolder, model_folder
+from paceline.server.models.load_request import checked_name, parse_load_parameters, scratch_folder
+from paceline.server.models.loader import load_model
+from paceline.server.models.model_config import parse_config
+from paceline.server.models.served_model import ServedModel
+from paceline.server.telemetry.metrics import Metrics
 from tests.fuzz.judging import Finding, Target, refused
 
 __all__ = ["targets"]

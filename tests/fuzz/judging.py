@@ -15,8 +15,8 @@ from pathlib import Path
 
 import grpc
 
-from server.errors import status_of
-from server.telemetry.log import debugging
+from paceline.server.errors import status_of
+from paceline.server.telemetry.log import debugging
 
 __all__ = ["Finding", "Target", "awake_s", "judged", "quiet", "refused"]
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.base import Device, ModelInstance
-from backends.memory import MemoryModel
-from backends.spec import BatchOutput, ModelSpec, TensorSpec
-from protos.datatypes import DATATYPES
-from server.codec.adapting_codec import codec_for
-from server.codec.codec import ModelCodec
-from server.memory.reading import ExecuteInputs, reading
-from server.memory.regions import Regions
+from paceline.backends.base import Device, ModelInstance
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import BatchOutput, ModelSpec, TensorSpec
+from paceline.protos.datatypes import DATATYPES
+from paceline.server.codec.adapting_codec import codec_for
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.memory.reading import ExecuteInputs, reading
+from paceline.server.memory.regions import Regions
 
 __all__ = ["MAX_ROWS", "FuzzedModel", "open_model"]
 

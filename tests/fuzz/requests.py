@@ -11,18 +11,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from backends.spec import MISSING, Tensors
-from protos.datatypes import DATATYPES
-from protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
-from protos.tensors import TensorError, decode_contents, decode_raw, encode_raw
-from server.codec.decoded import DecodedRequest
-from server.codec.parameters import parse_parameters
-from server.codec.wire_request import AnyRequest, RequestReader, WireRequest, message_of
-from server.errors import ServerError
-from server.memory.regions import Regions
-from server.memory.system_region import open_system_region
-from server.rpc.calls import HeaderForwarding, add_headers
-from server.rpc.handlers import serialized
+from paceline.backends.spec import MISSING, Tensors
+from paceline.protos.datatypes import DATATYPES
+from paceline.protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
+from paceline.protos.tensors import TensorError, decode_contents, decode_raw, encode_raw
+from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.parameters import parse_parameters
+from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest, message_of
+from paceline.server.errors import ServerError
+from paceline.server.memory.regions import Regions
+from paceline.server.memory.system_region import open_system_region
+from paceline.server.rpc.calls import HeaderForwarding, add_headers
+from paceline.server.rpc.handlers import serialized
 from tests.fuzz.judging import Finding, Target, refused
 from tests.fuzz.models import MAX_ROWS, FuzzedModel, open_model
 from tests.shared_objects import SharedObject

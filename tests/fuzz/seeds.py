@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.fuzz.services import METHODS, SHARED
 from tests.fuzz.targets import CORPUS
 from tests.shared_objects import add_shared_input, request_shared_output

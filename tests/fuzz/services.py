@@ -18,26 +18,26 @@ from typing import Any
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from backends.errors import LoadError
-from backends.registry import backend
-from protos import inference_pb2 as pb
-from server.config import ControlMode
-from server.memory.regions import Regions
-from server.models.layout import Layout
-from server.models.load_queue import LoadQueue
-from server.models.repository import Repository
-from server.requests.inference import Inference
-from server.rpc.calls import HeaderForwarding
-from server.rpc.configuration import Configuration
-from server.rpc.model_control import ModelControl
-from server.rpc.remote_settings import RemoteSettings
-from server.rpc.service import InferenceService
-from server.rpc.shared_memory import SharedMemory
-from server.rpc.statistics_service import StatisticsService
-from server.rpc.streaming import Streaming
-from server.rpc.unary_inference import UnaryInference
-from server.telemetry.metrics import Metrics
-from server.telemetry.tracing import Tracer
+from paceline.backends.errors import LoadError
+from paceline.backends.registry import backend
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import ControlMode
+from paceline.server.memory.regions import Regions
+from paceline.server.models.layout import Layout
+from paceline.server.models.load_queue import LoadQueue
+from paceline.server.models.repository import Repository
+from paceline.server.requests.inference import Inference
+from paceline.server.rpc.calls import HeaderForwarding
+from paceline.server.rpc.configuration import Configuration
+from paceline.server.rpc.model_control import ModelControl
+from paceline.server.rpc.remote_settings import RemoteSettings
+from paceline.server.rpc.service import InferenceService
+from paceline.server.rpc.shared_memory import SharedMemory
+from paceline.server.rpc.statistics_service import StatisticsService
+from paceline.server.rpc.streaming import Streaming
+from paceline.server.rpc.unary_inference import UnaryInference
+from paceline.server.telemetry.metrics import Metrics
+from paceline.server.telemetry.tracing import Tracer
 from tests.fuzz.judging import REFUSALS, Finding, Target
 
 __all__ = ["METHODS", "SHARED", "targets"]

@@ -13,9 +13,9 @@ from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from protos import inference_pb2 as pb
-from protos import model_config_pb2 as config_pb
-from protos.datatypes import DATATYPES
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.protos.datatypes import DATATYPES
 from tests.fuzz.messages import change
 from tests.fuzz.services import METHODS
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from protos import inference_pb2 as pb
-from server.config import Settings
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import Settings
 from tests.integration.serving import Served
 from tests.shared_objects import add_shared_input, request_shared_output
 

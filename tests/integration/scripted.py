@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from backends.faults import Gate
-from backends.memory import MemoryModel
-from backends.spec import ModelSpec, Tensors, TensorSpec
-from protos import inference_pb2 as pb
+from paceline.backends.faults import Gate
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
+from paceline.protos import inference_pb2 as pb
 from tests.integration.serving import Served
 from tests.polling import eventually_async
 from tests.wire import Array, infer

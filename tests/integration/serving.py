@@ -19,15 +19,15 @@ from typing import Any
 
 import grpc
 
-from backends.base import Backend
-from backends.memory import MemoryBackend, MemoryModel
-from backends.registry import backend as registered
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from server.app import Server
-from server.config import Settings
-from server.fronts.pool import StartFront
+from paceline.backends.base import Backend
+from paceline.backends.memory import MemoryBackend, MemoryModel
+from paceline.backends.registry import backend as registered
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.server.app import Server
+from paceline.server.config import Settings
+from paceline.server.fronts.pool import StartFront
 from tests import nursery
 
 __all__ = [

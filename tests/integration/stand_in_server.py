@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.cuda import stand_in
 from tests.harness import ServerProcess

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.integration.scripted import mark_of
 from tests.integration.serving import Served
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests import models
 from tests.integration.controlling import explicit, load
 from tests.integration.serving import failure_of, serving

@@ -11,9 +11,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from server.config import Settings
-from server.rpc.restrictions import GROUPS, parse_restrictions
-from server.rpc.tokens import line_of
+from paceline.server.config import Settings
+from paceline.server.rpc.restrictions import GROUPS, parse_restrictions
+from paceline.server.rpc.tokens import line_of
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from backends.errors import ExecutionError
-from clients import AsyncInferenceClient
-from protos import inference_pb2 as pb
-from server.telemetry import log
-from server.telemetry.model_statistics import FailureReason
-from server.telemetry.repeat_filter import RepeatFilter
+from paceline.backends.errors import ExecutionError
+from paceline.clients import AsyncInferenceClient
+from paceline.protos import inference_pb2 as pb
+from paceline.server.telemetry import log
+from paceline.server.telemetry.model_statistics import FailureReason
+from paceline.server.telemetry.repeat_filter import RepeatFilter
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async

@@ -12,20 +12,20 @@ from pathlib import Path
 import grpc
 import pytest
 
-from backends.errors import ExecutionError
-from backends.memory import MemoryBackend, MemoryModel
-from backends.spec import ModelSpec, Tensors, TensorSpec
-from protos import inference_pb2 as pb
-from scheduler.errors import QueueFull
-from scheduler.policy import NEVER
-from scheduler.waiting import SharedQueueLimits
-from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
-from server.errors import InvalidRequest
-from server.models.load_queue import LoadQueue
-from server.models.repository import Repository
-from server.requests.inference import Inference
-from server.rpc.handlers import serialized
-from server.telemetry.metrics import Metrics
+from paceline.backends.errors import ExecutionError
+from paceline.backends.memory import MemoryBackend, MemoryModel
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.errors import QueueFull
+from paceline.scheduler.policy import NEVER
+from paceline.scheduler.waiting import SharedQueueLimits
+from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.errors import InvalidRequest
+from paceline.server.models.load_queue import LoadQueue
+from paceline.server.models.repository import Repository
+from paceline.server.requests.inference import Inference
+from paceline.server.rpc.handlers import serialized
+from paceline.server.telemetry.metrics import Metrics
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import Served, serving, write_model
 from tests.integration.without_grpc import Context, called

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from server.codec.wire_request import RequestReader, WireRequest
-from server.limits import Limits
+from paceline.protos import inference_pb2 as pb
+from paceline.server.codec.wire_request import RequestReader, WireRequest
+from paceline.server.limits import Limits
 from tests.integration.regions import ROW, in_region, register, settings, unregister
 from tests.integration.scripted import Script, mark_of, totals
 from tests.integration.serving import Served, serving

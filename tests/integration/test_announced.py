@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from protos import inference_pb2 as pb
-from server.codec.decoded import DecodedRequest
-from server.codec.wire_request import RequestReader
-from server.errors import ModelNotFound
-from server.requests.in_flight import Call
+from paceline.protos import inference_pb2 as pb
+from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.wire_request import RequestReader
+from paceline.server.errors import ModelNotFound
+from paceline.server.requests.in_flight import Call
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import serving
 from tests.integration.without_grpc import Context, called
@@ -114,7 +114,7 @@ async def test_stream_request_withdrawn_before_it_is_started_is_answered_cancell
 async def test_requests_of_a_stream_that_ends_before_they_are_started_are_counted_and_not_executed(
     tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler.arrival_model._FORGOTTEN_NS", 100 * 10**9)
+    monkeypatch.setattr("paceline.scheduler.arrival_model._FORGOTTEN_NS", 100 * 10**9)
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         # So that the batcher waits for more requests.
         await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))

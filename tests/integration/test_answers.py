@@ -10,13 +10,13 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.memory import MemoryModel
-from backends.spec import ModelSpec, Tensors, TensorSpec
-from clients import AsyncInferenceClient
-from protos import inference_pb2 as pb
-from server.app import product_version
-from server.config import ControlMode, Settings
-from server.telemetry.trace_settings import TraceConfig
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
+from paceline.clients import AsyncInferenceClient
+from paceline.protos import inference_pb2 as pb
+from paceline.server.app import product_version
+from paceline.server.config import ControlMode, Settings
+from paceline.server.telemetry.trace_settings import TraceConfig
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.streams import Stream

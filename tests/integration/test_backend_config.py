@@ -13,8 +13,8 @@ import grpc
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.harness import ServerProcess
 from tests.wire import infer
@@ -60,7 +60,7 @@ def test_thread_count_applies_to_each_session_that_sets_none(repository: Path) -
 def test_threads_follow_the_cpus_unless_told(repository: Path) -> None:
     if (os.cpu_count() or 1) < 2 or not shutil.which("taskset"):
         pytest.skip("needs two CPUs and taskset")
-    program = ("taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-m", "server")
+    program = ("taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-m", "paceline")
     counts = []
     for told, count in ((), 1), (("--backend-config=onnxruntime,intra_op_thread_count=5",), 5):
         with ServerProcess(repository, args=told, program=program) as server:

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceServicer
-from server.config import Settings
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceServicer
+from paceline.server.config import Settings
 from tests.integration.http2 import call_by_hand
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.wire import infer, rows_of_floats

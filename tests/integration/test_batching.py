@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from backends.memory import MemoryModel
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
 from tests.integration import scripted
 from tests.integration.scripted import Script
 from tests.integration.serving import Served, echo_model, serving, write_model

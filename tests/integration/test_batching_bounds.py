@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError
-from backends.memory import MemoryModel
+from paceline.backends.errors import ExecutionError
+from paceline.backends.memory import MemoryModel
 from tests.integration.scripted import BUSY, Script, busy, own, queued, request, send, totals
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.polling import eventually_async

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from scheduler.runner import Outcome, ThreadRunner
+from paceline.scheduler.runner import Outcome, ThreadRunner
 from tests.integration.scripted import BUSY, Script, busy, mark_of, own, queued, request, send, totals
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async

@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from backends.errors import ExecutionError, InstanceError
-from backends.faults import lose_row
-from protos import inference_pb2 as pb
+from paceline.backends.errors import ExecutionError, InstanceError
+from paceline.backends.faults import lose_row
+from paceline.protos import inference_pb2 as pb
 from tests.integration.scripted import Script, busy, mark_of, own, queued, request, send, totals
 from tests.integration.serving import failure_of, serving
 from tests.polling import eventually_async

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from clients import InferenceClient
-from clients.errors import DeadlineExceeded, InvalidArgument
-from server.cli import main
+from paceline.clients import InferenceClient
+from paceline.clients.errors import DeadlineExceeded, InvalidArgument
+from paceline.server.cli import main
 from tests import models
 from tests.harness import ServerProcess, write_identity
 from tests.wire import rows_of_floats

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.inference_pb2 import InferParameter
+from paceline.protos.inference_pb2 import InferParameter
 from tests.integration.scripted import Script, busy, mark_of, queued, request, send, sent, totals
 from tests.integration.serving import failure_of, serving
 from tests.polling import eventually_async

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from backends.errors import ExecutionError
-from protos import inference_pb2 as pb
+from paceline.backends.errors import ExecutionError
+from paceline.protos import inference_pb2 as pb
 from tests.integration.scripted import Call, Script, busy, mark_of, queued, request, send
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async

@@ -10,10 +10,10 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError
-from backends.memory import MemoryModel
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
+from paceline.backends.errors import ExecutionError
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
 from tests.integration.scripted import Script, busy, mark_of, own, queued, request, send, totals
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async

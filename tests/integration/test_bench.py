@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda.driver import count_gpus
-from backends.errors import LoadError
 from bench import gpu, gpu_models, gpu_plan, gpu_steps, overload
 from bench.document import markdown
 from bench.gpu_processes import serving
@@ -28,6 +26,8 @@ from bench.run import run
 from bench.scenario import parse
 from bench.steps import BenchError
 from bench.summary import Section, load
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import LoadError
 from tests import models as tiny_models
 from tests.harness import REPO, ServerProcess, write_identity
 

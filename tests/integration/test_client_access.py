@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from clients import AsyncInferenceClient, InferenceClient, Tls, Unauthenticated, Unavailable
-from server.cli import main
-from server.rpc.tokens import line_of
+from paceline.clients import AsyncInferenceClient, InferenceClient, Tls, Unauthenticated, Unavailable
+from paceline.server.cli import main
+from paceline.server.rpc.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import REPO, ServerProcess, write_identity
 
@@ -76,7 +76,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def paceline(*args: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     # The usual 3 s of `health` are short for a machine that is busy with something else.
     patience = ("--timeout", "60") if "health" in args else ()
-    command = [sys.executable, "-m", "server", *args, *patience]
+    command = [sys.executable, "-m", "paceline", *args, *patience]
     done = subprocess.run(
         command, cwd=REPO, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120, check=False
     )

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from backends.errors import OutOfMemory
-from backends.memory import MemoryModel
-from backends.spec import ModelSpec, Tensors, TensorSpec
-from clients import (
+from paceline.backends.errors import OutOfMemory
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
+from paceline.clients import (
     AsyncInferenceClient,
     Cancelled,
     ClientClosed,
@@ -23,8 +23,8 @@ from clients import (
     ResourceExhausted,
     ResponseError,
 )
-from server.config import Settings
-from server.limits import Limits
+from paceline.server.config import Settings
+from paceline.server.limits import Limits
 from tests.integration.scripted import Script, busy, marked, own, totals
 from tests.integration.serving import Served, echo_model, serving
 from tests.polling import eventually_async

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients import AsyncInferenceClient, InferenceClient
+from paceline.clients import AsyncInferenceClient, InferenceClient
 from tests.integration.serving import echo_model, serving
 
 ROW = [5.1, 3.5, 1.4, 0.2]

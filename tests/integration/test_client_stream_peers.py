@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from clients import AsyncInferenceClient, InferenceError, PermissionDenied, Unavailable
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
+from paceline.clients import AsyncInferenceClient, InferenceError, PermissionDenied, Unavailable
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 from tests.integration.scripted import marked
 from tests.polling import eventually_async
 from tests.unit.clients.peer import serving_bytes

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients import (
+from paceline.clients import (
     AsyncInferenceClient,
     Cancelled,
     ClientClosed,
@@ -23,8 +23,8 @@ from clients import (
     ResourceExhausted,
     Unavailable,
 )
-from server.config import Settings
-from server.limits import Limits
+from paceline.server.config import Settings
+from paceline.server.limits import Limits
 from tests.integration.relay import relaying
 from tests.integration.scripted import Script, busy, marked
 from tests.integration.serving import Served, serving

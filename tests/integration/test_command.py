@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clients import InferenceClient
+from paceline.clients import InferenceClient
 from tests.harness import ServerProcess, write_identity
 
 

@@ -13,8 +13,8 @@ import grpc
 import numpy as np
 import pytest
 
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from server.config import Settings
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.server.config import Settings
 from tests.integration.http2 import call_by_hand
 from tests.integration.relay import Relay, relaying
 from tests.integration.scripted import Script, mark_of, request

@@ -14,8 +14,8 @@ import grpc
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.harness import ServerProcess
 from tests.polling import eventually

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from backends.cuda.driver import count_gpus
-from backends.errors import LoadError
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import LoadError
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.shared_objects import add_shared_input, request_shared_output

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from backends.onnx.backend import OnnxBackend
-from protos import inference_pb2 as pb
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.protos import inference_pb2 as pb
 from tests import models
 from tests.cuda import stand_in
 from tests.integration.probing import probe

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from backends.errors import ExecutionError
-from server.config import Settings
+from paceline.backends.errors import ExecutionError
+from paceline.server.config import Settings
 from tests.harness import REPO
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.wire import infer, rows_of_floats

@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import pytest
 
-from clients import InferenceClient
-from server.app import Server
-from server.config import Settings
-from server.errors import StartError
+from paceline.clients import InferenceClient
+from paceline.server.app import Server
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
 from tests import models
 from tests.harness import ServerProcess
 from tests.integration.serving import serving

@@ -10,10 +10,10 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError
-from backends.faults import change_datatype, lose_output, lose_row
-from backends.memory import MemoryModel
-from backends.spec import ModelSpec, Tensors, TensorSpec
+from paceline.backends.errors import ExecutionError
+from paceline.backends.faults import change_datatype, lose_output, lose_row
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.polling import eventually_async

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from backends.memory import MemoryModel
-from backends.spec import ModelSpec, Tensors, TensorSpec
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from server.app import Server
-from server.config import Settings
-from server.errors import StartError
-from server.fronts.pool import FrontProcess, start_front
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.server.app import Server
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
+from paceline.server.fronts.pool import FrontProcess, start_front
 from tests.fronts import channel_each, fronts_of
 from tests.harness import ServerProcess, write_identity
 from tests.integration import serving as serving_module
@@ -375,7 +375,7 @@ async def test_stop_does_not_wait_for_the_restart_of_a_dead_front(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for pause in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
-        monkeypatch.setattr(f"server.fronts.pool.{pause}", 1_000_000.0)
+        monkeypatch.setattr(f"paceline.server.fronts.pool.{pause}", 1_000_000.0)
     async with serving(tmp_path, {"m": echo_model()}, settings=two(tmp_path)) as served:
         os.kill(fronts_of(os.getpid())[0], signal.SIGKILL)
         while not (await served.metrics())["paceline_frontend_restarts"]:

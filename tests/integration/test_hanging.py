@@ -11,12 +11,12 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.base import Device
-from backends.errors import LoadError
-from backends.memory import MemoryInstance, MemoryModel
-from backends.spec import ModelSpec
-from protos import inference_pb2 as pb
-from server.config import Settings
+from paceline.backends.base import Device
+from paceline.backends.errors import LoadError
+from paceline.backends.memory import MemoryInstance, MemoryModel
+from paceline.backends.spec import ModelSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import Settings
 from tests import models
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import echo_model, failure_of, serving
@@ -130,7 +130,7 @@ async def test_replacement_instance_that_hangs_is_given_up_and_another_is_tried(
 async def test_replacement_is_no_longer_tried_once_too_many_instances_hang(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.models.instances._MAX_HANGING", 1)
+    monkeypatch.setattr("paceline.server.models.instances._MAX_HANGING", 1)
     model = echo_model("FP32", 2)
     with caplog.at_level(logging.WARNING, "paceline.server.instances"):
         async with serving(tmp_path, {"m": model}, config=LIMITED, settings=explicit(tmp_path, load=("m",))) as served:

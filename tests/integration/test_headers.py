@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from server.config import Settings
+from paceline.server.config import Settings
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream

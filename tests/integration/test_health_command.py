@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from server.cli import main
+from paceline.server.cli import main
 from tests import models
 from tests.harness import REPO, ServerProcess
 
@@ -18,7 +18,7 @@ LIVENESS = ("--service", "liveness")
 
 def health(target: str, *args: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     where = () if env else ("--server", target)
-    command = [sys.executable, "-m", "server", "health", "--timeout", "60", *where, *args]
+    command = [sys.executable, "-m", "paceline", "health", "--timeout", "60", *where, *args]
     done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
@@ -67,7 +67,7 @@ def test_ports_taken_for_each_other_are_recognised(tmp_path: Path) -> None:
 def test_health_that_cannot_be_printed_is_2_with_one_line(tmp_path: Path) -> None:
     models.write(models.add_sub(), tmp_path / "m" / "1" / "model.onnx")
     with ServerProcess(tmp_path) as server, Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "server", "health", "--server", server.target]
+        command = [sys.executable, "-m", "paceline", "health", "--server", server.target]
         done = subprocess.run(command, cwd=REPO, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
     assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
 

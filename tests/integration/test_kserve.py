@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients import InferenceClient, NotFound
+from paceline.clients import InferenceClient, NotFound
 from tests import models
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.polling import eventually
@@ -93,7 +93,7 @@ def test_name_is_kept_when_the_storage_changes_while_it_is_polled(tmp_path: Path
     ids=["not downloaded", "not there", "no KServe"],
 )
 def test_missing_storage_fails_the_start_with_the_reason(env: dict[str, str], said: str) -> None:
-    command = [sys.executable, "-m", "server", "serve", "--grpc-port", "0", "--metrics-port", "0"]
+    command = [sys.executable, "-m", "paceline", "serve", "--grpc-port", "0", "--metrics-port", "0"]
     done = subprocess.run(
         command, cwd=REPO, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
     )

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests import models
 from tests.integration.serving import failure_of, serving
 from tests.wire import infer, rows_of_floats

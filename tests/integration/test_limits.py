@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from backends.memory import MemoryModel
-from protos import inference_pb2 as pb
-from protos.field_count import MAX_FIELDS
-from server.config import Settings
-from server.limits import Connections, Limits
+from paceline.backends.memory import MemoryModel
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.field_count import MAX_FIELDS
+from paceline.server.config import Settings
+from paceline.server.limits import Connections, Limits
 from tests.harness import REPO
 from tests.integration.controlling import explicit, index, load, unload
 from tests.integration.http2 import begun_calls, calls_around, frames_until_the_end, next_answer, pings_answered

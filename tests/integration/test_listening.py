@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from clients import AsyncInferenceClient
-from server.app import Server
-from server.config import Settings
-from server.errors import StartError
+from paceline.clients import AsyncInferenceClient
+from paceline.server.app import Server
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
 from tests.harness import has_ipv6, write_identity
 from tests.polling import eventually
 from tests.ports import free_port

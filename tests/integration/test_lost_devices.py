@@ -15,10 +15,17 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from backends.base import Device
-from backends.errors import DeviceLost, InstanceLost, LoadError, OutOfMemory, ProcessEndedBeforeBatch, StalePlan
-from backends.memory import MemoryInstance, MemoryModel
-from backends.spec import ModelSpec
+from paceline.backends.base import Device
+from paceline.backends.errors import (
+    DeviceLost,
+    InstanceLost,
+    LoadError,
+    OutOfMemory,
+    ProcessEndedBeforeBatch,
+    StalePlan,
+)
+from paceline.backends.memory import MemoryInstance, MemoryModel
+from paceline.backends.spec import ModelSpec
 from tests.integration.probing import probe
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.polling import eventually_async

@@ -8,9 +8,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import inference_pb2 as pb
-from server.config import ControlMode, Settings
-from server.errors import StartError
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import ControlMode, Settings
+from paceline.server.errors import StartError
 from tests.integration.controlling import (
     READY_M,
     WARMED_UP_CONFIG,

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from backends.errors import LoadError
-from backends.memory import MemoryModel
-from protos import inference_pb2 as pb
+from paceline.backends.errors import LoadError
+from paceline.backends.memory import MemoryModel
+from paceline.protos import inference_pb2 as pb
 from tests.integration.controlling import (
     READY_M,
     ROW,

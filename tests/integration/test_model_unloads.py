@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.integration.controlling import (
     READY_M,
     ROW,

@@ -8,10 +8,10 @@ import grpc
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from server.app import Server
-from server.config import Settings
-from server.errors import StartError
+from paceline.protos import inference_pb2 as pb
+from paceline.server.app import Server
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
 from tests import models
 from tests.integration.serving import failure_of, serving
 from tests.operators import build_library, twice

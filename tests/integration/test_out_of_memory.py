@@ -10,10 +10,10 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.base import Device, Execution
-from backends.errors import OutOfMemory
-from backends.memory import MemoryInstance, MemoryModel
-from backends.spec import ModelSpec, Tensors
+from paceline.backends.base import Device, Execution
+from paceline.backends.errors import OutOfMemory
+from paceline.backends.memory import MemoryInstance, MemoryModel
+from paceline.backends.spec import ModelSpec, Tensors
 from tests import models
 from tests.integration.scripted import own
 from tests.integration.serving import echo_model, failure_of, serving

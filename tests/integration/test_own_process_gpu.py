@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.integration.stand_in_server import GPUS, Served, libraries
 from tests.polling import eventually
 

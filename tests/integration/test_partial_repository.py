@@ -12,13 +12,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from backends.base import Device
-from backends.errors import LoadError
-from backends.memory import MemoryInstance, MemoryModel
-from backends.spec import ModelSpec
-from protos import inference_pb2 as pb
-from server.config import Settings
-from server.errors import StartError
+from paceline.backends.base import Device
+from paceline.backends.errors import LoadError
+from paceline.backends.memory import MemoryInstance, MemoryModel
+from paceline.backends.spec import ModelSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.polling import eventually_async

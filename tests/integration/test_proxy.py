@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from protos import inference_pb2 as pb
-from protos import model_config_pb2 as config_pb
-from server.config import Settings
-from server.models.batch_policy import BatchDefaults
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.server.config import Settings
+from paceline.server.models.batch_policy import BatchDefaults
 from tests.integration.front_memory import held_bytes, nothing_held
 from tests.integration.scripted import marked, request, send
 from tests.integration.serving import failure_of

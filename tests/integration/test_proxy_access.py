@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients import ClientError, InferenceClient, Unavailable
-from server.rpc.tokens import line_of
+from paceline.clients import ClientError, InferenceClient, Unavailable
+from paceline.server.rpc.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.integration.http2 import call_by_hand
@@ -113,7 +113,7 @@ def test_proxy_that_distrusts_or_is_refused_by_its_upstream_is_not_ready_and_say
     ],
 )
 def test_missing_or_invalid_files_keep_the_proxy_from_starting(args: Sequence[str], words: str) -> None:
-    command = [sys.executable, "-m", "server", "serve", "--grpc-port=0", "--metrics-port=0", "--upstream=127.0.0.1:1"]
+    command = [sys.executable, "-m", "paceline", "serve", "--grpc-port=0", "--metrics-port=0", "--upstream=127.0.0.1:1"]
     done = subprocess.run([*command, *args], cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert words in done.stderr.splitlines()[-1]

@@ -13,11 +13,11 @@ import grpc
 import pytest
 from google.protobuf import text_format
 
-from backends.errors import ExecutionError, UpstreamRefused
-from backends.remote import RemoteServer
-from protos import inference_pb2 as pb
-from protos import model_config_pb2 as config_pb
-from server.config import Settings
+from paceline.backends.errors import ExecutionError, UpstreamRefused
+from paceline.backends.remote import RemoteServer
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.server.config import Settings
 from tests.integration.scripted import Script, request, send
 from tests.integration.serving import failure_of, serving
 from tests.integration.upstreams import (

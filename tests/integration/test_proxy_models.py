@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from server.config import Settings
-from server.limits import Limits
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.server.config import Settings
+from paceline.server.limits import Limits
 from tests.harness import ServerProcess, write_identity
 from tests.integration.probing import probe
 from tests.integration.scripted import request, send

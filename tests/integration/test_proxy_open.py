@@ -14,9 +14,9 @@ import grpc
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from server.config import Settings
-from server.models.batch_policy import BatchDefaults
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import Settings
+from paceline.server.models.batch_policy import BatchDefaults
 from tests.integration.scripted import marked, request
 from tests.integration.serving import Served, failure_of
 from tests.integration.upstreams import Upstream, behind, calls_behind_a_busy_upstream, double, tensors_of

@@ -9,8 +9,8 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.python.instance import PythonInstance
-from protos import inference_pb2 as pb
+from paceline.backends.python.instance import PythonInstance
+from paceline.protos import inference_pb2 as pb
 from tests.integration.regions import register, settings, unregister
 from tests.integration.scripted import queued
 from tests.integration.serving import Served, failure_of, serving

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from backends.memory import MemoryModel
+from paceline.backends.memory import MemoryModel
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats

@@ -11,9 +11,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import inference_pb2 as pb
-from server.config import ControlMode, Settings
-from server.models.load_request import Override
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import ControlMode, Settings
+from paceline.server.models.load_request import Override
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats

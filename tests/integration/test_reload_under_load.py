@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.errors import LoadError
-from backends.memory import MemoryModel
-from backends.spec import Tensors
+from paceline.backends.errors import LoadError
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import Tensors
 from tests.integration.controlling import all_left, explicit, index, load, polling
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.wire import infer

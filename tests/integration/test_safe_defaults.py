@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.integration.controlling import load_request
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving

@@ -9,9 +9,9 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.memory import MemoryModel
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
 from tests.integration.regions import ROW, in_region, regions, register, settings, unregister
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.polling import eventually_async

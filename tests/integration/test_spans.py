@@ -13,12 +13,12 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError
-from backends.memory import MemoryModel
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from server.config import Settings
-from server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings
+from paceline.backends.errors import ExecutionError
+from paceline.backends.memory import MemoryModel
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.server.config import Settings
+from paceline.server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings
 from tests.harness import ServerProcess, write_identity
 from tests.integration.collector import Collector, Seen, collecting
 from tests.integration.serving import Served, echo_model, failure_of, serving

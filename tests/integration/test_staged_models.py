@@ -12,9 +12,9 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.host_accelerator import HostAccelerator
-from backends.onnx.backend import OnnxBackend
-from protos import inference_pb2 as pb
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.protos import inference_pb2 as pb
 from tests import models
 from tests.integration.serving import failure_of, serving
 from tests.polling import eventually_async

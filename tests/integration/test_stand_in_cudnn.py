@@ -19,7 +19,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 from onnx import helper, numpy_helper
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests import models
 from tests.harness import REPO
 from tests.integration.stand_in_server import GPUS, Served, libraries

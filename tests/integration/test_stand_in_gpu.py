@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bench.summary import load
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests import models
 from tests.harness import REPO
 from tests.integration.stand_in_server import GPUS, Served, libraries, write
@@ -237,8 +237,8 @@ def test_arena_shrinkage_on_the_gpu_does_not_disturb_concurrent_clients(librarie
 def test_options_of_the_cuda_accelerator_are_those_of_onnxruntime(libraries: Path) -> None:
     source = """
 import onnxruntime as ort
-from backends.onnx.provider_options import _CUDA
-from backends.onnx.sessions import PROBE_MODEL
+from paceline.backends.onnx.provider_options import _CUDA
+from paceline.backends.onnx.sessions import PROBE_MODEL
 ort.set_default_logger_severity(4)
 texts = {"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "DEFAULT"}
 made = ort.SessionOptions()

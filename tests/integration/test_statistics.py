@@ -12,10 +12,10 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.cuda.driver import count_gpus
-from backends.errors import ExecutionError, LoadError
-from protos import inference_pb2 as pb
-from server.config import Settings
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import ExecutionError, LoadError
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import Settings
 from tests.integration.scripted import Script, busy, own, queued, request, send, totals
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.streams import Stream

@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from backends.errors import ExecutionError
-from backends.memory import linear_latency
-from backends.spec import Tensors
-from server.telemetry.model_statistics import FailureReason
+from paceline.backends.errors import ExecutionError
+from paceline.backends.memory import linear_latency
+from paceline.backends.spec import Tensors
+from paceline.server.telemetry.model_statistics import FailureReason
 from tests.integration.scripted import own, totals
 from tests.integration.serving import Served, echo_model, serving
 from tests.polling import eventually_async

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.integration.scripted import Script, busy, mark_of, marked, own, request, totals
 from tests.integration.serving import Served, serving, write_model
 from tests.integration.streams import Stream, outcome_of

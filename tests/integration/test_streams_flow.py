@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from server.config import Settings
+from paceline.server.config import Settings
 from tests.integration.scripted import Script, busy, mark_of, request, totals
 from tests.integration.serving import RETRY_CANCELLED, Served, failure_of, serving
 from tests.integration.streams import Stream

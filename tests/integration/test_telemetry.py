@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
 from tests.harness import REPO, ServerProcess
 from tests.wire import infer

@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.spec import BatchInputKind
-from protos import inference_pb2 as pb
+from paceline.backends.spec import BatchInputKind
+from paceline.protos import inference_pb2 as pb
 from tests import models
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async

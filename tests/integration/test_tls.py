@@ -13,15 +13,15 @@ import grpc
 import numpy as np
 import pytest
 
-from clients import AsyncInferenceClient
-from clients.errors import ClientError
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from server.app import Server
-from server.config import Settings
-from server.errors import StartError
-from server.limits import Connections
-from server.rpc.tls import Certificates, TlsFiles
-from server.rpc.tokens import line_of
+from paceline.clients import AsyncInferenceClient
+from paceline.clients.errors import ClientError
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.server.app import Server
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
+from paceline.server.limits import Connections
+from paceline.server.rpc.tls import Certificates, TlsFiles
+from paceline.server.rpc.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import ServerProcess, write_identity
 from tests.integration.scripted import Script, mark_of, request

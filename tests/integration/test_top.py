@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from clients import InferenceClient
-from server.cli import main
+from paceline.clients import InferenceClient
+from paceline.server.cli import main
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.integration.controlling import explicit
 from tests.integration.serving import echo_model, serving
@@ -128,7 +128,7 @@ ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
 TOP = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from server.cli import main
+from paceline.server.cli import main
 main()
 """
 
@@ -246,7 +246,17 @@ def test_top_that_cannot_write_its_output_prints_one_line_and_exits_with_status_
     args: tuple[str, ...], ending: str
 ) -> None:
     with other_server(200, b"paceline_ready 1\n") as port:
-        command = [sys.executable, "-m", "server", "top", "--interval", "0.1", "--metrics", f"127.0.0.1:{port}", *args]
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "top",
+            "--interval",
+            "0.1",
+            "--metrics",
+            f"127.0.0.1:{port}",
+            *args,
+        ]
         done = subprocess.run(["sh", "-c", f'"$@" {ending}', "sh", *command], cwd=REPO, capture_output=True, timeout=60)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

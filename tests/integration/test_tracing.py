@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
-from backends.errors import ExecutionError
-from protos import inference_pb2 as pb
-from server.app import Server
-from server.config import Settings
-from server.errors import StartError
-from server.telemetry.trace_settings import TraceConfig, TraceSettings
+from paceline.backends.errors import ExecutionError
+from paceline.protos import inference_pb2 as pb
+from paceline.server.app import Server
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
+from paceline.server.telemetry.trace_settings import TraceConfig, TraceSettings
 from tests.integration.controlling import explicit, load
 from tests.integration.scripted import totals
 from tests.integration.serving import echo_model, failure_of, serving, write_model

@@ -11,8 +11,8 @@ import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from protos import inference_pb2 as pb
-from server.config import Settings
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import Settings
 from tests import models
 from tests.integration.serving import Served, serving
 from tests.operators import build_library, twice

@@ -14,14 +14,14 @@ import pytest
 import tritonclient.grpc as triton
 from click.testing import CliRunner
 
-from clients import AsyncInferenceClient, InferenceClient, Tls
-from server.app import Server
-from server.cli import main
-from server.config import Settings
-from server.errors import StartError
-from server.models.upstream_settings import UpstreamSettings
-from server.rpc.tls import TlsFiles
-from server.rpc.unix_socket import SocketFile
+from paceline.clients import AsyncInferenceClient, InferenceClient, Tls
+from paceline.server.app import Server
+from paceline.server.cli import main
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
+from paceline.server.models.upstream_settings import UpstreamSettings
+from paceline.server.rpc.tls import TlsFiles
+from paceline.server.rpc.unix_socket import SocketFile
 from tests.certificates import Authority
 from tests.harness import ServerProcess, write_identity
 

@@ -16,14 +16,14 @@ from typing import Any
 import grpc
 import numpy as np
 
-from protos import inference_pb2 as pb
-from protos import model_config_pb2 as config_pb
-from protos.inference_pb2_grpc import (
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.protos.inference_pb2_grpc import (
     GRPCInferenceServiceServicer,
     add_GRPCInferenceServiceServicer_to_server,
 )
-from server.config import Settings
-from server.models.upstream_settings import UpstreamSettings
+from paceline.server.config import Settings
+from paceline.server.models.upstream_settings import UpstreamSettings
 from tests.integration.scripted import request, send
 from tests.integration.serving import Served, serving
 from tests.polling import eventually_async

@@ -7,13 +7,13 @@ from typing import Any
 
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from protos import inference_pb2 as pb
-from scheduler.policy import NEVER
-from server.call_facts import NO_PASSED_HEADERS
-from server.codec.codec import AnyResponse
-from server.codec.wire_request import AnyRequest
-from server.requests.in_flight import Call, InferenceSteps
-from server.rpc.handlers import serialized
+from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.policy import NEVER
+from paceline.server.call_facts import NO_PASSED_HEADERS
+from paceline.server.codec.codec import AnyResponse
+from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.requests.in_flight import Call, InferenceSteps
+from paceline.server.rpc.handlers import serialized
 
 __all__ = ["Context", "called"]
 

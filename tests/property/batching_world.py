@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from scheduler.arrival_model import ArrivalModel
-from scheduler.batch_queue import Alike
-from scheduler.batcher import Batcher
-from scheduler.errors import (
+from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.batch_queue import Alike
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
     ExecutionTimeout,
@@ -23,14 +23,14 @@ from scheduler.errors import (
     QueueFull,
     RequestTooLarge,
 )
-from scheduler.isolation import Blame
-from scheduler.observer import BatchReport
-from scheduler.pending import Pending
-from scheduler.policy import NEVER, BatchPolicy
-from scheduler.runner import Done
-from scheduler.shortages import SHORTEST_REST_NS
-from scheduler.testing import ManualClock, RecordingObserver, StepRunner
-from scheduler.waiting import SharedQueueLimits
+from paceline.scheduler.isolation import Blame
+from paceline.scheduler.observer import BatchReport
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.runner import Done
+from paceline.scheduler.shortages import SHORTEST_REST_NS
+from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
+from paceline.scheduler.waiting import SharedQueueLimits
 
 __all__ = ["LIMIT_NS", "MS", "POISONS", "Fault", "Like", "Request", "Setup", "Slot", "World"]
 

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS
-from scheduler.batch_queue import Alike, Batch, BatchQueue, Entry
-from scheduler.errors import QueueFull, RequestTooLarge
-from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
+from paceline.scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS
+from paceline.scheduler.batch_queue import Alike, Batch, BatchQueue, Entry
+from paceline.scheduler.errors import QueueFull, RequestTooLarge
+from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.errors import (
+from paceline.scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
     ExecutionFailed,
@@ -23,8 +23,8 @@ from scheduler.errors import (
     NoInstance,
     QueueTimeout,
 )
-from scheduler.isolation import LONGEST_WAIT_NS, SHORTEST_WAIT_NS, Blame
-from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
+from paceline.scheduler.isolation import LONGEST_WAIT_NS, SHORTEST_WAIT_NS, Blame
+from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 from tests.property.batching_world import LIMIT_NS, MS, POISONS, Fault, Like, Request, Setup, Slot, World
 
 LONGEST_PATIENCE_NS = 10 * MS

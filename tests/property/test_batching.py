@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.batching import rows_of, run_batch, split, stack
-from backends.packed import Packed, PackedLayout
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec
-from protos.datatypes import DATATYPES, by_name
+from paceline.backends.batching import rows_of, run_batch, split, stack
+from paceline.backends.packed import Packed, PackedLayout
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.protos.datatypes import DATATYPES, by_name
 
 
 @dataclass(frozen=True)

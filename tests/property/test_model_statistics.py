@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.base import Execution
-from scheduler.errors import ExecutionFailed, QueueFull
-from scheduler.observer import BatchReport, Drop
-from server.errors import InvalidRequest
-from server.rpc.statistics_service import statistics_message
-from server.telemetry.metrics import Metrics, VersionMetrics
-from server.telemetry.model_statistics import VersionStatistics
+from paceline.backends.base import Execution
+from paceline.scheduler.errors import ExecutionFailed, QueueFull
+from paceline.scheduler.observer import BatchReport, Drop
+from paceline.server.errors import InvalidRequest
+from paceline.server.rpc.statistics_service import statistics_message
+from paceline.server.telemetry.metrics import Metrics, VersionMetrics
+from paceline.server.telemetry.model_statistics import VersionStatistics
 from tests.unit.server.counting import Gauges, samples
 
 ERRORS = {

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.ragged import batch_runner
-from backends.spec import Array, BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
+from paceline.backends.ragged import batch_runner
+from paceline.backends.spec import Array, BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
 
 KINDS = tuple(BatchInputKind)
 

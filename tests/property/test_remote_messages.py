@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from backends.remote_messages import RemoteRequest, decode_open, decode_response, encode_request
-from backends.spec import ModelSpec, TensorSpec
-from protos.datatypes import DATATYPES
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from paceline.backends.remote_messages import RemoteRequest, decode_open, decode_response, encode_request
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos.datatypes import DATATYPES
+from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 SIZED = sorted(name for name, datatype in DATATYPES.items() if datatype.item_bytes)
 

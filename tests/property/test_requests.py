@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from protos.datatypes import DATATYPES
-from server.memory.regions import Regions
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.datatypes import DATATYPES
+from paceline.server.memory.regions import Regions
 from tests.fuzz.judging import judged
 from tests.fuzz.models import MAX_ROWS, SPECS, open_model
 from tests.fuzz.targets import target

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.datatypes import DATATYPES
-from protos.inference_pb2 import InferParameter
-from protos.tensors import TensorError, decode_raw
-from server.errors import InvalidRequest
-from server.memory.region_tensors import RegionTensor, Span, span_of
-from server.memory.regions import Regions
-from server.memory.system_region import open_system_region
+from paceline.protos.datatypes import DATATYPES
+from paceline.protos.inference_pb2 import InferParameter
+from paceline.protos.tensors import TensorError, decode_raw
+from paceline.server.errors import InvalidRequest
+from paceline.server.memory.region_tensors import RegionTensor, Span, span_of
+from paceline.server.memory.regions import Regions
+from paceline.server.memory.system_region import open_system_region
 from tests.shared_objects import SharedObject, shared_object
 
 SIZE = 600

@@ -13,22 +13,22 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.shares import Outputs, Share
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
-from protos.datatypes import DATATYPES, by_name
-from protos.tensors import encode_raw
-from protos.wire import delimited, scan_request, varint
-from server.codec.adapting_codec import codec_for
-from server.codec.codec import ModelCodec, tensor_bytes
-from server.codec.decoded import DecodedRequest
-from server.codec.shortcuts import Envelope
-from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
-from server.errors import InvalidRequest, RegionNotFound, ServerError
-from server.memory.region_tensors import RegionTensor
-from server.memory.regions import Regions
-from server.memory.system_region import open_system_region
-from server.rpc.handlers import serialized
+from paceline.backends.shares import Outputs, Share
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.datatypes import DATATYPES, by_name
+from paceline.protos.tensors import encode_raw
+from paceline.protos.wire import delimited, scan_request, varint
+from paceline.server.codec.adapting_codec import codec_for
+from paceline.server.codec.codec import ModelCodec, tensor_bytes
+from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.shortcuts import Envelope
+from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.errors import InvalidRequest, RegionNotFound, ServerError
+from paceline.server.memory.region_tensors import RegionTensor
+from paceline.server.memory.regions import Regions
+from paceline.server.memory.system_region import open_system_region
+from paceline.server.rpc.handlers import serialized
 from tests.shared_objects import SharedObject, add_shared_input, held_by, request_shared_output, shared_object
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tritonclient import utils as triton  # type: ignore[import-untyped]
 
-from protos.datatypes import DATATYPES, Datatype
-from protos.inference_pb2 import InferTensorContents
-from protos.tensors import (
+from paceline.protos.datatypes import DATATYPES, Datatype
+from paceline.protos.inference_pb2 import InferTensorContents
+from paceline.protos.tensors import (
     TensorError,
     bf16_from_float32,
     decode_contents,

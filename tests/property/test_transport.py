@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from backends.spec import MISSING, Array
-from backends.transport.arena import ALIGNMENT, Arena
-from backends.transport.frames import FrameReader, frame
-from backends.transport.memory import SharedRegion, Window, new_region
-from backends.transport.parcel import pack, unpack
+from paceline.backends.spec import MISSING, Array
+from paceline.backends.transport.arena import ALIGNMENT, Arena
+from paceline.backends.transport.frames import FrameReader, frame
+from paceline.backends.transport.memory import SharedRegion, Window, new_region
+from paceline.backends.transport.parcel import pack, unpack
 
 UNITS = 24
 

@@ -1,4 +1,4 @@
-"""The modules of the five packages."""
+"""The modules of the five packages, by their names inside `paceline`."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from protos import inference_pb2 as pb
-from protos import model_config_pb2
-from server.cli import serve
-from server.codec.parameters import KNOWN
-from server.errors import STATUS_OF
-from server.models.batch_policy import OWN_PARAMETERS, OwnSettings
-from server.rpc.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
-from server.sections import Flag, Section
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import model_config_pb2
+from paceline.server.cli import serve
+from paceline.server.codec.parameters import KNOWN
+from paceline.server.errors import STATUS_OF
+from paceline.server.models.batch_policy import OWN_PARAMETERS, OwnSettings
+from paceline.server.rpc.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
+from paceline.server.sections import Flag, Section
 from tests.deploy.commands import all_commands
 from tests.harness import REPO
 from tests.unit.server.models.test_config_fields import IGNORED, READ, REFUSED

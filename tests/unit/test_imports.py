@@ -58,13 +58,14 @@ def imports(module: str) -> frozenset[str]:
 def _imports(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name.removeprefix("paceline.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide who imports whom"
             assert node.module is not None
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield whole if whole in modules() else node.module
+                module = node.module.removeprefix("paceline.")
+                whole = alias.name if module == "paceline" else f"{module}.{alias.name}"
+                yield whole if whole in modules() else module
 
 
 def covers(allowed: str, imported: str) -> bool:
@@ -173,7 +174,7 @@ def test_modules_share_no_name_with_the_standard_library() -> None:
 
 
 def test_a_front_starts_without_runtime_repository_and_batcher() -> None:
-    code = "import sys, server.fronts.process; print(*sys.modules)"
+    code = "import sys, paceline.server.fronts.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True).stdout
-    unwanted = {"onnxruntime", "prometheus_client", "server.models.repository", "scheduler.batcher"}
+    unwanted = {"onnxruntime", "prometheus_client", "paceline.server.models.repository", "paceline.scheduler.batcher"}
     assert not unwanted & set(loaded.split())

@@ -1,4 +1,5 @@
-"""What users install: the wheel's content, its command, and a lock file that belongs to pyproject.toml."""
+"""What users install: what wheel and source distribution contain, how that lives with other projects, and a lock file
+that belongs to pyproject.toml."""
 
 from __future__ import annotations
 
@@ -7,26 +8,43 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-REPO = Path(__file__).resolve().parents[2]
+from paceline import InferenceClient
+from tests.harness import REPO, ServerProcess, write_identity
+from tests.unit.product_modules import PACKAGES, modules
+
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-PACKAGES = {"protos", "server", "scheduler", "backends", "clients"}
+
+OWN_PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "theirs"
+version = "1"
+
+[tool.hatch.build.targets.wheel]
+packages = ["server", "clients", "protos", "scheduler", "backends"]
+"""
 
 USER = """
 import asyncio
 
 import numpy as np
 
-from clients import AsyncInferenceClient, InferenceError, InferResult, InferenceClient, Tls
-from protos.inference_pb2 import ModelInferRequest
+from paceline import AsyncInferenceClient, InferenceError, InferResult, InferenceClient, Tls
+from paceline.protos.inference_pb2 import ModelInferRequest
 
 ROW = np.zeros((1, 4), np.float32)
 
@@ -58,36 +76,126 @@ ModelInferRequest(model_name=3)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    target = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(target)]
-    subprocess.run([*command, str(REPO)], check=True, capture_output=True, timeout=120)
-    return zipfile.ZipFile(next(target.glob("*.whl")))
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the wheel and the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
+    subprocess.run(command, cwd=REPO, check=True, capture_output=True, timeout=120)
+    return folder
 
 
-def test_wheel_contains_the_five_packages_whole_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    tracked = subprocess.run(
-        ["git", "ls-files", *sorted(PACKAGES)], cwd=REPO, capture_output=True, text=True, check=True
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    return next(dist.glob("*.whl"))
+
+
+@pytest.fixture(params=["wheel", "editable"])
+def python(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Path:
+    """The interpreter of a new environment with paceline, as a wheel or editable, and with all that it needs."""
+    venv.create(tmp_path / "env", symlinks=True)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    # Packages alone: what this environment's own .pth files add stays out.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    python = tmp_path / "env" / "bin" / "python"
+    _install(python, str(wheel) if request.param == "wheel" else f"--editable={REPO}")
+    return python
+
+
+def _install(python: Path, what: str) -> None:
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", *options, what]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def _run(python: Path, cwd: Path, *arguments: str) -> str:
+    done = subprocess.run([python, *arguments], cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _content(wheel: Path) -> dict[str, bytes]:
+    inside = zipfile.ZipFile(wheel)
+    return {name: inside.read(name) for name in inside.namelist()}
+
+
+def _tracked(*folders: str) -> set[str]:
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=REPO, capture_output=True, text=True, check=True)
+    return set(listed.stdout.split())
+
+
+def test_wheel_contains_the_package_and_nothing_else(wheel: Path) -> None:
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert inside == {f"paceline/{name}" for name in _tracked(*PACKAGES)} | {
+        "paceline/__init__.py",
+        "paceline/__main__.py",
+        "paceline/py.typed",
+    }
+
+
+def test_wheel_from_the_source_distribution_is_the_same(dist: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(next(dist.glob("*.tar.gz"))) as source:
+        source.extractall(tmp_path, filter="data")
+    (root,) = tmp_path.iterdir()
+    assert {path.name for path in root.iterdir()} == {
+        *("paceline", "docs", "README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore")
+    }
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=120)
+    assert _content(next((root / "dist").glob("*.whl"))) == _content(wheel)
+
+
+def test_installed_package_lives_beside_projects_with_its_folders(python: Path, tmp_path: Path) -> None:
+    version = f"paceline, version {PROJECT['version']}\n"
+    assert _run(python.parent / "paceline", tmp_path, "--version") == version
+    assert _run(python, tmp_path, "-m", "paceline", "--version") == version
+    code = f"import importlib.util as u; print([n for n in {sorted(PACKAGES)} if u.find_spec(n)])"
+    assert _run(python, tmp_path, "-c", code) == "[]\n"
+    code = "import sys, paceline; print(sorted({'grpc', 'numpy', 'google.protobuf'} & set(sys.modules)))"
+    assert _run(python, tmp_path, "-c", code) == "[]\n"
+
+    for package_file in ("", "__init__.py"):
+        theirs = _project(tmp_path / f"with{package_file}", package_file)
+        assert _run(python, theirs, "-m", "server.main") == "theirs\n"
+        _install(python, f"--editable={theirs}")
+        code = "from clients.billing import call; from paceline import InferenceClient; print(call(), InferenceClient)"
+        assert _run(python, tmp_path, "-c", code) == "theirs <class 'paceline.clients.sync.InferenceClient'>\n"
+        assert _run(python, theirs, "-m", "server.main") == "theirs\n"
+        write_identity(theirs / "models")
+        program = ("/bin/sh", "-c", f'cd "{theirs}"; exec "{python}" -m paceline "$@"', "sh")
+        with ServerProcess(theirs / "models", program=program) as ours, InferenceClient(ours.target) as client:
+            row = np.ones((1, 16), np.float32)
+            assert np.array_equal(client.infer("echo", {"INPUT0": row})["OUTPUT0"], row)
+
+
+def _project(folder: Path, package_file: str) -> Path:
+    """A project that has our folders' names for its own, with a file in each if it is a regular package."""
+    for name in PACKAGES:
+        (folder / name).mkdir(parents=True)
+        if package_file:
+            (folder / name / package_file).touch()
+    (folder / "clients" / "billing.py").write_text("def call() -> str:\n    return 'theirs'\n")
+    (folder / "server" / "main.py").write_text("from clients.billing import call\n\nprint(call())\n")
+    (folder / "pyproject.toml").write_text(OWN_PROJECT)
+    return folder
+
+
+def test_modules_load_under_one_name_each() -> None:
+    names, folders = sorted(modules()), [str(REPO / package) for package in PACKAGES]
+    code = (
+        f"import importlib, sys; [importlib.import_module('paceline.' + name) for name in {names!r}]\n"
+        "from pathlib import Path\n"
+        "files = [Path(m.__file__).resolve() for n, m in sys.modules.items() if getattr(m, '__file__', None)]\n"
+        f"ours = [file for file in files if any(file.is_relative_to(folder) for folder in {folders!r})]\n"
+        f"print(len(ours) - len(set(ours)), [n for n in sys.modules if n.partition('.')[0] in {sorted(PACKAGES)}])"
     )
-    assert {name.partition("/")[0] for name in inside} == PACKAGES
-    assert inside >= set(tracked.stdout.split())
+    assert _run(Path(sys.executable), REPO, "-c", code) == "0 []\n"
 
 
-def test_wheel_installs_the_command_paceline(wheel: zipfile.ZipFile) -> None:
-    (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "paceline = server.__main__:main" in wheel.read(entry_points).decode()
-
-
-def test_wheel_marks_each_package_as_typed(wheel: zipfile.ZipFile) -> None:
-    assert {name.partition("/")[0] for name in wheel.namelist() if name.endswith("/py.typed")} == PACKAGES
-
-
-def test_mypy_checks_programs_of_users_against_the_installed_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_mypy_checks_programs_of_users_against_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     """In a separate environment, as mypy requires the marker only of installed packages."""
     venv.create(tmp_path / "env", symlinks=True)
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    wheel.extractall(site)
+    zipfile.ZipFile(wheel).extractall(site)
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     (tmp_path / "user.py").write_text(USER + WRONG)
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path / "cache")]

@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.base import Device, ModelInstance, ModelSource
-from backends.onnx.backend import OnnxBackend, OnnxModel
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.base import Device, ModelInstance, ModelSource
+from paceline.backends.onnx.backend import OnnxBackend, OnnxModel
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from tests import models
 
 __all__ = ["CPU", "batched", "floats", "instance_of", "open_model", "run_directly", "run_one", "texts_of"]

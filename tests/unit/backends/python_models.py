@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import Device, DeviceKind, ModelInstance, ModelSource
-from backends.python.backend import PythonBackend
-from backends.spec import Array, ModelSpec, TensorSpec
+from paceline.backends.base import Device, DeviceKind, ModelInstance, ModelSource
+from paceline.backends.python.backend import PythonBackend
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
 
 __all__ = ["CLASS", "CPU", "SPEC", "is_alive", "request", "run", "serving"]
 

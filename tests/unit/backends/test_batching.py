@@ -8,9 +8,9 @@ from time import monotonic_ns
 import numpy as np
 import pytest
 
-from backends.batching import rows_of, run_batch, split, stack
-from backends.errors import ExecutionError
-from backends.spec import ModelSpec, Tensors, TensorSpec
+from paceline.backends.batching import rows_of, run_batch, split, stack
+from paceline.backends.errors import ExecutionError
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 
 
 def _spec(*outputs: TensorSpec, batched: bool = True) -> ModelSpec:

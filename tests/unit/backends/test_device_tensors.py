@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.base import Device, DeviceKind, DeviceTensor, ModelSource, Slot, Targets
-from backends.errors import DeviceLost, ExecutionError, OutOfMemory
-from backends.host_accelerator import HostAccelerator
-from backends.onnx.backend import OnnxBackend
-from backends.spec import Array, ModelSpec, TensorSpec
+from paceline.backends.base import Device, DeviceKind, DeviceTensor, ModelSource, Slot, Targets
+from paceline.backends.errors import DeviceLost, ExecutionError, OutOfMemory
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.cuda import stand_in
 

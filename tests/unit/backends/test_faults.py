@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError
-from backends.faults import Faults, Gate, change_datatype, lose_output, lose_row
+from paceline.backends.errors import ExecutionError
+from paceline.backends.faults import Faults, Gate, change_datatype, lose_output, lose_row
 
 BOOM = ExecutionError("boom")
 INPUTS = [np.zeros((3, 2), np.float32)]

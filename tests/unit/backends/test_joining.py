@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError
-from backends.joining import join_bytes_into, join_into
-from backends.spec import Array
+from paceline.backends.errors import ExecutionError
+from paceline.backends.joining import join_bytes_into, join_into
+from paceline.backends.spec import Array
 
 
 def made(dtype: str, rows: int, size: int, first: int = 0) -> Array:

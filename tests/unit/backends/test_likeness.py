@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.likeness import alike
-from backends.spec import Array, TensorSpec
+from paceline.backends.likeness import alike
+from paceline.backends.spec import Array, TensorSpec
 
 COLUMNS = 3 << 20
 """Of which a third is compared at a time."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
-from backends.errors import ExecutionError, LoadError
-from backends.faults import change_datatype, lose_output, lose_row
-from backends.memory import IdentityBackend, MemoryBackend, MemoryInstance, MemoryModel, linear_latency
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
+from paceline.backends.errors import ExecutionError, LoadError
+from paceline.backends.faults import change_datatype, lose_output, lose_row
+from paceline.backends.memory import IdentityBackend, MemoryBackend, MemoryInstance, MemoryModel, linear_latency
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 
 PAIR = TensorSpec("x", "FP32", (2,))
 BATCHED = ModelSpec((PAIR,), (TensorSpec("y", "FP32", (2,)),), batched=True)

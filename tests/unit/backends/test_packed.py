@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.batching import stack
-from backends.packed import Packed, PackedLayout, are_alike, stacked
+from paceline.backends.batching import stack
+from paceline.backends.packed import Packed, PackedLayout, are_alike, stacked
 
 FP32, INT8 = np.dtype("<f4"), np.dtype("i1")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.paths import exists, is_file, is_folder
+from paceline.backends.paths import exists, is_file, is_folder
 from tests.unit.server.privileges import open_folder, unprivileged
 
 QUESTIONS = [exists, is_file, is_folder]

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from backends.base import Device, DeviceKind, GroupKind, InstanceGroup
-from backends.errors import LoadError
-from backends.placement import on_cpu, on_gpus
+from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup
+from paceline.backends.errors import LoadError
+from paceline.backends.placement import on_cpu, on_gpus
 
 
 def _gpu(index: int) -> Device:

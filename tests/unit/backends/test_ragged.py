@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.batching import run_batch
-from backends.errors import ExecutionError
-from backends.ragged import batch_input_tensors, batch_runner, row_counter
-from backends.spec import MISSING, BatchInput, BatchInputKind, BatchOutput, ModelSpec, Tensors, TensorSpec
+from paceline.backends.batching import run_batch
+from paceline.backends.errors import ExecutionError
+from paceline.backends.ragged import batch_input_tensors, batch_runner, row_counter
+from paceline.backends.spec import MISSING, BatchInput, BatchInputKind, BatchOutput, ModelSpec, Tensors, TensorSpec
 
 RAGGED = TensorSpec("r", "FP32", (-1,), ragged=True)
 ROWS = TensorSpec("a", "FP32", (2,))

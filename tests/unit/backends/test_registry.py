@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.errors import LoadError
-from backends.memory import IdentityBackend
-from backends.onnx.backend import OnnxBackend
-from backends.registry import BACKENDS, backend
+from paceline.backends.errors import LoadError
+from paceline.backends.memory import IdentityBackend
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.registry import BACKENDS, backend
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,7 +35,13 @@ def test_backend_unknown_name_lists_the_known_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["backends.memory", "backends.batching", "backends.registry", "backends.onnx.options"]
+    "module",
+    [
+        "paceline.backends.memory",
+        "paceline.backends.batching",
+        "paceline.backends.registry",
+        "paceline.backends.onnx.options",
+    ],
 )
 def test_import_of_modules_that_run_no_onnx_model_does_not_import_onnxruntime(module: str) -> None:
     code = f"import sys, {module}; sys.exit('onnxruntime' in sys.modules)"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from backends.accelerator import Buffer, HostMemory
-from backends.host_accelerator import HostAccelerator
-from backends.staging import OutputPool
+from paceline.backends.accelerator import Buffer, HostMemory
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.staging import OutputPool
 
 BYTE = np.dtype(np.uint8)
 

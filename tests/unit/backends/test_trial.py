@@ -15,14 +15,14 @@ import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from backends.base import Device, ModelSource, Trial
-from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
-from backends.host_accelerator import HostAccelerator
-from backends.made_up import MAX_BYTES
-from backends.onnx.backend import OnnxBackend
-from backends.own_process.session import OwnProcessSession
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec
-from backends.trial import try_rows
+from paceline.backends.base import Device, ModelSource, Trial
+from paceline.backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.made_up import MAX_BYTES
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.own_process.session import OwnProcessSession
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.trial import try_rows
 from tests import models
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))

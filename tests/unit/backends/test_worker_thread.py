@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from backends.worker_thread import WorkerThread
+from paceline.backends.worker_thread import WorkerThread
 from tests.polling import eventually
 from tests.rlimits import without_threads
 

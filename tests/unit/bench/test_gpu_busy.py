@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from backends.cuda.driver import count_gpus
-from backends.errors import DeviceError, LoadError
 from bench.gpu_busy import open_utilization, shares, why_unknown
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import DeviceError, LoadError
 
 
 def test_shares_are_read_at_once_and_not_after_the_end() -> None:

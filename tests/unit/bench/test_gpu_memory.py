@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.cuda.memory import CudaMemories
 from bench.gpu_memory import export
+from paceline.backends.cuda.memory import CudaMemories
 from tests.cuda import stand_in
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from bench import gpu_models
 from bench.gpu_steps import requests_of, source
-from protos.inference_pb2 import ModelInferRequest
+from paceline.protos.inference_pb2 import ModelInferRequest
 
 IMAGES, TEXTS = (one for one in gpu_models.chosen("cpu", quick=True) if one.datatype == "FP32")
 

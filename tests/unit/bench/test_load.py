@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from bench.load import METHOD, STREAM_METHOD, Plan, Tally, drive, summary
-from protos import inference_pb2 as pb
+from paceline.protos import inference_pb2 as pb
 from tests.harness import REPO
 
 

@@ -10,7 +10,7 @@ from bench.batching.arrivals import Arrival, Clients, OnOff, Poisson, Source
 from bench.batching.costs import MS, FirstUse, Jittered, Linear, Stepped, capacity_per_s
 from bench.batching.release import Greedy, RateTimesBase, Returning, Rule, Target, Waiting
 from bench.batching.simulate import Outcome, simulate
-from scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.policy import NEVER, BatchPolicy
 
 COST = Linear(10 * MS, MS)
 POLICY = BatchPolicy(max_batch_rows=4)

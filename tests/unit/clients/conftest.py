@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clients import AsyncInferenceClient, InferenceClient
+from paceline.clients import AsyncInferenceClient, InferenceClient
 from tests.unit.clients.peer import Peer, serving
 
 

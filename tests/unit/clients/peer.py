@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import inference_pb2_grpc
 
 Answer = Callable[[pb.ModelInferRequest, grpc.ServicerContext], pb.ModelInferResponse]
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients import AsyncInferenceClient, ClientClosed, DeadlineExceeded, Unimplemented
-from protos import inference_pb2 as pb
+from paceline.clients import AsyncInferenceClient, ClientClosed, DeadlineExceeded, Unimplemented
+from paceline.protos import inference_pb2 as pb
 from tests.unit.clients.peer import Peer, Stall, echo, serving
 
 X = {"x": np.zeros((1, 2), np.float32)}

@@ -7,8 +7,8 @@ import math
 import grpc
 import pytest
 
-from clients import DeadlineExceeded
-from clients.base import ReadyWait
+from paceline.clients import DeadlineExceeded
+from paceline.clients.base import ReadyWait
 
 
 def test_ready_wait_pauses_double_up_to_a_second() -> None:

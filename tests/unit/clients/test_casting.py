@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.casting import cast, datatype_of, to_array
-from protos.datatypes import DATATYPES, by_name
+from paceline.clients.casting import cast, datatype_of, to_array
+from paceline.protos.datatypes import DATATYPES, by_name
 
 INTEGERS = ["UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"]
 SOURCES = ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8"]

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from clients.cli import infer
-from clients.report import progress_line
-from protos import inference_pb2 as pb
+from paceline.clients.cli import infer
+from paceline.clients.report import progress_line
+from paceline.protos import inference_pb2 as pb
 from tests.harness import REPO
 from tests.unit.clients.peer import Peer, echo, refuse
 
@@ -229,7 +229,7 @@ def test_infer_control_characters_from_the_server_are_replaced(run: Run, peer: P
 def test_infer_with_a_closed_output_pipe_ends_without_a_message(peer: Peer) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
-    command = [sys.executable, "-m", "server", "infer", "m", "--server", peer.target]
+    command = [sys.executable, "-m", "paceline", "infer", "m", "--server", peer.target]
     with open(theirs, "w") as pipe:
         done = subprocess.run(command, cwd=REPO, stdout=pipe, stderr=subprocess.PIPE, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1, b"")

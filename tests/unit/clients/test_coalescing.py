@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import numpy as np
 
-from clients import coalescing
-from clients.coalescing import Coalescer
-from clients.errors import DeadlineExceeded
-from clients.messages import InferResult, infer_request, infer_result
-from protos import inference_pb2 as pb
+from paceline.clients import coalescing
+from paceline.clients.coalescing import Coalescer
+from paceline.clients.errors import DeadlineExceeded
+from paceline.clients.messages import InferResult, infer_request, infer_result
+from paceline.protos import inference_pb2 as pb
 from tests.unit.clients.peer import echo
 
 TraceFunction = Callable[[FrameType, str, Any], Any]

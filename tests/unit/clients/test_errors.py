@@ -7,8 +7,8 @@ import pickle
 import grpc
 import pytest
 
-import clients
-from clients import errors
+from paceline import clients
+from paceline.clients import errors
 
 NAMED = {
     "CANCELLED": errors.Cancelled,

@@ -8,10 +8,10 @@ import grpc
 import numpy as np
 import pytest
 
-from clients import AsyncInferenceClient, InferenceClient
-from clients.headers import checked
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.clients import AsyncInferenceClient, InferenceClient
+from paceline.clients.headers import checked
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.unit.clients.conftest import Twin
 from tests.unit.clients.peer import Peer
 

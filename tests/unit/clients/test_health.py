@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 from grpc_health.v1 import health_pb2
 
-from protos import inference_pb2 as pb
-from server.cli import main
+from paceline.protos import inference_pb2 as pb
+from paceline.server.cli import main
 from tests.unit.clients.peer import Peer, serving
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients import ModelMetadata, TensorMetadata
-from clients.inputs import GivenTensor, InputError, RandomInputs, parse_shape, prepare, read_inputs
-from protos.datatypes import DATATYPES
+from paceline.clients import ModelMetadata, TensorMetadata
+from paceline.clients.inputs import GivenTensor, InputError, RandomInputs, parse_shape, prepare, read_inputs
+from paceline.protos.datatypes import DATATYPES
 
 ANYTHING = RandomInputs(rows=None, shapes={}, seed=0)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from clients import ResponseError
-from clients.messages import infer_request, infer_result
-from protos import inference_pb2 as pb
+from paceline.clients import ResponseError
+from paceline.clients.messages import infer_request, infer_result
+from paceline.protos import inference_pb2 as pb
 
 
 def answer(datatype: str, shape: list[int], raw: bytes | None = None, **contents: Any) -> pb.ModelInferResponse:

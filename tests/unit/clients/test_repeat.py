@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from clients.repeat import run_repeated
+from paceline.clients.repeat import run_repeated
 
 
 def unheard(done: int, elapsed_ns: int) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from clients import AsyncInferenceClient, InferenceClient
-from clients.targets import checked_target, with_port
-from server.cli import main
+from paceline.clients import AsyncInferenceClient, InferenceClient
+from paceline.clients.targets import checked_target, with_port
+from paceline.server.cli import main
 
 
 @pytest.mark.parametrize(

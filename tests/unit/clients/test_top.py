@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from clients.scrape import Model, Snapshot, parse
-from clients.top_table import quantile, table
+from paceline.clients.scrape import Model, Snapshot, parse
+from paceline.clients.top_table import quantile, table
 
 INF = math.inf
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 
-from clients import (
+from paceline.clients import (
     AsyncInferenceClient,
     Cancelled,
     ClientClosed,
@@ -36,8 +36,8 @@ from clients import (
     Tls,
     Unavailable,
 )
-from clients.errors import inference_error
-from protos import inference_pb2 as pb
+from paceline.clients.errors import inference_error
+from paceline.protos import inference_pb2 as pb
 from tests.ports import free_port
 from tests.unit.clients.conftest import Twin
 from tests.unit.clients.peer import Peer, Stall, echo, refuse, serving, serving_bytes

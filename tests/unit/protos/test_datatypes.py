@@ -9,8 +9,8 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from protos import inference_pb2, model_config_pb2
-from protos.datatypes import (
+from paceline.protos import inference_pb2, model_config_pb2
+from paceline.protos.datatypes import (
     CONFIG_DATATYPES,
     CONFIG_NUMBERS,
     DATATYPES,

@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from protos.field_count import MAX_FIELDS, TooManyElements, TooManyFields, check_fields
-from protos.wire import delimited
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.field_count import MAX_FIELDS, TooManyElements, TooManyFields, check_fields
+from paceline.protos.wire import delimited
 
 INPUTS, CONTENTS, TEXTS = b"\x2a", b"\x2a", b"\x42"
 MANY = MAX_FIELDS + 1

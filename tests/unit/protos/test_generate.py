@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.generate import (
+from paceline.protos.generate import (
     PROTOS_DIR,
     REWRITES,
     TOOLS_VERSION,
@@ -29,14 +29,15 @@ def generated() -> dict[str, str]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    folder = tmp_path / "protos"
+    folder = tmp_path / "paceline" / "protos"
     shutil.copytree(PROTOS_DIR, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder.parent / "__init__.py").touch()
     return folder
 
 
 def run_generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "protos.generate", *arguments]
-    return subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-m", "paceline.protos.generate", *arguments]
+    return subprocess.run(command, cwd=folder.parents[1], capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_check_checked_in_files_are_current(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +51,7 @@ def test_check_edited_file_exits_1_with_message_and_diff(copied: Path) -> None:
     result = run_generate(copied, "--check")
     assert result.returncode == 1
     assert "-EDITED = True" in result.stdout
-    assert "run `python -m protos.generate`" in result.stderr
+    assert "run `python -m paceline.protos.generate`" in result.stderr
     assert "EDITED" in target.read_text()
 
 
@@ -104,7 +105,7 @@ def test_rewrite_default_pool_left_raises_error() -> None:
 def test_rewrite_each_file_names_its_source_command(generated: dict[str, str]) -> None:
     assert set(generated) == set(REWRITES)
     for text in generated.values():
-        assert text.startswith("# Made from the .proto files by `python -m protos.generate`; do not edit.\n")
+        assert text.startswith("# Made from the .proto files by `python -m paceline.protos.generate`; do not edit.\n")
 
 
 @pytest.mark.parametrize("installed", ["none", "1.75.0", "1.80.0"])

@@ -11,10 +11,10 @@ import grpc
 import grpc_testing  # type: ignore[import-untyped]
 import pytest
 
-from clients import InvalidArgument, messages
-from clients.errors import rpc_failure
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.clients import InvalidArgument, messages
+from paceline.clients.errors import rpc_failure
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.unit.clients.peer import Peer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]

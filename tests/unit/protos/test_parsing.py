@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import DecodeError
 
-from protos import inference_pb2 as pb
-from protos.parsing import parse
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.parsing import parse
 from tests.rlimits import room_for
 
 LARGE_BYTES = 256 * 2**20

@@ -8,8 +8,8 @@ import pickle
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, text_format
 
-from protos import inference_pb2, inference_pb2_grpc, model_config_pb2
-from protos.pool import POOL, build_module
+from paceline.protos import inference_pb2, inference_pb2_grpc, model_config_pb2
+from paceline.protos.pool import POOL, build_module
 
 SERVICE = "inference.GRPCInferenceService"
 
@@ -48,7 +48,10 @@ def test_message_nested_class_is_the_class_of_its_fields() -> None:
 
 def test_message_class_names_its_module() -> None:
     nested = inference_pb2.ModelInferRequest.InferInputTensor
-    assert (nested.__module__, nested.__qualname__) == ("protos.inference_pb2", "ModelInferRequest.InferInputTensor")
+    assert (nested.__module__, nested.__qualname__) == (
+        "paceline.protos.inference_pb2",
+        "ModelInferRequest.InferInputTensor",
+    )
 
 
 def test_enum_values_are_reachable_as_in_any_generated_module() -> None:
@@ -87,4 +90,4 @@ def test_build_module_file_with_extensions_is_refused() -> None:
     pool.AddSerializedFile(descriptor_pb2.DESCRIPTOR.serialized_pb)
     descriptor = pool.AddSerializedFile(file.SerializeToString())
     with pytest.raises(NotImplementedError, match=r"extended\.proto defines extensions"):
-        build_module(descriptor, "protos.extended_pb2", {})
+        build_module(descriptor, "paceline.protos.extended_pb2", {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from protos.tensors import TensorError, bf16_from_float32, float32_from_bf16
+from paceline.protos.tensors import TensorError, bf16_from_float32, float32_from_bf16
 
 
 def float32(*bits: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.datatypes import DATATYPES, by_name
-from protos.inference_pb2 import InferTensorContents
-from protos.tensors import TensorError, decode_contents, encode_contents
+from paceline.protos.datatypes import DATATYPES, by_name
+from paceline.protos.inference_pb2 import InferTensorContents
+from paceline.protos.tensors import TensorError, decode_contents, encode_contents
 
 TYPED = sorted(name for name, datatype in DATATYPES.items() if datatype.contents_field)
 FIXED = sorted(set(TYPED) - {"BYTES"})

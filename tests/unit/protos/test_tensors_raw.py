@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protos.datatypes import DATATYPES
-from protos.inference_pb2 import ModelInferRequest
-from protos.tensors import MAX_ELEMENTS, TensorError, decode_raw, element_count, encode_raw
+from paceline.protos.datatypes import DATATYPES
+from paceline.protos.inference_pb2 import ModelInferRequest
+from paceline.protos.tensors import MAX_ELEMENTS, TensorError, decode_raw, element_count, encode_raw
 
 BOOL, INT32, FP32, BF16, BYTES = (DATATYPES[name] for name in ("BOOL", "INT32", "FP32", "BF16", "BYTES"))
 FIXED = sorted(set(DATATYPES) - {"BYTES"})

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from protos.wire import scan_request
+from paceline.protos.wire import scan_request
 from tests.wire import infer, rows_of_floats
 
 GOOD = infer("m", {"a": rows_of_floats(1)}).SerializeToString()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler.isolation import Blame
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.isolation import Blame
+from paceline.scheduler.policy import BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 __all__ = ["MemoryBench"]

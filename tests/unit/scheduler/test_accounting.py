@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.errors import BatcherClosed, QueueFull
-from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.testing import StepRunner
+from paceline.scheduler.errors import BatcherClosed, QueueFull
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.testing import StepRunner
 from tests.unit.scheduler.workbench import Bench, LossBench, one_turn
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.ahead import Ahead
-from scheduler.batch_queue import Batch
+from paceline.scheduler.ahead import Ahead
+from paceline.scheduler.batch_queue import Batch
 
 MS = 1_000_000
 LONG_NS = 20 * MS

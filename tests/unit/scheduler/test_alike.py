@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler.batch_queue import Alike, BatchQueue
-from scheduler.errors import DeadlineUnreachable, QueueFull
-from scheduler.pending import Pending
-from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.waiting import SharedQueueLimits
+from paceline.scheduler.batch_queue import Alike, BatchQueue
+from paceline.scheduler.errors import DeadlineUnreachable, QueueFull
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.waiting import SharedQueueLimits
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 ONE_ROW = Alike(1, "k")

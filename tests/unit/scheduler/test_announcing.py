@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from scheduler.errors import BatcherClosed, NoInstance, QueueTimeout, SchedulerError
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.errors import BatcherClosed, NoInstance, QueueTimeout, SchedulerError
+from paceline.scheduler.policy import BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000

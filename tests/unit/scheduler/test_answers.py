@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from scheduler.answers import OrderedAnswers
-from scheduler.errors import ExecutionFailed
-from scheduler.lane import Entry
-from scheduler.pending import Pending
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.answers import OrderedAnswers
+from paceline.scheduler.errors import ExecutionFailed
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.policy import BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 

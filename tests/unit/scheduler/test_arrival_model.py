@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.arrival_model import ArrivalModel
 
 MS = 1_000_000
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.allowance import PAUSE_NS
-from scheduler.batch_queue import BatchQueue, Step
-from scheduler.errors import QueueFull, RequestTooLarge
-from scheduler.policy import NEVER, BatchPolicy, QueuePolicy
+from paceline.scheduler.allowance import PAUSE_NS
+from paceline.scheduler.batch_queue import BatchQueue, Step
+from paceline.scheduler.errors import QueueFull, RequestTooLarge
+from paceline.scheduler.policy import NEVER, BatchPolicy, QueuePolicy
 
 SECOND = 1_000_000_000
 TRITON_QA = BatchPolicy(max_batch_rows=8, preferred_batch_rows=(2, 6), max_queue_delay_ns=10 * SECOND)

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from scheduler.arrival_model import ArrivalModel
-from scheduler.batcher import Batcher
-from scheduler.errors import (
+from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
     QueueFull,
     QueueTimeout,
     RequestTooLarge,
 )
-from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy, QueuePolicy
-from scheduler.testing import ManualClock, StepRunner
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.policy import BatchPolicy, QueuePolicy
+from paceline.scheduler.testing import ManualClock, StepRunner
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.clock import Alarm, MonotonicClock, _LoopAlarm
-from scheduler.testing import ManualClock
+from paceline.scheduler.clock import Alarm, MonotonicClock, _LoopAlarm
+from paceline.scheduler.testing import ManualClock
 
 
 def loop_alarm(ring: Callable[[], None]) -> Alarm:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.batch_queue import BatchQueue, Step
-from scheduler.errors import DeadlineUnreachable
-from scheduler.policy import BatchPolicy, QueuePolicy, TimeoutAction
+from paceline.scheduler.batch_queue import BatchQueue, Step
+from paceline.scheduler.errors import DeadlineUnreachable
+from paceline.scheduler.policy import BatchPolicy, QueuePolicy, TimeoutAction
 
 MS = 1_000_000
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.errors import NoInstance, QueueTimeout
-from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy
-from scheduler.testing import StepRunner
+from paceline.scheduler.errors import NoInstance, QueueTimeout
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.testing import StepRunner
 from tests.unit.scheduler.workbench import LossBench, one_turn
 
 

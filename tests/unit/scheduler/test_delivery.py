@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from scheduler.errors import ExecutionFailed, QueueTimeout
-from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy, QueuePolicy
+from paceline.scheduler.errors import ExecutionFailed, QueueTimeout
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.policy import BatchPolicy, QueuePolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.executing import Executing
-from scheduler.latency import LatencyModel
+from paceline.scheduler.executing import Executing
+from paceline.scheduler.latency import LatencyModel
 
 MS = 1_000_000
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from scheduler.arrival_model import ArrivalModel
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.policy import BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from scheduler.batch_queue import BatchQueue
-from scheduler.errors import BatcherClosed, ExecutionFailed, ExecutionTimeout, QueueFull, QueueTimeout
-from scheduler.isolation import Blame
-from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.runner import Outcome, ThreadRunner
-from scheduler.testing import Results, StepRunner
-from scheduler.waiting import SharedQueueLimits
+from paceline.scheduler.batch_queue import BatchQueue
+from paceline.scheduler.errors import BatcherClosed, ExecutionFailed, ExecutionTimeout, QueueFull, QueueTimeout
+from paceline.scheduler.isolation import Blame
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.runner import Outcome, ThreadRunner
+from paceline.scheduler.testing import Results, StepRunner
+from paceline.scheduler.waiting import SharedQueueLimits
 from tests.unit.scheduler.workbench import Bench, NeverWaits, one_turn
 
 MS = 1_000_000

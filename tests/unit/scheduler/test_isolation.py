@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.errors import ExecutionFailed, QueueTimeout
-from scheduler.isolation import Blame, Search, Suspects, budget_for
-from scheduler.lane import Entry
-from scheduler.observer import Drop
-from scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.errors import ExecutionFailed, QueueTimeout
+from paceline.scheduler.isolation import Blame, Search, Suspects, budget_for
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.policy import NEVER, BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000

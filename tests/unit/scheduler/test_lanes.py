@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from scheduler.lane import Entry
-from scheduler.lanes import Lanes
-from scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.lanes import Lanes
+from paceline.scheduler.policy import NEVER, BatchPolicy
 
 DELAY_NS = 1_000
 GREEDY = BatchPolicy(max_batch_rows=4)

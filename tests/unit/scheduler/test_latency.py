@@ -4,8 +4,8 @@ import weakref
 
 import pytest
 
-from scheduler.latency import LatencyModel
-from scheduler.returning_callers import ReturningCallers
+from paceline.scheduler.latency import LatencyModel
+from paceline.scheduler.returning_callers import ReturningCallers
 
 SECOND = 1_000_000_000
 

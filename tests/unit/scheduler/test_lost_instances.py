@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from scheduler.errors import BatcherClosed, ExecutionFailed, NoInstance, QueueTimeout
-from scheduler.isolation import Blame
-from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy
-from scheduler.runner import ThreadLost
+from paceline.scheduler.errors import BatcherClosed, ExecutionFailed, NoInstance, QueueTimeout
+from paceline.scheduler.isolation import Blame
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.runner import ThreadLost
 from tests.unit.scheduler.workbench import Bench, LossBench, one_turn
 
 

@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 
-from scheduler.batch_queue import BatchQueue
-from scheduler.batcher import Batcher
-from scheduler.policy import BatchPolicy
-from scheduler.testing import ManualClock, StepRunner
+from paceline.scheduler.batch_queue import BatchQueue
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.testing import ManualClock, StepRunner
 
 REQUESTS = 5_000
 LIMIT_BYTES = 1024

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from scheduler.allowance import PAUSE_NS
-from scheduler.errors import ExecutionFailed, QueueTimeout
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.allowance import PAUSE_NS
+from paceline.scheduler.errors import ExecutionFailed, QueueTimeout
+from paceline.scheduler.policy import BatchPolicy
 from tests.unit.scheduler.workbench import LossBench, one_turn
 
 

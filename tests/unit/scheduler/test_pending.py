@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from scheduler.errors import ExecutionFailed
-from scheduler.pending import Pending
-from scheduler.policy import BatchPolicy
+from paceline.scheduler.errors import ExecutionFailed
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.policy import BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.policy import NEVER, BatchPolicy, PolicyError, QueuePolicy
+from paceline.scheduler.policy import NEVER, BatchPolicy, PolicyError, QueuePolicy
 
 
 @pytest.mark.parametrize(

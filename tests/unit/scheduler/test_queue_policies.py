@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.batch_queue import Batch, BatchQueue, Step
-from scheduler.errors import DeadlineUnreachable, QueueFull
-from scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
+from paceline.scheduler.batch_queue import Batch, BatchQueue, Step
+from paceline.scheduler.errors import DeadlineUnreachable, QueueFull
+from paceline.scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
 
 MS = 1_000_000
 LEVELS = BatchPolicy(max_batch_rows=8, priority_levels=3, default_priority_level=2)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from scheduler.errors import ExecutionFailed
-from scheduler.policy import BatchPolicy
-from scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS
+from paceline.scheduler.errors import ExecutionFailed
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS
 from tests.unit.scheduler.memory_bench import MemoryBench
 from tests.unit.scheduler.workbench import one_turn
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from scheduler.batch_queue import BatchQueue
-from scheduler.policy import BatchPolicy
-from scheduler.returning_callers import ReturningCallers
-from scheduler.runner import Outcome
-from scheduler.testing import Results
+from paceline.scheduler.batch_queue import BatchQueue
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.returning_callers import ReturningCallers
+from paceline.scheduler.runner import Outcome
+from paceline.scheduler.testing import Results
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.runner import Outcome, TaskRunner, ThreadLost, ThreadRunner
-from scheduler.testing import Results
+from paceline.scheduler.runner import Outcome, TaskRunner, ThreadLost, ThreadRunner
+from paceline.scheduler.testing import Results
 from tests.rlimits import without_threads
 
 

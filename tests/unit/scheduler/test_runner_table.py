@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from scheduler.executing import Batch
-from scheduler.lane import Entry
-from scheduler.latency import LatencyModel
-from scheduler.pending import Pending
-from scheduler.policy import NEVER
-from scheduler.runner_table import RunnerTable
-from scheduler.testing import ManualClock, StepRunner
+from paceline.scheduler.executing import Batch
+from paceline.scheduler.lane import Entry
+from paceline.scheduler.latency import LatencyModel
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.policy import NEVER
+from paceline.scheduler.runner_table import RunnerTable
+from paceline.scheduler.testing import ManualClock, StepRunner
 
 MS = 1_000_000
 LIMIT_NS = 100 * MS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.batch_queue import BatchQueue
-from scheduler.errors import QueueFull
-from scheduler.policy import BatchPolicy, QueuePolicy
-from scheduler.waiting import SharedQueueLimits
+from paceline.scheduler.batch_queue import BatchQueue
+from paceline.scheduler.errors import QueueFull
+from paceline.scheduler.policy import BatchPolicy, QueuePolicy
+from paceline.scheduler.waiting import SharedQueueLimits
 
 POLICY = BatchPolicy(max_batch_rows=4)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS, Shortages
+from paceline.scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS, Shortages
 
 
 def failed(shortages: Shortages[str], instance: str, key: str = "k", *, now_ns: int = 0, **how: Any) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from scheduler.errors import ExecutionTimeout
-from scheduler.isolation import Blame
-from scheduler.policy import BatchPolicy
-from scheduler.slots import Slots
-from scheduler.testing import StepRunner
+from paceline.scheduler.errors import ExecutionTimeout
+from paceline.scheduler.isolation import Blame
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.slots import Slots
+from paceline.scheduler.testing import StepRunner
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler.arrival_model import ArrivalModel
-from scheduler.testing import ManualClock
-from scheduler.turns import Turns, WaitBudget
+from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.testing import ManualClock
+from paceline.scheduler.turns import Turns, WaitBudget
 from tests.unit.scheduler import workbench
 
 US = 1_000

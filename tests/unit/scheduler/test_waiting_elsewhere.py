@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.errors import ExecutionFailed, QueueFull
-from scheduler.policy import BatchPolicy, QueuePolicy
-from scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS
-from scheduler.testing import StepRunner
+from paceline.scheduler.errors import ExecutionFailed, QueueFull
+from paceline.scheduler.policy import BatchPolicy, QueuePolicy
+from paceline.scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS
+from paceline.scheduler.testing import StepRunner
 from tests.unit.scheduler.memory_bench import MemoryBench
 from tests.unit.scheduler.workbench import one_turn
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.arrival_model import ArrivalModel
-from scheduler.errors import QueueFull
-from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.waiting import SharedQueueLimits
+from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.errors import QueueFull
+from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.waiting import SharedQueueLimits
 from tests.unit.scheduler import workbench
 from tests.unit.scheduler.workbench import Bench
 

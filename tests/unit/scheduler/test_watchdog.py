@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.errors import BatcherClosed, ExecutionTimeout
-from scheduler.policy import BatchPolicy, PolicyError
-from scheduler.testing import ManualClock, StepRunner
-from scheduler.watchdog import Watchdog
+from paceline.scheduler.errors import BatcherClosed, ExecutionTimeout
+from paceline.scheduler.policy import BatchPolicy, PolicyError
+from paceline.scheduler.testing import ManualClock, StepRunner
+from paceline.scheduler.watchdog import Watchdog
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 LIMIT_NS = 100

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.batch_queue import BatchQueue
-from scheduler.errors import QueueFull
-from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.waiting import SharedQueueLimits
+from paceline.scheduler.batch_queue import BatchQueue
+from paceline.scheduler.errors import QueueFull
+from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.waiting import SharedQueueLimits
 
 MS = 1_000_000
 

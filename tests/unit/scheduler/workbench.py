@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.arrival_model import ArrivalModel
-from scheduler.batcher import Batcher
-from scheduler.isolation import Blame
-from scheduler.pending import Pending
-from scheduler.policy import BatchPolicy
-from scheduler.testing import ManualClock, RecordingObserver, StepRunner
+from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.isolation import Blame
+from paceline.scheduler.pending import Pending
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 
 __all__ = ["Bench", "LossBench", "NeverWaits", "crowd", "one_turn"]
 

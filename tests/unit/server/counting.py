@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.base import Execution
-from scheduler.observer import BatchReport
-from server.telemetry.metrics import Metrics, VersionMetrics
-from server.telemetry.model_statistics import VersionStatistics
+from paceline.backends.base import Execution
+from paceline.scheduler.observer import BatchReport
+from paceline.server.telemetry.metrics import Metrics, VersionMetrics
+from paceline.server.telemetry.model_statistics import VersionStatistics
 
 __all__ = ["US", "Gauges", "report", "samples", "version"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from server.models.layout import Layout, ModelFolder
+from paceline.server.models.layout import Layout, ModelFolder
 
 __all__ = ["find_models"]
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from server.addresses import host_and_port, is_address, listen, resolve, socket_path
+from paceline.server.addresses import host_and_port, is_address, listen, resolve, socket_path
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0", "localhost", "a-b.example", "::1", "[::1]", "::", "fe80::1%eth0"])

@@ -13,10 +13,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from server.cli import _settings, main, serve
-from server.models.upstream_settings import TRACING_HEADERS
-from server.rpc.tokens import Tokens
-from server.sections import Flag, Section
+from paceline.server.cli import _settings, main, serve
+from paceline.server.models.upstream_settings import TRACING_HEADERS
+from paceline.server.rpc.tokens import Tokens
+from paceline.server.sections import Flag, Section
 from tests.harness import REPO
 
 DEFAULTS = {
@@ -532,7 +532,7 @@ def test_version_and_help_are_printed() -> None:
 def test_command_line_loads_no_runtime_before_it_serves() -> None:
     code = "import sys, server.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
-    assert not {"onnxruntime", "prometheus_client", "server.app"} & set(done.stdout.split())
+    assert not {"onnxruntime", "prometheus_client", "paceline.server.app"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -547,7 +547,7 @@ def test_shells_complete_the_flags_of_commands(shell: str, at: str) -> None:
 
 def test_python_m_server_is_the_command_too() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "server", "--help"], cwd=REPO, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "paceline", "--help"], cwd=REPO, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("Usage: paceline ")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from server.cpus import cgroup_limit
+from paceline.server.cpus import cgroup_limit
 from tests.harness import REPO
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
@@ -95,7 +95,7 @@ def limited_group() -> Iterator[Path]:
 
 
 def test_process_in_a_limited_group_uses_one_cpu(limited_group: Path) -> None:
-    code = "from server.cpus import usable_cpus; print(usable_cpus())"
+    code = "from paceline.server.cpus import usable_cpus; print(usable_cpus())"
     command = f'echo $$ >"{limited_group}" && exec "{sys.executable}" -c "{code}"'
     done = subprocess.run(["sh", "-c", command], cwd=REPO, capture_output=True, text=True, timeout=100)
     if done.returncode and "cannot create" in done.stderr:

@@ -11,11 +11,8 @@ import pkgutil
 import grpc
 import pytest
 
-import backends
-import protos
-import scheduler
-import server
-from backends.errors import (
+from paceline import backends, protos, scheduler, server
+from paceline.backends.errors import (
     BackendError,
     DeviceError,
     DeviceLost,
@@ -27,12 +24,12 @@ from backends.errors import (
     UpstreamFailed,
     UpstreamRefused,
 )
-from backends.trial import _TimeIsUp
-from protos.datatypes import UnknownDatatypeError
-from protos.field_count import TooManyElements, TooManyFields
-from protos.generate import GenerateError
-from protos.tensors import TensorError
-from scheduler.errors import (
+from paceline.backends.trial import _TimeIsUp
+from paceline.protos.datatypes import UnknownDatatypeError
+from paceline.protos.field_count import TooManyElements, TooManyFields
+from paceline.protos.generate import GenerateError
+from paceline.protos.tensors import TensorError
+from paceline.scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
     ExecutionFailed,
@@ -42,8 +39,8 @@ from scheduler.errors import (
     RequestTooLarge,
     SchedulerError,
 )
-from scheduler.policy import PolicyError
-from server.errors import (
+from paceline.scheduler.policy import PolicyError
+from paceline.server.errors import (
     STATUS_OF,
     ConfigError,
     InvalidRequest,
@@ -76,9 +73,9 @@ def exception_classes() -> set[type[BaseException]]:
     found: set[type[BaseException]] = set()
     for package in (scheduler, backends, protos, server):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            if module.name == "server.telemetry.spans" and importlib.util.find_spec("opentelemetry") is None:
+            if module.name == "paceline.server.telemetry.spans" and importlib.util.find_spec("opentelemetry") is None:
                 continue  # belongs to an extra that isn't installed
-            if module.name == "server.__main__":
+            if module.name == "paceline.server.__main__":
                 continue
             members = vars(importlib.import_module(module.name)).values()
             found |= {

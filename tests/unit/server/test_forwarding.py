@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import grpc
 import pytest
 
-from backends.transport.frames import Message
-from backends.transport.link import Link
-from server.fronts import protocol
-from server.fronts.calls import Aborted, CallContext
-from server.fronts.forwarding import forwarded
-from server.fronts.inference import Replies
+from paceline.backends.transport.frames import Message
+from paceline.backends.transport.link import Link
+from paceline.server.fronts import protocol
+from paceline.server.fronts.calls import Aborted, CallContext
+from paceline.server.fronts.forwarding import forwarded
+from paceline.server.fronts.inference import Replies
 
 _STATUS = grpc.StatusCode.NOT_FOUND
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.limits import Connections, Limits
+from paceline.server.limits import Connections, Limits
 
 
 @pytest.mark.parametrize(

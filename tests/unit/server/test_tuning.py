@@ -13,7 +13,7 @@ on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another
 
 FAULTS_OF_SECOND_BLOCK = """
 import ctypes, resource
-from server.tuning import keep_freed_memory
+from paceline.server.tuning import keep_freed_memory
 
 keep_freed_memory()
 libc = ctypes.CDLL(None)
@@ -50,7 +50,7 @@ def test_freed_memory_is_kept_for_reuse_unless_the_environment_says_otherwise() 
 WHAT_THE_COLLECTOR_LOOKS_AT = """
 import gc, sys
 sys.argv = ["paceline", "--version"]
-from server.__main__ import main
+from paceline.server.__main__ import main
 try:
     main()
 finally:
@@ -69,7 +69,7 @@ def test_imported_objects_are_excluded_from_garbage_collection() -> None:
 def test_objects_made_later_are_still_garbage_collected() -> None:
     code = """
 import gc, weakref
-from server.tuning import excluded_from_gc
+from paceline.server.tuning import excluded_from_gc
 class Ring:
     pass
 with excluded_from_gc():

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.cuda.memory import HANDLE_BYTES
+from paceline.backends.cuda.memory import HANDLE_BYTES
 
 HANDLE = bytes(range(HANDLE_BYTES))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from backends.cuda.driver import count_gpus, gpu_uuids
-from backends.errors import DriverFailed, LoadError, NoDriver
+from paceline.backends.cuda.driver import count_gpus, gpu_uuids
+from paceline.backends.errors import DriverFailed, LoadError, NoDriver
 
 
 @dataclass

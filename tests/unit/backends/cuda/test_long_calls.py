@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from backends.cuda.accelerator import CudaAccelerator
-from backends.cuda.context import load_driver
-from backends.cuda.long_calls import LongCalls
-from scheduler.testing import ManualClock
+from paceline.backends.cuda.accelerator import CudaAccelerator
+from paceline.backends.cuda.context import load_driver
+from paceline.backends.cuda.long_calls import LongCalls
+from paceline.scheduler.testing import ManualClock
 from tests.cuda import stand_in
 from tests.polling import eventually
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda.memory import CudaMemories, CudaMemory
-from backends.errors import DeviceError
+from paceline.backends.cuda.memory import CudaMemories, CudaMemory
+from paceline.backends.errors import DeviceError
 from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from backends.cuda.accelerator import CudaAccelerator, open_cuda
-from backends.cuda.driver import count_gpus
-from backends.errors import LoadError
+from paceline.backends.cuda.accelerator import CudaAccelerator, open_cuda
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import LoadError
 
 
 @pytest.fixture

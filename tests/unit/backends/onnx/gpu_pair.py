@@ -14,11 +14,11 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from backends.base import Device, DeviceKind, ModelSource, Slot
-from backends.cuda.accelerator import CudaAccelerator
-from backends.onnx.backend import OnnxBackend
-from backends.onnx.staged import StagedInstance
-from backends.spec import Array, ModelSpec, TensorSpec
+from paceline.backends.base import Device, DeviceKind, ModelSource, Slot
+from paceline.backends.cuda.accelerator import CudaAccelerator
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.onnx.staged import StagedInstance
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 
 T = TypeVar("T")

@@ -11,11 +11,11 @@ import onnx
 import pytest
 from onnx import helper
 
-from backends.base import ModelSource
-from backends.errors import LoadError
-from backends.onnx.backend import OnnxBackend
-from backends.spec import ModelSpec, TensorSpec
-from protos.datatypes import DATATYPES
+from paceline.backends.base import ModelSource
+from paceline.backends.errors import LoadError
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos.datatypes import DATATYPES
 from tests import models
 from tests.unit.backends.onnx_models import (
     CPU,

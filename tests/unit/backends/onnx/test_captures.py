@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.base import Device, ModelSource
-from backends.cuda.long_calls import long_calls
-from backends.errors import ExecutionError
-from backends.host_accelerator import HostAccelerator
-from backends.onnx.backend import OnnxBackend
-from backends.onnx.captures import Captures, captures
-from backends.spec import ModelSpec, TensorSpec
-from backends.worker_thread import WorkerThread
+from paceline.backends.base import Device, ModelSource
+from paceline.backends.cuda.long_calls import long_calls
+from paceline.backends.errors import ExecutionError
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.onnx.captures import Captures, captures
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.worker_thread import WorkerThread
 from tests import models
 
 NEVER_S = 0.05

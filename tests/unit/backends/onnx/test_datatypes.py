@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from backends.errors import ExecutionError, LoadError
+from paceline.backends.errors import ExecutionError, LoadError
 from tests import models
 from tests.unit.backends.onnx_models import (
     CPU,

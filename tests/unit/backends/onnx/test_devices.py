@@ -11,12 +11,12 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
-from backends.cuda.driver import count_gpus
-from backends.errors import DriverFailed, ExecutionError, LoadError, NoDriver
-from backends.onnx.backend import OnnxBackend
-from backends.onnx.sessions import PROBE_MODEL
-from backends.spec import ModelSpec, TensorSpec
+from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import DriverFailed, ExecutionError, LoadError, NoDriver
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.onnx.sessions import PROBE_MODEL
+from paceline.backends.spec import ModelSpec, TensorSpec
 from tests import models
 
 CPU = Device(DeviceKind.CPU)

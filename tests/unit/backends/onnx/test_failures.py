@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import Device, ModelSource
-from backends.errors import DeviceLost, ExecutionError, InstanceError, OutOfMemory, Unequipped
-from backends.onnx.backend import OnnxBackend
-from backends.onnx.failures import failure
-from backends.spec import ModelSpec, TensorSpec
+from paceline.backends.base import Device, ModelSource
+from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, OutOfMemory, Unequipped
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.onnx.failures import failure
+from paceline.backends.spec import ModelSpec, TensorSpec
 from tests import models
 
 CUDA = (

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from backends.onnx.file import operators, without_shape
+from paceline.backends.onnx.file import operators, without_shape
 from tests import models
 
 SHAPES = [None, [], [3], ["batch", None], [0]]

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from backends.accelerator import Memory
-from backends.base import DeviceTensor, ModelSource, Targets
-from backends.cuda.accelerator import CudaAccelerator
-from backends.cuda.context import load_driver
-from backends.errors import DeviceError, ExecutionError, InstanceLost, OutOfMemory
-from backends.onnx.backend import OnnxBackend
-from backends.onnx.instance import OnnxInstance
-from backends.onnx.options import parse_options
-from backends.onnx.staged import StagedInstance
-from backends.spec import Array, ModelSpec, TensorSpec
-from backends.staging import array_in
+from paceline.backends.accelerator import Memory
+from paceline.backends.base import DeviceTensor, ModelSource, Targets
+from paceline.backends.cuda.accelerator import CudaAccelerator
+from paceline.backends.cuda.context import load_driver
+from paceline.backends.errors import DeviceError, ExecutionError, InstanceLost, OutOfMemory
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.onnx.instance import OnnxInstance
+from paceline.backends.onnx.options import parse_options
+from paceline.backends.onnx.staged import StagedInstance
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
+from paceline.backends.staging import array_in
 from tests import models
 from tests.unit.backends.onnx.gpu_pair import (
     CPU,

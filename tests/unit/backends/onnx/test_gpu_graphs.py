@@ -14,9 +14,9 @@ import onnx
 import pytest
 from onnx import helper
 
-from backends.cuda.accelerator import CudaAccelerator
-from backends.onnx.sessions import NO_GRAPH
-from backends.spec import ModelSpec, TensorSpec
+from paceline.backends.cuda.accelerator import CudaAccelerator
+from paceline.backends.onnx.sessions import NO_GRAPH
+from paceline.backends.spec import ModelSpec, TensorSpec
 from tests import models
 from tests.unit.backends.onnx.gpu_pair import (
     GRAPHS,

@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from backends.accelerator import open_streams
-from backends.base import Device, Execution, Slot
-from backends.errors import DeviceLost, ExecutionError, LoadError
-from backends.host_accelerator import HostAccelerator
-from backends.onnx.captures import captures
-from backends.onnx.options import OnnxOptions
-from backends.onnx.sessions import NO_GRAPH, OpenSession, open_session
-from backends.onnx.shared import Shared
-from backends.onnx.staged import StagedInstance
-from backends.spec import Array, ModelSpec, TensorSpec
+from paceline.backends.accelerator import open_streams
+from paceline.backends.base import Device, Execution, Slot
+from paceline.backends.errors import DeviceLost, ExecutionError, LoadError
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.onnx.captures import captures
+from paceline.backends.onnx.options import OnnxOptions
+from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession, open_session
+from paceline.backends.onnx.shared import Shared
+from paceline.backends.onnx.staged import StagedInstance
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.cuda import stand_in
 

@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.base import Device, ModelSource
-from backends.errors import ExecutionError, LoadError
-from backends.onnx.backend import OnnxBackend, OnnxModel
-from backends.onnx.instance import OnnxInstance
-from backends.spec import MISSING, BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
+from paceline.backends.base import Device, ModelSource
+from paceline.backends.errors import ExecutionError, LoadError
+from paceline.backends.onnx.backend import OnnxBackend, OnnxModel
+from paceline.backends.onnx.instance import OnnxInstance
+from paceline.backends.spec import MISSING, BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
 from tests import models
 
 CPU = Device()

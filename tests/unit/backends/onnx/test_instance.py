@@ -13,9 +13,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from backends.errors import ExecutionError, LoadError
-from backends.spec import Array, ModelSpec, TensorSpec
-from protos.datatypes import DATATYPES
+from paceline.backends.errors import ExecutionError, LoadError
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
+from paceline.protos.datatypes import DATATYPES
 from tests import models
 from tests.unit.backends.onnx_models import (
     CPU,

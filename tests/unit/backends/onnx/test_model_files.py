@@ -11,11 +11,11 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 from onnx import helper, numpy_helper
 
-from backends.base import Device
-from backends.errors import LoadError
-from backends.onnx.model_files import read_model_files
-from backends.onnx.options import OnnxOptions
-from backends.onnx.sessions import open_session
+from paceline.backends.base import Device
+from paceline.backends.errors import LoadError
+from paceline.backends.onnx.model_files import read_model_files
+from paceline.backends.onnx.options import OnnxOptions
+from paceline.backends.onnx.sessions import open_session
 from tests import models
 
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import ModelSource
-from backends.errors import LoadError
-from backends.onnx.options import GraphLevel, OnnxOptions, parse_options
+from paceline.backends.base import ModelSource
+from paceline.backends.errors import LoadError
+from paceline.backends.onnx.options import GraphLevel, OnnxOptions, parse_options
 
 
 def _source(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.errors import ExecutionError, InstanceLost, OutOfMemory, StalePlan
-from backends.onnx.plans import Plans
+from paceline.backends.errors import ExecutionError, InstanceLost, OutOfMemory, StalePlan
+from paceline.backends.onnx.plans import Plans
 
 NODE = "onnx runtime error 1: Non-zero status code returned while running {} node. Name:'{}' Status Message: why"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import ModelSource
-from backends.errors import LoadError
-from backends.onnx.options import OnnxOptions, parse_options
-from backends.onnx.provider_options import profile_shapes
-from backends.spec import TensorSpec
+from paceline.backends.base import ModelSource
+from paceline.backends.errors import LoadError
+from paceline.backends.onnx.options import OnnxOptions, parse_options
+from paceline.backends.onnx.provider_options import profile_shapes
+from paceline.backends.spec import TensorSpec
 
 
 def options(

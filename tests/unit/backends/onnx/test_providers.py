@@ -12,13 +12,13 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from backends.base import Device, DeviceKind, ModelSource
-from backends.cuda.driver import count_gpus
-from backends.errors import LoadError
-from backends.onnx.backend import OnnxBackend, OnnxModel
-from backends.onnx.options import CACHE_DIRECTORY, OnnxOptions, parse_options
-from backends.onnx.providers import ready_accelerator
-from backends.spec import ModelSpec, TensorSpec
+from paceline.backends.base import Device, DeviceKind, ModelSource
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import LoadError
+from paceline.backends.onnx.backend import OnnxBackend, OnnxModel
+from paceline.backends.onnx.options import CACHE_DIRECTORY, OnnxOptions, parse_options
+from paceline.backends.onnx.providers import ready_accelerator
+from paceline.backends.spec import ModelSpec, TensorSpec
 from tests import models
 
 CPU, GPU = Device(), Device(DeviceKind.GPU, 0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError
-from backends.onnx.replays import changed, check_replayed
-from backends.spec import ModelSpec, TensorSpec
+from paceline.backends.errors import ExecutionError
+from paceline.backends.onnx.replays import changed, check_replayed
+from paceline.backends.spec import ModelSpec, TensorSpec
 from tests.wire import Array
 
 SPEC = ModelSpec(

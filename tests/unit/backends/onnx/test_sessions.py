@@ -13,13 +13,13 @@ from typing import Any
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from backends.accelerator import open_streams
-from backends.base import Device, DeviceKind
-from backends.errors import DeviceError
-from backends.host_accelerator import HostAccelerator
-from backends.onnx import sessions
-from backends.onnx.options import GraphLevel, OnnxOptions
-from backends.onnx.sessions import (
+from paceline.backends.accelerator import open_streams
+from paceline.backends.base import Device, DeviceKind
+from paceline.backends.errors import DeviceError
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.onnx import sessions
+from paceline.backends.onnx.options import GraphLevel, OnnxOptions
+from paceline.backends.onnx.sessions import (
     OpenSession,
     open_session,
     prepare_cuda,

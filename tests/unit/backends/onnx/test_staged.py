@@ -14,14 +14,14 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.accelerator import Accelerator, Event
-from backends.base import Device, DeviceKind, ModelSource, Slotted
-from backends.errors import DeviceLost, ExecutionError, InstanceError, OutOfMemory
-from backends.host_accelerator import HostAccelerator
-from backends.onnx.backend import OnnxBackend
-from backends.onnx.instance import OnnxInstance
-from backends.onnx.staged import StagedInstance
-from backends.spec import Array, ModelSpec, TensorSpec
+from paceline.backends.accelerator import Accelerator, Event
+from paceline.backends.base import Device, DeviceKind, ModelSource, Slotted
+from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, OutOfMemory
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.onnx.instance import OnnxInstance
+from paceline.backends.onnx.staged import StagedInstance
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.cuda import stand_in
 

@@ -16,19 +16,19 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.base import Device, DeviceKind, ModelSource, OpenModel, Trial
-from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError, StalePlan
-from backends.host_accelerator import HostAccelerator
-from backends.onnx.backend import OnnxBackend
-from backends.onnx.instance import OnnxInstance
-from backends.onnx.options import OWN_PROCESS, OnnxOptions
-from backends.own_process.model import Model
-from backends.own_process.questions import Job
-from backends.own_process.served import OwnProcessOnnxModel
-from backends.python.instance import PythonInstance
-from backends.python.process import ModelProcess
-from backends.python.protocol import FAILED
-from backends.spec import MISSING, Array, ModelSpec, Tensors
+from paceline.backends.base import Device, DeviceKind, ModelSource, OpenModel, Trial
+from paceline.backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError, StalePlan
+from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.onnx.instance import OnnxInstance
+from paceline.backends.onnx.options import OWN_PROCESS, OnnxOptions
+from paceline.backends.own_process.model import Model
+from paceline.backends.own_process.questions import Job
+from paceline.backends.own_process.served import OwnProcessOnnxModel
+from paceline.backends.python.instance import PythonInstance
+from paceline.backends.python.process import ModelProcess
+from paceline.backends.python.protocol import FAILED
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
 from tests import models
 from tests.operators import build_library, twice
 from tests.polling import eventually

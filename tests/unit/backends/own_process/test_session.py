@@ -12,12 +12,12 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory, ProcessError
-from backends.onnx.options import OnnxOptions
-from backends.own_process.questions import Job
-from backends.own_process.session import OwnProcessSession, _Idle, _started
-from backends.python.process import ModelProcess
-from backends.spec import Array, ModelSpec, TensorSpec
+from paceline.backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory, ProcessError
+from paceline.backends.onnx.options import OnnxOptions
+from paceline.backends.own_process.questions import Job
+from paceline.backends.own_process.session import OwnProcessSession, _Idle, _started
+from paceline.backends.python.process import ModelProcess
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.operators import build_library, twice
 from tests.polling import eventually
@@ -115,8 +115,8 @@ def anonymous_kib(pid: int) -> int:
 
 
 def test_process_that_is_idle_for_a_while_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backends.own_process.session._idle", _Idle())
-    monkeypatch.setattr("backends.own_process.session._IDLE_S", 0.01)
+    monkeypatch.setattr("paceline.backends.own_process.session._idle", _Idle())
+    monkeypatch.setattr("paceline.backends.own_process.session._IDLE_S", 0.01)
     processes = []
     for _ in range(2):
         with OwnProcessSession(*job(tmp_path, models.identity())) as apart:
@@ -149,7 +149,7 @@ def test_process_started_when_nobody_waits_any_more_is_killed(tmp_path: Path, mo
         started.append(_started())
         return started[0]
 
-    monkeypatch.setattr("backends.own_process.session._started", start)
+    monkeypatch.setattr("paceline.backends.own_process.session._started", start)
     with pytest.raises(ProcessError, match="nobody waits"):
         apart.run([FOUR])
     eventually(lambda: started[0].ended, "its end")
@@ -172,7 +172,7 @@ def test_execution_that_hangs_is_ended_with_its_process(tmp_path: Path, monkeypa
     library = build_library(tmp_path / "twice.so", endless=4)
     with OwnProcessSession(*job(tmp_path, twice(), op_libraries=(library,))) as apart:
         apart.run([ONE])
-        monkeypatch.setattr("backends.own_process.session._HANGS_S", 0.1)
+        monkeypatch.setattr("paceline.backends.own_process.session._HANGS_S", 0.1)
         with pytest.raises(InstanceError, match=r"^an execution took longer than 0\.1 s$") as caught:
             apart.run([FOUR])
     assert not isinstance(caught.value, ProcessError)
@@ -192,7 +192,7 @@ def test_execution_that_allocates_too_much_fails_and_its_process_goes_on(tmp_pat
 
 
 def test_killed_process_counts_as_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backends.own_process.session._idle", _Idle())
+    monkeypatch.setattr("paceline.backends.own_process.session._idle", _Idle())
     with OwnProcessSession(*job(tmp_path, models.identity())) as apart:
         apart.run([FOUR])
         os.kill(process_of(apart).pid, signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_killed_process_counts_as_lack_of_memory(tmp_path: Path, monkeypatch: py
 
 def test_session_without_a_process_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
-    monkeypatch.setattr("backends.own_process.session._idle", _Idle())
+    monkeypatch.setattr("paceline.backends.own_process.session._idle", _Idle())
     with (
         pytest.raises(LoadError, match="can't be run: No such file"),
         OwnProcessSession(*job(tmp_path, models.identity())),

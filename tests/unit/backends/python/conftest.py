@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import ModelSource
-from backends.python.backend import PythonBackend
-from backends.python.instance import PythonInstance
-from backends.python.process import ModelProcess
+from paceline.backends.base import ModelSource
+from paceline.backends.python.backend import PythonBackend
+from paceline.backends.python.instance import PythonInstance
+from paceline.backends.python.process import ModelProcess
 from tests import puppet
 from tests.unit.backends.python_models import CPU, SPEC
 
@@ -19,7 +19,7 @@ from tests.unit.backends.python_models import CPU, SPEC
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes get to their end, and their last lines are read, however busy the machine is."""
     monkeypatch.setattr(ModelProcess.__init__, "__defaults__", (60.0,))
-    monkeypatch.setattr("backends.python.process._OUTPUT_GRACE_S", 60.0)
+    monkeypatch.setattr("paceline.backends.python.process._OUTPUT_GRACE_S", 60.0)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError, InstanceError
-from backends.python.instance import PythonInstance
-from backends.spec import MISSING, BatchInput, BatchInputKind, ModelSpec, TensorSpec
+from paceline.backends.errors import ExecutionError, InstanceError
+from paceline.backends.python.instance import PythonInstance
+from paceline.backends.spec import MISSING, BatchInput, BatchInputKind, ModelSpec, TensorSpec
 from tests import puppet
 from tests.polling import eventually
 from tests.unit.backends.python_models import CLASS, run, serving

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
-from backends.cuda.driver import count_gpus
-from backends.errors import LoadError
-from backends.python.backend import PythonBackend
-from backends.spec import ModelSpec, TensorSpec
+from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import LoadError
+from paceline.backends.python.backend import PythonBackend
+from paceline.backends.spec import ModelSpec, TensorSpec
 from tests import puppet
 from tests.rlimits import limited
 from tests.unit.backends.python_models import CLASS, CPU

@@ -19,13 +19,13 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from backends.base import ModelSource, ProvidesBuffers
-from backends.errors import ExecutionError, LoadError, ProcessEndedBeforeBatch, ProcessError
-from backends.python.backend import PythonBackend
-from backends.python.instance import PythonInstance
-from backends.python.process import ModelProcess
-from backends.spec import Array, ModelSpec, TensorSpec
-from backends.transport.blocking_link import BlockingLink
+from paceline.backends.base import ModelSource, ProvidesBuffers
+from paceline.backends.errors import ExecutionError, LoadError, ProcessEndedBeforeBatch, ProcessError
+from paceline.backends.python.backend import PythonBackend
+from paceline.backends.python.instance import PythonInstance
+from paceline.backends.python.process import ModelProcess
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
+from paceline.backends.transport.blocking_link import BlockingLink
 from tests import fronts, puppet
 from tests.polling import eventually
 from tests.rlimits import without_threads

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from backends.transport.blocking_link import BlockingLink
-from backends.transport.link import Link
+from paceline.backends.transport.blocking_link import BlockingLink
+from paceline.backends.transport.link import Link
 from tests.rlimits import limited
 
 SIZE = 1 << 16

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from backends.spec import MISSING, Array
-from backends.transport.blocking_link import BlockingLink
+from paceline.backends.spec import MISSING, Array
+from paceline.backends.transport.blocking_link import BlockingLink
 
 SIZE = 1 << 20
 LARGE = np.arange(20_000, dtype=np.float32)

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from backends.transport.channel import Channel, socket_pair
-from backends.transport.frames import Message
-from backends.transport.gathering import Gathering
+from paceline.backends.transport.channel import Channel, socket_pair
+from paceline.backends.transport.frames import Message
+from paceline.backends.transport.gathering import Gathering
 
 
 def waits(gathering: Gathering, messages: int = 1) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.spec import MISSING, ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
-from server.codec.adapting_codec import AdaptingCodec, codec_for
-from server.codec.codec import ModelCodec
-from server.codec.decoded import DecodedRequest
-from server.errors import InvalidRequest
+from paceline.backends.spec import MISSING, ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.server.codec.adapting_codec import AdaptingCodec, codec_for
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.errors import InvalidRequest
 from tests.wire import Array, infer
 
 PLAIN = TensorSpec("a", "FP32", (2,))

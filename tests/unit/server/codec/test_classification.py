@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from protos import model_config_pb2
-from protos.datatypes import DATATYPES
-from protos.inference_pb2 import InferParameter
-from server.codec.classification import class_count, classes_of, read_labels
-from server.errors import ConfigError, InvalidRequest
+from paceline.protos import model_config_pb2
+from paceline.protos.datatypes import DATATYPES
+from paceline.protos.inference_pb2 import InferParameter
+from paceline.server.codec.classification import class_count, classes_of, read_labels
+from paceline.server.errors import ConfigError, InvalidRequest
 from tests.wire import Array, parameter
 
 GOOD = sorted(set(DATATYPES) - {"FP16", "BF16", "BOOL", "BYTES"})

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
-from server.codec.codec import ModelCodec
-from server.errors import AnswerTooLarge, InvalidRequest
-from server.memory.regions import Regions
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.errors import AnswerTooLarge, InvalidRequest
+from paceline.server.memory.regions import Regions
 from tests.rlimits import room_for
 from tests.wire import Array, bytes_element, infer, rows_of_floats
 

@@ -7,12 +7,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
-from protos.field_count import MAX_FIELDS
-from server.codec.codec import ModelCodec
-from server.codec.wire_request import RequestReader
-from server.errors import InvalidRequest, NotSupported
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.field_count import MAX_FIELDS
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.wire_request import RequestReader
+from paceline.server.errors import InvalidRequest, NotSupported
 from tests.wire import Change, add_raw, bytes_element, infer, parameter, raw, rows_of_floats, shape
 
 Request = pb.ModelInferRequest

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from protos.inference_pb2 import InferParameter
-from server.codec.parameters import NO_PARAMETERS, RequestParameters, is_reserved, parse_parameters
-from server.errors import InvalidRequest
+from paceline.protos.inference_pb2 import InferParameter
+from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters, is_reserved, parse_parameters
+from paceline.server.errors import InvalidRequest
 from tests.wire import parameter
 
 OURS = "['paceline_batch_info', 'paceline_cancel', 'paceline_deadline_us', 'paceline_unordered']"

@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from backends.packed import Packed
-from backends.shares import Outputs, Share
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
-from protos.datatypes import by_name
-from server.codec.codec import ModelCodec
-from server.codec.short_way import ShortWay
-from server.codec.shortcuts import AnswerPlan, Envelope
-from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
-from server.errors import InvalidRequest
-from server.limits import LARGEST_MESSAGE_BYTES
-from server.memory.cuda_region import CudaRegions
-from server.memory.region_tensors import RegionTensor
-from server.memory.regions import Regions
-from server.memory.system_region import open_system_region
-from server.rpc.handlers import serialized
+from paceline.backends.packed import Packed
+from paceline.backends.shares import Outputs, Share
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.datatypes import by_name
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.short_way import ShortWay
+from paceline.server.codec.shortcuts import AnswerPlan, Envelope
+from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.errors import InvalidRequest
+from paceline.server.limits import LARGEST_MESSAGE_BYTES
+from paceline.server.memory.cuda_region import CudaRegions
+from paceline.server.memory.region_tensors import RegionTensor
+from paceline.server.memory.regions import Regions
+from paceline.server.memory.system_region import open_system_region
+from paceline.server.rpc.handlers import serialized
 from tests.shared_objects import SharedObject, add_shared_input, request_shared_output, shared_object
 from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
 from tests.wire import bytes_element, infer, rows_of_floats

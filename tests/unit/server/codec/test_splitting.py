@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError
-from backends.spec import Tensors
-from scheduler.batcher import Batcher
-from scheduler.errors import ExecutionFailed, QueueFull
-from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.testing import ManualClock, RecordingObserver, StepRunner
-from server.codec.splitting import submit_parts
+from paceline.backends.errors import ExecutionError
+from paceline.backends.spec import Tensors
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.errors import ExecutionFailed, QueueFull
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
+from paceline.server.codec.splitting import submit_parts
 from tests.wire import Array, rows_of_floats
 
 

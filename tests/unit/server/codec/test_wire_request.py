@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
-from server.bounded_cache import BoundedCache
-from server.codec.adapting_codec import codec_for
-from server.codec.wire_request import RequestReader, WireRequest
-from server.errors import InvalidRequest
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.server.bounded_cache import BoundedCache
+from paceline.server.codec.adapting_codec import codec_for
+from paceline.server.codec.wire_request import RequestReader, WireRequest
+from paceline.server.errors import InvalidRequest
 from tests.wire import infer, rows_of_floats
 
 _PAGE_BYTES = 4_096

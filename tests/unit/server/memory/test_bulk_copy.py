@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from server.memory.bulk_copy import copy_all
-from server.memory.system_region import open_system_region
+from paceline.server.memory.bulk_copy import copy_all
+from paceline.server.memory.system_region import open_system_region
 from tests.shared_objects import shared_object
 
 PAGE = 4096
@@ -40,7 +40,7 @@ def test_truncated_memory_is_reported_and_does_not_kill_the_process(left: int) -
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_large_copies_arrive_unchanged_wherever_they_are_cut(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for several threads, in pieces that end anywhere: between the threads' parts, and within."""
-    monkeypatch.setattr("server.memory.copying._threads", lambda: threads)
+    monkeypatch.setattr("paceline.server.memory.copying._threads", lambda: threads)
     source = np.random.default_rng(1).integers(0, 256, 20 * MIB, np.uint8)
     cuts = [0, 1, 5, 3 * MIB + 7, 3 * MIB + 7, 4 * MIB, 15 * MIB + 1, 20 * MIB - 3, 20 * MIB]
     target = np.zeros_like(source)

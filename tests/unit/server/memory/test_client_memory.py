@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from backends.shares import Outputs, Share
-from backends.spec import ModelSpec, TensorSpec
-from protos import inference_pb2 as pb
-from server.codec.codec import ModelCodec
-from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
-from server.errors import InvalidRequest
-from server.memory.regions import Regions
-from server.memory.system_region import open_system_region
+from paceline.backends.shares import Outputs, Share
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.errors import InvalidRequest
+from paceline.server.memory.regions import Regions
+from paceline.server.memory.system_region import open_system_region
 from tests.shared_objects import SharedObject, request_shared_output, shared_object
 from tests.wire import infer, rows_of_floats
 

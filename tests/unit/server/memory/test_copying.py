@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.memory.copying import copy_parts, parts_of
+from paceline.server.memory.copying import copy_parts, parts_of
 
 MANY = range(200)
 

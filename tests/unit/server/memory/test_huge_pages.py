@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.memory.huge_pages import TUNABLES, wanted
+from paceline.server.memory.huge_pages import TUNABLES, wanted
 from tests.harness import ServerProcess, write_identity
 
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")

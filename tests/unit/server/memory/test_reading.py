@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.base import Device, Execution
-from backends.errors import ExecutionError
-from backends.memory import MemoryModel
-from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
-from protos.datatypes import by_name
-from server.errors import InvalidRequest
-from server.memory import bulk_copy
-from server.memory.reading import reading
-from server.memory.region_tensors import Input, RegionTensor, Span
-from server.memory.system_region import SystemRegion, open_system_region
+from paceline.backends.base import Device, Execution
+from paceline.backends.errors import ExecutionError
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
+from paceline.protos.datatypes import by_name
+from paceline.server.errors import InvalidRequest
+from paceline.server.memory import bulk_copy
+from paceline.server.memory.reading import reading
+from paceline.server.memory.region_tensors import Input, RegionTensor, Span
+from paceline.server.memory.system_region import SystemRegion, open_system_region
 from tests.shared_objects import SharedObject, shared_object
 
 FP32 = by_name("FP32")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
-from server.memory.regions import Regions
+from paceline.server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
+from paceline.server.memory.regions import Regions
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from server.errors import InvalidRequest
-from server.memory.system_region import RESERVED_PREFIX, SystemRegion, object_name, open_system_region
+from paceline.server.errors import InvalidRequest
+from paceline.server.memory.system_region import RESERVED_PREFIX, SystemRegion, object_name, open_system_region
 from tests.rlimits import limited
 from tests.shared_objects import FOLDER, SharedObject, held_by, shared_object
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
-from protos import model_config_pb2 as pb
-from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
-from server.errors import ConfigError
-from server.models.batch_policy import BatchDefaults, OwnSettings, batch_policy, own_settings
+from paceline.protos import model_config_pb2 as pb
+from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
+from paceline.server.errors import ConfigError
+from paceline.server.models.batch_policy import BatchDefaults, OwnSettings, batch_policy, own_settings
 
 U64_MAX = 2**64 - 1
 REJECT, DELAY = TimeoutAction.REJECT, TimeoutAction.DELAY

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-from backends.base import Backend, Device, InstanceGroup, ModelSource
-from backends.errors import BackendError
-from backends.memory import MemoryModel
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec
-from protos import model_config_pb2 as pb
-from server.errors import ServerError
-from server.models.loader import LoadDefaults, load_model
+from paceline.backends.base import Backend, Device, InstanceGroup, ModelSource
+from paceline.backends.errors import BackendError
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.errors import ServerError
+from paceline.server.models.loader import LoadDefaults, load_model
 from tests.harness import REPO
 from tests.unit.server.found import find_models
 

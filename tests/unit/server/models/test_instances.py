@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from server.models.instances import _on_a_thread
+from paceline.server.models.instances import _on_a_thread
 
 
 async def test_thread_continues_silently_when_its_caller_is_cancelled() -> None:

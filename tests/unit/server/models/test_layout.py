@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from server.errors import StartError
-from server.models.layout import Layout, ModelFolder
+from paceline.server.errors import StartError
+from paceline.server.models.layout import Layout, ModelFolder
 from tests.unit.server.found import find_models
 from tests.unit.server.privileges import open_folder, unprivileged
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import Backend
-from backends.errors import LoadError
-from backends.memory import MemoryBackend, MemoryModel
-from backends.spec import ModelSpec, TensorSpec
-from server.errors import LoadHangs, ModelNotFound
-from server.models.layout import ModelFolder
-from server.models.load_queue import Find, LoadQueue, always
-from server.models.loader import LoadDefaults, LoadedVersion
+from paceline.backends.base import Backend
+from paceline.backends.errors import LoadError
+from paceline.backends.memory import MemoryBackend, MemoryModel
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.server.errors import LoadHangs, ModelNotFound
+from paceline.server.models.layout import ModelFolder
+from paceline.server.models.load_queue import Find, LoadQueue, always
+from paceline.server.models.loader import LoadDefaults, LoadedVersion
 from tests.polling import eventually_async
 from tests.rlimits import without_threads
 from tests.unit.server.found import find_models

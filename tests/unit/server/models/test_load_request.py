@@ -6,9 +6,14 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from protos.inference_pb2 import ModelRepositoryParameter
-from server.errors import InvalidRequest
-from server.models.load_request import checked_name, parse_load_parameters, parse_unload_parameters, scratch_folder
+from paceline.protos.inference_pb2 import ModelRepositoryParameter
+from paceline.server.errors import InvalidRequest
+from paceline.server.models.load_request import (
+    checked_name,
+    parse_load_parameters,
+    parse_unload_parameters,
+    scratch_folder,
+)
 
 CONFIG = ModelRepositoryParameter(
     string_param='{"maxBatchSize": 4, "version_policy": {"specific": {"versions": ["2"]}}}'

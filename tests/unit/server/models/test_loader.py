@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from backends.base import (
+from paceline.backends.base import (
     Backend,
     Device,
     DeviceKind,
@@ -24,15 +24,15 @@ from backends.base import (
     Trial,
     unsupervised,
 )
-from backends.errors import ExecutionError, LoadError
-from backends.memory import MemoryInstance, MemoryModel
-from backends.onnx.options import OWN_PROCESS
-from backends.spec import ModelSpec, Tensors, TensorSpec
-from protos import model_config_pb2 as pb
-from server.errors import ConfigError, LoadHangs
-from server.models.batch_policy import BatchDefaults
-from server.models.layout import ModelFolder
-from server.models.loader import LoadDefaults, load_model, wanted_versions
+from paceline.backends.errors import ExecutionError, LoadError
+from paceline.backends.memory import MemoryInstance, MemoryModel
+from paceline.backends.onnx.options import OWN_PROCESS
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.errors import ConfigError, LoadHangs
+from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.layout import ModelFolder
+from paceline.server.models.loader import LoadDefaults, load_model, wanted_versions
 from tests.polling import eventually
 from tests.unit.server.found import find_models
 

@@ -11,11 +11,17 @@ from google.protobuf import text_format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backends.base import GroupKind, InstanceGroup
-from backends.spec import ModelSpec, TensorSpec
-from protos import model_config_pb2 as pb
-from server.errors import ConfigError
-from server.models.model_config import backend_name, check_supported, instance_groups, model_source, parse_config
+from paceline.backends.base import GroupKind, InstanceGroup
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.errors import ConfigError
+from paceline.server.models.model_config import (
+    backend_name,
+    check_supported,
+    instance_groups,
+    model_source,
+    parse_config,
+)
 
 
 def config(text: str) -> pb.ModelConfig:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
-from backends.spec import ModelSpec, TensorSpec
-from protos import model_config_pb2 as pb
-from protos.datatypes import CONFIG_DATATYPES
-from server.errors import ConfigError
-from server.models.batch_policy import BatchDefaults
-from server.models.model_config import ServingPlan, plan
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.protos.datatypes import CONFIG_DATATYPES
+from paceline.server.errors import ConfigError
+from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.model_config import ServingPlan, plan
 
 MERGES, ALONE = 0, 1
 

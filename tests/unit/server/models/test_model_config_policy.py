@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
-from backends.spec import ModelSpec, TensorSpec
-from protos import model_config_pb2 as pb
-from scheduler.policy import BatchPolicy, QueuePolicy
-from server.errors import ConfigError
-from server.models.model_config import plan
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.scheduler.policy import BatchPolicy, QueuePolicy
+from paceline.server.errors import ConfigError
+from paceline.server.models.model_config import plan
 
 OWN = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
 FIXED = ModelSpec((TensorSpec("a", "FP32", (2,)),), (TensorSpec("x", "FP32", (2,)),))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from server.models.model_record import DUPLICATE_NAME, UNLOADED, IndexLine, ModelRecord, ModelState, version_order
+from paceline.server.models.model_record import (
+    DUPLICATE_NAME,
+    UNLOADED,
+    IndexLine,
+    ModelRecord,
+    ModelState,
+    version_order,
+)
 
 READY, LOADING = ModelState.READY, ModelState.LOADING
 UNAVAILABLE, UNLOADING = ModelState.UNAVAILABLE, ModelState.UNLOADING

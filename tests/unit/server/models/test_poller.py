@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from backends.memory import MemoryBackend, MemoryModel
-from backends.spec import ModelSpec, TensorSpec
-from server.models.layout import Layout, model_folder
-from server.models.load_queue import LoadQueue
-from server.models.model_record import IndexLine, ModelState
-from server.models.poller import Poller, fingerprint
-from server.models.repository import Repository
-from server.telemetry.metrics import Metrics
+from paceline.backends.memory import MemoryBackend, MemoryModel
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.server.models.layout import Layout, model_folder
+from paceline.server.models.load_queue import LoadQueue
+from paceline.server.models.model_record import IndexLine, ModelState
+from paceline.server.models.poller import Poller, fingerprint
+from paceline.server.models.repository import Repository
+from paceline.server.telemetry.metrics import Metrics
 from tests.polling import eventually_async
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))

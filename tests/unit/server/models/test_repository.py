@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import Backend, Device
-from backends.errors import LoadError
-from backends.memory import MemoryBackend, MemoryInstance, MemoryModel
-from backends.spec import ModelSpec, TensorSpec
-from scheduler.errors import BatcherClosed
-from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady
-from server.models.layout import ModelFolder
-from server.models.load_queue import LoadQueue, always
-from server.models.repository import Repository
-from server.telemetry.metrics import Metrics
-from server.telemetry.trace_settings import TraceConfig
-from server.telemetry.tracing import Tracer
+from paceline.backends.base import Backend, Device
+from paceline.backends.errors import LoadError
+from paceline.backends.memory import MemoryBackend, MemoryInstance, MemoryModel
+from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.scheduler.errors import BatcherClosed
+from paceline.server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady
+from paceline.server.models.layout import ModelFolder
+from paceline.server.models.load_queue import LoadQueue, always
+from paceline.server.models.repository import Repository
+from paceline.server.telemetry.metrics import Metrics
+from paceline.server.telemetry.trace_settings import TraceConfig
+from paceline.server.telemetry.tracing import Tracer
 from tests.polling import eventually_async
 from tests.unit.server.found import find_models
 

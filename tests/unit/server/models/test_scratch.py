@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from server.models import scratch
-from server.models.scratch import Scratch, remove_all
+from paceline.server.models import scratch
+from paceline.server.models.scratch import Scratch, remove_all
 
 FILE = PurePosixPath("1/model.onnx")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from backends.errors import ExecutionError
-from server.errors import LoadHangs
-from server.models import supervisor
-from server.models.supervisor import Supervisor
+from paceline.backends.errors import ExecutionError
+from paceline.server.errors import LoadHangs
+from paceline.server.models import supervisor
+from paceline.server.models.supervisor import Supervisor
 
 
 def test_functions_without_a_limit_run_on_the_callers_thread() -> None:

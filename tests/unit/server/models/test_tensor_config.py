@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from google.protobuf import text_format
 
-from backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
-from protos import model_config_pb2 as pb
-from server.errors import ConfigError
-from server.models.model_config import plan
+from paceline.backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.errors import ConfigError
+from paceline.server.models.model_config import plan
 
 OWN = ModelSpec(
     (

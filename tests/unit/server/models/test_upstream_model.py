@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 
-from backends.remote import RemoteServer
-from backends.spec import TensorSpec
-from protos import inference_pb2 as pb
-from protos import model_config_pb2 as config_pb
-from scheduler.policy import QueuePolicy, TimeoutAction
-from server.errors import ConfigError
-from server.models.batch_policy import BatchDefaults
-from server.models.loader import LoadedVersion
-from server.models.upstream_model import UpstreamVersion, bring
-from server.models.upstream_settings import UpstreamSettings
+from paceline.backends.remote import RemoteServer
+from paceline.backends.spec import TensorSpec
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import model_config_pb2 as config_pb
+from paceline.scheduler.policy import QueuePolicy, TimeoutAction
+from paceline.server.errors import ConfigError
+from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.upstream_model import UpstreamVersion, bring
+from paceline.server.models.upstream_settings import UpstreamSettings
 
 FLAGS = BatchDefaults(max_batch_rows=16, max_queue_delay_ns=5_000_000, queue_timeout_ns=7_000_000_000)
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from backends.base import Device
-from backends.errors import DeviceLost, ExecutionError, InstanceError, LoadError, Unequipped
-from backends.memory import MemoryModel
-from backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
-from protos import model_config_pb2 as pb
-from protos.datatypes import DATATYPES, by_name
-from server.errors import ConfigError
-from server.models.model_config import plan
-from server.models.warmup import WarmUp
+from paceline.backends.base import Device
+from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, LoadError, Unequipped
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.protos.datatypes import DATATYPES, by_name
+from paceline.server.errors import ConfigError
+from paceline.server.models.model_config import plan
+from paceline.server.models.warmup import WarmUp
 from tests.unit.server.models.warmup_bench import Bench, sample
 from tests.wire import bytes_element
 

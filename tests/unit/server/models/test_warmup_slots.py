@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 
-from backends.base import Device, Execution, ModelInstance
-from backends.errors import InstanceError, LoadError, OutOfMemory
-from backends.spec import Tensors
-from protos import model_config_pb2 as pb
-from server.errors import ConfigError
-from server.models.model_config import plan
-from server.models.warmup import WarmUp
+from paceline.backends.base import Device, Execution, ModelInstance
+from paceline.backends.errors import InstanceError, LoadError, OutOfMemory
+from paceline.backends.spec import Tensors
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.errors import ConfigError
+from paceline.server.models.model_config import plan
+from paceline.server.models.warmup import WarmUp
 from tests.unit.server.models.warmup_bench import Bench, sample
 
 

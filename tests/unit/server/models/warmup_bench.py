@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
-from backends.base import Device, ModelInstance
-from backends.memory import MemoryModel
-from backends.spec import Array, ModelSpec, Tensors, TensorSpec
-from protos import model_config_pb2 as pb
-from server.errors import ConfigError
-from server.models.model_config import plan
-from server.models.warmup import WarmUp
+from paceline.backends.base import Device, ModelInstance
+from paceline.backends.memory import MemoryModel
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.errors import ConfigError
+from paceline.server.models.model_config import plan
+from paceline.server.models.warmup import WarmUp
 
 Executed = list[list[Array]]
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from backends.errors import ExecutionError
-from protos import inference_pb2 as pb
-from scheduler.batcher import Batcher
-from scheduler.policy import NEVER, BatchPolicy
-from scheduler.testing import ManualClock, StepRunner
-from server.call_facts import NO_PASSED_HEADERS
-from server.codec.splitting import submit_parts
-from server.models.repository import Repository
-from server.requests.in_flight import InFlight, follow
-from server.requests.inference import Inference
-from server.telemetry.metrics import Metrics
+from paceline.backends.errors import ExecutionError
+from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.testing import ManualClock, StepRunner
+from paceline.server.call_facts import NO_PASSED_HEADERS
+from paceline.server.codec.splitting import submit_parts
+from paceline.server.models.repository import Repository
+from paceline.server.requests.in_flight import InFlight, follow
+from paceline.server.requests.inference import Inference
+from paceline.server.telemetry.metrics import Metrics
 from tests.wire import rows_of_floats
 
 

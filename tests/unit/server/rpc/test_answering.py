@@ -7,8 +7,8 @@ from urllib.parse import quote_from_bytes
 import grpc
 import pytest
 
-from server.errors import InvalidRequest
-from server.rpc.answering import status_and_text
+from paceline.server.errors import InvalidRequest
+from paceline.server.rpc.answering import status_and_text
 
 MAX_BYTES = 3_000
 PRINTABLE = bytes(set(range(0x20, 0x7F)) - {ord("%")}).decode()

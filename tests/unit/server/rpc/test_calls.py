@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from protos import inference_pb2 as pb
-from scheduler.policy import NEVER
-from server.call_facts import PassedHeaders
-from server.errors import InvalidRequest
-from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
-from server.rpc.restrictions import HEADER_PREFIX
+from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.policy import NEVER
+from paceline.server.call_facts import PassedHeaders
+from paceline.server.errors import InvalidRequest
+from paceline.server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
+from paceline.server.rpc.restrictions import HEADER_PREFIX
 
 
 class Context:

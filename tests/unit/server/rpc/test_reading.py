@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from server.rpc.admission import Admission
-from server.rpc.gate import Gate
-from server.rpc.streaming import Streaming
+from paceline.server.rpc.admission import Admission
+from paceline.server.rpc.gate import Gate
+from paceline.server.rpc.streaming import Streaming
 
 SHORT = (grpc.StatusCode.RESOURCE_EXHAUSTED, "the server is short of memory: no room for what this request needs")
 

@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from server.models.repository import Repository, ServedModel
-from server.requests import quiet
-from server.requests.inference import Inference
-from server.requests.quiet import TRY_AGAIN_MS
-from server.rpc.service import InferenceService
-from server.rpc.unary_inference import UnaryInference
-from server.telemetry.metrics import Metrics
+from paceline.protos import inference_pb2 as pb
+from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.requests import quiet
+from paceline.server.requests.inference import Inference
+from paceline.server.requests.quiet import TRY_AGAIN_MS
+from paceline.server.rpc.service import InferenceService
+from paceline.server.rpc.unary_inference import UnaryInference
+from paceline.server.telemetry.metrics import Metrics
 
 Code = grpc.StatusCode
 

@@ -8,12 +8,12 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.errors import LoadError
-from protos import inference_pb2 as pb
-from server.errors import GpuLost, InvalidRequest
-from server.memory.cuda_region import CudaRegion, CudaRegions
-from server.memory.regions import Regions
-from server.rpc.shared_memory import SharedMemory
+from paceline.backends.errors import LoadError
+from paceline.protos import inference_pb2 as pb
+from paceline.server.errors import GpuLost, InvalidRequest
+from paceline.server.memory.cuda_region import CudaRegion, CudaRegions
+from paceline.server.memory.regions import Regions
+from paceline.server.rpc.shared_memory import SharedMemory
 from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from server.errors import StartError
-from server.rpc.tokens import Tokens, line_of, new_token
+from paceline.server.errors import StartError
+from paceline.server.rpc.tokens import Tokens, line_of, new_token
 from tests.rlimits import limited
 
 SECOND = 10**9

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server.telemetry import host_metrics
-from server.telemetry.host_metrics import HostCollector
+from paceline.server.telemetry import host_metrics
+from paceline.server.telemetry.host_metrics import HostCollector
 from tests.polling import eventually
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    400 kB\n"

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from server.telemetry import log
+from paceline.server.telemetry import log
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 

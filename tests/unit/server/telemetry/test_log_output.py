@@ -15,7 +15,7 @@ from select import PIPE_BUF
 
 import pytest
 
-from server.telemetry.log_output import LogOutput
+from paceline.server.telemetry.log_output import LogOutput
 from tests.harness import REPO
 
 ENOUGH_S = 60
@@ -200,12 +200,12 @@ def test_bytes_are_refused_as_by_any_text_stream(played: PipedOutput) -> None:
 
 # ---- a process ------------------------------------------------------------------------------------------------------
 
-START = "from server.telemetry import log; from server.telemetry.log_output import exit_now, take_stderr; "
-START += "take_stderr(); "
+START = "from paceline.server.telemetry import log; "
+START += "from paceline.server.telemetry.log_output import exit_now, take_stderr; take_stderr(); "
 START += "log.configure('info', 'text'); import logging; say = logging.getLogger('paceline.x').info; "
 
 
-PATIENT = "import server.telemetry.log_output; server.telemetry.log_output._PATIENCE_S = 60; "
+PATIENT = "from paceline.server.telemetry import log_output; log_output._PATIENCE_S = 60; "
 """For processes whose lines must all arrive, however busy the machine is."""
 
 

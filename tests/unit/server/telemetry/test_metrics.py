@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler.errors import ExecutionFailed
-from scheduler.observer import Drop
-from server.errors import InvalidRequest
-from server.rpc.statistics_service import statistics_message
-from server.telemetry.metrics import FrontsCollector, Metrics, VersionMetrics
-from server.telemetry.model_statistics import VersionStatistics
+from paceline.scheduler.errors import ExecutionFailed
+from paceline.scheduler.observer import Drop
+from paceline.server.errors import InvalidRequest
+from paceline.server.rpc.statistics_service import statistics_message
+from paceline.server.telemetry.metrics import FrontsCollector, Metrics, VersionMetrics
+from paceline.server.telemetry.model_statistics import VersionStatistics
 from tests.harness import REPO
 from tests.unit.server.counting import US, Gauges, report, samples, version
 

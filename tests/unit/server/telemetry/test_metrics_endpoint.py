@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.telemetry import metrics_endpoint
-from server.telemetry.metrics import Metrics
-from server.telemetry.metrics_endpoint import MetricsEndpoint
+from paceline.server.telemetry import metrics_endpoint
+from paceline.server.telemetry.metrics import Metrics
+from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
 from tests.harness import has_ipv6
 from tests.polling import eventually
 from tests.unit.server.counting import version

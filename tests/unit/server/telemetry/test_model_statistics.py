@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from backends.errors import ExecutionError, InstanceError, OutOfMemory
-from scheduler.errors import (
+from paceline.backends.errors import ExecutionError, InstanceError, OutOfMemory
+from paceline.scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
     ExecutionFailed,
@@ -17,9 +17,9 @@ from scheduler.errors import (
     QueueTimeout,
     RequestTooLarge,
 )
-from server.errors import AnswerTooLarge, InvalidRequest, ModelNotReady, NotSupported
-from server.rpc.statistics_service import statistics_message
-from server.telemetry.model_statistics import (
+from paceline.server.errors import AnswerTooLarge, InvalidRequest, ModelNotReady, NotSupported
+from paceline.server.rpc.statistics_service import statistics_message
+from paceline.server.telemetry.model_statistics import (
     DURATION_BOUNDS_NS,
     DurationHistogram,
     FailureReason,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from server.telemetry import log
-from server.telemetry.repeat_filter import RepeatFilter
+from paceline.server.telemetry import log
+from paceline.server.telemetry.repeat_filter import RepeatFilter
 from tests.polling import eventually
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.errors import QueueTimeout
+from paceline.scheduler.errors import QueueTimeout
 from tests.harness import REPO
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -46,10 +46,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     pytest.importorskip("opentelemetry.sdk", reason="the extra otel isn't installed")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from server.telemetry.spans import Spans
-    from server.telemetry.trace_settings import OtlpTarget
+    from paceline.server.telemetry.spans import Spans
+    from paceline.server.telemetry.trace_settings import OtlpTarget
 
-    monkeypatch.setattr("server.telemetry.spans._PATIENCE_S", 60.0)
+    monkeypatch.setattr("paceline.server.telemetry.spans._PATIENCE_S", 60.0)
     exporter, sampling = InMemorySpanExporter(), Sampling()
     spans = Spans(OtlpTarget(), sampling, exporter)
     spans.start()
@@ -112,8 +112,8 @@ def test_server_without_tracing_imports_nothing_of_opentelemetry(tmp_path: Path)
     code = f"""
 import asyncio, sys
 from pathlib import Path
-from server.app import Server
-from server.config import ControlMode, Settings
+from paceline.server.app import Server
+from paceline.server.config import ControlMode, Settings
 
 async def main():
     server = Server(
@@ -138,7 +138,7 @@ def test_server_without_the_extra_says_what_to_install() -> None:
     code = """
 import sys
 sys.modules["opentelemetry"] = None
-from server.cli import main
+from paceline.server.cli import main
 main(["serve", "x.onnx", "--trace-config", "mode=opentelemetry", "--grpc-port", "0", "--metrics-port", "0"])
 """
     done = run(code)

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from server.errors import InvalidRequest, NotSupported
-from server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore, parse_trace_config
+from paceline.server.errors import InvalidRequest, NotSupported
+from paceline.server.telemetry.trace_settings import (
+    OtlpTarget,
+    TraceConfig,
+    TraceSettings,
+    TraceStore,
+    parse_trace_config,
+)
 
 CONFIG = TraceConfig(Path("t.json"), TraceSettings(rate=7))
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from backends.base import Execution
-from scheduler.pending import BatchFacts
-from server.telemetry.trace_settings import TraceConfig, TraceSettings
-from server.telemetry.trace_writer import TraceWriter
-from server.telemetry.tracing import Tracer
+from paceline.backends.base import Execution
+from paceline.scheduler.pending import BatchFacts
+from paceline.server.telemetry.trace_settings import TraceConfig, TraceSettings
+from paceline.server.telemetry.trace_writer import TraceWriter
+from paceline.server.telemetry.tracing import Tracer
 
 FACTS = BatchFacts(1, 2, 2, 300, 1000, 5_000, Execution([()], 10, 900, 90))
 

@@ -1,0 +1,76 @@
+"""A gRPC inference server with dynamic batching, and its client.
+
+    from paceline import InferenceClient
+
+    with InferenceClient("127.0.0.1:8001") as client:
+        result = client.infer("scorer", {"x": np.zeros((1, 4), np.float32)})
+        print(result["y"])
+
+The packages inside are folders at the top of the repository: `paceline.server` is `server/`. The public names are those
+of `paceline.clients`, imported when they are first used: the server doesn't need them, and `import paceline` loads
+neither gRPC nor numpy.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # `typing` is slow to import, and signals are lost until the command has begun
+if TYPE_CHECKING:
+    from paceline.clients import (
+        AsyncInferenceClient,
+        Cancelled,
+        ClientClosed,
+        ClientError,
+        DeadlineExceeded,
+        InferenceClient,
+        InferenceError,
+        InferResult,
+        Internal,
+        InvalidArgument,
+        ModelMetadata,
+        NotFound,
+        PermissionDenied,
+        ResourceExhausted,
+        ResponseError,
+        ServerMetadata,
+        TensorMetadata,
+        Tls,
+        Unauthenticated,
+        Unavailable,
+        Unimplemented,
+    )
+
+__all__ = [
+    "AsyncInferenceClient",
+    "Cancelled",
+    "ClientClosed",
+    "ClientError",
+    "DeadlineExceeded",
+    "InferResult",
+    "InferenceClient",
+    "InferenceError",
+    "Internal",
+    "InvalidArgument",
+    "ModelMetadata",
+    "NotFound",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "ResponseError",
+    "ServerMetadata",
+    "TensorMetadata",
+    "Tls",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'paceline' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module("paceline.clients"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
