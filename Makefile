@@ -29,7 +29,7 @@ LOCK_IMAGE := .venv-lock/bin/uv pip compile --quiet --universal --python-version
 export ORT_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check protos bench bench-gpu bench-quick bench-rivals dist lock witness witness-kserve fuzz clean
+.PHONY: help demo serve test test-gpu check protos bench bench-gpu bench-quick bench-rivals dist lock witness witness-kserve fuzz mutants clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -99,6 +99,9 @@ witness: $(READY) ## install third-party programs that tests use: buf, grpc-js, 
 	tests/from_debian.sh .witness libfaketime 'usr/lib/*/faketime/libfaketimeMT.so.1' || echo "no faketime: its tests will skip"
 
 witness-kserve: .bench/rivals/kserve/installed ## install KServe's SDK, whose clients tests use (400 MB)
+
+mutants: $(READY) ## plant 30 faults, one after the other, and see that the tests catch each; an hour
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 fuzz: $(READY) ## search for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
 	test -d .witness/atheris || $(BIN)/python -m pip install --quiet --no-deps --target .witness/atheris $(ATHERIS) \

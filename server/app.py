@@ -230,6 +230,10 @@ class Server:
         """The port that metrics are on; None if they are off."""
         return self._endpoint.port if self._endpoint else None
 
+    def handlers(self) -> dict[str, Any]:
+        """gRPC's handler of each RPC of the service, by its name: what fronts call, past gRPC."""
+        return self._service.handlers()
+
     async def start(self) -> None:
         """Load the models and accept requests. Raises StartError; then nothing is left running."""
         try:
@@ -311,9 +315,7 @@ class Server:
         """The processes that speak gRPC, if it isn't this one."""
         if self._settings.frontends == 1:
             return None
-        fronts = FrontPool(
-            self._settings, self._inference, self.repository, self._service.handlers(), self._start_front
-        )
+        fronts = FrontPool(self._settings, self._inference, self.repository, self.handlers(), self._start_front)
         self._metrics.add_collector(FrontsCollector(fronts))
         self._remote_settings.on_log_change = fronts.tell_log_settings
         return fronts

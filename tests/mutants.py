@@ -1,0 +1,294 @@
+"""Faults planted on purpose, each of which some test has to catch: `python -m tests.mutants`, or `make mutants`.
+
+Lives here: the faults, each a few characters of the product, and running the tests of its part on a copy of the
+checkout that has it. Must not: be run by the suite; with 30 faults it takes most of an hour. It is for whoever removes
+tests: what caught a fault before has to be caught after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["MUTANTS", "Mutant"]
+
+REPO = Path(__file__).resolve().parents[1]
+_LIMIT_S = 600
+
+_SCHEDULER = ("tests/unit/scheduler", "tests/property", "tests/integration/test_batching.py")
+_CODEC = ("tests/unit/server/codec", "tests/unit/protos", "tests/property", "tests/integration/test_bad_requests.py")
+_REQUESTS = ("tests/unit/server/requests", "tests/integration/test_alike.py", "tests/integration/test_statistics.py")
+_PROXY = ("tests/unit/server/models", "tests/integration/test_proxy.py", "tests/integration/test_proxy_models.py")
+_FRONTS = ("tests/unit/server/fronts", "tests/integration/test_frontends.py", "tests/fault/test_frontends.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old` stands once in `file`; with `new` instead, `breaks` is broken."""
+
+    breaks: str
+    file: str
+    old: str
+    new: str
+    tests: Sequence[str]
+
+
+MUTANTS = (
+    Mutant(
+        "a request of too many rows is refused",
+        "scheduler/batch_queue.py",
+        "        if not 0 < rows <= self._max_rows:\n            raise",
+        "        if not 0 < rows:\n            raise",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "nothing waits at or after its deadline",
+        "scheduler/batch_queue.py",
+        "(first := deadlines.first_rank()) is not None and first <= now_ns",
+        "(first := deadlines.first_rank()) is not None and first < now_ns",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "a delayed request comes after the others of its level",
+        "scheduler/batch_queue.py",
+        "order_of(entry.level, self._arrived, demoted=True)",
+        "order_of(entry.level, self._arrived)",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "the count of waiting requests is exact when a batch leaves",
+        "scheduler/batch_queue.py",
+        "        self.waiting.remove(leaving)\n",
+        "",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "once a request has waited for the whole delay, all that waits leaves",
+        "scheduler/lanes.py",
+        "        if lane.prefix and lane.oldest_ns + self._delay_ns > now_ns:\n",
+        "        if lane.prefix:\n",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "a cancelled request leaves the queue at once",
+        "scheduler/pending.py",
+        "            self.batcher.on_cancel(self, entry)\n",
+        "            pass\n",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "answers keep the order of arrival where that is configured",
+        "scheduler/answers.py",
+        "            if answer is None:\n                break\n",
+        "            if answer is None:\n                self._waiting.move_to_end(first)\n                break\n",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "cancelled requests of a batch aren't counted as failed",
+        "scheduler/delivery.py",
+        "            cancelled += 1\n",
+        "            refused += 1\n",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "a failed batch is searched in halves",
+        "scheduler/isolation.py",
+        "(self.entries[:middle], self.entries[middle:])",
+        "(self.entries[:middle], self.entries[middle + 1 :])",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "memory that didn't suffice halves the rows of later batches",
+        "scheduler/allowance.py",
+        "self._allowed(max(1, rows // 2))",
+        "self._allowed(max(1, rows))",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "requests whose instances keep ending fail for good",
+        "scheduler/recovery.py",
+        "        return failed\n",
+        "        return []\n",
+        _SCHEDULER,
+    ),
+    Mutant(
+        "a missing input is refused",
+        "server/codec/codec.py",
+        "            if missing:\n",
+        "            if missing and len(missing) > 1:\n",
+        _CODEC,
+    ),
+    Mutant(
+        "all inputs have the same rows",
+        "server/codec/codec.py",
+        "            if shape[0] != shapes[0][0]:\n",
+        "            if shape[0] > shapes[0][0]:\n",
+        _CODEC,
+    ),
+    Mutant(
+        "an input's datatype is the model's",
+        "server/codec/codec.py",
+        "        if tensor.datatype != spec.datatype:\n",
+        "        if not tensor.datatype:\n",
+        _CODEC,
+    ),
+    Mutant(
+        "shapes that differ keep requests apart",
+        "server/codec/codec.py",
+        "        free = tuple(inputs[index].shape[lead:] for index in self._free)\n",
+        "        free = tuple(inputs[index].ndim for index in self._free)\n",
+        _CODEC,
+    ),
+    Mutant(
+        "typed and raw contents aren't mixed",
+        "server/codec/codec.py",
+        '                elif tensor.HasField("contents"):\n                    raise TensorError(_BOTH)\n',
+        "",
+        _CODEC,
+    ),
+    Mutant(
+        "an answer that no message can carry is refused",
+        "server/codec/codec.py",
+        "        if size_bytes > left_bytes:\n",
+        "        if size_bytes > 2 * left_bytes:\n",
+        _CODEC,
+    ),
+    Mutant(
+        "requests are known again only if all that stays is equal",
+        "server/codec/wire_request.py",
+        "                if not data.startswith(part, start):\n                    break\n",
+        "                if not data.startswith(part[:8], start):\n                    break\n",
+        _CODEC,
+    ),
+    Mutant(
+        "each answer has its own rows of a batch's outputs",
+        "server/codec/shortcuts.py",
+        "            begin = row * row_bytes\n            return b",
+        "            begin = 0 * row_bytes\n            return b",
+        (*_CODEC, *_REQUESTS),
+    ),
+    Mutant(
+        "each request is counted once, also when many are answered together",
+        "server/requests/inference.py",
+        "        model.statistics.on_successes([now_ns - flight.began_ns for flight in answered])\n",
+        "        model.statistics.on_successes([now_ns - flight.began_ns for flight in answered[1:]])\n",
+        _REQUESTS,
+    ),
+    Mutant(
+        "a request's own deadline counts if it is nearer than the call's",
+        "server/requests/inference.py",
+        "flight.deadline_ns = min(flight.deadline_ns, own_ns)",
+        "flight.deadline_ns = max(flight.deadline_ns, own_ns)",
+        ("tests/integration/test_batching_deadlines.py", "tests/integration"),
+    ),
+    Mutant(
+        "requests with other headers don't share a call to another server",
+        "server/codec/passing.py",
+        "        return self.headers, self.extras\n",
+        "        return self.extras\n",
+        _PROXY,
+    ),
+    Mutant(
+        "traces that differ aren't passed on with a batch",
+        "backends/remote_messages.py",
+        "all(one.tracing == first.tracing for one in requests)",
+        "True",
+        _PROXY,
+    ),
+    Mutant(
+        "a call to another server lasts as long as the most patient of its requests",
+        "backends/remote.py",
+        "        deadline_ns = max(one.deadline_ns for one in requests)\n",
+        "        deadline_ns = min(one.deadline_ns for one in requests)\n",
+        _PROXY,
+    ),
+    Mutant(
+        "answers of another server have the rows that were asked for",
+        "backends/remote_messages.py",
+        "        if array.shape[:1] != (sum(rows),):\n",
+        "        if array.shape[:1] < (sum(rows),):\n",
+        (*_PROXY, "tests/integration/test_proxy_open.py"),
+    ),
+    Mutant(
+        "models that the other server has unloaded aren't served any longer",
+        "server/models/upstream.py",
+        "            await self._repository.unload(name)\n",
+        "",
+        _PROXY,
+    ),
+    Mutant(
+        "a client that goes is told to the process with the models",
+        "server/fronts/inference.py",
+        "            self._link.send((protocol.CANCEL, number))\n",
+        "            pass\n",
+        _FRONTS,
+    ),
+    Mutant(
+        "what a front that died waited for is given up",
+        "server/fronts/session.py",
+        "        for one in waited_for.values():\n            self._inference.give_up(one)\n",
+        "",
+        _FRONTS,
+    ),
+    Mutant(
+        "an answer larger than a front's memory is refused",
+        "server/fronts/session.py",
+        "        if len(data) > self._link.size_bytes // 2:\n",
+        "        if len(data) > self._link.size_bytes:\n",
+        _FRONTS,
+    ),
+    Mutant(
+        "errors keep their status on the way to a front",
+        "server/fronts/protocol.py",
+        '    return "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name\n',
+        '    return ""\n',
+        _FRONTS,
+    ),
+)
+
+
+def _caught(mutant: Mutant, workers: str) -> bool:
+    """Whether the tests of its part fail with it. Raises ValueError if the product has changed there."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", "HEAD"], cwd=REPO, capture_output=True, check=True)
+        subprocess.run(["tar", "-x"], cwd=folder, input=archive.stdout, check=True)
+        file = Path(folder) / mutant.file
+        if (text := file.read_text()).count(mutant.old) != 1:
+            raise ValueError(f"{mutant.file}: expected these lines once, got them {text.count(mutant.old)} times")
+        file.write_text(text.replace(mutant.old, mutant.new))
+        tests = [name for name in mutant.tests if (Path(folder) / name).exists()]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "--dist", "loadfile", *tests]
+        environment = {**os.environ, "PYTHONPATH": folder}
+        try:
+            ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return True  # something waits for ever
+        output = ended.stdout.decode()
+        if ended.returncode and " failed" not in output:
+            raise ValueError(f"pytest ended with {ended.returncode}: {output[-2000:]}")
+        return ended.returncode != 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Plants faults and runs the tests.")
+    parser.add_argument("words", nargs="*", help="only the faults whose description or file has one of these words")
+    parser.add_argument("--workers", default="3")
+    options = parser.parse_args()
+    chosen = [one for one in MUTANTS if not options.words or any(w in one.breaks + one.file for w in options.words)]
+    survived = 0
+    for mutant in chosen:
+        caught = _caught(mutant, options.workers)
+        survived += not caught
+        print(f"{'caught' if caught else 'SURVIVED'}: {mutant.breaks} ({mutant.file})", flush=True)
+    print(f"{len(chosen) - survived} of {len(chosen)} faults were caught")
+    sys.exit(bool(survived))
+
+
+if __name__ == "__main__":
+    main()
