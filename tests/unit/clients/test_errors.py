@@ -7,6 +7,7 @@ import pickle
 import grpc
 import pytest
 
+import paceline
 from paceline import clients
 from paceline.clients import errors
 
@@ -52,3 +53,9 @@ def test_tree_every_class_is_a_client_error_and_exported() -> None:
 def test_all_names_in_the_package_exist() -> None:
     assert all(hasattr(clients, name) for name in clients.__all__)
     assert clients.__all__ == sorted(clients.__all__)
+
+
+def test_package_hands_out_the_names_of_the_client() -> None:
+    """The list stands twice, since type checkers read it and `import paceline` mustn't import the client."""
+    assert paceline.__all__ == clients.__all__
+    assert all(getattr(paceline, name) is getattr(clients, name) for name in paceline.__all__)
