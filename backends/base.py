@@ -234,7 +234,11 @@ none."""
 
 @runtime_checkable
 class ProvidesBuffers(Protocol):
-    """An instance with memory of its own for joined inputs, which needs no further copy of what is written there."""
+    """An instance with memory of its own for joined inputs, which needs no further copy of what is written there.
+    `pads`: also not if padding is left to it, as elsewhere what follows the rows is a copy of all of them."""
+
+    @property
+    def pads(self) -> bool: ...
 
     def buffer(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """As `Allocate`, for the batch that is executed next: an input passed as exactly this one array isn't copied.

@@ -21,7 +21,7 @@ from paceline.backends.onnx.failures import device_failure
 from paceline.backends.spec import Array, Tensors
 from paceline.backends.staging import DType, Shape
 
-__all__ = ["Made", "copy_to_targets", "gather", "with_targets"]
+__all__ = ["Made", "copy_to_targets", "gather", "repeat", "with_targets"]
 
 
 class Made(NamedTuple):
@@ -57,11 +57,11 @@ def gather(
         stream.synchronize()
         host[row:] = host[row - 1 : row]
     elif padding and offset:
-        _repeat(stream, device + offset, offset // row, padding)
+        repeat(stream, device + offset, offset // row, padding)
 
 
-def _repeat(stream: Stream, end: int, row_bytes: int, count: int) -> None:
-    """Repeat the row before `end` `count` times; each copy doubles what is there."""
+def repeat(stream: Stream, end: int, row_bytes: int, count: int) -> None:
+    """Queue copies that repeat the row before `end` `count` times; each doubles what is there."""
     done, begin = 1, end - row_bytes
     while done <= count:
         more = min(done, count + 1 - done)

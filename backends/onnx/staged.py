@@ -24,7 +24,7 @@ import numpy as np
 from paceline.backends.accelerator import Accelerator, HostMemory, Memory
 from paceline.backends.base import DeviceTensor, Execution, Slot, Targets
 from paceline.backends.batching import check_count, rows_of, split
-from paceline.backends.device_copies import Made, copy_to_targets, gather, with_targets
+from paceline.backends.device_copies import Made, copy_to_targets, gather, repeat, with_targets
 from paceline.backends.errors import (
     DeviceError,
     DeviceLost,
@@ -114,6 +114,10 @@ class StagedSlot:
             return array_in(self._pinned[index].fit(tensor.size_bytes(shape)), tensor.dtype, shape)
         except DeviceError as error:
             raise device_failure(error) from error
+
+    @property
+    def pads(self) -> bool:
+        return True
 
     def release_buffers(self) -> None:
         """The buffers stay for the next batch."""
@@ -222,10 +226,16 @@ class StagedSlot:
                 gather(shared.streams.copy_in, column, array_in(host, tensor.dtype, shape), place, padding)
             else:
                 arrays = cast("Tensors", column)
-                if not _is_there(arrays, host, tensor, shape):
-                    join_into(array_in(host, tensor.dtype, shape), arrays, padding)
-                if place is not None and size_bytes:
-                    shared.streams.copy_in.copy_in(place, host.address, size_bytes)
+                own = (rows, *shape[1:]) if batched else shape
+                if not _is_there(arrays, host, tensor, own):
+                    join_into(array_in(host, tensor.dtype, own), arrays, 0)
+                if place is not None:
+                    # Padding is made there: writing it here and copying it took a millisecond for a few images.
+                    if own_bytes := tensor.size_bytes(own):
+                        shared.streams.copy_in.copy_in(place, host.address, own_bytes)
+                        repeat(shared.streams.copy_in, place + own_bytes, own_bytes // rows, padding)
+                elif padding:
+                    array_in(host, tensor.dtype, shape)[rows:] = arrays[-1][-1:]
             shapes.append(shape)
             given.append(host.address if place is None else place)
         shared.streams.copy_in.record(self._copied_in)

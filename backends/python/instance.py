@@ -52,6 +52,10 @@ class PythonInstance:
         finally:
             self._kind = RUN
 
+    @property
+    def pads(self) -> bool:
+        return False
+
     def buffer(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """`ProvidesBuffers`: memory that the process sees."""
         process = self._process

@@ -52,7 +52,8 @@ def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None =
         failures: _Failures = {}
         try:
             if stackable and (len(requests) > 1 or padded_rows > requests[0][0].shape[0]):
-                done = _joined(execute, requests, padded_rows, failures, began_ns, allocate)
+                pads = allocate is not None and buffers is not None and buffers.pads
+                done = _joined(execute, requests, padded_rows, failures, began_ns, allocate, pads)
             else:
                 done = _one_by_one(execute, requests, padded_rows, failures, began_ns, allocate)
         finally:
@@ -141,9 +142,10 @@ def _joined(
     failures: _Failures,
     began_ns: int,
     allocate: Allocate | None,
+    pads: bool,
 ) -> Execution:
-    """Read all requests into the rows of one as large as the batch, and execute that: stacking would be a second
-    copy."""
+    """Read all requests into the rows of one as large as the batch, and execute that: stacking would be a second copy.
+    `pads`: the instance pads it by itself."""
     rows = max(sum(inputs[0].shape[0] for inputs in requests), padded_rows)
     columns = [
         _place(index, (rows, *first.shape[1:]), first.dtype, allocate) for index, first in enumerate(requests[0])
@@ -151,9 +153,12 @@ def _joined(
     bounds = _fill_at_once(columns, requests) or _fill_one_by_one(columns, requests, failures)
     if len(bounds) == 1:
         return _timed(execute, [], rows, began_ns)
-    for column in columns:
-        # Padding, as for any other batch; also in place of those that failed: only certain batch sizes may be allowed.
-        column[bounds[-1] :] = column[bounds[-1] - 1]
+    # Padding, as for any other batch; also in place of those that failed: only certain batch sizes may be allowed.
+    if pads:
+        columns = [column[: bounds[-1]] for column in columns]
+    else:
+        for column in columns:
+            column[bounds[-1] :] = column[bounds[-1] - 1]
     done = _timed(execute, [columns], rows, began_ns)
     outputs = cast("Tensors", done.results[0])
     return replace(done, results=shares(outputs, bounds))

@@ -133,7 +133,8 @@ def test_tensor_has_an_address_only_within_its_region(
 class Slot:
     """An instance with its own buffers, which records whether its inputs were in them."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, *, pads: bool = False) -> None:
+        self.pads = pads
         self.buffers: list[Array] = []
         self.forgotten = 0
         self.there: list[bool] = []
@@ -147,19 +148,23 @@ class Slot:
         return self.buffers[-1]
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        self.there.append(len(requests) == 1 and requests[0][0] is self.buffers[-1])
+        array = requests[0][0]
+        self.there.append(len(requests) == 1 and (array is self.buffers[-1] or array.base is self.buffers[-1]))
         return self._instance.execute(requests, padded_rows)
 
 
 @pytest.mark.parametrize("padded", [0, 6])
 @pytest.mark.parametrize("count", [1, 3])
-def test_inputs_are_read_into_the_instances_buffers(region: SystemRegion, count: int, padded: int) -> None:
-    slot = Slot(STACKED)
+@pytest.mark.parametrize("pads", [False, True])
+def test_inputs_are_read_into_the_instances_buffers(region: SystemRegion, pads: bool, count: int, padded: int) -> None:
+    slot = Slot(STACKED, pads=pads)
     run = reading(slot.execute, STACKED, slot)
     results = run([(in_region(region, 2, 10 * number),) for number in range(count)], padded).results
     assert values(results) == [[in_message(2, 10 * number).tolist()] for number in range(count)]
     assert slot.there == [True]
-    assert [buffer.shape for buffer in slot.buffers] == [(max(padded, 2 * count), 2)]
+    (buffer,) = slot.buffers
+    assert buffer.shape == (max(padded, 2 * count), 2)
+    assert [bool(np.isnan(row).all()) for row in buffer[2 * count :]] == [pads] * (len(buffer) - 2 * count)
 
 
 def test_buffers_are_released_if_no_request_of_the_batch_can_be_read(
