@@ -32,9 +32,10 @@ _HEAD = """# Performance
 compares two measurements of the same round, made one after the other on the same machine. Shown is the median of the
 rounds, with the lowest and the highest in brackets. Requests per second differ from machine to machine; ratios carry
 over better.
-
-Nothing was measured on a GPU, and [the way to it](decisions/0005-the-way-to-the-gpu.md) has never run on one.
 """
+_NO_GPU = "Nothing here was measured on a GPU: see [performance-gpu.md](performance-gpu.md)."
+_GPU = """What the missed bounds come from, and what else was seen, is told in
+[the way to the GPU](decisions/0005-the-way-to-the-gpu.md#what-an-h200-has-shown)."""
 _CHAPTERS = (
     ("Missed", "missed", "Comparisons that fall short of their bound."),
     ("Reached", "reached", ""),
@@ -50,7 +51,8 @@ def markdown(found: Summary, folder: str) -> str:
     rows = [(section, one) for section in found.sections for one in section.comparisons]
     judged = [one for _, one in rows if one.verdict in ("reached", "missed") and one.reach]
     reached = sum(one.verdict == "reached" for one in judged)
-    parts = [_HEAD.rstrip(), _conditions(found), f"**{reached} of {len(judged)}** bounds are reached."]
+    gpu = _GPU if found.machine.get("gpu") else _NO_GPU
+    parts = [_HEAD.rstrip(), gpu, _conditions(found), f"**{reached} of {len(judged)}** bounds are reached."]
     for title, verdict, words in _CHAPTERS:
         chosen = [(section, one) for section, one in rows if one.found and one.verdict == verdict]
         parts += [f"## {title}", *([words] if words else []), _ratios(chosen)] if chosen else []

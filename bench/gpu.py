@@ -57,7 +57,7 @@ def _served(plan: Plan, server: ServerProcess, files: Mapping[GpuModel, Path], f
             one.found.add(FIRST, gpu_steps.first_request(server, one.model))
     right: set[str] = set()
     yield from check_answers(plan, server, files, right)
-    if not plan.graphs:  # which change nothing about this
+    if plan.fronts:
         yield from scale_frontends(plan, folder)
     for one in runs:
         if one.model.name in right:
@@ -108,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds=0.4 if got.quick else 4.0,
         warmup_s=0.1 if got.quick else 1.0,
         frontends=1 if got.quick else got.frontends,
-        fronts=(1, 2) if got.quick else (1, 2, 4, 8),
+        # Graphs change nothing about this.
+        fronts=() if got.graphs or got.models_only else (1, 2) if got.quick else (1, 2, 4, 8),
         processes=1 if got.quick else got.processes,
         graphs=got.graphs,
         until_s=time.monotonic() + 60 * got.minutes,
@@ -138,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny models, to check that everything works")
     parser.add_argument("--models", default="", help="only models whose names contain this, such as bert or fp32")
+    parser.add_argument("--models-only", action="store_true", help="leave out how much several frontends are worth")
     parser.add_argument("--frontends", type=int, default=8, help="frontends of the server (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=4, help="load generators (default: %(default)s)")
     parser.add_argument("--graphs", action="store_true", help="have the server replay CUDA graphs")

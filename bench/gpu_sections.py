@@ -5,6 +5,8 @@ Lives here: what is asked, in which order, and what is compared. Must not: singl
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +29,8 @@ __all__ = ["ANSWERS", "check_answers", "scale_frontends"]
 ANSWERS = "gpu-correct"
 _TINY = "tiny"
 _SMALL = 16
+_MEASURED_FRONTS = 4
+"""So many should be worth 0.8 processes each; of eight, their load leaves too few cores."""
 
 
 def check_answers(
@@ -60,8 +64,10 @@ def _answered(server: ServerProcess, model: GpuModel, file: Path, found: Found) 
 
 def scale_frontends(plan: Plan, folder: Path) -> Iterator[Section]:
     """Requests of 16 floats through more and more frontends, in turn; the section after each round."""
-    # So many connections that each of eight listeners, to which the kernel deals them at random, has some.
-    crowd, found = LoadGenerators(plan.processes, 32, 64 // plan.processes, stream=False), Found()
+    # So many connections that each of eight listeners, to which the kernel deals them at random, has some, and twice as
+    # many processes as for other loads, since here they do most of the work.
+    processes = 2 * plan.processes
+    crowd, found = LoadGenerators(processes, 32, 64 // processes, stream=False), Found()
     with found.trying("frontends"), ExitStack() as stack:
         plan.check()
         repository, request = folder / "small", _tiny(folder)
@@ -69,8 +75,14 @@ def scale_frontends(plan: Plan, folder: Path) -> Iterator[Section]:
         for number in range(plan.rounds):
             plan.check()
             for count in plan.fronts if number % 2 == 0 else reversed(plan.fronts):
-                sample = crowd.send(servers[count].target, [request], plan.seconds / 2, plan.warmup_s)
-                found.add(_name(count), sample)
+                busy: list[float] = []
+                server, seconds = servers[count], plan.seconds / 2
+
+                def watch(server: ServerProcess = server, busy: list[float] = busy) -> None:
+                    busy.append(_main_thread_busy(server, plan.seconds / 4))
+
+                sample = crowd.send(server.target, [request], seconds, plan.warmup_s, watch)
+                found.add(_name(count), {**sample, "engine_busy": busy[0]})
             rates = (f"{count}: {found.of(_name(count), 'requests_per_s')[-1]:,.0f}" for count in plan.fronts)
             say(f"frontends: round {number + 1} of {plan.rounds}: requests/s: {', '.join(rates)}")
             yield _scaled(plan, crowd, found)
@@ -98,10 +110,27 @@ def _scaled(plan: Plan, crowd: LoadGenerators, found: Found) -> Section:
         if both := min(len(rates), len(alone)):
             limit = crowd.limit(found.of(_name(count), "cores"))
             what = f"requests/s, --frontends {count} / {plan.fronts[0]}{limit}"
-            comparisons.append(Comparison(str(crowd), what, ratio(rates[:both], alone[:both]), None))
+            bound = plan.reach(Reach(True, 0.8 * count)) if count == _MEASURED_FRONTS and not limit else None
+            comparisons.append(Comparison(str(crowd), what, ratio(rates[:both], alone[:both]), bound))
+            busy = spread(found.of(_name(count), "engine_busy"))
+            what = f"the thread that batches, busy with --frontends {count}"
+            comparisons.append(Comparison(str(crowd), what, busy, None))
     how = f"requests of 16 floats to a model on the CPU; {plan.how}"
     points, generator = dict.fromkeys(found.rounds, str(crowd)), f"{crowd.processes} of bench.load"
     return found.section("gpu-frontends", "frontends", how, tuple(comparisons), points, generator)
+
+
+def _main_thread_busy(server: ServerProcess, seconds: float) -> float:
+    """The share of the next `seconds` in which the main thread of the process with the models, which batches, was
+    running. Source: proc_pid_stat(5)."""
+
+    def used_s() -> float:
+        stat = Path(f"/proc/{server.pid}/task/{server.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+    before, began = used_s(), time.monotonic()
+    time.sleep(seconds)
+    return (used_s() - before) / (time.monotonic() - began)
 
 
 def _name(count: int) -> str:

@@ -21,7 +21,7 @@ from bench.gpu_busy import open_utilization, shares
 from bench.gpu_memory import export
 from bench.gpu_models import GpuModel
 from bench.gpu_processes import LoadGenerators
-from bench.stats import Sample
+from bench.stats import Sample, percentile
 from bench.subjects import stub
 from paceline.backends.errors import DeviceError
 from paceline.protos import inference_pb2 as pb
@@ -29,6 +29,8 @@ from tests.harness import ServerProcess
 from tests.wire import Array
 
 __all__ = [
+    "batches_between",
+    "counters",
     "deviation",
     "first_request",
     "gpu_region",
@@ -39,8 +41,10 @@ __all__ = [
     "source",
 ]
 
-_SINGLE = 30
+_SINGLE = 300
 _SOURCES = 16
+_PARTS = {"input": "input", "model": "infer", "output": "output"}
+"""The parts of a batch, and the metrics' names for them."""
 _ANSWER_S = 60.0
 
 
@@ -58,13 +62,13 @@ def deviation(
     CPU computes, as a share of the largest value; and how many rows shared a batch."""
     batches = [gpu_models.batch_of(model, rows, seed) for seed in seeds]
     expected = [reference.run(None, {gpu_models.INPUT: batch})[0] for batch in batches]
-    before = _counters(server, model.name)
+    before = counters(server, model.name)
     channel, service = stub(server.target)
     with channel:
         calls = [service.ModelInfer.future(gpu_models.request(model, one), timeout=_ANSWER_S) for one in batches]
         answers = [call.result() for call in calls]
     found = [_deviation(one.raw_output_contents[0], right) for one, right in zip(answers, expected, strict=True)]
-    return {"deviation": max(found), **_batches(before, _counters(server, model.name))}
+    return {"deviation": max(found), **batches_between(before, counters(server, model.name))}
 
 
 def _deviation(raw: bytes, expected: Array) -> float:
@@ -83,7 +87,7 @@ def saturation(
     warmup_s: float,
 ) -> Sample:
     """What `crowd` gets out of the server with `requests` in turn, of `model.rows` rows each."""
-    before = _counters(server, model.name)
+    before = counters(server, model.name)
     busy: list[float] = []
     read: Callable[[], float] | None = None
     with suppress(DeviceError):  # `gpu_busy.why_unknown` has the reason
@@ -97,23 +101,36 @@ def saturation(
     return {
         **sample,
         "rows_per_s": model.rows * sample["requests_per_s"],
-        **_batches(before, _counters(server, model.name)),
+        **batches_between(before, counters(server, model.name)),
         **({"gpu_busy": statistics.mean(busy)} if busy else {}),
     }
 
 
 def first_request(server: ServerProcess, model: GpuModel) -> Sample:
-    """Milliseconds that the very first request takes on an open connection, and the median of the next ones."""
+    """Milliseconds that the very first request takes on an open connection, and the next ones, one after another; and
+    what of that passes in the model."""
     message = gpu_models.request(model, gpu_models.batch_of(model, model.rows))
     channel, service = stub(server.target)
     with channel:
         service.ServerReady(pb.ServerReadyRequest(), timeout=_ANSWER_S)
-        times_ms = []
-        for _ in range(1 + _SINGLE):
-            began = time.perf_counter()
-            service.ModelInfer(message, timeout=_ANSWER_S)
-            times_ms.append(1e3 * (time.perf_counter() - began))
-    return {"first_ms": times_ms[0], "p50_ms": statistics.median(times_ms[1:])}
+
+        def times_ms(count: int) -> tuple[list[float], float]:
+            before, taken_ms = counters(server, model.name), []
+            for _ in range(count):
+                began = time.perf_counter()
+                service.ModelInfer(message, timeout=_ANSWER_S)
+                taken_ms.append(1e3 * (time.perf_counter() - began))
+            return sorted(taken_ms), batches_between(before, counters(server, model.name))["model_ms_per_batch"]
+
+        (first_ms,), first_model_ms = times_ms(1)
+        later_ms, model_ms = times_ms(_SINGLE)
+    return {
+        "first_ms": first_ms,
+        "first_model_ms": first_model_ms,
+        "p50_ms": percentile(later_ms, 50),
+        "p99_ms": percentile(later_ms, 99),
+        "model_ms_per_batch": model_ms,
+    }
 
 
 @contextmanager
@@ -153,18 +170,19 @@ def gpu_region(server: ServerProcess, batch: Array) -> Iterator[str]:
             service.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(name=name))
 
 
-def _batches(before: Sequence[float], after: Sequence[float]) -> Sample:
-    rows, batches, model_us, requests = (new - old for old, new in zip(before, after, strict=True))
-    return {
-        "rows_per_batch": rows / max(1.0, batches),
-        "model_ms_per_batch": model_us / max(1.0, requests) / 1000,
-    }
+def batches_between(before: Sequence[float], after: Sequence[float]) -> Sample:
+    """Rows per batch, and what a request's batch took on average in ms, from `counters` before and after."""
+    rows, batches, requests, *took_us = (new - old for old, new in zip(before, after, strict=True))
+    means_ms = [us / max(1.0, requests) / 1000 for us in took_us]
+    times_ms = {f"{part}_ms_per_batch": mean_ms for part, mean_ms in zip(_PARTS, means_ms, strict=True)}
+    return {"rows_per_batch": rows / max(1.0, batches), **times_ms}
 
 
-def _counters(server: ServerProcess, model: str) -> list[float]:
-    """Rows, batches, microseconds in the model summed over requests, and requests; 0 of a model that isn't loaded."""
+def counters(server: ServerProcess, model: str) -> list[float]:
+    """Rows, batches, requests, and microseconds summed over requests: before, in and after the model. 0 of a model that
+    isn't loaded."""
     metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
-    names = ("count", "exec_count", "compute_infer_duration_us", "request_success")
+    names = ("count", "exec_count", "request_success", *(f"compute_{part}_duration_us" for part in _PARTS.values()))
     return [metrics.get(f"nv_inference_{name}{labels}", 0.0) for name in names]
 
 
