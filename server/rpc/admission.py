@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["Admission", "Calls", "Ended", "Probes", "Refused", "Usage"]
 
 _MAX_PROBES = 1_024
 
-Task = asyncio.Task[Any]
+Task = asyncio.Task[object]
 """gRPC handles each call in its own task: it picks the handler, has the request read, and ends once the answer has been
 sent or nobody wants it any more. A handler sees less than that, and callers may be slow to send a request and to take
 an answer, and both have to be kept meanwhile."""

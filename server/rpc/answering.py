@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 
@@ -31,17 +31,41 @@ _PLAIN = frozenset(range(0x20, 0x7F)) - {ord("%")}
 
 _TRY_LATER = (("grpc-retry-pushback-ms", str(TRY_AGAIN_MS)),)
 
+GroupT = TypeVar("GroupT")
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
-Context = Any
-Method = Callable[[Any, RequestT, Context], Awaitable[ResponseT]]
 
 
-def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT]:
+class Context(Protocol):
+    """What RPCs use of gRPC's context of their call. Not the stubs' class: it has other types than gRPC returns."""
+
+    def peer(self) -> str: ...
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
+
+    def time_remaining(self) -> float | None: ...
+
+    async def read(self) -> Any: ...  # what the RPC's deserializer makes of a message
+
+    async def write(self, message: object, /) -> None: ...
+
+    async def abort(self, code: grpc.StatusCode, details: str, /) -> NoReturn: ...
+
+    def set_code(self, code: grpc.StatusCode, /) -> None: ...
+
+    def set_details(self, details: str, /) -> None: ...
+
+    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str]], /) -> None: ...
+
+
+Method = Callable[[GroupT, RequestT, Context], Awaitable[ResponseT]]
+
+
+def answering(method: Method[GroupT, RequestT, ResponseT]) -> Method[GroupT, RequestT, ResponseT]:
     """Turn whatever `method`, an RPC's coroutine, raises into the status that the table gives it."""
 
     @wraps(method)
-    async def answer(self: Any, request: RequestT, context: Context) -> ResponseT:
+    async def answer(self: GroupT, request: RequestT, context: Context) -> ResponseT:
         try:
             if isinstance(request, Unread):
                 raise request  # what was sent can't be read

@@ -61,7 +61,7 @@ class HeaderPassing:
     def passed(self, context: Context) -> PassedHeaders:
         """The headers of a call to pass on, in its order. Raises InvalidRequest for one that can't be sent; a tracing
         header that can't be sent is left out."""
-        metadata = context.invocation_metadata() or ()
+        metadata = context.invocation_metadata()
         headers = _among(metadata, self._headers)
         for key, value in headers:
             if not _can_be_sent(value):

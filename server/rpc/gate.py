@@ -12,21 +12,22 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from paceline.server.rpc.admission import Admission, Calls, Ended, Refused
-from paceline.server.rpc.answering import status_and_text
+from paceline.server.rpc.answering import Context, status_and_text
 from paceline.server.rpc.restrictions import Restriction, group_of
 from paceline.server.rpc.tokens import Tokens
 
-__all__ = ["Gate", "Registry"]
+__all__ = ["Gate", "Handler", "Registry"]
 
-_Registered = Any
-"""A service's `grpc.GenericRpcHandler`, which is generic only in the stubs."""
+Handler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
+Service: TypeAlias = "grpc.GenericRpcHandler[object, object]"
+"""Both are generic only in the stubs."""
 Headers = Sequence[tuple[str, str | bytes]]
 
 _OPEN_TO_ALL = frozenset(
@@ -54,13 +55,14 @@ _NO_TOKEN = "expected the header 'authorization: Bearer TOKEN' with a token that
 class Registry(Protocol):
     """What services are registered with: gRPC's server, or a gate in front of it."""
 
-    def add_generic_rpc_handlers(self, handlers: Any, /) -> None: ...
+    def add_generic_rpc_handlers(self, handlers: Sequence[Service], /) -> None: ...
 
 
-class _Details(NamedTuple):
+class _Details(grpc.HandlerCallDetails):
     """What generated services look at to find a handler."""
 
-    method: str
+    def __init__(self, method: str) -> None:
+        self.method = method
 
 
 class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
@@ -79,11 +81,11 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         self._tokens = tokens
         self._restrictions = restrictions or {}
         self._asks = tokens is not None or bool(self._restrictions)
-        self._handlers: list[_Registered] = []
+        self._handlers: list[Service] = []
         # By path; at most one per RPC. Each returns the handler of a call that has just arrived.
-        self._picks: dict[str, Callable[[], Any]] = {}
+        self._picks: dict[str, Callable[[], Handler]] = {}
 
-    def add_generic_rpc_handlers(self, handlers: Sequence[_Registered]) -> None:
+    def add_generic_rpc_handlers(self, handlers: Sequence[Service]) -> None:
         """What generated code calls to register a service."""
         self._handlers.extend(handlers)
 
@@ -108,16 +110,15 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
             self._admission.end_overdue(time.monotonic_ns() - patience_ns)
 
     # hot path: 0.3 us if nobody is asked, 1.3 us with tokens, 2.6 us with a restriction
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         path = handler_call_details.method
         if self._asks and (refusal := self._refusal(path, handler_call_details.invocation_metadata)) is not None:
             return refusal
         pick = self._picks.get(path) or self._find(path)
         return pick and pick()
 
-    def _refusal(self, path: str, metadata: Any) -> Any:
+    def _refusal(self, path: str, headers: Headers) -> Handler | None:
         """A handler that refuses the call, if its caller lacks what it needs; else None."""
-        headers: Headers = metadata or ()
         if self._tokens is not None and path not in _OPEN_TO_ALL:
             # Several are a mistake, or an attempt to have another component look at the other one.
             given = [value for key, value in headers if key == "authorization"]
@@ -130,11 +131,11 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         text = f"This protocol is restricted, expecting header '{restriction.header}'"
         return self._refuse(Refused.RESTRICTED, grpc.StatusCode.UNAVAILABLE, text)
 
-    def _refuse(self, reason: Refused, code: grpc.StatusCode, text: str) -> Any:
+    def _refuse(self, reason: Refused, code: grpc.StatusCode, text: str) -> Handler:
         self._admission.refused[reason] += 1
         return _refusing(code, text)
 
-    def _find(self, path: str) -> Callable[[], Any] | None:
+    def _find(self, path: str) -> Callable[[], Handler] | None:
         for registered in self._handlers:
             handler = registered.service(_Details(path))
             if handler is not None:
@@ -142,7 +143,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
                 return pick
         return None
 
-    def _pick_of(self, path: str, handler: Any) -> Callable[[], Any]:
+    def _pick_of(self, path: str, handler: Handler) -> Callable[[], Handler]:
         admission = self._admission
         name = path.rpartition("/")[2]
         if handler.request_streaming or handler.response_streaming:
@@ -159,11 +160,11 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         reading = self._reading_one_request(calls, handler, reason, text)
         return lambda: reading
 
-    def _holding(self, calls: Calls, handler: Any, reason: Refused, text: str) -> Callable[[], Any]:
+    def _holding(self, calls: Calls, handler: Handler, reason: Refused, text: str) -> Callable[[], Handler]:
         """Picks `handler`, of calls with any number of requests."""
         too_many = _refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 
-        def pick() -> Any:
+        def pick() -> Handler:
             if calls.hold(_current_task()):
                 return handler
             self._admission.refused[reason] += 1
@@ -171,10 +172,13 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
 
         return pick
 
-    def _reading_one_request(self, calls: Calls, handler: Any, reason: Refused, text: str) -> Any:
+    def _reading_one_request(self, calls: Calls, handler: Handler, reason: Refused, text: str) -> Handler:
         """`handler`, which takes one request, as a handler of a stream that reads one request from it. If gRPC were to
         read it, a call that ends without a request would be left as it is: never answered, and counted by nobody."""
-        answers = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        # The stubs have only handlers that block, with the context of those.
+        answers: Callable[[object, Context], Awaitable[object]] = (
+            handler.unary_stream if handler.response_streaming else handler.unary_unary  # type: ignore[assignment]
+        )
         refused = self._admission.refused
         gave_way = f"{text}, and this connection had the most without a message"
         too_late = f"expected the request within {self._patience_s:g} s (--grpc-message-timeout-secs), got none"
@@ -184,8 +188,9 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         }
 
         # hot path
-        async def read_and_answer(requests: object, context: Any) -> Any:
-            request: Any = None
+        async def read_and_answer(requests: object, context: Context) -> object:
+            request = None
+            answer: Awaitable[object]
             task, connection = _current_task(), context.peer()
             if not calls.enter(task, connection, time.monotonic_ns()):
                 refused[reason] += 1
@@ -221,16 +226,16 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
 
 
 # hot path
-def _current_task() -> asyncio.Task[Any]:
+def _current_task() -> asyncio.Task[object]:
     task = asyncio.current_task()
     assert task is not None
     return task
 
 
-def _refusing(code: grpc.StatusCode, text: str) -> Any:
+def _refusing(code: grpc.StatusCode, text: str) -> Handler:
     """A handler that answers any call with a status. As it takes a stream, gRPC reads no request for it."""
 
-    async def refuse(requests: Any, context: Any) -> None:
+    async def refuse(requests: object, context: Context) -> None:
         await context.abort(code, text)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -5,9 +5,8 @@ Lives here: making handlers from methods of the service. Must not: know what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
@@ -16,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.codec.wire_request import RequestReader, parsed
-from paceline.server.rpc.gate import Registry
+from paceline.server.rpc.gate import Handler, Registry
 
 __all__ = ["METHODS", "add_handlers", "handler_of", "serialized"]
 
@@ -24,12 +23,12 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 METHODS: Sequence[MethodDescriptor] = tuple(_SERVICE.methods)
 
 
-def add_handlers(server: Registry, handlers: dict[str, Any]) -> None:
+def add_handlers(server: Registry, handlers: dict[str, Handler]) -> None:
     """Register the service with `server`, each of its methods by name."""
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
 
 
-def handler_of(method: MethodDescriptor, behaviour: Callable[..., Any], max_elements: int) -> Any:
+def handler_of(method: MethodDescriptor, behaviour: Callable[..., Awaitable[object]], max_elements: int) -> Handler:
     """gRPC's handler of a method. `behaviour` gets an error (`Unread`) in place of bytes that are no message, or one of
     more than `max_elements` elements, or that there is no room for."""
     streams = method.client_streaming and method.server_streaming

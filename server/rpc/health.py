@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline.server.rpc.answering import Context
 
 __all__ = ["LIVENESS", "HealthService"]
 
@@ -49,7 +50,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._closed = True
         self._tell()
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
             refusal = context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service '{request.service}'")
             # As in `answering`: the error that ends the call is kept with it, and its traceback holds this frame.
@@ -57,12 +58,12 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await refusal
         return _Response(status=self._status(request.service))
 
-    async def List(self, request: Any, context: Any) -> Any:
+    async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
         """The status of each service. Called only if grpcio-health-checking has its messages, from 1.85 on."""
         statuses = {service: _Response(status=self._status(service)) for service in self._services}
         return health_pb2.HealthListResponse(statuses=statuses)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """Send the status now and at each change. An unknown service is SERVICE_UNKNOWN, and stays so."""
         last: int | None = None
         while True:

@@ -6,9 +6,8 @@ Lives here: opening it, setting its health, closing it. Must not: know what the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 from urllib.parse import unquote
 
 import grpc
@@ -165,7 +164,7 @@ class Listener:
             await self._leaving
 
 
-async def _not_cancelled(starting: Coroutine[Any, Any, None]) -> None:
+async def _not_cancelled(starting: Awaitable[None]) -> None:
     """Await gRPC's start, even if cancelled meanwhile. It takes no time, and a server cancelled halfway through it
     couldn't be stopped in order."""
     task = asyncio.ensure_future(starting)

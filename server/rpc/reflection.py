@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from paceline.protos import inference_pb2, model_config_pb2
+from paceline.server.rpc.answering import Context
 from paceline.server.rpc.gate import Registry
 
 __all__ = ["INFERENCE_SERVICE", "SERVICES", "Reflection"]
@@ -53,7 +55,7 @@ class Reflection:
     def close(self) -> None:
         self._closed.set()
 
-    async def _answer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def _answer(self, requests: AsyncIterator[Message], context: Context) -> AsyncIterator[Message]:
         try:
             async for response in self._servicer.ServerReflectionInfo(_until(self._closed, requests), context):
                 yield response
@@ -87,13 +89,13 @@ class _Pool:
     def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
         self._pool = pool
 
-    def FindFileContainingSymbol(self, symbol: str) -> Any:
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
         try:
             return self._pool.FindFileContainingSymbol(symbol)
         except KeyError:
             return self._pool.FindMethodByName(symbol).containing_service.file
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._pool, name)
 
 

@@ -8,7 +8,7 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from paceline.backends.spec import TensorSpec
 from paceline.protos import inference_pb2 as pb
@@ -16,7 +16,7 @@ from paceline.server.limits import Limits
 from paceline.server.models.repository import Repository, ServedModel
 from paceline.server.requests.inference import Inference
 from paceline.server.rpc.answering import Context, answering
-from paceline.server.rpc.gate import Registry
+from paceline.server.rpc.gate import Handler, Registry
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
 
 __all__ = ["InferenceService", "RpcGroup"]
@@ -58,7 +58,7 @@ class InferenceService:
         gRPC would answer those with UNKNOWN and log a traceback, this service answers with INVALID_ARGUMENT."""
         add_handlers(server, self.handlers())
 
-    def handlers(self) -> dict[str, Any]:
+    def handlers(self) -> dict[str, Handler]:
         """gRPC's handler of each RPC, by its name."""
         return {
             method.name: handler_of(method, getattr(group, method.name), self._max_elements)
