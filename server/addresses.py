@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import errno
 import socket
-from typing import Any
 from urllib.parse import unquote
 
 __all__ = ["host_and_port", "is_address", "listen", "resolve", "socket_path"]
 
-SocketAddress = tuple[Any, ...]
-"""Host and port; for IPv6 perhaps flow and zone, too."""
+SocketAddress = tuple[str | int | bytes, ...]
+"""Host and port; for IPv6 perhaps flow and zone, too. Bytes only from a Python that was built without IPv6."""
 
 _ALL = ("0.0.0.0", "::")
 _BACKLOG = 128

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Protocol
 
 from paceline.backends import registry
 from paceline.backends.base import Backend
@@ -42,6 +42,7 @@ from paceline.server.requests.inference import Inference
 from paceline.server.rpc.admission import Usage
 from paceline.server.rpc.calls import header_rules
 from paceline.server.rpc.configuration import Configuration
+from paceline.server.rpc.gate import Handler
 from paceline.server.rpc.listener import Listener, check_access
 from paceline.server.rpc.model_control import ModelControl
 from paceline.server.rpc.remote_settings import RemoteSettings
@@ -166,7 +167,7 @@ class Server:
         self,
         settings: Settings,
         backend_of: Callable[[str], Backend] | None = None,
-        load: Callable[[str], Any] = ctypes.CDLL,
+        load: Callable[[str], object] = ctypes.CDLL,
         start_front: StartFront = start_front,
     ) -> None:
         self._settings = settings
@@ -230,7 +231,7 @@ class Server:
         """The port that metrics are on; None if they are off."""
         return self._endpoint.port if self._endpoint else None
 
-    def handlers(self) -> dict[str, Any]:
+    def handlers(self) -> dict[str, Handler]:
         """gRPC's handler of each RPC of the service, by its name: what fronts call, past gRPC."""
         return self._service.handlers()
 

@@ -23,8 +23,8 @@ StartError           the server can't start; one line for the console
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 import grpc
 
@@ -68,6 +68,7 @@ __all__ = [
     "STATUS_OF",
     "AnswerTooLarge",
     "ConfigError",
+    "Ending",
     "GpuLost",
     "InternalError",
     "InvalidRequest",
@@ -154,11 +155,17 @@ class ConfigError(ServerError):
     """The model's configuration can't be served as it is."""
 
 
+class Ending(Protocol):
+    """What tells when an execution has ended: its future, whatever the result is."""
+
+    def add_done_callback(self, fn: Callable[[object], object], /) -> None: ...
+
+
 class LoadHangs(ServerError):
     """A trial or warm-up execution takes longer than executions may. `ended` is done when it has ended after all; until
     then, what it uses must not be closed."""
 
-    def __init__(self, limit_ns: int, ended: Future[Any]) -> None:
+    def __init__(self, limit_ns: int, ended: Ending) -> None:
         super().__init__(
             f"a trial or warm-up execution took longer than its limit: {limit_ns / 1e9:g} s "
             "(--execution-timeout-secs or paceline.execution_timeout_ms, but at least a minute)"

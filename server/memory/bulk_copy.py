@@ -31,6 +31,7 @@ _MAX_PIECES = 1024
 _MAX_BYTES = 0x7FFF0000
 """A little less than what Linux moves in a call."""
 
+# ctypes gives it no type, and it may not be there.
 _process_vm_readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
 if _process_vm_readv is not None:
     _process_vm_readv.restype = ctypes.c_ssize_t

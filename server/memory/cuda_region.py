@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -78,7 +77,7 @@ class CudaRegions:
     out for themselves. Then `on_loss` is called, on any thread.
     """
 
-    def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
+    def __init__(self, load: Callable[[str], object] = ctypes.CDLL) -> None:
         self._memories = CudaMemories(load)
         self.lost = ""
         self.on_loss: Callable[[], object] = lambda: None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,6 @@ __all__ = [
 REGION = "shared_memory_region"
 BYTE_SIZE = "shared_memory_byte_size"
 OFFSET = "shared_memory_offset"
-_INTEGERS = ("int64_param", "uint64_param")
 _UINT8 = np.dtype(np.uint8)
 
 
@@ -91,11 +90,11 @@ def span_of(parameters: Mapping[str, InferParameter], regions: Regions) -> Span 
             if key in parameters:
                 raise InvalidRequest(f"'{key}' can not be specified without '{REGION}'")
         return None
-    name = _value(parameters, REGION, "string_param")
+    name = _parameter(parameters, REGION, "string_param").string_param
     if BYTE_SIZE not in parameters:
         raise InvalidRequest(f"'{BYTE_SIZE}' must be specified along with '{REGION}'")
-    byte_size = _value(parameters, BYTE_SIZE, *_INTEGERS)
-    offset = _value(parameters, OFFSET, *_INTEGERS) if OFFSET in parameters else 0
+    byte_size = _integer(parameters, BYTE_SIZE)
+    offset = _integer(parameters, OFFSET) if OFFSET in parameters else 0
     region = regions.find(name)
     if not 0 <= offset < region.byte_size:
         raise InvalidRequest(
@@ -109,11 +108,16 @@ def span_of(parameters: Mapping[str, InferParameter], regions: Regions) -> Span 
     return Span(region, offset, byte_size)
 
 
-def _value(parameters: Mapping[str, InferParameter], key: str, *kinds: str) -> Any:
+def _integer(parameters: Mapping[str, InferParameter], key: str) -> int:
+    given = _parameter(parameters, key, "int64_param", "uint64_param")
+    return given.int64_param or given.uint64_param  # the one that isn't set is 0
+
+
+def _parameter(parameters: Mapping[str, InferParameter], key: str, *kinds: str) -> InferParameter:
     kind = parameters[key].WhichOneof("parameter_choice")
     if kind not in kinds:
         raise InvalidRequest(f"'{key}': expected {' or '.join(kinds)}, got {kind or 'no value'}")
-    return getattr(parameters[key], kind)
+    return parameters[key]
 
 
 class RegionTensor:
@@ -125,7 +129,9 @@ class RegionTensor:
 
     __slots__ = ("_offset", "dtype", "region", "shape", "what")
 
-    def __init__(self, what: str, region: Region, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, what: str, region: Region, offset: int, dtype: np.dtype[np.generic], shape: tuple[int, ...]
+    ) -> None:
         self.what = what
         self.region = region
         self._offset = offset

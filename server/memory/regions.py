@@ -88,7 +88,7 @@ class Regions:
         self.refused = 0
         self._registered: dict[str, Region] = {}
         self._leaving: WeakValueDictionary[str, Region] = WeakValueDictionary()
-        self._known = BoundedCache[object, Any]()
+        self._known = BoundedCache[object, Any]()  # results of any kind, see `known`
 
     @property
     def registered(self) -> int:

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 from paceline.backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted
 from paceline.backends.errors import DeviceLost, InstanceLost
 from paceline.backends.remote import RemoteInstance, RemoteModel
+from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.runner import TaskRunner, ThreadRunner
-from paceline.server.errors import ConfigError, LoadHangs
+from paceline.server.errors import ConfigError, Ending, LoadHangs
 from paceline.server.memory.reading import ExecuteInputs
 from paceline.server.memory.region_tensors import Inputs
 from paceline.server.models.loader import LoadedVersion
@@ -43,7 +44,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_FIRST_PAUSE_S = 0.1, 10.0
 """Before the first attempt, if instances end one after the other without having executed anything."""
 
-Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[Any, Tensors]
+Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[RemoteRequest, Tensors]
 Instance = ModelInstance | RemoteInstance
 
 
@@ -69,7 +70,7 @@ class Instances:
         self._hanging: dict[Runner, Instance] = {}
         self._lost: list[Instance] = []
         # Warm-ups of replacement instances that hang as well.
-        self._stuck: set[Future[Any]] = set()
+        self._stuck: set[Ending] = set()
         # Ids of instances that don't serve any more, or never did, and are to be closed.
         self._leaving: set[int] = set()
         self._unrecoverable_reason = ""
@@ -81,6 +82,7 @@ class Instances:
         self._closed = self._model_is_left = False
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop
+        # Its payloads are those of its runners: `Inputs`, or `RemoteRequest`.
         self.batcher: Batcher[Any, Tensors]
 
     @property
@@ -320,7 +322,7 @@ class Instances:
         instance.close()
         return opened.instance(plan.spec, device)
 
-    def _leave(self, instance: ModelInstance, ended: Future[Any]) -> None:
+    def _leave(self, instance: ModelInstance, ended: Ending) -> None:
         """Close an instance whose warm-up hangs, once that has `ended`, if ever."""
         self._leaving.add(id(instance))
         self._stuck.add(ended)

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from paceline.backends.base import Backend
 from paceline.protos import model_config_pb2 as pb
 from paceline.server import descriptors
-from paceline.server.errors import LoadHangs, ServerError, TooFewDescriptors
+from paceline.server.errors import Ending, LoadHangs, ServerError, TooFewDescriptors
 from paceline.server.models.layout import ModelFolder
 from paceline.server.models.loader import LoadDefaults, LoadedVersion, load_model
 
@@ -55,7 +54,7 @@ class LoadQueue:
         self._retries = retries
         self._slow_after_s = slow_after_s
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
-        self._under_way: set[Future[Any]] = set()
+        self._under_way: set[object] = set()
 
     @property
     def under_way(self) -> bool:
@@ -132,7 +131,7 @@ class LoadQueue:
             if future.cancel():
                 raise
 
-    def _note(self, future: Future[Any]) -> None:
+    def _note(self, future: Ending) -> None:
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
 

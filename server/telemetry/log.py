@@ -13,7 +13,8 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from types import TracebackType
+from typing import TextIO
 
 from paceline.server.files import in_utf8
 from paceline.server.telemetry.repeat_filter import RepeatFilter
@@ -48,6 +49,9 @@ _LOOPS = "asyncio"
 nothing writes its lines, and they contain the values of headers."""
 
 
+_Raised = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+
 class _Text(logging.Formatter):
     converter = time.gmtime  # type: ignore[assignment]
     default_msec_format = "%s.%03dZ"
@@ -59,7 +63,7 @@ class _Text(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).translate(_CONTROLS)
 
-    def formatException(self, ei: Any) -> str:
+    def formatException(self, ei: _Raised) -> str:
         """Indented, as an exception's text may have lines that look like ours."""
         return "\n".join(f"    {line}".translate(_CONTROLS) for line in super().formatException(ei).split("\n"))
 

@@ -13,7 +13,6 @@ from http.server import BaseHTTPRequestHandler
 from selectors import EVENT_READ, DefaultSelector
 from threading import Lock, Thread
 from types import MappingProxyType
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
@@ -111,7 +110,7 @@ class MetricsEndpoint:
                     with suppress(OSError, RuntimeError):
                         self._begin(*listening.accept())
 
-    def _begin(self, connection: socket.socket, peer: Any) -> None:
+    def _begin(self, connection: socket.socket, peer: object) -> None:
         with self._lock:
             self._connections[connection] = None
             oldest = next(iter(self._connections)) if len(self._connections) > _MAX_CONNECTIONS else None
@@ -127,7 +126,7 @@ class MetricsEndpoint:
             connection.close()
             raise
 
-    def _serve(self, connection: socket.socket, peer: Any) -> None:
+    def _serve(self, connection: socket.socket, peer: object) -> None:
         with connection:
             try:
                 self._handler(connection, peer, self)  # type: ignore[arg-type]  # which it only stores

@@ -9,12 +9,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.backends.cuda.driver import gpu_uuids
 from paceline.backends.errors import DeviceError, LoadError
 
 __all__ = ["GpuReading", "Nvml", "open_nvml"]
+
+T = TypeVar("T")
+
+Library = Any
+"""The module pynvml, which has no types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class GpuReading:
 class Nvml:
     """The GPUs `uuids`, read through the module `library`, which is initialised."""
 
-    def __init__(self, library: Any, uuids: Sequence[str]) -> None:
+    def __init__(self, library: Library, uuids: Sequence[str]) -> None:
         self._library = library
         self._handles = dict(map(self._find, uuids))
 
@@ -42,7 +47,7 @@ class Nvml:
         """A reading of each GPU. Blocks."""
         return [self._read(uuid, handle) for uuid, handle in self._handles.items()]
 
-    def _find(self, uuid: str) -> tuple[str, Any]:
+    def _find(self, uuid: str) -> tuple[str, object]:
         """UUID and handle. CUDA doesn't say whether a GPU is a slice of one, which NVML names differently."""
         find = self._library.nvmlDeviceGetHandleByUUID
         try:
@@ -51,7 +56,7 @@ class Nvml:
             slice_uuid = uuid.replace("GPU-", "MIG-", 1)
             return slice_uuid, find(slice_uuid)
 
-    def _read(self, uuid: str, handle: Any) -> GpuReading:
+    def _read(self, uuid: str, handle: object) -> GpuReading:
         library = self._library
         memory = self._ask(library.nvmlDeviceGetMemoryInfo, handle)
         rates = self._ask(library.nvmlDeviceGetUtilizationRates, handle)
@@ -65,7 +70,7 @@ class Nvml:
             energy_j=_thousandth(self._ask(library.nvmlDeviceGetTotalEnergyConsumption, handle)),
         )
 
-    def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:
+    def _ask(self, question: Callable[[object], T], handle: object) -> T | None:
         """None if there is no answer: not every GPU answers every question, and a lost one answers none."""
         try:
             return question(handle)
@@ -74,7 +79,7 @@ class Nvml:
 
 
 def open_nvml(
-    visible: Callable[[], Sequence[str]] = gpu_uuids, load: Callable[[str], Any] = importlib.import_module
+    visible: Callable[[], Sequence[str]] = gpu_uuids, load: Callable[[str], Library] = importlib.import_module
 ) -> Nvml:
     """The GPUs that `visible` names. Blocks, up to a second. Raises DeviceError saying what is missing."""
     try:

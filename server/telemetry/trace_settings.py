@@ -34,6 +34,8 @@ _OTLP_NUMBERS = {
     "bsp_max_export_batch_size": "max_export_batch_size",
 }
 _OTLP = ("url", "resource", *_OTLP_NUMBERS)
+_Changes = dict[str, Any]
+"""Some fields of TraceSettings, whose types differ."""
 _FLAGS = {"level": "trace_level", "rate": "trace_rate", "count": "trace_count", "log-frequency": "log_frequency"}
 
 
@@ -128,7 +130,7 @@ def _otlp(own: Mapping[str, list[str]]) -> OtlpTarget:
     if "file" in own:
         raise ValueError(f"expected one of {', '.join(_OTLP)} in mode opentelemetry, got 'file'")
     resource = dict(_attribute(text) for text in own.get("resource", []))
-    numbers: dict[str, Any] = {
+    numbers: dict[str, int] = {
         field: _whole(f"--trace-config opentelemetry,{key}", own[key][-1], 1)
         for key, field in _OTLP_NUMBERS.items()
         if key in own
@@ -163,7 +165,7 @@ class TraceStore:
 
     def __init__(self, config: TraceConfig) -> None:
         self._config = config
-        self._changes: dict[str, dict[str, Any]] = {"": {}}
+        self._changes: dict[str, _Changes] = {"": {}}
 
     @property
     def models(self) -> list[str]:
@@ -208,9 +210,9 @@ class TraceStore:
         }
 
 
-def _read(given: Mapping[str, Sequence[str]], config: TraceConfig) -> dict[str, Any]:
+def _read(given: Mapping[str, Sequence[str]], config: TraceConfig) -> _Changes:
     """The fields of TraceSettings that `given` changes. Raises InvalidRequest or NotSupported."""
-    changes: dict[str, Any] = {}
+    changes: _Changes = {}
     for name, values in given.items():
         if name in _FIXED:
             raise NotSupported(f"trace setting '{name}' can only be given when the server starts, with --trace-config")

@@ -11,10 +11,10 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Full, Queue
-from typing import IO, Any
+from typing import IO
 
 __all__ = ["TraceWriter"]
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("paceline.server.tracing")
 _MAX_WAITING = 10_000
 _END = b"\n]\n"
 
-Entries = Sequence[Any]
+Entries = Sequence[Mapping[str, object]]
 
 
 class TraceWriter:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.backends.base import Execution
 from paceline.backends.extras import how_to_install
@@ -108,7 +108,7 @@ class Tracer:
         self._traces += 1
         # Other servers' versions may have other names, or none.
         number = int(version) if version.isdecimal() else version
-        head: dict[str, Any] = {"id": self._traces, "model_name": model, "model_version": number}
+        head: dict[str, object] = {"id": self._traces, "model_name": model, "model_version": number}
         if request_id:
             head["request_id"] = request_id[:_MAX_CHARACTERS]
         times = [{"name": name, "ns": ns} for name, ns in _times(began_ns, facts, monotonic_ns()).items()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.scheduler.pending import BatchFacts
 from paceline.server.call_facts import TraceParent
@@ -68,7 +68,7 @@ class RequestWatch:
             self._write("INTERNAL" if code is None else code.name, None, text[:_MAX_CHARACTERS])
 
     def _write(self, status: str, facts: BatchFacts | None, error: str) -> None:
-        fields: dict[str, Any] = {
+        fields: dict[str, str | int] = {
             "model": self._model,
             "version": self._version,
             "request_id": self._id,
