@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -36,6 +36,7 @@ from paceline.server.flags import (
     MODE,
     POSITIVE_AMOUNT,
     TEXT,
+    Given,
     flag,
     network_flags,
     network_settings,
@@ -47,7 +48,6 @@ from paceline.server.models.backend_config import BackendConfig, parse_backend_c
 from paceline.server.models.batch_policy import BatchDefaults
 from paceline.server.models.scratch import remove_all
 from paceline.server.models.upstream_settings import upstream_flags
-from paceline.server.repeatable import Repeatable
 from paceline.server.rpc.tokens import line_of, new_token
 from paceline.server.sections import Section, SectionedCommand
 from paceline.server.telemetry import log
@@ -123,18 +123,21 @@ _MAX_ROWS = 2**31 - 1
 """The maximum of `max_batch_size` in a model's configuration."""
 
 
-_COMMON = (
-    "--model-name",
-    "--model-control-mode",
-    "--allow-python-models",
-    "--max-batch-size",
-    "--max-queue-delay-microseconds",
-    "--grpc-address",
-    "--grpc-port",
-    "--metrics-port",
-    "--frontends",
-    "--log-level",
-)
+class _Serve(SectionedCommand):
+    common = (
+        "--model-name",
+        "--model-control-mode",
+        "--allow-python-models",
+        "--max-batch-size",
+        "--max-queue-delay-microseconds",
+        "--grpc-address",
+        "--grpc-port",
+        "--metrics-port",
+        "--frontends",
+        "--log-level",
+    )
+
+
 _models, _batching = partial(flag, Section.MODELS), partial(flag, Section.BATCHING)
 _access, _requests = partial(flag, Section.ACCESS), partial(flag, Section.REQUESTS)
 _frontends, _starting = partial(flag, Section.FRONTENDS), partial(flag, Section.STARTING)
@@ -142,8 +145,7 @@ _observing = partial(flag, Section.OBSERVING)
 
 
 @main.command(
-    cls=SectionedCommand,
-    common=_COMMON,
+    cls=_Serve,
     context_settings={"auto_envvar_prefix": "PACELINE"},
 )
 @click.argument("paths", nargs=-1, type=_MODEL_PATH)
@@ -151,7 +153,7 @@ _observing = partial(flag, Section.OBSERVING)
     "model-repository",
     (),
     "Another PATH, under Triton's name for it.",
-    cls=Repeatable,
+    multiple=True,
     also="--model-store",
     type=_MODEL_PATH,
 )
@@ -164,7 +166,7 @@ _observing = partial(flag, Section.OBSERVING)
 )
 @_models("repository-poll-secs", 15.0, "How often to scan the repositories, in mode poll.", type=POSITIVE_AMOUNT)
 @_models(
-    "load-model", (), "A model to load at the start, in mode explicit; only '*': all.", cls=Repeatable, metavar="NAME"
+    "load-model", (), "A model to load at the start, in mode explicit; only '*': all.", multiple=True, metavar="NAME"
 )
 @_models("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
 @_models("model-load-retry-count", 0, "How often to retry a load that fails.", type=click.IntRange(0))
@@ -179,7 +181,7 @@ _observing = partial(flag, Section.OBSERVING)
     "backend-config",
     (),
     "Setting of a backend, under Triton's name for it.",
-    cls=Repeatable,
+    multiple=True,
     metavar="BACKEND,KEY=VALUE",
 )
 @_models(
@@ -244,11 +246,11 @@ _observing = partial(flag, Section.OBSERVING)
     "trace-config",
     (),
     "What to trace, into which file (mode triton) or to which collector (opentelemetry).",
-    cls=Repeatable,
+    multiple=True,
     metavar="[MODE,]KEY=VALUE",
 )
 @upstream_flags
-def serve(paths: tuple[Path, ...], **given: Any) -> None:
+def serve(paths: tuple[Path, ...], **given: Any) -> None:  # see `Given`
     """Serve models over gRPC until SIGTERM or SIGINT.
 
     PATH is a model repository in Triton's layout, one model's folder, or a bare .onnx file; several may be given. In
@@ -305,7 +307,7 @@ def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]
         raise click.UsageError(f"{flag}: {error}") from None
 
 
-def _settings(paths: Sequence[Path], given: Mapping[str, Any]) -> Settings:
+def _settings(paths: Sequence[Path], given: Given) -> Settings:
     """The settings that the flags give, many under the flags' own names. Raises click.UsageError."""
     mode, upstream = ControlMode(given["model_control_mode"]), given["upstream"]
     repositories = given["model_repository"]
@@ -335,7 +337,7 @@ def _settings(paths: Sequence[Path], given: Mapping[str, Any]) -> Settings:
     return Settings(**{field.name: given[field.name] for field in fields(Settings) if field.name in given} | others)
 
 
-def _batch_defaults(backends: BackendConfig, given: Mapping[str, Any]) -> BatchDefaults:
+def _batch_defaults(backends: BackendConfig, given: Given) -> BatchDefaults:
     rows = _first_given(given["max_batch_size"], backends.max_batch_rows, BatchDefaults().max_batch_rows)
     delays = (given[name] for name in ("max_queue_delay_microseconds", "max_latency", "max_batch_time"))
     flags = [(f"--{name.replace('_', '-')}", field) for name, field in _BATCHING.items() if given[name] is not None]

@@ -17,7 +17,6 @@ import click
 
 from paceline.server.addresses import is_address, socket_path
 from paceline.server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
-from paceline.server.repeatable import Repeatable
 from paceline.server.rpc.restrictions import parse_restrictions
 from paceline.server.rpc.tls import TlsFiles
 from paceline.server.rpc.unix_socket import SOCKET_FOLDER_BYTES, SOCKET_PATH_BYTES
@@ -31,13 +30,19 @@ __all__ = [
     "POSITIVE_AMOUNT",
     "TEXT",
     "Decorator",
+    "Given",
+    "Serve",
     "flag",
     "network_flags",
     "network_settings",
     "path_flag",
 ]
 
-Decorator = Callable[[Any], Any]
+Given = Mapping[str, Any]
+"""Values of flags, by the names of their parameters, or fields of Settings made of them. Each has a type of its own."""
+
+Serve = Callable[..., None]
+Decorator = Callable[[Serve], Serve]
 
 _LIMITS, _CONNECTIONS = Limits(), Connections()
 _MANY = 2**31 - 1
@@ -47,7 +52,7 @@ _OCTAL = re.compile(r"0?[0-7]{3}")
 class _Text(click.types.StringParamType):
     """Text for messages or for gRPC, which both take UTF-8 only; arguments may be any bytes."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text: str = super().convert(value, param, ctx)
         try:
             text.encode()
@@ -62,7 +67,7 @@ class _Amount(click.FloatRange):
     def __init__(self, *, min_open: bool = False) -> None:
         super().__init__(0, 1_000_000, min_open=min_open)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if math.isnan(number):
             self.fail("expected a number, got nan", param, ctx)
@@ -72,7 +77,7 @@ class _Amount(click.FloatRange):
 class _Address(_Text):
     """Where to listen. An address with one of gRPC's schemes or a port would be taken for a name, and looked up."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = super().convert(value, param, ctx)
         if not is_address(text):
             self.fail(f"expected a host name or an IP address, without scheme or port, got '{text}'", param, ctx)
@@ -83,7 +88,7 @@ class _GrpcAddress(_Address):
     """An address, or a Unix socket in the file system. Abstract ones have no permissions: any process in the network
     namespace could connect, of whichever user."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = _Text.convert(self, value, param, ctx)
         if text.startswith("unix-abstract:"):
             self.fail(f"expected unix:PATH, as abstract sockets have no permissions, got '{text}'", param, ctx)
@@ -102,10 +107,12 @@ class _GrpcAddress(_Address):
         return text
 
 
-class _Mode(click.types.StringParamType):
+class _Mode(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks alone
     """Permissions of a file, in octal as for chmod; an int."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if not _OCTAL.fullmatch(value):
             self.fail(f"expected permissions in octal, from 000 to 777, got {value!a}", param, ctx)
         return int(value, 8)
@@ -122,13 +129,25 @@ def flag(
     what: str,
     *,
     also: str | None = None,
-    cls: type[Flag] = Flag,
-    **more: Any,
+    type: object = None,
+    metavar: str | None = None,
+    is_flag: bool | None = None,
+    multiple: bool = False,
 ) -> Decorator:
-    """An option whose default is shown in the help."""
-    names = [f"--{name}", *([also] if also else [])]
-    shown = {"default": default, "show_default": default != "", "help": what}
-    return click.option(*names, cls=cls, section=section, **shown, **more)
+    """An option whose default is shown in the help. What isn't explained here is click's."""
+    return click.option(
+        f"--{name}",
+        *([also] if also else []),
+        cls=Flag,
+        section=section,
+        default=default,
+        show_default=default != "",
+        help=f"{what.removesuffix('.')}. Repeatable." if multiple else what,
+        type=type,
+        metavar=metavar,
+        is_flag=is_flag,
+        multiple=multiple,
+    )
 
 
 def path_flag(section: Section, name: str, what: str) -> Decorator:
@@ -155,7 +174,7 @@ _FLAGS: tuple[Decorator, ...] = (
         "grpc-restricted-protocol",
         (),
         "RPCs only for callers with the header triton-grpc-protocol-KEY: VALUE.",
-        cls=Repeatable,
+        multiple=True,
         metavar="GROUP,GROUP:KEY=VALUE",
     ),
     _requests(
@@ -204,14 +223,14 @@ _FLAGS: tuple[Decorator, ...] = (
 )
 
 
-def network_flags(command: Any) -> Any:
+def network_flags(command: Serve) -> Serve:
     """Add the flags to `command`, which gets their values as keyword arguments."""
     for one in reversed(_FLAGS):
         command = one(command)
     return command
 
 
-def network_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def network_settings(given: Given) -> Given:
     """Fields of Settings, from the flags' values. Raises click.UsageError."""
     try:
         restrictions = parse_restrictions(given["grpc_restricted_protocol"])
@@ -247,7 +266,7 @@ def network_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tls(given: Mapping[str, Any]) -> TlsFiles | None:
+def _tls(given: Given) -> TlsFiles | None:
     """The TLS files; None if TLS is off. Triton accepts certificates without `--grpc-use-ssl` and then speaks plain
     text; here they are refused, to avoid that surprise."""
     mutual = given["grpc_use_ssl_mutual"]

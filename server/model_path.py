@@ -6,11 +6,11 @@ layout does).
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import click
 
@@ -33,7 +33,9 @@ class ModelPath(click.Path):
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
         if not str(value):
             self.fail("expected a path, got ''", param, ctx)
         if isinstance(value, str) and (found := _URL.fullmatch(value)):

@@ -6,7 +6,7 @@ Lives here: these flags, their checks, the settings made of them. Must not: call
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -16,8 +16,7 @@ import click
 from click.core import ParameterSource
 
 from paceline.server.addresses import socket_path
-from paceline.server.flags import POSITIVE_AMOUNT, TEXT, Decorator, flag, path_flag
-from paceline.server.repeatable import Repeatable
+from paceline.server.flags import POSITIVE_AMOUNT, TEXT, Decorator, Given, Serve, flag, path_flag
 from paceline.server.sections import Section
 
 if TYPE_CHECKING:
@@ -61,8 +60,8 @@ class UpstreamSettings:
 _flag, _file = partial(flag, Section.UPSTREAM), partial(path_flag, Section.UPSTREAM)
 
 
-def _several(name: str, what: str, default: tuple[str, ...] = (), **more: Any) -> Decorator:
-    return _flag(name, default, what, cls=Repeatable, metavar="NAME", **more)
+def _several(name: str, what: str, default: tuple[str, ...] = (), type: object = None) -> Decorator:
+    return _flag(name, default, what, metavar="NAME", type=type, multiple=True)
 
 
 _DEFAULTS = UpstreamSettings("")
@@ -109,19 +108,18 @@ _FLAGS = (
 )
 
 
-def upstream_flags(command: Callable[..., None]) -> Callable[..., None]:
+def upstream_flags(command: Serve) -> Serve:
     """Add the flags to `command`; it gets `upstream`, UpstreamSettings or None."""
 
     @wraps(command)
-    def serve(**given: Any) -> None:
+    def serve(**given: Any) -> None:  # see `Given`
         own = {name: given.pop(name) for name in [key for key in given if key.startswith("upstream")]}
-        if own["upstream"] is None:
-            _check_none_given(own)
         command(upstream=_settings(own, has_tokens=given["grpc_token_file"] is not None), **given)
 
+    flagged: Serve = serve
     for one in reversed(_FLAGS):
-        serve = one(serve)
-    return serve
+        flagged = one(flagged)
+    return flagged
 
 
 def _check_none_given(names: Iterable[str]) -> None:
@@ -133,16 +131,29 @@ def _check_none_given(names: Iterable[str]) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} needs --upstream")
 
 
-def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | None:
-    target = given.pop("upstream")
-    given["upstream_models"] = given.pop("upstream_model")
-    given["upstream_headers"] = _headers(given.pop("upstream_header"), has_tokens, given["upstream_token_file"])
-    given["upstream_tracing_headers"] = _names("upstream-trace-header", given.pop("upstream_trace_header"))
-    given["upstream_tls"] = _tls(given)
-    if target is None:
+def _settings(given: Given, *, has_tokens: bool) -> UpstreamSettings | None:
+    if given["upstream"] is None:
+        _check_none_given(given)
         return None
-    _check_target(target)
-    return UpstreamSettings(target, **{name.removeprefix("upstream_"): value for name, value in given.items()})
+    token_file = given["upstream_token_file"]
+    headers = _headers(given["upstream_header"], has_tokens, token_file)
+    tracing_headers = _names("upstream-trace-header", given["upstream_trace_header"])
+    tls = _tls(given)
+    _check_target(given["upstream"])
+    return UpstreamSettings(
+        target=given["upstream"],
+        models=given["upstream_model"],
+        unbatched=given["upstream_unbatched"],
+        batches=given["upstream_batches"],
+        calls=given["upstream_calls"],
+        connections=given["upstream_connections"],
+        timeout_secs=given["upstream_timeout_secs"],
+        health_secs=given["upstream_health_secs"],
+        headers=headers,
+        tracing_headers=tracing_headers,
+        tls=tls,
+        token_file=token_file,
+    )
 
 
 def _check_target(target: str) -> None:
@@ -167,12 +178,12 @@ def _headers(given: tuple[str, ...], has_tokens: bool, token_file: Path | None) 
     return names
 
 
-def _tls(given: dict[str, Any]) -> Tls | None:
+def _tls(given: Given) -> Tls | None:
     from paceline.clients.tls import Tls  # fronts read settings too, and do without it
 
-    used = given.pop("upstream_use_ssl")
-    ca, name = given.pop("upstream_root_cert"), given.pop("upstream_server_name")
-    certificate, key = given.pop("upstream_client_cert"), given.pop("upstream_client_key")
+    used = given["upstream_use_ssl"]
+    ca, name = given["upstream_root_cert"], given["upstream_server_name"]
+    certificate, key = given["upstream_client_cert"], given["upstream_client_key"]
     if not used and (ca or name or certificate or key):
         raise click.UsageError("the upstream's certificates need --upstream-use-ssl true")
     if (certificate is None) != (key is None):
