@@ -19,7 +19,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -37,6 +37,7 @@ from paceline.server.flags import (
     POSITIVE_AMOUNT,
     TEXT,
     Given,
+    Value,
     flag,
     network_flags,
     network_settings,
@@ -250,7 +251,7 @@ _observing = partial(flag, Section.OBSERVING)
     metavar="[MODE,]KEY=VALUE",
 )
 @upstream_flags
-def serve(paths: tuple[Path, ...], **given: Any) -> None:  # see `Given`
+def serve(paths: tuple[Path, ...], **given: Value) -> None:
     """Serve models over gRPC until SIGTERM or SIGINT.
 
     PATH is a model repository in Triton's layout, one model's folder, or a bare .onnx file; several may be given. In

@@ -32,14 +32,17 @@ __all__ = [
     "Decorator",
     "Given",
     "Serve",
+    "Value",
     "flag",
     "network_flags",
     "network_settings",
     "path_flag",
 ]
 
-Given = Mapping[str, Any]
-"""Values of flags, by the names of their parameters, or fields of Settings made of them. Each has a type of its own."""
+Value = Any
+"""Of a flag, or of a field of Settings that is made of some: each has a type of its own."""
+Given = Mapping[str, Value]
+"""Values by the names of flags' parameters, or of fields."""
 
 Serve = Callable[..., None]
 Decorator = Callable[[Serve], Serve]

@@ -15,14 +15,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from paceline.backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted
 from paceline.backends.errors import DeviceLost, InstanceLost
 from paceline.backends.remote import RemoteInstance, RemoteModel
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
-from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.runner import TaskRunner, ThreadRunner
 from paceline.server.errors import ConfigError, Ending, LoadHangs
 from paceline.server.memory.reading import ExecuteInputs
@@ -46,6 +45,16 @@ _FIRST_PAUSE_S, _LONGEST_FIRST_PAUSE_S = 0.1, 10.0
 
 Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[RemoteRequest, Tensors]
 Instance = ModelInstance | RemoteInstance
+
+
+class _Batcher(Protocol):
+    """What is told of runners that come and go."""
+
+    def add(self, runner: Runner, /) -> None: ...
+
+    def lose(self, runner: Runner, error: BaseException, /) -> None: ...
+
+    def suspend(self) -> None: ...
 
 
 class Instances:
@@ -82,8 +91,7 @@ class Instances:
         self._closed = self._model_is_left = False
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop
-        # Its payloads are those of its runners: `Inputs`, or `RemoteRequest`.
-        self.batcher: Batcher[Any, Tensors]
+        self.batcher: _Batcher
 
     @property
     def runners(self) -> Sequence[Runner]:

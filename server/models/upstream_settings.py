@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from paceline.server.addresses import socket_path
-from paceline.server.flags import POSITIVE_AMOUNT, TEXT, Decorator, Given, Serve, flag, path_flag
+from paceline.server.flags import POSITIVE_AMOUNT, TEXT, Decorator, Given, Serve, Value, flag, path_flag
 from paceline.server.sections import Section
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def upstream_flags(command: Serve) -> Serve:
     """Add the flags to `command`; it gets `upstream`, UpstreamSettings or None."""
 
     @wraps(command)
-    def serve(**given: Any) -> None:  # see `Given`
+    def serve(**given: Value) -> None:
         own = {name: given.pop(name) for name in [key for key in given if key.startswith("upstream")]}
         command(upstream=_settings(own, has_tokens=given["grpc_token_file"] is not None), **given)
 

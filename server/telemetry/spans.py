@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from threading import Timer
-from typing import Any, Protocol
+from typing import Protocol
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -112,7 +112,7 @@ class Spans:
         return _BatchSpans(self, model, version, batch_id_prefix, inner)
 
     def trace_batch(
-        self, requests: Sequence[tuple[Entry[Any], RequestSpan]], batch: Attributes, report: BatchReport
+        self, requests: Sequence[tuple[Entry[object], RequestSpan]], batch: Attributes, report: BatchReport
     ) -> None:
         """Record the batch's span, and in the span of each of its requests how it waited and was executed."""
         offset_ns = _offset_ns()
@@ -168,7 +168,7 @@ class RequestSpan:
         self.span.update_name(f"infer {self._model}")
         self.span.set_attributes({"paceline.model.version": version, "paceline.rows": rows})
 
-    def on_execution(self, entry: Entry[Any], batch: Span, report: BatchReport) -> None:
+    def on_execution(self, entry: Entry[object], batch: Span, report: BatchReport) -> None:
         """It, or a part of it, was executed in `batch`."""
         part = id(entry.payload)
         self._child("queue", self._executed.get(part, entry.enqueued_ns), report.started_ns)

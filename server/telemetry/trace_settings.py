@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.server.errors import InvalidRequest, NotSupported
@@ -23,9 +22,9 @@ _MAX_NUMBER = 2**31 - 1
 _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,19}\s*")
 """What Triton accepts as a whole number. int() accepts more: 1_0, digits of other scripts."""
 _LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
-_NUMBERS = {"trace_rate": ("rate", 1), "trace_count": ("count", -1), "log_frequency": ("log_frequency", 0)}
+_LEAST = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
 _FIXED = ("trace_file", "trace_mode")
-_NAMES = ("trace_level", *_NUMBERS, *_FIXED)
+_NAMES = ("trace_level", *_LEAST, *_FIXED)
 _MODES = ("triton", "opentelemetry")
 # Keys of mode opentelemetry, with the fields of OtlpTarget that they set; `bsp` is its batch span processor.
 _OTLP_NUMBERS = {
@@ -34,8 +33,6 @@ _OTLP_NUMBERS = {
     "bsp_max_export_batch_size": "max_export_batch_size",
 }
 _OTLP = ("url", "resource", *_OTLP_NUMBERS)
-_Changes = dict[str, Any]
-"""Some fields of TraceSettings, whose types differ."""
 _FLAGS = {"level": "trace_level", "rate": "trace_rate", "count": "trace_count", "log-frequency": "log_frequency"}
 
 
@@ -120,10 +117,9 @@ def _config(mode: str, own: Mapping[str, list[str]], values: Mapping[str, list[s
         raise ValueError(f"expected file in mode triton, got '{min(strangers)}'")
     config = TraceConfig(Path(own["file"][-1]) if "file" in own else None, otlp=otlp)
     try:
-        changes = _read(values, config)
+        return replace(config, settings=_changed(config.settings, values, config))
     except (InvalidRequest, NotSupported) as error:
         raise ValueError(str(error)) from None
-    return replace(config, settings=replace(TraceSettings(), **changes))
 
 
 def _otlp(own: Mapping[str, list[str]]) -> OtlpTarget:
@@ -165,38 +161,37 @@ class TraceStore:
 
     def __init__(self, config: TraceConfig) -> None:
         self._config = config
-        self._changes: dict[str, _Changes] = {"": {}}
+        self._given: dict[str, dict[str, tuple[str]]] = {"": {}}
 
     @property
     def models(self) -> list[str]:
         """The models that have settings of their own."""
-        return [model for model in self._changes if model]
+        return [model for model in self._given if model]
 
     def settings(self, model: str) -> TraceSettings:
         """The settings that hold for `model`."""
-        return replace(self._config.settings, **{**self._changes[""], **self._changes.get(model, {})})
+        given = {**self._given[""], **self._given.get(model, {})}
+        return _changed(self._config.settings, given, self._config)
 
     def update(self, model: str, given: Mapping[str, Sequence[str]]) -> None:
         """Change settings of `model`. A setting without values goes back to what it inherits.
 
         Raises InvalidRequest or NotSupported, and then nothing has changed.
         """
-        changes = _read(
-            {name: values for name, values in given.items() if values or name not in _NAMES},
-            self._config,
-        )
-        own = {**self._changes.get(model, {}), **changes}
-        for name, values in given.items():
-            if not values:
-                own.pop(_field(name), None)
+        changes = {name: values for name, values in given.items() if values or name not in _NAMES}
+        # Kept in the server's own words: what was sent may be long.
+        texts = self.as_text(_changed(self._config.settings, changes, self._config))
+        own = {**self._given.get(model, {}), **{name: (texts[name],) for name in changes}}
+        for name in given.keys() - changes.keys():
+            own.pop(name, None)
         if own or not model:
-            self._changes[model] = own
+            self._given[model] = own
         else:
-            self._changes.pop(model, None)
+            self._given.pop(model, None)
 
     def forget(self, model: str) -> bool:
         """Drop the settings that `model` has of its own. Returns whether there were any."""
-        return self._changes.pop(model, None) is not None
+        return self._given.pop(model, None) is not None
 
     def as_text(self, settings: TraceSettings) -> dict[str, str]:
         """`settings` under the extension's names and in its form, along with those that can't be changed."""
@@ -210,23 +205,22 @@ class TraceStore:
         }
 
 
-def _read(given: Mapping[str, Sequence[str]], config: TraceConfig) -> _Changes:
-    """The fields of TraceSettings that `given` changes. Raises InvalidRequest or NotSupported."""
-    changes: _Changes = {}
+def _changed(settings: TraceSettings, given: Mapping[str, Sequence[str]], config: TraceConfig) -> TraceSettings:
+    """`settings` as `given` changes them. Raises InvalidRequest or NotSupported."""
     for name, values in given.items():
         if name in _FIXED:
             raise NotSupported(f"trace setting '{name}' can only be given when the server starts, with --trace-config")
         if name == "trace_level":
-            changes["timestamps"] = _level(values, config.has_target)
-        elif name in _NUMBERS:
-            changes[_field(name)] = _number(name, values, config)
+            settings = replace(settings, timestamps=_level(values, config.has_target))
+        elif name == "trace_rate":
+            settings = replace(settings, rate=_number(name, values, config))
+        elif name == "trace_count":
+            settings = replace(settings, count=_number(name, values, config))
+        elif name == "log_frequency":
+            settings = replace(settings, log_frequency=_number(name, values, config))
         else:
             raise InvalidRequest(f"trace setting '{name}': expected one of {', '.join(_NAMES)}")
-    return changes
-
-
-def _field(name: str) -> str:
-    return "timestamps" if name == "trace_level" else _NUMBERS[name][0] if name in _NUMBERS else name
+    return settings
 
 
 def _level(values: Sequence[str], has_target: bool) -> bool:
@@ -249,7 +243,7 @@ def _number(name: str, values: Sequence[str], config: TraceConfig) -> int:
     """A rate of 0 is allowed where requests may belong to traces already: then only those are traced."""
     if len(values) != 1:
         raise InvalidRequest(f"trace setting '{name}': expected 1 value, got {len(values)}")
-    least = 0 if name == "trace_rate" and config.otlp is not None else _NUMBERS[name][1]
+    least = 0 if name == "trace_rate" and config.otlp is not None else _LEAST[name]
     try:
         return _whole(f"trace setting '{name}'", values[0], least)
     except ValueError as error:
