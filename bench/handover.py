@@ -22,7 +22,7 @@ from bench.stats import spread
 from paceline.backends import registry
 from paceline.backends.transport.link import Link
 from paceline.clients.messages import infer_request
-from paceline.scheduler.notifying import notify
+from paceline.scheduler.answers import notify
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.wire_request import AnyRequest, RequestReader
@@ -54,7 +54,7 @@ class _Request(InFlight):
         self._over = over
         self._left = left
 
-    def fail(self, error: BaseException) -> None:
+    def on_failure(self, error: BaseException) -> None:
         self._over.set_exception(error)
 
     def on_done(self) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Generic, NamedTuple, TypeVar
 
 from paceline.scheduler.executing import Batch
+from paceline.scheduler.request import RequestT
 
 __all__ = ["Ahead"]
 
-T = TypeVar("T")
 RunnerT = TypeVar("RunnerT")
 
 _LEAD_NS = 2_000_000
@@ -33,11 +33,11 @@ class _End(NamedTuple):
     over_ns: int
 
 
-class Ahead(Generic[RunnerT, T]):
+class Ahead(Generic[RunnerT, RequestT]):
     """`next` is the batch that each instance, by its runner, goes on with."""
 
     def __init__(self) -> None:
-        self.next: dict[RunnerT, Batch[T]] = {}
+        self.next: dict[RunnerT, Batch[RequestT]] = {}
         self._ends: dict[RunnerT, _End] = {}
 
     def __bool__(self) -> bool:
@@ -52,7 +52,7 @@ class Ahead(Generic[RunnerT, T]):
             self._ends[runner] = _End(at_ns - lead_ns, at_ns, at_ns + lead_ns)
 
     # hot path
-    def end(self, runner: RunnerT) -> Batch[T] | None:
+    def end(self, runner: RunnerT) -> Batch[RequestT] | None:
         """The runner's execution is over. Returns the batch that it goes on with, if any."""
         self._ends.pop(runner, None)
         return self.next.pop(runner, None)

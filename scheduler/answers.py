@@ -1,62 +1,81 @@
 """When each caller gets its answer: at once, or in the order of arrival.
 
-Lives here: the delivery of results and errors to futures. The rule: a future is resolved at most once, and one that its
-caller has cancelled is left alone.
+Lives here: the delivery of results and errors to requests, and telling their sources. The rule: a request ends at most
+once, and one that its caller has cancelled is left alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
 
-from paceline.scheduler.notifying import notify
-from paceline.scheduler.pending import Pending
+from paceline.scheduler.request import AnyRequest, succeed_all
 
-__all__ = ["Answers", "OrderedAnswers"]
+__all__ = ["Answers", "OrderedAnswers", "notify"]
 
-Future = Pending[Any, Any]
+_log = logging.getLogger("paceline.scheduler")
+
+_ON_ANSWERS = attrgetter("on_answers")
 
 
 class Answers:
-    """Delivers answers as they come. `notify` then calls the `on_done` of their futures."""
+    """Delivers answers as they come. `notify` then tells the sources of their requests: all that are done together at
+    once, which costs the loop less than most of what they do, whereas callbacks of futures cost more."""
 
     def __init__(self) -> None:
-        self._done: list[Future] = []
+        self._done: list[AnyRequest] = []
 
-    def expect(self, future: Future) -> None:
+    def expect(self, request: AnyRequest) -> None:
         """Learn that a request has arrived."""
 
     # hot path
-    def succeed(self, future: Future, result: object) -> None:
-        if not future.done():
-            future.answered = True
-            future.set_result(result)
-            if future.on_done is not None:
-                self._done.append(future)
+    def succeed(self, requests: Sequence[AnyRequest], results: Sequence[object]) -> None:
+        """Each of `requests` has its result."""
+        succeed_all(requests, results, self._done)
 
-    def fail(self, future: Future, error: Exception) -> None:
-        if not future.done():
-            future.set_exception(error)
-            if future.on_done is not None:
-                self._done.append(future)
-                self.notify_soon(future)
+    def fail(self, request: AnyRequest, error: Exception) -> None:
+        if not request.ended:
+            request.fail(error)
+            if request.on_answers is not None:
+                self._done.append(request)
+                self.notify_soon()
 
-    def cancelled(self, future: Future) -> None:
-        """Learn that the future's caller has gone."""
+    def cancelled(self, request: AnyRequest) -> None:
+        """Learn that the request's caller has gone."""
+        if request.on_answers is not None:
+            self._done.append(request)
+            self.notify_soon()
 
     # hot path
     def notify(self) -> None:
-        """Call the `on_done` of all futures that got answers since the last time, in that order."""
+        """Tell the sources of all requests that ended since the last time, in that order."""
         if self._done:
             done, self._done = self._done, []
             notify(done)
 
-    def notify_soon(self, future: Future) -> None:
-        """Have the event loop, which is that of `future`, call `notify` soon; that does nothing if everything has
-        been notified by then."""
-        future.get_loop().call_soon(self.notify)
+    def notify_soon(self) -> None:
+        """Have the event loop call `notify` soon; that does nothing if all have been told by then."""
+        asyncio.get_running_loop().call_soon(self.notify)
+
+
+# hot path
+def notify(done: list[AnyRequest]) -> None:
+    """Tell the sources of requests that have ended, in this order."""
+    for on_answers, group in groupby(done, _ON_ANSWERS):
+        requests = list(group)
+        for request in requests:
+            # It leads back to the request, and no cycle may be left for the garbage collector to find.
+            request.on_answers = None
+        try:
+            if on_answers is not None:
+                on_answers(requests)
+        except Exception:  # noqa: BLE001 - logged; other sources must be told
+            _log.exception("a callback for finished requests failed")
 
 
 class OrderedAnswers(Answers):
@@ -65,24 +84,26 @@ class OrderedAnswers(Answers):
 
     def __init__(self) -> None:
         super().__init__()
-        # Futures in order of arrival, each with what gives it its answer, once there is one.
-        self._waiting: OrderedDict[Future, Callable[[], None] | None] = OrderedDict()
+        # Requests in order of arrival, each with what gives it its answer, once there is one.
+        self._waiting: OrderedDict[AnyRequest, Callable[[], None] | None] = OrderedDict()
 
-    def expect(self, future: Future) -> None:
-        self._waiting[future] = None
+    def expect(self, request: AnyRequest) -> None:
+        self._waiting[request] = None
 
-    def succeed(self, future: Future, result: object) -> None:
-        if not future.done():
-            self._waiting[future] = partial(super().succeed, future, result)
+    def succeed(self, requests: Sequence[AnyRequest], results: Sequence[object]) -> None:
+        for request, result in zip(requests, results, strict=True):
+            if not request.ended:
+                self._waiting[request] = partial(super().succeed, (request,), (result,))
         self._release()
 
-    def fail(self, future: Future, error: Exception) -> None:
-        if not future.done():
-            self._waiting[future] = partial(super().fail, future, error)
+    def fail(self, request: AnyRequest, error: Exception) -> None:
+        if not request.ended:
+            self._waiting[request] = partial(super().fail, request, error)
         self._release()
 
-    def cancelled(self, future: Future) -> None:
-        self._waiting.pop(future, None)
+    def cancelled(self, request: AnyRequest) -> None:
+        self._waiting.pop(request, None)
+        super().cancelled(request)
         self._release()
 
     def _release(self) -> None:
@@ -92,4 +113,4 @@ class OrderedAnswers(Answers):
                 break
             answer()
             del self._waiting[first]
-            self.notify_soon(first)
+            self.notify_soon()

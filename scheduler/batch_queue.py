@@ -10,51 +10,42 @@ This module decides whether requests are admitted and how long they may stay.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 from paceline.scheduler.allowance import Allowed
-from paceline.scheduler.errors import DeadlineUnreachable, RequestTooLarge
+from paceline.scheduler.errors import DeadlineUnreachable, QueueFull, RequestTooLarge
 from paceline.scheduler.executing import Batch, Executing
-from paceline.scheduler.lane import Entry, Lane, Watch, order_of
+from paceline.scheduler.lane import Lane
 from paceline.scheduler.lanes import Lanes
 from paceline.scheduler.latency import LatencyModel
 from paceline.scheduler.lazy_heap import LazyHeap
 from paceline.scheduler.policy import NEVER, BatchPolicy, TimeoutAction
+from paceline.scheduler.request import RequestT, Watch, order_of
 from paceline.scheduler.returning_callers import ReturningCallers
 from paceline.scheduler.sizing import Sizing, Unreachable
 from paceline.scheduler.waiting import SharedQueueLimits, Waiting
 
-__all__ = ["Alike", "Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
-
-T = TypeVar("T")
+__all__ = ["Batch", "BatchQueue", "Refusal", "Step", "Unreachable"]
 
 
-class Alike(NamedTuple):
-    """What requests have in common that differ only in payload, arrival and deadline. `timeout_ns` is the queue timeout
-    of each (0: none)."""
-
-    rows: int
-    key: Hashable
-    size_bytes: int = 0
-    priority: int = 0
-    timeout_ns: int = 0
+Refusal = RequestTooLarge | QueueFull | DeadlineUnreachable
 
 
-class Step(NamedTuple, Generic[T]):
+class Step(NamedTuple, Generic[RequestT]):
     """What `poll` decided: batches to execute now, requests that have waited too long, requests that could only be
     answered too late, and when to poll again at the latest if nothing else happens (None: nothing is due by time)."""
 
-    batches: tuple[Batch[T], ...] = ()
-    expired: tuple[Entry[T], ...] = ()
-    unreachable: tuple[Unreachable[T], ...] = ()
+    batches: tuple[Batch[RequestT], ...] = ()
+    expired: tuple[RequestT, ...] = ()
+    unreachable: tuple[Unreachable[RequestT], ...] = ()
     wake_ns: int | None = None
 
 
-def _is_watched(watch: Watch[T], token: int) -> bool:
+def _is_watched(watch: Watch[RequestT], token: int) -> bool:
     return watch.entry is not None
 
 
-class BatchQueue(Generic[T]):
+class BatchQueue(Generic[RequestT]):
     """Requests wait here until they leave, each exactly once: in a batch, cancelled, expired or given up. `waiting`
     lets others see how many wait.
 
@@ -75,14 +66,14 @@ class BatchQueue(Generic[T]):
         self._enough_rows = min(policy.preferred)
         self._sizing = Sizing(policy, self.latency)
         self._allowance = self._sizing.allowance
-        self._executing: Executing[T] = Executing(self.latency, instances, policy.max_batch_rows)
+        self._executing: Executing[RequestT] = Executing(self.latency, instances, policy.max_batch_rows)
         self._max_rows = policy.max_batch_rows
         self._has_levels = policy.priority_levels > 0
         self._queue_policy, self._queue_policies = policy.queue, policy.priority_queue
         self._pads = bool(policy.batch_sizes)
         self._arrived = 0
-        self._lanes: Lanes[T] = Lanes(policy)
-        self._deadlines: LazyHeap[Watch[T]] = LazyHeap(_is_watched)
+        self._lanes: Lanes[RequestT] = Lanes(policy)
+        self._deadlines: LazyHeap[Watch[RequestT]] = LazyHeap(_is_watched)
 
     def worth_waiting_for(self, announced: int) -> int:
         """How many more requests, besides `announced` ones, an idle instance may be kept waiting for, assuming they are
@@ -107,7 +98,7 @@ class BatchQueue(Generic[T]):
             return NEVER
         entry = self._deadlines.items[0][2].entry
         assert entry is not None
-        return entry.enqueued_ns + (entry.act_at_ns - self.latency.longest_ns - entry.enqueued_ns) // 2
+        return entry.arrived_ns + (entry.act_at_ns - self.latency.longest_ns - entry.arrived_ns) // 2
 
     @property
     def allowed_rows(self) -> int:
@@ -121,114 +112,62 @@ class BatchQueue(Generic[T]):
 
     # hot path: push, poll and the finish of one request together take 2 to 4 us in one lane, and 4.5 to 7 us where each
     # request is a lane and a batch of its own; see bench/micro.py
-    def push(
-        self,
-        payload: T,
-        rows: int,
-        key: Hashable,
-        now_ns: int,
-        *,
-        size_bytes: int = 0,
-        priority: int = 0,
-        timeout_ns: int = 0,
-        rpc_deadline_ns: int = NEVER,
-    ) -> Entry[T]:
-        """Add a request of `rows` rows and `size_bytes` bytes.
+    def push(self, group: Sequence[RequestT]) -> Sequence[Refusal | None]:
+        """Add requests that arrived one after the other, and have equal rows, key, size, priority and queue timeout.
 
-        `timeout_ns` is its own queue timeout (0: none). Raises RequestTooLarge, QueueFull or DeadlineUnreachable; then
-        nothing has changed.
+        Returns why requests are refused, None for each one that isn't; nothing at all if none is. Nothing changes for
+        those that are refused.
         """
-        level, queue, waiting = 0, self._queue_policy, self.waiting
+        first, requests = group[0], len(group)
+        rows, waiting, level, queue = first.rows, self.waiting, 0, self._queue_policy
         if self._has_levels:
-            level = self.policy.level_of(priority)
+            level = self.policy.level_of(first.priority)
             queue = self._queue_policies.get(level, queue)
         if not 0 < rows <= self._max_rows:
-            raise RequestTooLarge(rows, self._max_rows)
-        full = waiting.full(1, rows, size_bytes, level, queue.max_queue_size)
-        if full is not None:
-            try:
-                raise full
-            finally:
-                # Its traceback refers to this frame, and that to the tensors of all requests that are being submitted.
-                del full
-        if rpc_deadline_ns != NEVER and self.policy.deadline_aware:
-            self._refuse_unreachable(rows, key, level, now_ns, rpc_deadline_ns)
-        act_at_ns = rpc_deadline_ns
-        if timeout_ns or queue.default_timeout_ns:
-            act_at_ns = min(act_at_ns, queue.timeout_at_ns(now_ns, timeout_ns))
-        self._arrived += 1
+            return [RequestTooLarge(rows, self._max_rows) for _ in group]
+        refusal: Refusal | None = waiting.full(
+            requests, requests * rows, requests * first.size_bytes, level, queue.max_queue_size
+        )
+        if refusal is None and self.policy.deadline_aware:
+            refusal = self._unreachable(group, level)
+        if refusal is not None:
+            if requests == 1:
+                return [refusal]
+            # What is too much for all of them may not be for each.
+            refusals = [one for each in group for one in self.push([each]) or (None,)]
+            return refusals if any(refusals) else ()
         order = order_of(level, self._arrived)
-        entry = Entry(payload, rows, size_bytes, level, order, now_ns, act_at_ns, rpc_deadline_ns)
-        waiting.add(entry)
-        if act_at_ns != NEVER:
-            self._watch_deadline(entry)
-        if self._awaits_returns:
-            self._returns.arrived(key, rows, now_ns)
-        self._lanes.add(key, entry)
-        return entry
-
-    @property
-    def takes_any_alike(self) -> bool:
-        """Whether `takes_alike` is worth asking."""
-        return not self._awaits_returns
-
-    def takes_alike(self, alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]) -> bool:
-        """Whether such requests can be added now, without a decision about any single one. If not, `push` may refuse
-        some of them, or none."""
-        rows, requests = alike.rows, len(arrivals_ns)
-        if self._awaits_returns or not 0 < rows <= self._max_rows:
-            return False
-        level = self.policy.level_of(alike.priority) if self._has_levels else 0
-        most = self._queue_policies.get(level, self._queue_policy).max_queue_size
-        if self.waiting.full(requests, requests * rows, requests * alike.size_bytes, level, most) is not None:
-            return False
-        first_ns = min(rpc_deadlines_ns)
-        if first_ns == NEVER or not self.policy.deadline_aware:
-            return True
-        return first_ns - arrivals_ns[-1] >= (self.waiting.requests + requests + 1) * self.latency.longest_ns
-
-    # hot path
-    def push_alike(
-        self, payloads: Sequence[T], alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]
-    ) -> Sequence[Entry[T]]:
-        """Like `push` for each of several requests, in order. Only for requests that it `takes_alike`."""
-        level, queue = 0, self._queue_policy
-        if self._has_levels:
-            level = self.policy.level_of(alike.priority)
-            queue = self._queue_policies.get(level, queue)
-        rows, key, size_bytes, _, timeout_ns = alike
-        times_out = timeout_ns or queue.default_timeout_ns
-        order = order_of(level, self._arrived)
-        self._arrived += len(payloads)
-        entries = []
-        for payload, now_ns, rpc_deadline_ns in zip(payloads, arrivals_ns, rpc_deadlines_ns, strict=True):
+        self._arrived += requests
+        for request in group:
             order += 1
-            act_at_ns = rpc_deadline_ns
-            if times_out:
-                act_at_ns = min(act_at_ns, queue.timeout_at_ns(now_ns, timeout_ns))
-            entry = Entry(payload, rows, size_bytes, level, order, now_ns, act_at_ns, rpc_deadline_ns)
+            request.level, request.order = level, order
+            act_at_ns = request.deadline_ns
+            if request.timeout_ns or queue.default_timeout_ns:
+                act_at_ns = min(act_at_ns, queue.timeout_at_ns(request.arrived_ns, request.timeout_ns))
+            request.act_at_ns = act_at_ns
             if act_at_ns != NEVER:
-                self._watch_deadline(entry)
-            entries.append(entry)
-        self.waiting.add(entries[0], len(entries))
-        self._lanes.add_all(key, entries)
-        return entries
+                self._watch_deadline(request)
+            if self._awaits_returns:
+                self._returns.arrived(request.key, rows, request.arrived_ns)
+        waiting.add(first, requests)
+        self._lanes.add(group)
+        return ()
 
-    def cancel(self, entry: Entry[T]) -> bool:
+    def cancel(self, entry: RequestT) -> bool:
         """Take a request out. False if it has left already; then nothing changes."""
-        if entry.lane is None:
+        if not entry.waits:
             return False
         self._remove(entry)
         return True
 
-    def take_all(self) -> list[Entry[T]]:
+    def take_all(self) -> list[RequestT]:
         """Remove and return everything that waits, in order of service within each lane, without executing it."""
         entries = list(self._lanes)
         for entry in entries:
             self._remove(entry)
         return entries
 
-    def poll(self, now_ns: int, idle: int, spare: int = 0, starts_ns: int = 0) -> Step[T]:
+    def poll(self, now_ns: int, idle: int, spare: int = 0, starts_ns: int = 0) -> Step[RequestT]:
         """Decide what happens now, with `idle` instances free. At most that many batches leave, and up to `spare` more
         that can't become any larger, for instances that still execute others. They start at once, or at `starts_ns` if
         that is later: the instances are about to be free."""
@@ -237,8 +176,8 @@ class BatchQueue(Generic[T]):
             self._lanes.prefer(self._allowance.rows)
         deadlines = self._deadlines.items
         expired = self._expire(now_ns) if deadlines and deadlines[0][0] <= now_ns else ()
-        batches: list[Batch[T]] = []
-        unreachable: list[Unreachable[T]] = []
+        batches: list[Batch[RequestT]] = []
+        unreachable: list[Unreachable[RequestT]] = []
         starts_ns = max(now_ns, starts_ns)
         while len(batches) < idle + spare:
             if len(batches) >= idle:
@@ -263,7 +202,7 @@ class BatchQueue(Generic[T]):
             wake_ns = due_ns if wake_ns is None else min(wake_ns, due_ns)
         return Step(tuple(batches), expired, tuple(unreachable), wake_ns)
 
-    def done(self, batch: Batch[T], now_ns: int, duration_ns: int | None) -> None:
+    def done(self, batch: Batch[RequestT], now_ns: int, duration_ns: int | None) -> None:
         """Learn that a batch has ended, having executed for `duration_ns`; None if it failed."""
         self._executing.end(batch)
         if duration_ns is not None:
@@ -271,17 +210,17 @@ class BatchQueue(Generic[T]):
             if self._awaits_returns:
                 self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
 
-    def reserve(self, batch: Batch[T]) -> None:
+    def reserve(self, batch: Batch[RequestT]) -> None:
         """Count a batch that hasn't begun, and may be put back, as if it still waited, until `release`."""
         for entry in batch.entries:
             self.waiting.reserve(entry, 1)
 
-    def release(self, batch: Batch[T]) -> None:
+    def release(self, batch: Batch[RequestT]) -> None:
         """End `reserve`: the batch has begun, or is about to be put back."""
         for entry in batch.entries:
             self.waiting.reserve(entry, -1)
 
-    def put_back(self, batch: Batch[T], entries: Sequence[Entry[T]]) -> None:
+    def put_back(self, batch: Batch[RequestT], entries: Sequence[RequestT]) -> None:
         """Put back a batch that won't execute: `entries`, those that are still wanted, wait where they did before, as
         if the batch hadn't left."""
         self._executing.end(batch)
@@ -291,7 +230,7 @@ class BatchQueue(Generic[T]):
             self.waiting.add(entry)
             if entry.act_at_ns != NEVER:
                 self._watch_deadline(entry)
-        self._lanes.put_back(batch.key, entries)
+        self._lanes.put_back(entries)
 
     def exhausted(self, rows: int, now_ns: int) -> Allowed:
         """Learn that memory wasn't enough for an execution of `rows` rows: for a while, batches have fewer. Returns
@@ -306,8 +245,8 @@ class BatchQueue(Generic[T]):
         self._lanes.prefer(self._allowance.rows)
 
     def again(
-        self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int, most_rows: int
-    ) -> tuple[Batch[T], Sequence[Entry[T]]]:
+        self, key: Hashable, entries: Sequence[RequestT], now_ns: int, most_rows: int
+    ) -> tuple[Batch[RequestT], Sequence[RequestT]]:
         """Begin a batch, now, of entries whose earlier batch failed. Returns it, and the entries that don't fit: it may
         have `most_rows` rows (0: any number), or fewer if less is allowed by now."""
         fitting, rows = self._sizing.fitting(entries, len(entries), most_rows)
@@ -318,24 +257,30 @@ class BatchQueue(Generic[T]):
         self._awaits_returns = self._may_keep_idle = False
         self._lanes.flush()
 
-    def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
-        """Raise DeadlineUnreachable if the request is certain to be late: even if only full batches are ahead of it and
-        it executes alone."""
-        if rpc_deadline_ns - now_ns >= (self.waiting.requests + 2) * self.latency.longest_ns:
-            return  # a cheap check before the exact one
-        alone_ns = self.latency.proven_ns(key, self._sizing.padded(rows), now_ns)
-        if not alone_ns:
-            return
-        needed_ns = self._executing.least_wait_ns(key, self.rows_ahead(key, level), now_ns) + alone_ns
-        if now_ns + needed_ns > rpc_deadline_ns:
-            raise DeadlineUnreachable(rpc_deadline_ns - now_ns, needed_ns)
+    def _unreachable(self, group: Sequence[RequestT], level: int) -> DeadlineUnreachable | None:
+        """The error of a request that is certain to be late: even if only full batches are ahead of it and it executes
+        alone. Of several, any that may be."""
+        first, last = group[0], group[-1]
+        deadline_ns = min([one.deadline_ns for one in group]) if first is not last else first.deadline_ns
+        left_ns = deadline_ns - last.arrived_ns
+        if deadline_ns == NEVER or left_ns >= (self.waiting.requests + len(group) + 1) * self.latency.longest_ns:
+            return None  # a cheap check before the exact one
+        now_ns = last.arrived_ns
+        alone_ns = self.latency.proven_ns(first.key, self._sizing.padded(first.rows), now_ns)
+        if not alone_ns and first is last:
+            return None
+        ahead = self.rows_ahead(first.key, level)
+        needed_ns = self._executing.least_wait_ns(first.key, ahead, now_ns) + alone_ns
+        if first is last and now_ns + needed_ns <= deadline_ns:
+            return None
+        return DeadlineUnreachable(left_ns, needed_ns)
 
     def _may_be_full(self) -> bool:
         """Whether some lane may hold a batch that can't become any larger; a cheap check before the exact one."""
         waiting, most = self.waiting, self.policy.max_batch_requests
         return waiting.rows >= self._allowance.rows or 0 < most <= waiting.requests
 
-    def _is_full(self, lane: Lane[T]) -> bool:
+    def _is_full(self, lane: Lane[RequestT]) -> bool:
         return lane.rows >= self._allowance.rows or 0 < self.policy.max_batch_requests <= lane.requests
 
     def rows_ahead(self, key: Hashable, level: int) -> int:
@@ -343,12 +288,12 @@ class BatchQueue(Generic[T]):
         lane = self._lanes.get(key)
         return lane.rows_before(level) if lane is not None else 0
 
-    def _watch_deadline(self, entry: Entry[T]) -> None:
+    def _watch_deadline(self, entry: RequestT) -> None:
         entry.watch = Watch(entry)
         self._deadlines.push(entry.act_at_ns, entry.order, entry.watch)
 
-    def _expire(self, now_ns: int) -> tuple[Entry[T], ...]:
-        expired: list[Entry[T]] = []
+    def _expire(self, now_ns: int) -> tuple[RequestT, ...]:
+        expired: list[RequestT] = []
         deadlines = self._deadlines
         while (first := deadlines.first_rank()) is not None and first <= now_ns:
             entry = deadlines.pop().entry
@@ -360,28 +305,28 @@ class BatchQueue(Generic[T]):
                 expired.append(entry)
         return tuple(expired)
 
-    def _may_wait_on(self, entry: Entry[T], now_ns: int) -> bool:
+    def _may_wait_on(self, entry: RequestT, now_ns: int) -> bool:
         action = self.policy.queue_policy(entry.level).timeout_action
-        return action is TimeoutAction.DELAY and entry.rpc_deadline_ns > now_ns
+        return action is TimeoutAction.DELAY and entry.deadline_ns > now_ns
 
-    def _demote(self, entry: Entry[T]) -> None:
+    def _demote(self, entry: RequestT) -> None:
         """Move the entry behind all others of its level; from now on, only its RPC's deadline bounds its wait."""
-        key = self._lanes.remove(entry)
+        self._lanes.remove(entry)
         self._arrived += 1
         entry.order = order_of(entry.level, self._arrived, demoted=True)
-        entry.act_at_ns = entry.rpc_deadline_ns
+        entry.act_at_ns = entry.deadline_ns
         entry.unwatch()
         if entry.act_at_ns != NEVER:
             self._watch_deadline(entry)
-        self._lanes.add(key, entry)
+        self._lanes.add((entry,))
 
-    def _remove(self, entry: Entry[T]) -> None:
+    def _remove(self, entry: RequestT) -> None:
         """Take one entry out for good, wherever it stands."""
         self._lanes.remove(entry)
         entry.unwatch()
         self.waiting.remove((entry,))
 
-    def _await_returns(self, lane: Lane[T], now_ns: int) -> bool:
+    def _await_returns(self, lane: Lane[RequestT], now_ns: int) -> bool:
         """Postpone the lane if callers that were just answered will soon make its batch worth more. Returns whether it
         did."""
         if lane.rows >= self._allowance.rows:
@@ -395,7 +340,9 @@ class BatchQueue(Generic[T]):
         self._lanes.postpone(lane, until_ns)
         return True
 
-    def _take(self, lane: Lane[T], now_ns: int, starts_ns: int, unreachable: list[Unreachable[T]]) -> Batch[T] | None:
+    def _take(
+        self, lane: Lane[RequestT], now_ns: int, starts_ns: int, unreachable: list[Unreachable[RequestT]]
+    ) -> Batch[RequestT] | None:
         """Take the lane's next batch.
 
         None if requests had to be given up instead, which changes what is ready.
@@ -403,7 +350,7 @@ class BatchQueue(Generic[T]):
         key = lane.key
         releasable = self._lanes.releasable(lane, now_ns)
         cut = self._sizing.cut(lane, min(releasable, self.policy.max_batch_requests or releasable))
-        late: list[Unreachable[T]] = []
+        late: list[Unreachable[RequestT]] = []
         if self._may_be_late(starts_ns):
             cut, late = self._sizing.most_in_time(key, lane, cut, starts_ns)
         leaving = [one.entry for one in late] if late else cut.entries
@@ -417,7 +364,7 @@ class BatchQueue(Generic[T]):
             return None
         return self._executing.begin(key, cut.entries, cut.rows, cut.padded_rows, starts_ns)
 
-    def _take_only(self, lane: Lane[T], starts_ns: int) -> Batch[T]:
+    def _take_only(self, lane: Lane[RequestT], starts_ns: int) -> Batch[RequestT]:
         """Like `_take`, for a lane with a single request that has time to spare: nothing needs to be decided."""
         entry = self._lanes.take_only(lane)
         entry.unwatch()

@@ -14,17 +14,16 @@ from typing import Any, Generic, TypeVar
 
 from paceline.scheduler.answers import Answers, OrderedAnswers
 from paceline.scheduler.arrival_model import ArrivalModel
-from paceline.scheduler.batch_queue import Alike, BatchQueue, Step
+from paceline.scheduler.batch_queue import BatchQueue, Step
 from paceline.scheduler.clock import Alarm, Clock, MonotonicClock
 from paceline.scheduler.delivery import Delivery
-from paceline.scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull
+from paceline.scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, SchedulerError
 from paceline.scheduler.executing import Batch
 from paceline.scheduler.isolation import Blame, Retries, Suspects
-from paceline.scheduler.lane import Entry
 from paceline.scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
-from paceline.scheduler.pending import Pending
-from paceline.scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.recovery import Recovery
+from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Outcome, Runner
 from paceline.scheduler.runner_table import InstanceReplacer, RunnerTable
 from paceline.scheduler.turns import Submit, Turns, WaitBudget
@@ -81,11 +80,11 @@ class Batcher(Generic[P, R]):
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
         self._observer: Observer = GuardedObserver(observer) if observer else NullObserver()
-        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), shared_limits)
+        self._queue: BatchQueue[Request[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), shared_limits)
         self._waiting = self._queue.waiting
         self._runners: RunnerTable[P, R] = RunnerTable(runners, self._clock, self._queue.latency, replacer, instance_of)
         self._running, self._slots, self._ahead = self._runners.running, self._runners.slots, self._runners.ahead
-        self._retries: Retries[Pending[P, R]] = Retries(blames, self._waiting, isolates=policy.isolate_failures)
+        self._retries: Retries[Request[P, R]] = Retries(blames, self._waiting, isolates=policy.isolate_failures)
         self._suspect_groups = self._retries.groups
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
         self._delivery = Delivery(self._answers, self._observer)
@@ -145,87 +144,37 @@ class Batcher(Generic[P, R]):
         self._accepts = True
 
     # hot path
-    def submit(
-        self,
-        payload: P,
-        rows: int,
-        key: Hashable,
-        *,
-        size_bytes: int = 0,
-        priority: int = 0,
-        timeout_ns: int = 0,
-        rpc_deadline_ns: int = NEVER,
-        tag: Any = None,
-        arrived_ns: int = 0,
-    ) -> Pending[P, R]:
-        """Queue a request of `rows` rows; only requests of equal `key` share a batch.
+    def submit(self, group: Sequence[Request[P, R]]) -> Sequence[SchedulerError | None]:
+        """Queue requests that arrived one after the other, and have equal rows, key, size, priority and queue timeout.
 
-        `timeout_ns` is the request's own queue timeout (0: none). `rpc_deadline_ns` is the moment its caller gives up.
-        `arrived_ns` is when it was announced, and its wait began (0: it wasn't announced, and its wait begins now).
-
-        Raises RequestTooLarge, QueueFull, DeadlineUnreachable, NoInstance or BatcherClosed at once. The future gets
-        QueueTimeout, DeadlineUnreachable, NoInstance, BatcherClosed or ExecutionFailed, or the exception that the
-        instance returned in place of its result.
+        Returns why requests are refused, None for each one that isn't; nothing at all if none is. An error may be
+        RequestTooLarge, QueueFull, DeadlineUnreachable, NoInstance or BatcherClosed. Requests that were taken get a
+        result, QueueTimeout, DeadlineUnreachable, NoInstance, BatcherClosed or ExecutionFailed, or the exception that
+        the instance returned in place of the result.
         """
         turns = self._turns
         turns.submit_announced()
         if not self._accepts:
-            self._observer.on_drop(Drop.NO_INSTANCE if self._suspended else Drop.CLOSED)
-            raise NoInstance if self._suspended else BatcherClosed
-        pending = self._pending(payload)
-        if tag is not None:
-            pending.tag = tag
-        try:
-            pending.entry = self._queue.push(
-                pending,
-                rows,
-                key,
-                arrived_ns or self._clock.now_ns(),
-                size_bytes=size_bytes,
-                priority=priority,
-                timeout_ns=timeout_ns,
-                rpc_deadline_ns=rpc_deadline_ns,
-            )
-        except QueueFull as full:
-            self._observer.on_drop(_FULL[full.what])
-            raise
-        except DeadlineUnreachable:
-            self._observer.on_drop(Drop.UNREACHABLE)
-            raise
+            refusal, drop = (NoInstance, Drop.NO_INSTANCE) if self._suspended else (BatcherClosed, Drop.CLOSED)
+            for _ in group:
+                self._observer.on_drop(drop)
+            return [refusal() for _ in group]
+        for request in group:
+            request.batcher = self
+            request.arrived_ns = request.arrived_ns or self._clock.now_ns()
+        refusals = self._queue.push(group)
+        for error in refusals:
+            if isinstance(error, QueueFull):
+                self._observer.on_drop(_FULL[error.what])
+            elif isinstance(error, DeadlineUnreachable):
+                self._observer.on_drop(Drop.UNREACHABLE)
         if self.policy.preserve_ordering:
-            self._answers.expect(pending)
-        turns.arrived()
-        return pending
-
-    @property
-    def takes_any_alike(self) -> bool:
-        """Whether `submit_alike` is worth trying."""
-        return self._queue.takes_any_alike
-
-    # hot path
-    def submit_alike(
-        self, payloads: Sequence[P], alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]
-    ) -> Sequence[Pending[P, R]]:
-        """Like `submit` for each of several requests that were announced one after the other. If one of them may have
-        to be refused, takes none of them and returns no futures: then each is to be submitted by itself."""
-        self._turns.submit_announced()
-        if not self._accepts or not self._queue.takes_alike(alike, arrivals_ns, rpc_deadlines_ns):
-            return ()
-        pendings = [self._pending(payload) for payload in payloads]
-        for entry in self._queue.push_alike(pendings, alike, arrivals_ns, rpc_deadlines_ns):
-            entry.payload.entry = entry
-        if self.policy.preserve_ordering:
-            for pending in pendings:
-                self._answers.expect(pending)
-        self._turns.arrived()
-        return pendings
-
-    # hot path
-    def _pending(self, payload: P) -> Pending[P, R]:
-        pending: Pending[P, R] = Pending(loop=self._loop)
-        pending.payload = payload
-        pending.batcher = self
-        return pending
+            for number, request in enumerate(group):
+                if not refusals or refusals[number] is None:
+                    self._answers.expect(request)
+        if not refusals or None in refusals:
+            turns.arrived()
+        return refusals
 
     def add(self, runner: Runner[P, R]) -> None:
         """Start and use one more instance, or slot of one, in place of one that was given up. A closed batcher stops it
@@ -329,15 +278,15 @@ class Batcher(Generic[P, R]):
         for entry in (*step.expired, *further.expired):
             self._delivery.expire(entry, now_ns)
         for late in (*step.unreachable, *further.unreachable):
-            error = DeadlineUnreachable(late.entry.rpc_deadline_ns - now_ns, late.needed_ns)
+            error = DeadlineUnreachable(late.entry.deadline_ns - now_ns, late.needed_ns)
             self._delivery.drop(late.entry, Drop.UNREACHABLE, error)
         busy = self._accepts or self._suspended or self._waiting.requests or self._running or self._suspect_groups
         if not busy:
             self._drained.set()
 
-    def _hand_over_ahead(self, now_ns: int) -> Step[Pending[P, R]]:
+    def _hand_over_ahead(self, now_ns: int) -> Step[Request[P, R]]:
         """Hand the next batches to instances that are about to be done. The step's `wake_ns` is when to look again."""
-        step: Step[Pending[P, R]] = _NOTHING
+        step: Step[Request[P, R]] = _NOTHING
         wanted = self._waiting.requests and not self._suspect_groups and not self._slots.idle
         for runner in self._ahead.about_to_end(now_ns) if wanted else ():
             # One poll for each, as each has its own time from which its batch can begin.
@@ -363,16 +312,12 @@ class Batcher(Generic[P, R]):
             self._alarm.set(wake_ns)
 
     # hot path
-    def _run(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
+    def _run(self, runner: Runner[P, R], batch: Batch[Request[P, R]], suspects: Suspects[Request[P, R]] | None) -> None:
         self._arrivals.on_start(len(batch.entries), self._waiting.requests, self._clock.now_ns(), self._clock.busy_ns())
-        payloads = []
-        for entry in batch.entries:
-            pending = entry.payload
-            pending.left_queue()
-            payloads.append(pending.payload)
+        payloads = [entry.payload for entry in batch.entries]
         runner.run(payloads, batch.padded_rows, lambda outcome: self._on_done(runner, outcome, suspects))
 
-    def _on_done(self, runner: Runner[P, R], outcome: Outcome[R], suspects: Suspects[Pending[P, R]] | None) -> None:
+    def _on_done(self, runner: Runner[P, R], outcome: Outcome[R], suspects: Suspects[Request[P, R]] | None) -> None:
         if runner not in self._running:
             self._runners.returned(runner)
             return
@@ -402,7 +347,7 @@ class Batcher(Generic[P, R]):
         finally:
             self._delivery.end(batch, outcome, failed)
 
-    def _costs(self, batch: Batch[Pending[P, R]]) -> tuple[int, int]:
+    def _costs(self, batch: Batch[Request[P, R]]) -> tuple[int, int]:
         """What a batch like this one costs besides its rows, and what half of the callers lately present would take, in
         ns."""
         rows, latency = self._arrivals.half_of_all(len(batch.entries), batch.rows), self._queue.latency
@@ -423,16 +368,16 @@ class Batcher(Generic[P, R]):
         finally:
             self._delivery.time_out(batch, self.policy.execution_limit_ns, now_ns)
 
-    def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
-        """Learn that a request's caller has gone. `entry` is its place in the queue, None if it has left that."""
-        if entry is not None and self._queue.cancel(entry):
+    def on_cancel(self, request: Request[P, R]) -> None:
+        """Learn that a request's caller has gone."""
+        if self._queue.cancel(request):
             self._observer.on_drop(Drop.CANCELLED)
             self._turns.request()
-        elif entry is None:
+        else:
             self._runners.call_off()
             if self._suspect_groups:
                 self._turns.request()
-        self._answers.cancelled(pending)
+        self._answers.cancelled(request)
 
 
 def _first(one_ns: int | None, other_ns: int | None) -> int | None:

@@ -13,56 +13,52 @@ from typing import Any
 from paceline.scheduler.answers import Answers
 from paceline.scheduler.errors import ExecutionFailed, ExecutionTimeout, QueueTimeout, SchedulerError
 from paceline.scheduler.executing import Batch
-from paceline.scheduler.lane import Entry
 from paceline.scheduler.observer import BatchReport, Drop, Observer
-from paceline.scheduler.pending import BatchFacts, Pending
+from paceline.scheduler.request import AnyRequest, BatchFacts
 from paceline.scheduler.runner import Outcome
 
 __all__ = ["Delivery"]
 
 _log = logging.getLogger("paceline.scheduler")
 
-Requests = Sequence[Entry[Pending[Any, Any]]]
+Requests = Sequence[AnyRequest]
 
 
 class Delivery:
-    """Delivers to futures, by way of `answers`, and to `observer`."""
+    """Delivers to requests, by way of `answers`, and to `observer`."""
 
     def __init__(self, answers: Answers, observer: Observer) -> None:
         self._answers = answers
         self._observer = observer
 
-    def drop(self, entry: Entry[Pending[Any, Any]], drop: Drop, error: SchedulerError) -> None:
+    def drop(self, entry: AnyRequest, drop: Drop, error: SchedulerError) -> None:
         """Report that a request leaves without a result from an execution."""
         self._observer.on_drop(drop)
         self.fail(entry, error)
 
-    def expire(self, entry: Entry[Pending[Any, Any]], now_ns: int) -> None:
+    def expire(self, entry: AnyRequest, now_ns: int) -> None:
         """Drop a request that has waited for longer than it may."""
-        error = QueueTimeout(now_ns - entry.enqueued_ns, by_deadline=entry.rpc_deadline_ns <= now_ns)
+        error = QueueTimeout(now_ns - entry.arrived_ns, by_deadline=entry.deadline_ns <= now_ns)
         self.drop(entry, Drop.EXPIRED, error)
 
-    def give_up(
-        self, entries: Iterable[Entry[Pending[Any, Any]]], drop: Drop, error: Callable[[], SchedulerError]
-    ) -> None:
+    def give_up(self, entries: Iterable[AnyRequest], drop: Drop, error: Callable[[], SchedulerError]) -> None:
         """Drop `entries`, each with an error of its own; those that were cancelled by now count as cancelled, and get
         none."""
         for entry in entries:
-            self.drop(entry, Drop.CANCELLED if entry.payload.done() else drop, error())
+            self.drop(entry, Drop.CANCELLED if entry.ended else drop, error())
 
     def still_wanted(self, entries: Requests) -> Requests:
         """The entries whose callers still wait; the others are reported as cancelled."""
-        wanted = [entry for entry in entries if not entry.payload.done()]
+        wanted = [entry for entry in entries if not entry.ended]
         for _ in range(len(entries) - len(wanted)):
             self._observer.on_drop(Drop.CANCELLED)
         return wanted
 
-    def fail(self, entry: Entry[Pending[Any, Any]], error: SchedulerError) -> None:
-        entry.payload.left_queue()
-        self._answers.fail(entry.payload, error)
+    def fail(self, entry: AnyRequest, error: SchedulerError) -> None:
+        self._answers.fail(entry, error)
 
     # hot path
-    def end(self, batch: Batch[Pending[Any, Any]], outcome: Outcome[Any], failed: Requests) -> None:
+    def end(self, batch: Batch[AnyRequest], outcome: Outcome[Any], failed: Requests) -> None:
         """Report the end of a batch: with a result for each request or, if there is an error, with that for those that
         `failed` for good."""
         try:
@@ -74,7 +70,7 @@ class Delivery:
         finally:
             self._answers.notify()
 
-    def time_out(self, batch: Batch[Pending[Any, Any]], limit_ns: int, now_ns: int) -> None:
+    def time_out(self, batch: Batch[AnyRequest], limit_ns: int, now_ns: int) -> None:
         """Report that a batch executes for longer than it may; nobody waits for its result any more."""
         outcome: Outcome[Any] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
         try:
@@ -84,21 +80,25 @@ class Delivery:
         finally:
             self._answers.notify()
 
-    def _answer(self, batch: Batch[Pending[Any, Any]], outcome: Outcome[Any]) -> None:
+    def _answer(self, batch: Batch[AnyRequest], outcome: Outcome[Any]) -> None:
         started_ns, executed = outcome.started_ns, outcome.executed
         assert executed is not None
         duration_ns = outcome.finished_ns - started_ns
         facts = BatchFacts(batch.number, batch.rows, batch.padded_rows, 0, duration_ns, started_ns, executed)
-        succeed = self._answers.succeed
-        for entry, result in zip(batch.entries, executed.results, strict=True):
-            pending = entry.payload
-            pending.batch_facts = facts
-            pending.waited_ns = started_ns - entry.enqueued_ns
-            if isinstance(result, Exception):
-                pending.refused = True
-                self._answers.fail(pending, result)
-            else:
-                succeed(pending, result)
+        requests: Requests = batch.entries
+        results: Sequence[object] = executed.results
+        for request in requests:
+            request.batch_facts = facts
+            request.waited_ns = started_ns - request.arrived_ns
+        if any(isinstance(result, Exception) for result in results):
+            pairs = [*zip(requests, results, strict=True)]
+            for request, error in pairs:
+                if isinstance(error, Exception):
+                    request.refused = True
+                    self._answers.fail(request, error)
+            pairs = [pair for pair in pairs if not isinstance(pair[1], Exception)]
+            requests, results = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        self._answers.succeed(requests, results)
 
 
 def _failure(cause: BaseException | None) -> ExecutionFailed:
@@ -119,16 +119,15 @@ def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Requests) -> Batch
     leaving = failed if outcome.error else batch.entries
     waits_ns: list[int] = []
     refused = cancelled = 0
-    for entry in leaving:
-        pending = entry.payload
-        if pending.answered:
-            waits_ns.append(pending.waited_ns)
-        elif pending.cancelled():
+    for request in leaving:
+        if request.answered:
+            waits_ns.append(request.waited_ns)
+        elif request.cancelled():
             cancelled += 1
-        elif pending.refused or outcome.error:
+        elif request.refused or outcome.error:
             refused += 1
         else:
-            waits_ns.append(pending.waited_ns)
+            waits_ns.append(request.waited_ns)
     return BatchReport(
         rows=batch.rows,
         padded_rows=batch.padded_rows,

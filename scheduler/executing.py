@@ -7,17 +7,15 @@ not: know which instance has which; `Instances.running` does.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
-from paceline.scheduler.lane import Entry
 from paceline.scheduler.latency import LatencyModel
+from paceline.scheduler.request import RequestT
 
 __all__ = ["Batch", "Executing"]
 
-T = TypeVar("T")
 
-
-class Batch(NamedTuple, Generic[T]):
+class Batch(NamedTuple, Generic[RequestT]):
     """Requests that execute together; all of one `key`, in the order of service. `padded_rows` is what the model sees:
     `rows`, or more where only some sizes are allowed. `number` counts the batches of the queue, from 1."""
 
@@ -25,10 +23,10 @@ class Batch(NamedTuple, Generic[T]):
     key: Hashable
     rows: int
     padded_rows: int
-    entries: tuple[Entry[T], ...]
+    entries: tuple[RequestT, ...]
 
 
-class Executing(Generic[T]):
+class Executing(Generic[RequestT]):
     """Batches of up to `max_rows` rows, on `instances` instances."""
 
     def __init__(self, latency: LatencyModel, instances: int, max_rows: int) -> None:
@@ -36,17 +34,19 @@ class Executing(Generic[T]):
         self._instances = instances
         self._max_rows = max_rows
         self._begun = 0
-        self._batches: dict[int, tuple[Batch[T], int]] = {}
+        self._batches: dict[int, tuple[Batch[RequestT], int]] = {}
 
     # hot path
-    def begin(self, key: Hashable, entries: Sequence[Entry[T]], rows: int, padded_rows: int, now_ns: int) -> Batch[T]:
+    def begin(
+        self, key: Hashable, entries: Sequence[RequestT], rows: int, padded_rows: int, now_ns: int
+    ) -> Batch[RequestT]:
         """Begin a batch of `entries`, which starts at `now_ns`."""
         self._begun += 1
         batch = Batch(self._begun, key, rows, padded_rows, tuple(entries))
         self._batches[self._begun] = (batch, now_ns)
         return batch
 
-    def end(self, batch: Batch[T]) -> None:
+    def end(self, batch: Batch[RequestT]) -> None:
         """Forget a batch that is done, or won't execute."""
         self._batches.pop(batch.number, None)
 
@@ -63,5 +63,5 @@ class Executing(Generic[T]):
             wait_ns += max(0, self.first_end_ns(now_ns) - now_ns)
         return wait_ns
 
-    def _end_ns(self, batch: Batch[T], started_ns: int, now_ns: int) -> int:
+    def _end_ns(self, batch: Batch[RequestT], started_ns: int, now_ns: int) -> int:
         return started_ns + self._latency.proven_ns(batch.key, batch.padded_rows, now_ns)

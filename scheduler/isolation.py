@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Generic, TypeVar
+from typing import Generic
 
 from paceline.scheduler.allowance import Allowed
 from paceline.scheduler.executing import Batch
-from paceline.scheduler.lane import Entry
 from paceline.scheduler.policy import NEVER
+from paceline.scheduler.request import RequestT
 from paceline.scheduler.runner import ThreadLost
 from paceline.scheduler.waiting import Waiting
 
@@ -38,8 +38,6 @@ meanwhile. With two culprits, all other requests are still answered."""
 SHORTEST_WAIT_NS, LONGEST_WAIT_NS = 1_000_000_000, 10_000_000_000
 """Bounds of the wait for another instance, which is as long as an execution may take: then the one that had no memory
 is tried again."""
-
-T = TypeVar("T")
 
 
 class Blame(Enum):
@@ -78,29 +76,29 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Suspects(Generic[T]):
+class Suspects(Generic[RequestT]):
     """Requests that failed together and might not fail alone. `left` are instances that had no memory for them; until
     `until_ns` they wait for another one."""
 
     key: Hashable
-    entries: Sequence[Entry[T]]
+    entries: Sequence[RequestT]
     search: Search
     left: frozenset[Hashable] = frozenset()
     until_ns: int = 0
 
     @classmethod
-    def of_batch(cls, key: Hashable, entries: Sequence[Entry[T]]) -> Suspects[T]:
+    def of_batch(cls, key: Hashable, entries: Sequence[RequestT]) -> Suspects[RequestT]:
         return cls(key, entries, Search(budget_for(len(entries))))
 
     def avoided(self, now_ns: int) -> Collection[Hashable]:
         """The instances on which they aren't to run at `now_ns`, if there are others."""
         return self.left if now_ns < self.until_ns else ()
 
-    def narrowed(self, entries: Sequence[Entry[T]]) -> Suspects[T]:
+    def narrowed(self, entries: Sequence[RequestT]) -> Suspects[RequestT]:
         """These suspects, narrowed to `entries`: those that still wait for an answer."""
         return replace(self, entries=entries)
 
-    def again(self, blame: Blame, rows: int) -> list[Suspects[T]]:
+    def again(self, blame: Blame, rows: int) -> list[Suspects[RequestT]]:
         """The groups to run again after these failed together, as `rows` rows; none if they fail for good. A group that
         is larger than it may be runs in parts."""
         if blame is Blame.REQUESTS:
@@ -110,7 +108,7 @@ class Suspects(Generic[T]):
         smaller = blame is Blame.SIZE and len(self.entries) > 1 and self.search.most_rows < rows
         return [self] if smaller else []
 
-    def halves(self) -> list[Suspects[T]]:
+    def halves(self) -> list[Suspects[RequestT]]:
         """Two groups to run again or, without the budget for these, one for each request; none if only one request is
         left."""
         if len(self.entries) < 2:
@@ -121,12 +119,12 @@ class Suspects(Generic[T]):
             return [self.narrowed(half) for half in (self.entries[:middle], self.entries[middle:])]
         return self.alone()
 
-    def alone(self) -> list[Suspects[T]]:
+    def alone(self) -> list[Suspects[RequestT]]:
         """A group for each request; none if only one is left."""
         return [self.narrowed([entry]) for entry in self.entries] if len(self.entries) > 1 else []
 
 
-class Retries(Generic[T]):
+class Retries(Generic[RequestT]):
     """The `groups` that wait to run again. `blames(error)` classifies an error: who may be at fault. Unless `isolates`,
     no group runs again. Groups that wait for another instance, while others are served, are counted in `waiting`."""
 
@@ -134,12 +132,12 @@ class Retries(Generic[T]):
         self._blames = blames
         self._waiting = waiting
         self._isolates = isolates
-        self.groups: deque[Suspects[T]] = deque()
+        self.groups: deque[Suspects[RequestT]] = deque()
 
     def wake_ns(self, now_ns: int) -> int | None:
         """When the first deadline of a waiting request passes, or a group stops waiting for another instance; None if
         neither will."""
-        deadlines_ns = [entry.rpc_deadline_ns for group in self.groups for entry in group.entries]
+        deadlines_ns = [entry.deadline_ns for group in self.groups for entry in group.entries]
         moments_ns = [group.until_ns for group in self.groups if group.until_ns > now_ns]
         first_ns = min([*deadlines_ns, *moments_ns, NEVER])
         return None if first_ns == NEVER else first_ns
@@ -158,7 +156,7 @@ class Retries(Generic[T]):
             _log.exception("can't tell which requests made a batch fail, so all of it fails")
             return Blame.NOBODY
 
-    def plan(self, batch: Batch[T], blame: Blame, suspects: Suspects[T]) -> Sequence[Entry[T]]:
+    def plan(self, batch: Batch[RequestT], blame: Blame, suspects: Suspects[RequestT]) -> Sequence[RequestT]:
         """Have those of `suspects`, the requests of a failed batch, that may succeed wait here. Returns the requests
         that fail for good."""
         if not self._isolates:
@@ -174,8 +172,8 @@ class Retries(Generic[T]):
         return () if groups else batch.entries
 
     def plan_elsewhere(
-        self, batch: Batch[T], suspects: Suspects[T], instance: Hashable, now_ns: int, longest_ns: int
-    ) -> Sequence[Entry[T]]:
+        self, batch: Batch[RequestT], suspects: Suspects[RequestT], instance: Hashable, now_ns: int, longest_ns: int
+    ) -> Sequence[RequestT]:
         """Like `plan`, if the batch's `instance` is at fault, and rests. Another one is free once it is done with what
         it executes, for which `longest_ns` are enough."""
         if not self._isolates:
@@ -184,32 +182,32 @@ class Retries(Generic[T]):
         self.wait(replace(suspects, left=suspects.left | {instance}, until_ns=until_ns))
         return ()
 
-    def wait(self, group: Suspects[T], *, first: bool = False) -> None:
+    def wait(self, group: Suspects[RequestT], *, first: bool = False) -> None:
         """Add `group` at the end or, if `first`, at the front; an empty one isn't added."""
         if not group.entries:
             return
         (self.groups.appendleft if first else self.groups.append)(group)
         self._count(group, 1)
 
-    def take(self, group: Suspects[T]) -> None:
+    def take(self, group: Suspects[RequestT]) -> None:
         """Remove `group`: it waits no more."""
         self.groups.remove(group)
         self._count(group, -1)
 
-    def take_all(self) -> Sequence[Entry[T]]:
+    def take_all(self) -> Sequence[RequestT]:
         """Remove all groups. Returns their requests."""
         groups = [*self.groups]
         for group in groups:
             self.take(group)
         return [entry for group in groups for entry in group.entries]
 
-    def _take_others(self, suspects: Suspects[T]) -> Sequence[Entry[T]]:
+    def _take_others(self, suspects: Suspects[RequestT]) -> Sequence[RequestT]:
         """Remove the other groups of the same batch. Returns their requests."""
         others = [group for group in self.groups if group.search is suspects.search]
         for group in others:
             self.take(group)
         return [entry for group in others for entry in group.entries]
 
-    def _count(self, group: Suspects[T], sign: int) -> None:
+    def _count(self, group: Suspects[RequestT], sign: int) -> None:
         for entry in group.entries if group.left else ():
             self._waiting.reserve(entry, sign)

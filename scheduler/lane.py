@@ -2,7 +2,7 @@
 
 Lives here: the order, and the walk that looks for a batch worth releasing. Must not: deadlines, limits, other lanes.
 
-The order is one number, `Entry.order`: priority level first, then whether the queue timeout has passed, then arrival.
+The order is one number, `Request.order`: priority level first, then whether the queue timeout has passed, then arrival.
 So "before" means the same within a lane and between the heads of two lanes. A section is all entries of the same level
 for which the timeout has passed, or all for which it hasn't. A lane relies on this: the last to arrive has the highest
 order of its section.
@@ -17,100 +17,24 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Generic, TypeVar
+from typing import Generic
 
-__all__ = ["Entry", "Lane", "Watch", "order_of"]
+from paceline.scheduler.request import RequestT, order_of, section_of
 
-T = TypeVar("T")
-
-_SECTION_BITS = 64
-"""The low bits of an order hold the arrival number. Above them is a bit for demoted entries, and above that the
-level."""
+__all__ = ["Lane"]
 
 
-# hot path
-def order_of(level: int, arrived: int, *, demoted: bool = False) -> int:
-    """The order of the request that arrived as number `arrived`. If `demoted`, it comes after the others of its
-    level."""
-    return (2 * level + demoted << _SECTION_BITS) + arrived
-
-
-class Watch(Generic[T]):
-    """Stands for an entry in the heap of deadlines. What stays there after the entry has left is then small, whereas
-    the entry would keep a request's tensors alive."""
-
-    __slots__ = ("entry",)
-
-    def __init__(self, entry: Entry[T]) -> None:
-        self.entry: Entry[T] | None = entry
-
-    def __lt__(self, other: Watch[T]) -> bool:
-        """Called only for equal rank and token: those of a put-back entry's watch and of the dead one left from
-        before."""
-        return False
-
-
-class Entry(Generic[T]):
-    """One waiting request. `lane` is None once it has left. `level` is what it is bounded and counted by while it
-    waits; `order` alone decides when it is served.
-
-    `act_at_ns` is when the queue has to do something about it: at its queue timeout, or at `rpc_deadline_ns`, when its
-    caller gives up.
-    """
-
-    __slots__ = (
-        "act_at_ns",
-        "enqueued_ns",
-        "lane",
-        "level",
-        "order",
-        "payload",
-        "rows",
-        "rpc_deadline_ns",
-        "size_bytes",
-        "watch",
-    )
-
-    def __init__(
-        self,
-        payload: T,
-        rows: int,
-        size_bytes: int,
-        level: int,
-        order: int,
-        enqueued_ns: int,
-        act_at_ns: int,
-        rpc_deadline_ns: int,
-    ) -> None:
-        self.payload = payload
-        self.rows = rows
-        self.size_bytes = size_bytes
-        self.level = level
-        self.order = order
-        self.enqueued_ns = enqueued_ns
-        self.act_at_ns = act_at_ns
-        self.rpc_deadline_ns = rpc_deadline_ns
-        self.watch: Watch[T] | None = None
-        self.lane: Lane[T] | None = None
-
-    def unwatch(self) -> None:
-        """Stop watching its deadline: nothing has to be done about it any more."""
-        if self.watch is not None:
-            self.watch.entry = None
-            self.watch = None
-
-
-class _Section(OrderedDict[int, Entry[T]]):
+class _Section(OrderedDict[int, RequestT], Generic[RequestT]):
     """Entries of one level, all demoted or none, by order; `rows` is how many rows they have together."""
 
     __slots__ = ("rows",)
 
-    def __init__(self, *entries: Entry[T]) -> None:
+    def __init__(self, *entries: RequestT) -> None:
         super().__init__((entry.order, entry) for entry in entries)
         self.rows = sum(entry.rows for entry in entries)
 
 
-class Lane(Generic[T]):
+class Lane(Generic[RequestT]):
     """Entries of one shape key by ascending order.
 
     They are kept in sections, in each of which new entries go to the end. add and remove are O(1) plus the bisection
@@ -145,18 +69,18 @@ class Lane(Generic[T]):
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.rows = self.requests = 0
-        self.only: Entry[T] | None = None
-        self.sections: dict[int, _Section[T]] = {}
+        self.only: RequestT | None = None
+        self.sections: dict[int, _Section[RequestT]] = {}
         self.sections_order: list[int] = []
         self.restart()
 
-    def __iter__(self) -> Iterator[Entry[T]]:
+    def __iter__(self) -> Iterator[RequestT]:
         if self.only is not None:
             return iter((self.only,))
         return chain.from_iterable(self.sections[section].values() for section in self.sections_order)
 
     @property
-    def head(self) -> Entry[T]:
+    def head(self) -> RequestT:
         """The entry to be served first."""
         if self.only is not None:
             return self.only
@@ -165,9 +89,9 @@ class Lane(Generic[T]):
     def rows_before(self, level: int) -> int:
         """Rows served before a request of `level` that arrives now; the demoted entries of its own level come after
         it."""
-        last = order_of(level, 0) >> _SECTION_BITS
+        last = section_of(order_of(level, 0))
         if self.only is not None:
-            return self.rows if self.only.order >> _SECTION_BITS <= last else 0
+            return self.rows if section_of(self.only.order) <= last else 0
         rows = 0
         for section in self.sections_order:
             if section > last:
@@ -175,43 +99,29 @@ class Lane(Generic[T]):
             rows += self.sections[section].rows
         return rows
 
-    def add(self, entry: Entry[T]) -> None:
-        if not self.requests:
-            self.only = entry
+    # hot path
+    def add(self, group: Sequence[RequestT]) -> None:
+        """Add requests of equal level and rows that arrived one after the other."""
+        first, requests = group[0], len(group)
+        rows = requests * first.rows
+        if not self.requests and requests == 1:
+            self.only = first
         else:
             if self.only is not None:
-                self._file(self.only)
+                self._file((self.only,), self.only.rows)
                 self.only = None
-            self._file(entry)
-        self.requests += 1
-        self.rows += entry.rows
-
-    # hot path
-    def add_all(self, entries: Sequence[Entry[T]]) -> None:
-        """Like `add`, for several entries of equal level and rows that arrived one after the other."""
-        first, *others = entries
-        self.add(first)
-        if not others:
-            return
-        if self.only is not None:
-            self._file(self.only)
-            self.only = None
-        section = self.sections[first.order >> _SECTION_BITS]
-        for entry in others:
-            section[entry.order] = entry
-        rows = len(others) * first.rows
-        section.rows += rows
-        self.requests += len(others)
+            self._file(group, rows)
+        self.requests += requests
         self.rows += rows
 
-    def put_back(self, entries: Sequence[Entry[T]]) -> None:
+    def put_back(self, entries: Sequence[RequestT]) -> None:
         """Add entries that were here before; whatever their order, they are likely to belong at the front."""
         for entry in reversed(entries):
-            self.add(entry)
+            self.add((entry,))
             if self.only is None:
                 self._sort_in(entry)
 
-    def remove(self, entry: Entry[T]) -> None:
+    def remove(self, entry: RequestT) -> None:
         if entry is self.only:
             self.only = None
         else:
@@ -219,25 +129,28 @@ class Lane(Generic[T]):
         self.requests -= 1
         self.rows -= entry.rows
 
-    def _file(self, entry: Entry[T]) -> None:
-        section = entry.order >> _SECTION_BITS
+    # hot path
+    def _file(self, group: Sequence[RequestT], rows: int) -> None:
+        """Add `group`, of `rows` rows together, to the end of its section."""
+        section = section_of(group[0].order)
         entries = self.sections.get(section)
         if entries is None:
             entries = self.sections[section] = _Section()
             insort(self.sections_order, section)
-        entries[entry.order] = entry
-        entries.rows += entry.rows
+        for entry in group:
+            entries[entry.order] = entry
+        entries.rows += rows
 
-    def _sort_in(self, entry: Entry[T]) -> None:
+    def _sort_in(self, entry: RequestT) -> None:
         """Move the entry, the last one of its section, to its place there."""
-        section = entry.order >> _SECTION_BITS
+        section = section_of(entry.order)
         entries = self.sections[section]
         entries.move_to_end(entry.order, last=False)
         if any(order < entry.order for order in islice(entries, 1, 2)):
             self.sections[section] = _Section(*(entries[order] for order in sorted(entries)))
 
-    def _unfile(self, entry: Entry[T]) -> None:
-        section = entry.order >> _SECTION_BITS
+    def _unfile(self, entry: RequestT) -> None:
+        section = section_of(entry.order)
         entries = self.sections[section]
         del entries[entry.order]
         entries.rows -= entry.rows
@@ -260,7 +173,7 @@ class Lane(Generic[T]):
             if self.closed:
                 break
 
-    def walk_over(self, entry: Entry[T], preferred: frozenset[int], max_preferred: int, max_requests: int) -> None:
+    def walk_over(self, entry: RequestT, preferred: frozenset[int], max_preferred: int, max_requests: int) -> None:
         """Extend the walk by one entry. Triton's rule: the largest preferred prefix within reach is taken; if the next
         request would overshoot the largest preferred size before any was met, what precedes it goes without it."""
         rows = self.walked_rows + entry.rows
@@ -269,8 +182,8 @@ class Lane(Generic[T]):
             self.closed = True
             self.prefix = self.prefix or self.walked
             return
-        if not self.walked or entry.enqueued_ns < self.oldest_ns:
-            self.oldest_ns = entry.enqueued_ns
+        if not self.walked or entry.arrived_ns < self.oldest_ns:
+            self.oldest_ns = entry.arrived_ns
         self.walked += 1
         self.walked_rows = rows
         if rows in preferred:

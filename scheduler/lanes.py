@@ -12,49 +12,48 @@ no walk until its turn.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
-from paceline.scheduler.lane import Entry, Lane
+from paceline.scheduler.lane import Lane
 from paceline.scheduler.lazy_heap import LazyHeap
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import RequestT
 
 __all__ = ["Lanes"]
 
-T = TypeVar("T")
 
-
-def _is_ready(lane: Lane[T], token: int) -> bool:
+def _is_ready(lane: Lane[RequestT], token: int) -> bool:
     return lane.ready_token == token
 
 
-def _is_due(lane: Lane[T], token: int) -> bool:
+def _is_due(lane: Lane[RequestT], token: int) -> bool:
     return lane.due_token == token
 
 
-class Lanes(Generic[T]):
+class Lanes(Generic[RequestT]):
     """One lane for each shape key that has requests waiting. `due` lets others see when the first lane is due."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self._policy = policy
         self._max_requests = policy.max_batch_requests
         self._delay_ns = policy.max_queue_delay_ns
-        self._by_key: dict[Hashable, Lane[T]] = {}
+        self._by_key: dict[Hashable, Lane[RequestT]] = {}
         # Lanes to be walked again before the next one is chosen.
-        self._stale: dict[Lane[T], None] = {}
-        self._ready: LazyHeap[Lane[T]] = LazyHeap(_is_ready)
-        self.due: LazyHeap[Lane[T]] = LazyHeap(_is_due)
+        self._stale: dict[Lane[RequestT], None] = {}
+        self._ready: LazyHeap[Lane[RequestT]] = LazyHeap(_is_ready)
+        self.due: LazyHeap[Lane[RequestT]] = LazyHeap(_is_due)
         self._tokens = 0
         self.prefer(policy.max_batch_rows)
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[Entry[T]]:
+    def __iter__(self) -> Iterator[RequestT]:
         """All waiting entries, lane by lane."""
         for lane in self._by_key.values():
             yield from lane
 
-    def get(self, key: Hashable) -> Lane[T] | None:
+    def get(self, key: Hashable) -> Lane[RequestT] | None:
         return self._by_key.get(key)
 
     def prefer(self, allowed_rows: int) -> None:
@@ -74,60 +73,49 @@ class Lanes(Generic[T]):
             self._file(lane)
 
     # hot path
-    def add(self, key: Hashable, entry: Entry[T]) -> None:
-        lane = self._lane_of(key)
-        entry.lane = lane
-        lane.add(entry)
+    def add(self, group: Sequence[RequestT]) -> None:
+        """Add requests of one key and level that arrived one after the other, or go back after all of their level."""
+        lane = self._enter(group)
         if not self._delay_ns:
-            if not lane.ready_token or entry.order < lane.filed_order:
+            lane.add(group)
+            # The first one has the lowest order of them.
+            if not lane.ready_token or group[0].order < lane.filed_order:
                 self._file(lane)
-        elif entry.order < lane.walked_order:
-            self._walk_later(lane)
-        elif not lane.closed and lane not in self._stale:
-            lane.walk_over(entry, self._preferred, self._max_preferred, self._max_requests)
-            self._file_walked(lane)
-
-    # hot path
-    def add_all(self, key: Hashable, entries: Sequence[Entry[T]]) -> None:
-        """Like `add`, for several entries of one level that arrived one after the other."""
-        if self._delay_ns:
-            for entry in entries:
-                self.add(key, entry)
             return
-        lane = self._enter(key, entries)
-        lane.add_all(entries)
-        # The first one has the lowest order of them.
-        if not lane.ready_token or entries[0].order < lane.filed_order:
-            self._file(lane)
+        for entry in group:
+            lane.add((entry,))
+            if entry.order < lane.walked_order:
+                self._walk_later(lane)
+            elif not lane.closed and lane not in self._stale:
+                lane.walk_over(entry, self._preferred, self._max_preferred, self._max_requests)
+                self._file_walked(lane)
 
-    def put_back(self, key: Hashable, entries: Sequence[Entry[T]]) -> None:
-        """Return entries that have left in a batch to where they waited before."""
-        lane = self._enter(key, entries)
-        lane.put_back(entries)
+    def put_back(self, group: Sequence[RequestT]) -> None:
+        """Return requests that have left in a batch to where they waited before."""
+        lane = self._enter(group)
+        lane.put_back(group)
         if self._delay_ns:
             self._walk_later(lane)
         else:
             self._file(lane)
 
-    def _enter(self, key: Hashable, entries: Sequence[Entry[T]]) -> Lane[T]:
-        """The key's lane, which `entries` refer to from now on; they are still to be added to it."""
-        lane = self._lane_of(key)
-        for entry in entries:
-            entry.lane = lane
-        return lane
+    def _enter(self, group: Sequence[RequestT]) -> Lane[RequestT]:
+        """The lane of `group`, whose requests wait from now on; they are still to be added to it."""
+        for entry in group:
+            entry.waits = True
+        return self._lane_of(group[0].key)
 
-    def _lane_of(self, key: Hashable) -> Lane[T]:
+    def _lane_of(self, key: Hashable) -> Lane[RequestT]:
         lane = self._by_key.get(key)
         if lane is None:
             lane = self._by_key[key] = Lane(key)
         return lane
 
-    def remove(self, entry: Entry[T]) -> Hashable:
-        """Remove an entry from wherever it is in its lane. Returns the lane's key."""
-        lane = entry.lane
-        assert lane is not None
+    def remove(self, entry: RequestT) -> None:
+        """Remove a request from wherever it is in its lane."""
+        lane = self._by_key[entry.key]
         lane.remove(entry)
-        entry.lane = None
+        entry.waits = False
         if not lane.requests:
             self._drop(lane)
         elif not self._delay_ns:
@@ -135,10 +123,9 @@ class Lanes(Generic[T]):
                 self._file(lane)
         elif entry.order <= lane.walked_order:
             self._walk_later(lane)
-        return lane.key
 
     # hot path
-    def next_ready(self, now_ns: int) -> Lane[T] | None:
+    def next_ready(self, now_ns: int) -> Lane[RequestT] | None:
         """The ready lane to be served first, if there is one. It no longer counts as ready until it is filed again, by
         one of the methods below or when entries come and go."""
         if self._stale:
@@ -155,11 +142,11 @@ class Lanes(Generic[T]):
         return first
 
     # hot path
-    def take(self, lane: Lane[T], entries: Sequence[Entry[T]]) -> None:
+    def take(self, lane: Lane[RequestT], entries: Sequence[RequestT]) -> None:
         """Remove some of the lane's entries; then the others have their turn."""
         emptied = len(entries) == lane.requests
         for entry in entries:
-            entry.lane = None
+            entry.waits = False
             if not emptied:
                 lane.remove(entry)
         if emptied:
@@ -170,22 +157,22 @@ class Lanes(Generic[T]):
             self._file(lane)
 
     # hot path
-    def take_only(self, lane: Lane[T]) -> Entry[T]:
+    def take_only(self, lane: Lane[RequestT]) -> RequestT:
         """Like `take`, for a lane's only entry."""
         entry = lane.only or lane.head
-        entry.lane = None
+        entry.waits = False
         self._drop(lane)
         return entry
 
-    def pass_over(self, lane: Lane[T]) -> None:
+    def pass_over(self, lane: Lane[RequestT]) -> None:
         """Leave the lane as ready as it was."""
         self._make_ready(lane)
 
-    def postpone(self, lane: Lane[T], until_ns: int) -> None:
+    def postpone(self, lane: Lane[RequestT], until_ns: int) -> None:
         """The lane isn't ready before `until_ns`, unless entries come or go."""
         self._make_due(lane, until_ns)
 
-    def releasable(self, lane: Lane[T], now_ns: int) -> int:
+    def releasable(self, lane: Lane[RequestT], now_ns: int) -> int:
         """How many of the lane's first entries leave with an instance that has room for them: all once one has waited
         for the whole delay, else the preferred prefix, else all."""
         if not self._delay_ns:
@@ -194,7 +181,7 @@ class Lanes(Generic[T]):
             return lane.prefix
         return lane.requests
 
-    def _preferred_prefix(self, lane: Lane[T]) -> int:
+    def _preferred_prefix(self, lane: Lane[RequestT]) -> int:
         """The preferred prefix of a lane that hasn't been walked. 0 if no sizes are configured: the largest batch is
         preferred then, which is whatever fits into it."""
         if not self._policy.preferred_batch_rows:
@@ -202,7 +189,7 @@ class Lanes(Generic[T]):
         lane.walk(self._preferred, self._max_preferred, self._max_requests)
         return lane.prefix
 
-    def _drop(self, lane: Lane[T]) -> None:
+    def _drop(self, lane: Lane[RequestT]) -> None:
         """Drop a lane that has become empty. It may stay in the heaps for a whole delay, and mustn't keep any tensors
         alive there."""
         lane.ready_token = lane.due_token = 0
@@ -221,31 +208,31 @@ class Lanes(Generic[T]):
             if not lane.ready_token:
                 self._make_ready(lane)
 
-    def _walk_later(self, lane: Lane[T]) -> None:
+    def _walk_later(self, lane: Lane[RequestT]) -> None:
         lane.restart()
         self._stale[lane] = None
 
-    def _walk(self, lane: Lane[T]) -> None:
+    def _walk(self, lane: Lane[RequestT]) -> None:
         lane.walk(self._preferred, self._max_preferred, self._max_requests)
         self._file_walked(lane)
 
-    def _file_walked(self, lane: Lane[T]) -> None:
+    def _file_walked(self, lane: Lane[RequestT]) -> None:
         if not lane.prefix:
             if not lane.due_token:
                 self._make_due(lane, lane.oldest_ns + self._delay_ns)
         elif not lane.ready_token:
             self._make_ready(lane)
 
-    def _file(self, lane: Lane[T]) -> None:
+    def _file(self, lane: Lane[RequestT]) -> None:
         """Make the lane ready, where nothing waits for more requests."""
         lane.due_token = 0
         self._make_ready(lane)
 
-    def _make_due(self, lane: Lane[T], due_ns: int) -> None:
+    def _make_due(self, lane: Lane[RequestT], due_ns: int) -> None:
         lane.due_token = self._tokens = self._tokens + 1
         self.due.push(due_ns, lane.due_token, lane)
 
-    def _make_ready(self, lane: Lane[T]) -> None:
+    def _make_ready(self, lane: Lane[RequestT]) -> None:
         lane.ready_token = self._tokens = self._tokens + 1
         lane.filed_order = lane.head.order
         self._ready.push(lane.filed_order, lane.ready_token, lane)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from paceline.scheduler.lane import Entry
+from paceline.scheduler.request import AnyRequest
 
 __all__ = ["BatchReport", "Drop", "GuardedObserver", "NullObserver", "Observer"]
 
@@ -41,8 +41,8 @@ class BatchReport(NamedTuple):
     `execution` is what the instance returned, None if it raised. Each request of the batch is counted once: `waits_ns`
     holds the times in the queue of those that have results, `failed` counts those that were answered with an error,
     `cancelled` those whose callers had gone away meanwhile. Requests of a failed batch that will run again are in none
-    of these. `number` is the batch's number, `entries` are all of its requests, and `entry.payload.tag` is what each
-    was submitted with. Whoever keeps entries keeps the requests' tensors alive.
+    of these. `number` is the batch's number, `entries` are all of its requests; whoever keeps these keeps their tensors
+    alive.
     """
 
     rows: int
@@ -55,7 +55,7 @@ class BatchReport(NamedTuple):
     failed: int
     cancelled: int = 0
     number: int = 0
-    entries: Sequence[Entry[Any]] = ()
+    entries: Sequence[AnyRequest] = ()
 
 
 class Observer(Protocol):

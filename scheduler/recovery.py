@@ -16,8 +16,7 @@ from paceline.scheduler.clock import Clock
 from paceline.scheduler.delivery import Delivery
 from paceline.scheduler.executing import Batch
 from paceline.scheduler.isolation import Blame, Retries, Search, Suspects
-from paceline.scheduler.lane import Entry
-from paceline.scheduler.pending import Pending
+from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Runner
 from paceline.scheduler.runner_table import RunnerTable
 
@@ -38,9 +37,9 @@ class Recovery(Generic[P, R]):
 
     def __init__(
         self,
-        queue: BatchQueue[Pending[P, R]],
+        queue: BatchQueue[Request[P, R]],
         runners: RunnerTable[P, R],
-        retries: Retries[Pending[P, R]],
+        retries: Retries[Request[P, R]],
         delivery: Delivery,
         arrivals: ArrivalModel,
         clock: Clock,
@@ -57,10 +56,10 @@ class Recovery(Generic[P, R]):
     def failed(
         self,
         runner: Runner[P, R],
-        batch: Batch[Pending[P, R]],
+        batch: Batch[Request[P, R]],
         error: BaseException,
-        suspects: Suspects[Pending[P, R]] | None,
-    ) -> Sequence[Entry[Pending[P, R]]]:
+        suspects: Suspects[Request[P, R]] | None,
+    ) -> Sequence[Request[P, R]]:
         """Learn from `error`, which ended a batch, and plan to run again what may succeed. `suspects` are the batch's
         requests if they ran again already. Returns the requests that fail for good."""
         blame, among_suspects = self._retries.blame_for(error), suspects is not None
@@ -77,7 +76,7 @@ class Recovery(Generic[P, R]):
             return self._wait_for_another(batch, suspects if among_suspects else None)
         return self._retries.plan(batch, blame, suspects)
 
-    def next_suspects(self, now_ns: int) -> tuple[Runner[P, R], Batch[Pending[P, R]], Suspects[Pending[P, R]]] | None:
+    def next_suspects(self, now_ns: int) -> tuple[Runner[P, R], Batch[Request[P, R]], Suspects[Request[P, R]]] | None:
         """Take the next suspects that can run now, as a batch, and a free runner for it; None if there are none.
         Suspects that wait for an instance other than the ones they left leave these to others."""
         if not self._runners.slots.free:
@@ -95,13 +94,13 @@ class Recovery(Generic[P, R]):
         """Drop suspects whose callers have gone or whose deadline has passed: it may take long until there is an
         instance for them."""
         for suspects in [*self._retries.groups]:
-            if any(entry.payload.done() or entry.rpc_deadline_ns <= now_ns for entry in suspects.entries):
+            if any(entry.ended or entry.deadline_ns <= now_ns for entry in suspects.entries):
                 self._retries.take(suspects)
                 wanted = self._delivery.still_wanted(suspects.entries)
                 for entry in wanted:
-                    if entry.rpc_deadline_ns <= now_ns:
+                    if entry.deadline_ns <= now_ns:
                         self._delivery.expire(entry, now_ns)
-                self._retries.wait(suspects.narrowed([entry for entry in wanted if entry.rpc_deadline_ns > now_ns]))
+                self._retries.wait(suspects.narrowed([entry for entry in wanted if entry.deadline_ns > now_ns]))
 
     def recall(self, now_ns: int) -> None:
         """If an execution takes longer than expected, take back the batch that was to follow it: its requests wait on
@@ -111,7 +110,7 @@ class Recovery(Generic[P, R]):
             if self.take_back(runner, ahead.next[runner]):
                 ahead.end(runner)
 
-    def take_back(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
+    def take_back(self, runner: Runner[P, R], batch: Batch[Request[P, R]]) -> bool:
         """Take back a batch that `runner` hasn't begun; its requests wait on. False if the runner has begun it."""
         if not runner.take_back():
             return False
@@ -149,30 +148,27 @@ class Recovery(Generic[P, R]):
             self._runners.forget(runner)
         self._runners.lose(runner, error)
 
-    def _put_back(self, batch: Batch[Pending[P, R]], entries: Sequence[Entry[Pending[P, R]]]) -> None:
+    def _put_back(self, batch: Batch[Request[P, R]], entries: Sequence[Request[P, R]]) -> None:
         """Return `entries` of a batch that nobody executed to the queue, except those whose callers have gone."""
-        waiting = self._delivery.still_wanted(entries)
-        for entry in waiting:
-            entry.payload.entry = entry
-        self._queue.put_back(batch, waiting)
+        self._queue.put_back(batch, self._delivery.still_wanted(entries))
 
     def _wait_for_another(
-        self, batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None
-    ) -> Sequence[Entry[Pending[P, R]]]:
+        self, batch: Batch[Request[P, R]], suspects: Suspects[Request[P, R]] | None
+    ) -> Sequence[Request[P, R]]:
         """Have a batch wait for another instance, as its own ended before beginning it. `suspects` wait among the
         suspects; if None, the batch's requests go back to the queue. Returns the requests to which this has happened
         too often: reading them may be what ends instances."""
         for entry in batch.entries:
-            entry.payload.unbegun += 1
-        failed = [entry for entry in batch.entries if entry.payload.unbegun >= _MAX_UNBEGUN]
-        left = [entry for entry in batch.entries if entry.payload.unbegun < _MAX_UNBEGUN]
+            entry.unbegun += 1
+        failed = [entry for entry in batch.entries if entry.unbegun >= _MAX_UNBEGUN]
+        left = [entry for entry in batch.entries if entry.unbegun < _MAX_UNBEGUN]
         if suspects is None:
             self._put_back(batch, left)
         else:
             self._retries.wait(suspects.narrowed(left))
         return failed
 
-    def _learn_shortage(self, batch: Batch[Pending[P, R]], search: Search) -> None:
+    def _learn_shortage(self, batch: Batch[Request[P, R]], search: Search) -> None:
         """Allow fewer rows, unless the batch was a single request: what that needs alone says nothing about others, and
         neither do the batches that it was in before."""
         if len(batch.entries) > 1:

@@ -14,7 +14,7 @@ from paceline.scheduler.ahead import Ahead
 from paceline.scheduler.clock import Clock
 from paceline.scheduler.executing import Batch
 from paceline.scheduler.latency import LatencyModel
-from paceline.scheduler.pending import Pending
+from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Runner
 from paceline.scheduler.shortages import Shortages
 from paceline.scheduler.slots import Slots
@@ -65,8 +65,8 @@ class RunnerTable(Generic[P, R]):
         # Free runners of instances that rest.
         self._held: set[Runner[P, R]] = set()
         self.slots: Slots[Runner[P, R]] = Slots(self.instance_of)
-        self.running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
-        self.ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
+        self.running: dict[Runner[P, R], Batch[Request[P, R]]] = {}
+        self.ahead: Ahead[Runner[P, R], Request[P, R]] = Ahead()
 
     def start(self, limit_ns: int, on_late: Callable[[Runner[P, R]], None]) -> None:
         """Start the runners. `on_late` is called with a runner whose execution takes longer than `limit_ns` (0: no
@@ -93,7 +93,7 @@ class RunnerTable(Generic[P, R]):
         self.slots.add(runner)
 
     # hot path
-    def take(self, batch: Batch[Pending[P, R]]) -> Runner[P, R]:
+    def take(self, batch: Batch[Request[P, R]]) -> Runner[P, R]:
         """A free runner, which from now on executes `batch`."""
         runner = self.slots.take()
         self._begin(runner, batch)
@@ -104,14 +104,14 @@ class RunnerTable(Generic[P, R]):
         there are others."""
         return self.slots.has_excluding(avoided) or (self.slots.free > 0 and self._instances() <= {*avoided})
 
-    def take_again(self, batch: Batch[Pending[P, R]], avoided: Collection[Hashable]) -> Runner[P, R]:
+    def take_again(self, batch: Batch[Request[P, R]], avoided: Collection[Hashable]) -> Runner[P, R]:
         """Like `take`, for a batch that `may_run_again`."""
         runner = self.slots.take_excluding(avoided) if self.slots.has_excluding(avoided) else self.slots.take()
         self._begin(runner, batch)
         return runner
 
     # hot path
-    def end(self, runner: Runner[P, R]) -> tuple[Batch[Pending[P, R]], Batch[Pending[P, R]] | None]:
+    def end(self, runner: Runner[P, R]) -> tuple[Batch[Request[P, R]], Batch[Request[P, R]] | None]:
         """Learn that the runner's execution is over. Returns its batch, and the next one if the runner has begun that
         already."""
         if self._watchdog is not None:
@@ -136,7 +136,7 @@ class RunnerTable(Generic[P, R]):
         if len(self._runners) > 1 and not self.given_up(runner):
             self._shortages.executed(self.instance_of(runner), key)
 
-    def on_out_of_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], left: Collection[Hashable]) -> bool:
+    def on_out_of_memory(self, runner: Runner[P, R], batch: Batch[Request[P, R]], left: Collection[Hashable]) -> bool:
         """Learn that an execution ended for want of memory. Returns whether other instances have it, and are to execute
         the batch: then this instance gets nothing for a while, and afterwards all others are preferred to it. If not,
         and the batch was a single request, they are preferred from now on. A batch that has `left` this instance
@@ -226,10 +226,10 @@ class RunnerTable(Generic[P, R]):
         for runner, batch in self.running.items():
             # From the end: a caller that cancels many requests does so in the order of sending, so the last one settles
             # it at once.
-            if all(entry.payload.cancelled() for entry in reversed(batch.entries)):
+            if all(entry.cancelled() for entry in reversed(batch.entries)):
                 runner.call_off()
 
-    def _begin(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> None:
+    def _begin(self, runner: Runner[P, R], batch: Batch[Request[P, R]]) -> None:
         self.running[runner] = batch
         if runner.stages and runner not in self._leaving:
             now_ns = self._clock.now_ns()

@@ -10,33 +10,33 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 from paceline.scheduler.allowance import Allowance
-from paceline.scheduler.lane import Entry, Lane
+from paceline.scheduler.lane import Lane
 from paceline.scheduler.latency import LatencyModel
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import RequestT
 
 __all__ = ["Cut", "Sizing", "Unreachable"]
 
-T = TypeVar("T")
 
 _MAX_BATCHES = 8
 """How many batches deep to look into a lane for requests that can be answered in time; what lies further back has its
 turn later."""
 
 
-class Unreachable(NamedTuple, Generic[T]):
+class Unreachable(NamedTuple, Generic[RequestT]):
     """A request that could only be answered too late: its batch would have taken `needed_ns`."""
 
-    entry: Entry[T]
+    entry: RequestT
     needed_ns: int
 
 
-class Cut(NamedTuple, Generic[T]):
+class Cut(NamedTuple, Generic[RequestT]):
     """The first requests of a lane: `entries` with `rows` rows, executed as `padded_rows` rows of the model."""
 
-    entries: Sequence[Entry[T]]
+    entries: Sequence[RequestT]
     rows: int
     padded_rows: int
 
@@ -55,7 +55,7 @@ class Sizing:
         return sizes[bisect_left(sizes, rows)] if sizes else rows
 
     # hot path
-    def cut(self, lane: Lane[T], max_requests: int) -> Cut[T]:
+    def cut(self, lane: Lane[RequestT], max_requests: int) -> Cut[RequestT]:
         """As many of the lane's first entries as fit into a batch, or into a smaller allowed size if that costs less
         per row.
 
@@ -68,7 +68,7 @@ class Sizing:
             fitting, rows = self.fitting(lane, max_requests)
         return self._to_allowed_size(lane.key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
 
-    def fitting(self, entries: Iterable[Entry[T]], max_requests: int, most_rows: int = 0) -> tuple[list[Entry[T]], int]:
+    def fitting(self, entries: Iterable[RequestT], max_requests: int, most_rows: int = 0) -> tuple[list[RequestT], int]:
         """As many of the first entries as fit into a batch (of `most_rows` rows, if not 0), at least one; and their
         rows."""
         allowed_rows = self.allowance.rows
@@ -79,8 +79,8 @@ class Sizing:
         return [first], first.rows
 
     def most_in_time(
-        self, key: Hashable, entries: Iterable[Entry[T]], cut: Cut[T], starts_ns: int
-    ) -> tuple[Cut[T], list[Unreachable[T]]]:
+        self, key: Hashable, entries: Iterable[RequestT], cut: Cut[RequestT], starts_ns: int
+    ) -> tuple[Cut[RequestT], list[Unreachable[RequestT]]]:
         """The next batch, which starts at `starts_ns`: `cut`, the first of the lane's `entries`, or, if that would be
         late for some of them, the size that answers the most requests in time per time spent.
 
@@ -90,10 +90,10 @@ class Sizing:
         those are given up that even a batch of their own would be too late for.
         """
         end_ns = starts_ns + self._safe_ns(key, cut.padded_rows, starts_ns)
-        if all(one.rpc_deadline_ns >= end_ns for one in cut.entries):
+        if all(one.deadline_ns >= end_ns for one in cut.entries):
             return cut, []
         candidates = list(islice(entries, _MAX_BATCHES * len(cut.entries)))
-        limit, best, best_late, best_rate = cut.rows + 1, cut, list[Unreachable[T]](), 0.0
+        limit, best, best_late, best_rate = cut.rows + 1, cut, list[Unreachable[RequestT]](), 0.0
         while limit > (smaller := min(cut.rows, max(limit // 2, cut.entries[0].rows))):
             limit = cut.rows if limit > cut.rows else smaller
             one, late = self._in_time(key, candidates, limit, len(cut.entries), starts_ns)
@@ -105,17 +105,17 @@ class Sizing:
         return best, best_late
 
     def _in_time(
-        self, key: Hashable, entries: Sequence[Entry[T]], max_rows: int, max_requests: int, starts_ns: int
-    ) -> tuple[Cut[T], list[Unreachable[T]]]:
+        self, key: Hashable, entries: Sequence[RequestT], max_rows: int, max_requests: int, starts_ns: int
+    ) -> tuple[Cut[RequestT], list[Unreachable[RequestT]]]:
         """The first entries that a batch of up to `max_rows` rows is in time for, and those skipped before them."""
         needed_ns = self._safe_ns(key, self.padded(max_rows), starts_ns)
-        fitting: list[Entry[T]] = []
-        late: list[Unreachable[T]] = []
+        fitting: list[RequestT] = []
+        late: list[Unreachable[RequestT]] = []
         rows = 0
         for one in entries:
             if len(fitting) == max_requests or rows + one.rows > max_rows:
                 break
-            if one.rpc_deadline_ns < starts_ns + needed_ns:
+            if one.deadline_ns < starts_ns + needed_ns:
                 late.append(Unreachable(one, needed_ns))
             else:
                 fitting.append(one)
@@ -129,11 +129,13 @@ class Sizing:
         proven_ns = self._latency.proven_ns(key, rows, starts_ns)
         return proven_ns + self._latency.margin_ns(key, rows) if proven_ns else 0
 
-    def _too_late_alone(self, key: Hashable, entries: Sequence[Entry[T]], starts_ns: int) -> list[Unreachable[T]]:
+    def _too_late_alone(
+        self, key: Hashable, entries: Sequence[RequestT], starts_ns: int
+    ) -> list[Unreachable[RequestT]]:
         alone = [(one, self._latency.proven_ns(key, self.padded(one.rows), starts_ns)) for one in entries]
-        return [Unreachable(one, needed_ns) for one, needed_ns in alone if one.rpc_deadline_ns < starts_ns + needed_ns]
+        return [Unreachable(one, needed_ns) for one, needed_ns in alone if one.deadline_ns < starts_ns + needed_ns]
 
-    def _to_allowed_size(self, key: Hashable, entries: Sequence[Entry[T]], rows: int) -> Cut[T]:
+    def _to_allowed_size(self, key: Hashable, entries: Sequence[RequestT], rows: int) -> Cut[RequestT]:
         """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row."""
         sizes = self._policy.batch_sizes
         place = bisect_left(sizes, rows)
@@ -148,9 +150,9 @@ class Sizing:
         return Cut(entries, rows, above)
 
 
-def _fitting(entries: Iterable[Entry[T]], max_rows: int, max_requests: int) -> tuple[list[Entry[T]], int]:
+def _fitting(entries: Iterable[RequestT], max_rows: int, max_requests: int) -> tuple[list[RequestT], int]:
     """The first entries, up to `max_requests` of them, whose rows fit into `max_rows`; and their rows."""
-    fitting: list[Entry[T]] = []
+    fitting: list[RequestT] = []
     rows = 0
     for entry in entries:
         if len(fitting) == max_requests or rows + entry.rows > max_rows:

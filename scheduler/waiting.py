@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 from paceline.scheduler.errors import QueueFull
-from paceline.scheduler.lane import Entry
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import AnyRequest
 
 __all__ = ["SharedQueueLimits", "Waiting"]
 
@@ -117,7 +116,7 @@ class Waiting:
         return min(bounds)
 
     # hot path
-    def add(self, entry: Entry[Any], requests: int = 1) -> None:
+    def add(self, entry: AnyRequest, requests: int = 1) -> None:
         """Count `requests` more, all like `entry`."""
         size_bytes = entry.size_bytes * requests
         self.requests += requests
@@ -130,7 +129,7 @@ class Waiting:
             self._requests_of_level[entry.level] += requests
 
     # hot path
-    def remove(self, entries: Sequence[Entry[Any]]) -> None:
+    def remove(self, entries: Sequence[AnyRequest]) -> None:
         """Stop counting `entries`, which wait no more."""
         requests, size_bytes = len(entries), sum(map(_SIZE_BYTES, entries))
         self.requests -= requests
@@ -147,7 +146,7 @@ class Waiting:
                     # There may be as many levels as 64-bit numbers, and none may leave its counter behind.
                     del counts[entry.level]
 
-    def reserve(self, entry: Entry[Any], sign: int) -> None:
+    def reserve(self, entry: AnyRequest, sign: int) -> None:
         """Note that an entry that has left may come back (`sign` 1), or no longer may (-1)."""
         self.reserved += sign
         self._reserved_rows += sign * entry.rows

@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "a request of too many rows is refused",
         "scheduler/batch_queue.py",
-        "        if not 0 < rows <= self._max_rows:\n            raise",
-        "        if not 0 < rows:\n            raise",
+        "        if not 0 < rows <= self._max_rows:\n",
+        "        if not 0 < rows:\n",
         _SCHEDULER,
     ),
     Mutant(
@@ -77,8 +77,8 @@ MUTANTS = (
     ),
     Mutant(
         "a cancelled request leaves the queue at once",
-        "scheduler/pending.py",
-        "            self.batcher.on_cancel(self, entry)\n",
+        "scheduler/request.py",
+        "            self.batcher.on_cancel(self)\n",
         "            pass\n",
         _SCHEDULER,
     ),
@@ -127,8 +127,8 @@ MUTANTS = (
     Mutant(
         "all inputs have the same rows",
         "server/codec/codec.py",
-        "            if shape[0] != shapes[0][0]:\n",
-        "            if shape[0] > shapes[0][0]:\n",
+        "            if shape and 0 < shape[0] <= limit and shape[0] == shapes[0][0]:\n",
+        "            if shape and 0 < shape[0] <= limit and shape[0] <= shapes[0][0]:\n",
         _CODEC,
     ),
     Mutant(
@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         "each request is counted once, also when many are answered together",
         "server/requests/inference.py",
-        "        model.statistics.on_successes([now_ns - flight.began_ns for flight in answered])\n",
-        "        model.statistics.on_successes([now_ns - flight.began_ns for flight in answered[1:]])\n",
+        "        model.statistics.on_successes([now_ns - flight.arrived_ns for flight in answered])\n",
+        "        model.statistics.on_successes([now_ns - flight.arrived_ns for flight in answered[1:]])\n",
         _REQUESTS,
     ),
     Mutant(

@@ -16,11 +16,14 @@ from bench.batching.arrivals import Arrival, Source
 from bench.batching.costs import Cost
 from bench.batching.release import Greedy, Rule, Waiting
 from bench.stats import percentile
-from paceline.scheduler.batch_queue import Batch, BatchQueue, Entry
+from paceline.scheduler.batch_queue import Batch, BatchQueue
 from paceline.scheduler.errors import DeadlineUnreachable
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import Request
 
 __all__ = ["Outcome", "Simulation", "simulate"]
+
+_Request = Request[Arrival, None]
 
 
 @dataclass(slots=True)
@@ -72,7 +75,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Running:
-    batch: Batch[Arrival]
+    batch: Batch[_Request]
     started_ns: int
 
 
@@ -90,7 +93,7 @@ class Simulation:
         warmup_ns: int = 0,
         learns: bool = True,
     ) -> None:
-        self._queue: BatchQueue[Arrival] = BatchQueue(policy, instances)
+        self._queue: BatchQueue[_Request] = BatchQueue(policy, instances)
         self._max_rows = policy.max_batch_rows
         self._cost = cost
         self._source = source
@@ -101,7 +104,7 @@ class Simulation:
         self._learns = learns
         self._numbers = 0
         self._events: list[tuple[int, int, Arrival | _Running | None]] = []
-        self._waiting: dict[Entry[Arrival], None] = {}
+        self._waiting: dict[_Request, None] = {}
         self._idle_since_ns = -1
         self._now_ns = 0
         self._wakes: set[int] = set()
@@ -144,15 +147,15 @@ class Simulation:
         counts = self._counts(arrival)
         self.outcome.offered += counts
         self._rule.arrived(self._now_ns, arrival.rows)
-        try:
-            entry = self._queue.push(
-                arrival, arrival.rows, arrival.key, self._now_ns, rpc_deadline_ns=arrival.deadline_ns
-            )
-        except DeadlineUnreachable:
+        request: _Request = Request(arrival, arrival.rows, arrival.key, self._now_ns, deadline_ns=arrival.deadline_ns)
+        refusals = self._queue.push((request,))
+        if not refusals:
+            self._waiting[request] = None
+        elif isinstance(refusals[0], DeadlineUnreachable):
             self.outcome.refused += counts
             self._follow(arrival)
         else:
-            self._waiting[entry] = None
+            raise AssertionError("nothing but time is scarce here") from refusals[0]
 
     def _end(self, running: _Running) -> None:
         self._idle += 1
@@ -184,7 +187,7 @@ class Simulation:
         if step.wake_ns is not None:
             self._wake_at(step.wake_ns)
 
-    def _start(self, batch: Batch[Arrival]) -> None:
+    def _start(self, batch: Batch[_Request]) -> None:
         self._idle -= 1
         self._idle_since_ns = -1
         for entry in batch.entries:
@@ -198,8 +201,8 @@ class Simulation:
             return False
         if self._idle_since_ns < 0:
             self._idle_since_ns = self._now_ns
-        oldest_ns = next(iter(self._waiting)).enqueued_ns
-        deadline_ns = min(entry.rpc_deadline_ns for entry in self._waiting)
+        oldest_ns = next(iter(self._waiting)).arrived_ns
+        deadline_ns = min(entry.deadline_ns for entry in self._waiting)
         waiting = Waiting(self._now_ns, queue.waiting.rows, oldest_ns, deadline_ns, self._idle_since_ns)
         until_ns = self._rule.hold_until_ns(waiting)
         if until_ns > self._now_ns:
@@ -211,11 +214,11 @@ class Simulation:
             self._wakes.add(at_ns)
             self._schedule(at_ns, None)
 
-    def _leave(self, entry: Entry[Arrival]) -> bool:
-        """Take the entry from those that wait; returns whether it counts."""
-        del self._waiting[entry]
-        self._follow(entry.payload)
-        return self._counts(entry.payload)
+    def _leave(self, request: _Request) -> bool:
+        """Take the request from those that wait; returns whether it counts."""
+        del self._waiting[request]
+        self._follow(request.payload)
+        return self._counts(request.payload)
 
     def _follow(self, arrival: Arrival) -> None:
         following = self._source.following(arrival, self._now_ns)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from paceline.protos import inference_pb2 as pb
 
 if TYPE_CHECKING:
-    from paceline.scheduler.pending import BatchFacts
+    from paceline.scheduler.request import BatchFacts
 
 __all__ = ["Facts", "add_batch_facts", "batch_facts_of"]
 

@@ -8,58 +8,110 @@ Lives here: cutting, submitting the parts while there is room, joining. Must not
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from paceline.backends.spec import Array, Tensors
+from paceline.scheduler.answers import notify
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.errors import ExecutionFailed
-from paceline.scheduler.pending import Pending
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import AnyRequest, Request
 from paceline.server.memory.region_tensors import Inputs
 
-__all__ = ["joined", "submit_parts"]
+__all__ = ["Parts", "joined"]
 
 _MANY = 2**31
 
 
-async def submit_parts(
-    batcher: Batcher[Any, Tensors],
-    inputs: Inputs,
-    rows: int,
-    key: Hashable,
-    *,
-    size_bytes: int,
-    payload_of: Callable[[Any], Any] | None = None,
-    join: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
-    **how: Any,
-) -> tuple[Tensors, Pending[Any, Tensors]]:
-    """Execute `inputs` in parts, as large as batches may be. Returns the joined results, and the last part.
+class Parts:
+    """Executes the request `whole`, with `inputs`, in parts as large as batches may be; to the request it stands for
+    the batcher.
 
     `payload_of` makes the batcher's payload of a part's inputs, which by default is these inputs. `join` joins results
-    that aren't plain arrays; it also gets the rows of each part. `how` goes to `Batcher.submit`. If a part fails, the
-    request fails with its error, and the other parts are cancelled.
+    that aren't plain arrays; it also gets the rows of each part. If a part fails, the request fails with its error, and
+    the other parts are cancelled. `task` ends when all parts have.
     """
-    limit = batcher.policy.max_batch_rows
+
+    def __init__(
+        self,
+        whole: AnyRequest,
+        batcher: Batcher[Any, Tensors],
+        inputs: Inputs,
+        payload_of: Callable[[Any], Any] | None = None,
+        join: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
+    ) -> None:
+        self._whole = whole
+        whole.batcher = self
+        self.task = asyncio.ensure_future(_execute(whole, batcher, inputs, payload_of, join))
+        self.task.add_done_callback(self._on_end)
+
+    def on_cancel(self, request: AnyRequest) -> None:
+        self.task.cancel()
+
+    def _on_end(self, task: asyncio.Task[tuple[Tensors, AnyRequest]]) -> None:
+        whole, error = self._whole, None if task.cancelled() else task.exception()
+        if task.cancelled():
+            whole.cancel()
+        elif whole.done():
+            pass  # it was cancelled, and its parts have ended nevertheless
+        elif error is not None:
+            whole.fail(error)
+        else:
+            results, last = task.result()
+            # Those of the last part.
+            whole.batch_facts, whole.waited_ns = last.batch_facts, last.waited_ns
+            whole.succeed(results)
+        whole.batcher = None  # which leads back to it
+        del error, task, self  # the error leads to this frame, which must not lead back to it
+        notify([whole])
+
+
+async def _execute(
+    whole: AnyRequest,
+    batcher: Batcher[Any, Tensors],
+    inputs: Inputs,
+    payload_of: Callable[[Any], Any] | None,
+    join: Callable[[Sequence[Any], Sequence[int]], Any] | None,
+) -> tuple[Tensors, AnyRequest]:
+    """The joined results, and the last part."""
+    limit, rows = batcher.policy.max_batch_rows, whole.rows
     shares = [min(limit, rows - start) for start in range(0, rows, limit)]
-    parts: list[Pending[Any, Tensors]] = []
+    parts: list[AnyRequest] = []
+    ended = asyncio.Event()
     try:
         for start, share in zip(range(0, rows, limit), shares, strict=True):
-            part: Any = tuple(array[start : start + share] for array in inputs)
-            part = payload_of(part) if payload_of else part
-            bytes_of_part = size_bytes * share // rows
-            await _until_room(parts, _parts_at_once(batcher.policy, bytes_of_part, how.get("priority", 0)))
-            parts.append(batcher.submit(part, share, key, size_bytes=bytes_of_part, **how))
-        results = await asyncio.gather(*parts)
+            payload: Any = tuple(array[start : start + share] for array in inputs)
+            part: AnyRequest = Request(
+                payload_of(payload) if payload_of else payload,
+                share,
+                whole.key,
+                size_bytes=whole.size_bytes * share // rows,
+                priority=whole.priority,
+                timeout_ns=whole.timeout_ns,
+                deadline_ns=whole.deadline_ns,
+                tag=whole.tag,
+            )
+            del payload
+            part.on_answers = lambda requests: ended.set()
+            await _until_fewer(_parts_at_once(batcher.policy, part.size_bytes, part.priority), parts, ended)
+            for refusal in batcher.submit([part]):
+                if refusal is not None:
+                    raise refusal
+            parts.append(part)
+        await _until_fewer(1, parts, ended)
+        results = [one.value for one in parts]
     except BaseException:
-        # Emptied, so that the error's traceback doesn't lead back to the error, and keep shared memory open.
         while parts:
             parts.pop().cancel()
+        # The error's traceback has this frame, which must not lead back to the error, and keep shared memory open.
+        part = whole = None  # type: ignore[assignment]
+        inputs = ()
         raise
-    whole = join(results, shares) if join else [joined(*column) for column in enumerate(zip(*results, strict=True))]
-    return whole, parts[-1]
+    joint = join(results, shares) if join else [joined(*column) for column in enumerate(zip(*results, strict=True))]
+    return joint, parts[-1]
 
 
 def _parts_at_once(policy: BatchPolicy, bytes_of_part: int, priority: int) -> int:
@@ -72,12 +124,20 @@ def _parts_at_once(policy: BatchPolicy, bytes_of_part: int, priority: int) -> in
     return min((bound for bound in bounds if bound), default=_MANY)
 
 
-async def _until_room(parts: Sequence[Pending[Any, Tensors]], at_once: int) -> None:
-    """Wait until fewer than `at_once` parts are unfinished; raises the error of one that failed."""
-    while len(out := [pending for pending in parts if not pending.done()]) >= at_once:
-        done, _ = await asyncio.wait(out, return_when=asyncio.FIRST_COMPLETED)
-        for pending in done:
-            pending.result()
+async def _until_fewer(unfinished: int, parts: Sequence[AnyRequest], ended: asyncio.Event) -> None:
+    """Wait until fewer than `unfinished` parts are unfinished; `ended` is set when one ends. Raises the error of one
+    that failed."""
+    while True:
+        for failed in parts:
+            if failed.ended and not failed.answered:
+                try:
+                    failed.result()
+                finally:
+                    del failed  # its error's traceback has this frame
+        if sum(not part.ended for part in parts) < unfinished:
+            return
+        ended.clear()
+        await ended.wait()
 
 
 def joined(number: int, parts: Sequence[Array]) -> Array:

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.backends.transport.link import Link
 from paceline.scheduler.errors import QueueFull
+from paceline.scheduler.request import Request
 from paceline.server.errors import STATUS_OF
 from paceline.server.fronts import protocol
 from paceline.server.fronts.calls import Aborted
@@ -41,10 +42,10 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
         remaining_s = context.time_remaining()
         deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
         headers = tuple((key, value) for key, value in context.invocation_metadata())
-        reply = replies.expect()
-        link.send((protocol.CALL, reply.number, rpc, deadline_ns, headers, data))
+        reply: Request[None, bytes] = Request(None, 0, None)
+        link.send((protocol.CALL, replies.expect(reply), rpc, deadline_ns, headers, data))
         try:
-            answered: bytes = await reply
+            answered = await reply
         finally:
             # An error's traceback refers to this frame, which would refer back to the error through the reply.
             del reply

@@ -20,21 +20,23 @@ from paceline.backends.spec import MISSING, Tensors
 from paceline.backends.transport.frames import Message
 from paceline.backends.transport.link import Link
 from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.answers import notify
 from paceline.scheduler.errors import QueueFull
-from paceline.scheduler.notifying import NotifyingFuture
-from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent, answer_deadline_ns
+from paceline.scheduler.request import AnyRequest
+from paceline.server.call_facts import NO_PASSED_HEADERS, answer_deadline_ns
 from paceline.server.codec.batch_facts import add_batch_facts
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters
 from paceline.server.codec.passing import passed_on_by
-from paceline.server.codec.wire_request import AnyRequest, WireRequest
+from paceline.server.codec.wire_request import AnyRequest as AnyMessage
+from paceline.server.codec.wire_request import WireRequest
 from paceline.server.errors import ServerError, ServerStopping
 from paceline.server.fronts import protocol
 from paceline.server.fronts.calls import Aborted
 from paceline.server.fronts.catalogue import LookUp, Model
-from paceline.server.requests.in_flight import InFlight, follow
+from paceline.server.requests.in_flight import InFlight
 
-__all__ = ["RemoteInference", "Replies", "Reply"]
+__all__ = ["RemoteInference", "Replies"]
 
 _MAX_UNSENT_BYTES = 64 * 2**20
 """Messages that the engine doesn't take: it hangs, and new callers are better refused than kept waiting."""
@@ -45,36 +47,21 @@ _KEPT_SHARE = 4
 _MAX_MADE_BYTES = 2**13
 """The largest answer that is made before it can leave."""
 
-_Sendable = tuple[AnyRequest, int, int, TraceParent | None, PassedHeaders]
-"""A request as it came, its arrival, its deadline, the trace that it is part of, and headers for another server."""
-
 _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
     *(one.name for one in fields(RequestParameters))
 )
 
 
-class Reply(NotifyingFuture[Any]):
-    """The engine's answer, once it comes. Cancelling it tells the engine."""
-
-    replies: Replies
-    number: int
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        cancelled = super().cancel(msg)
-        if cancelled:
-            self.replies.on_cancel(self.number)
-        return cancelled
-
-
 class Replies:
-    """All replies that a front waits for."""
+    """All replies that a front waits for: requests, and other RPCs."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self.last_number = 0
-        self._waiting: dict[int, Reply] = {}
-        # Requests as they came, in case the engine has them sent again.
-        self._requests: dict[int, _Sendable] = {}
+        self._waiting: dict[int, AnyRequest] = {}
+        self._numbers: dict[AnyRequest, int] = {}
+        # Those that were decoded here, in case the engine has them sent again.
+        self._decoded: dict[int, InFlight] = {}
 
     def refuse_if_full(self) -> None:
         """Raise QueueFull if the engine doesn't take messages."""
@@ -84,90 +71,78 @@ class Replies:
             )
 
     # hot path
-    def expect(self) -> Reply:
-        """A new reply; its number must be sent along."""
-        reply = Reply()
-        reply.replies = self
-        reply.number = self.last_number = number = self.last_number + 1
-        self._waiting[number] = reply
-        return reply
+    def expect(self, request: AnyRequest) -> int:
+        """Wait for the reply to `request`. Returns its number, which must be sent along."""
+        self.last_number = number = self.last_number + 1
+        self._waiting[number] = request
+        self._numbers[request] = number
+        request.batcher = self
+        return number
 
     # hot path
-    def submit(self, flight: InFlight, *fields: Any) -> Reply:
+    def submit(self, flight: InFlight, *fields: Any) -> None:
         """Have the engine execute a decoded request, which `fields` describe."""
-        reply = self.expect()
-        self._requests[reply.number] = _sendable(flight)
-        self._link.send((protocol.SUBMIT, reply.number, *fields))
-        return reply
+        number = self.expect(flight)
+        self._decoded[number] = flight
+        self._link.send((protocol.SUBMIT, number, *fields))
 
     # hot path
-    def send_whole(self, flight: InFlight) -> Reply:
+    def send_whole(self, flight: InFlight) -> None:
         """Have the engine do everything. Raises QueueFull."""
         self.refuse_if_full()
-        reply = self.expect()
-        self._send_whole(reply.number, *_sendable(flight))
-        return reply
+        self._send_whole(self.expect(flight), flight)
 
-    def on_cancel(self, number: int) -> None:
-        self._requests.pop(number, None)
-        if self._waiting.pop(number, None) is not None:
+    def on_cancel(self, request: AnyRequest) -> None:
+        """The caller of `request` has gone: the engine is told, and then its source."""
+        if (number := self._numbers.pop(request, None)) is not None:
+            self._decoded.pop(number, None)
+            del self._waiting[number]
             self._link.send((protocol.CANCEL, number))
+        asyncio.get_running_loop().call_soon(notify, [request])
 
     # hot path
-    def on_message(self, message: Message) -> Reply | None:
-        """Handle a message that brings a reply. Returns the reply whose waiter must be notified; None if nobody waits,
-        or it is yet to come."""
+    def on_message(self, message: Message) -> AnyRequest | None:
+        """Handle a message that brings a reply. Returns the request whose source must be told; None if nobody waits, or
+        the reply is yet to come."""
         kind, number = message[:2]
         if kind == protocol.STALE:
-            self._send_again(number)
+            # The model that it was decoded for is gone, and there may be another of its name.
+            if (flight := self._decoded.pop(number, None)) is not None:
+                self._send_whole(number, flight)
             return None
-        self._requests.pop(number, None)
-        reply = self._waiting.pop(number, None)
+        self._decoded.pop(number, None)
+        request = self._waiting.pop(number, None)
+        if request is not None:
+            del self._numbers[request]
         if kind == protocol.RESULT:
             # Even if nobody waits: only memory of what is unpacked is given back.
             outputs = self._link.unpack(message[2])
-            if reply is not None:
+            if request is not None:
                 if self._link.seen_bytes > self._link.size_bytes // _KEPT_SHARE:
                     # Callers that don't read would take all of it, and everybody else's answers would wait for room.
                     outputs = tuple(one if one is MISSING else one.copy() for one in outputs)
-                reply.set_result((outputs, message[3]))
+                request.succeed((outputs, message[3]))
         elif kind == protocol.PACKED:
             (data,) = self._link.unpack(message[2])
-            if reply is not None:
-                reply.set_result(data.tobytes())
-        elif reply is None:
+            if request is not None:
+                request.succeed(data.tobytes())
+        elif request is None:
             pass
         elif kind == protocol.ANSWER:
-            reply.set_result(message[2])
+            request.succeed(message[2])
         elif kind == protocol.FAILED:
-            reply.set_exception(protocol.unpacked_error(*message[2:]))
+            request.fail(protocol.unpacked_error(*message[2:]))
         elif kind == protocol.ABORTED:
-            reply.set_exception(Aborted(grpc.StatusCode[message[2]], message[3]))
-        return reply
-
-    def _send_again(self, number: int) -> None:
-        """Send it whole: the model that it was decoded for is gone, and there may be another of its name."""
-        if (found := self._requests.pop(number, None)) is not None:
-            self._send_whole(number, *found)
+            request.fail(Aborted(grpc.StatusCode[message[2]], message[3]))
+        return request
 
     # hot path
-    def _send_whole(
-        self,
-        number: int,
-        request: AnyRequest,
-        began_ns: int,
-        deadline_ns: int,
-        parent: TraceParent | None,
-        passed: PassedHeaders,
-    ) -> None:
-        data = request.data if isinstance(request, WireRequest) else request.SerializeToString()
+    def _send_whole(self, number: int, flight: InFlight) -> None:
+        message, passed = flight.message, flight.passed
+        data = message.data if isinstance(message, WireRequest) else message.SerializeToString()
         headers = None if passed is NO_PASSED_HEADERS else tuple(passed)
-        self._link.send((protocol.INFER, number, began_ns, deadline_ns, parent, headers, data))
-
-
-# hot path
-def _sendable(flight: InFlight) -> _Sendable:
-    return flight.request, flight.began_ns, flight.deadline_ns, flight.parent, flight.passed
+        times = flight.arrived_ns, flight.deadline_ns
+        self._link.send((protocol.INFER, number, *times, flight.parent, headers, data))
 
 
 class RemoteInference:
@@ -183,30 +158,35 @@ class RemoteInference:
     # hot path: see bench/
     def announce(self, flight: InFlight) -> None:
         """A request has arrived. It is sent to the engine at once: the link gathers what it sends."""
+        flight.on_answers = self._on_done
         try:
-            follow(flight, self._submit(flight), self._on_done)
+            self._submit(flight)
         except Exception as error:  # noqa: BLE001 - the caller must get an answer
-            flight.fail(error)
+            flight.counted = True
+            flight.on_failure(error)
             flight.on_done()
 
     # hot path: see bench/
-    def _submit(self, flight: InFlight) -> Reply:
+    def _submit(self, flight: InFlight) -> None:
         """Check a request and have the engine execute it. Raises QueueFull; anything else that may be wrong is for the
         engine to report."""
-        request, deadline_ns = flight.request, flight.deadline_ns
+        request, deadline_ns = flight.message, flight.deadline_ns
         model = flight.model = self._models.find(request.model_name, request.model_version)
         if model is None or _is_better_sent(request, model):
-            return self._replies.send_whole(flight)
+            self._replies.send_whole(flight)
+            return
         try:
             decoded = model.codec.decode(request)
         except (ServerError, ValueError):
-            return self._replies.send_whole(flight)
+            self._replies.send_whole(flight)
+            return
         options = decoded.options
         parameters = options.parameters
         if parameters.typed_outputs or options.classes:
-            return self._replies.send_whole(flight)
+            self._replies.send_whole(flight)
+            return
         if parameters.deadline_ns:
-            deadline_ns = min(deadline_ns, answer_deadline_ns(parameters.deadline_ns / 1e9, flight.began_ns))
+            deadline_ns = min(deadline_ns, answer_deadline_ns(parameters.deadline_ns / 1e9, flight.arrived_ns))
         self._replies.refuse_if_full()
         # The codec has no regions, so none of them is in clients' shared memory.
         parcel = self._link.pack(cast("Tensors", decoded.inputs))
@@ -214,11 +194,11 @@ class RemoteInference:
             self._link.send((protocol.REFUSED, model.handle))
             raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
         flight.decoded = decoded
-        return self._replies.submit(
+        self._replies.submit(
             flight,
             model.handle,
             request.id,
-            flight.began_ns,
+            flight.arrived_ns,
             deadline_ns,
             flight.parent,
             options.rows,
@@ -235,37 +215,31 @@ class RemoteInference:
         for flight in flights:
             if flight.gone:
                 continue
-            pending = flight.pending
-            assert pending is not None
-            if pending.cancelled() or pending.exception() is not None or _is_small(pending.result()):
+            if not flight.answered or _is_small(flight.result()):
                 self.finish(flight)
             flight.on_done()
 
     # hot path: see bench/
     def finish(self, flight: InFlight) -> None:
-        """Make the answer of a request that is done, or have it `fail`."""
-        pending, flight.pending = flight.pending, None
-        assert pending is not None
+        """Make the answer of a request that has ended, or call its `on_failure`."""
         error: BaseException | None
-        if pending.cancelled():
+        if flight.cancelled():
             error = asyncio.CancelledError()
-        elif (error := pending.exception()) is None:
+        elif (error := flight.exception()) is None:
             try:
-                flight.answer = _answer(flight, pending.result())
+                flight.answer = _answer(flight, flight.result())
             except Exception as raised:  # noqa: BLE001 - passed to the caller
                 error = raised
-        flight.decoded = None
+        flight.let_go()
         if error is not None:
-            flight.fail(error)
+            flight.on_failure(error)
         # An error's traceback refers to this frame if it was raised here; the frame mustn't refer back to the error.
-        del error, pending, flight
+        del error, flight
 
     def give_up(self, flight: InFlight) -> None:
         """Nobody waits for the answer any more."""
         flight.gone = True
-        pending, flight.pending = flight.pending, None
-        if pending is not None:
-            pending.cancel()
+        flight.cancel()
 
     def check_serving(self) -> None:
         """Raises ServerStopping while no requests are accepted."""
@@ -274,7 +248,7 @@ class RemoteInference:
 
 
 # hot path
-def _is_better_sent(request: AnyRequest, model: Model) -> bool:
+def _is_better_sent(request: AnyMessage, model: Model) -> bool:
     """Whether the engine does better with it unchanged. Not where answers are large: those are better made here."""
     return type(request) is WireRequest and len(request.data) <= protocol.MAX_WHOLE_BYTES and not model.answers_large
 
@@ -292,7 +266,7 @@ def _answer(flight: InFlight, result: Any) -> AnyResponse:
         return flight.envelope.around(result) if flight.envelope is not None else result
     outputs, facts = result
     model = flight.model
-    answer: AnyResponse = model.codec.encode(flight.request, flight.decoded, outputs, flight.envelope)
+    answer: AnyResponse = model.codec.encode(flight.message, flight.decoded, outputs, flight.envelope)
     if isinstance(answer, pb.ModelInferResponse) and facts is not None:
         add_batch_facts(answer, model.batch_id_prefix, facts)
     return answer

@@ -22,7 +22,7 @@ import grpc
 from paceline.backends.transport.frames import Message
 from paceline.backends.transport.gathering import Gathering
 from paceline.backends.transport.link import Link, RemoteEnd
-from paceline.scheduler.notifying import notify
+from paceline.scheduler.answers import notify
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
 from paceline.server.fronts import protocol

@@ -36,7 +36,7 @@ from paceline.server.fronts.calls import Aborted, CallContext
 from paceline.server.fronts.handles import Handles
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.requests.in_flight import InFlight
-from paceline.server.requests.inference import AnyPending, Inference, encode
+from paceline.server.requests.inference import Inference, encode
 from paceline.server.rpc.admission import Usage
 from paceline.server.rpc.handlers import serialized
 
@@ -194,10 +194,10 @@ class FrontSession:
                 self.fail(number, error)
         self._notify_if_quiet()
 
-    def _make_answer(self, whole: _Whole, results: Tensors, pending: AnyPending) -> None:
+    def _make_answer(self, whole: _Whole, results: Tensors) -> None:
         """Raises ExecutionError for outputs that aren't what the model declares, and QueueFull for an answer too large
         for any front."""
-        encode(whole, results, pending)
+        encode(whole, results)
         assert whole.answer is not None
         data = whole.answer = serialized(whole.answer)
         if len(data) > self._link.size_bytes // 2:
@@ -255,18 +255,19 @@ class FrontSession:
         self._notify_if_quiet()
 
     # hot path
-    def _send_result(self, submitted: _Submitted, results: Tensors, pending: AnyPending) -> None:
+    def _send_result(self, submitted: _Submitted, results: Tensors) -> None:
         """Send what the request wants of `results`, now or when there is room.
 
         Raises ExecutionError or AnswerTooLarge, as the codec would, for what no message can carry, and QueueFull for
         what no front could take.
         """
+        assert submitted.decoded is not None
         number, options = submitted.number, submitted.decoded.options
         outputs = [MISSING] * len(results)
         for index in options.outputs:
             outputs[index] = results[index]
-        facts = batch_facts_of(pending.facts) if options.parameters.batch_info and pending.facts else None
-        result = protocol.RESULT, number, outputs, facts
+        facts = submitted.facts if options.parameters.batch_info else None
+        result = protocol.RESULT, number, outputs, batch_facts_of(facts) if facts else None
         try:
             if self._link.size_bytes > LARGEST_RESPONSE_BYTES < sum(map(tensor_bytes, outputs)):
                 raise AnswerTooLarge(submitted.model.name)  # as the front would, after it was counted
@@ -337,26 +338,26 @@ class FrontSession:
 
 
 class _Numbered(InFlight):
-    """A request of the front, which has numbered it, and read it at `began_ns`."""
+    """A request of the front, which has numbered it, and read it at `arrived_ns`."""
 
-    failed = False
+    __slots__ = ("failed", "session")
 
     def __init__(
         self,
         session: FrontSession,
         number: int,
-        request: AnyRequest,
+        message: AnyRequest,
         deadline_ns: int,
         parent: TraceParent | None,
         passed: PassedHeaders,
-        began_ns: int,
+        arrived_ns: int,
     ) -> None:
-        super().__init__(request, deadline_ns, parent, passed)
-        self.began_ns = began_ns
+        super().__init__(message, deadline_ns, parent, passed, arrived_ns)
         self.session = session
         self.number = number
+        self.failed = False
 
-    def fail(self, error: BaseException) -> None:
+    def on_failure(self, error: BaseException) -> None:
         self.failed = True
         self.session.fail(self.number, error)
 
@@ -364,9 +365,13 @@ class _Numbered(InFlight):
 class _Submitted(_Numbered):
     """One that the front has decoded, and whose answer it will make."""
 
+    __slots__ = ()
+
 
 class _Whole(_Numbered):
     """One that the front has passed on as it came."""
+
+    __slots__ = ()
 
     # hot path
     def on_done(self) -> None:
@@ -375,8 +380,9 @@ class _Whole(_Numbered):
 
 def _check_sendable(submitted: _Submitted, outputs: Sequence[Array]) -> None:
     """Raise ExecutionError, in the codec's words, for outputs that no message can carry."""
-    model = submitted.model
-    for index in submitted.decoded.options.outputs:
+    model, decoded = submitted.model, submitted.decoded
+    assert decoded is not None
+    for index in decoded.options.outputs:
         tensor, array = model.spec.outputs[index], outputs[index]
         if array is MISSING or not array.dtype.hasobject:
             continue

@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
 
-from paceline.scheduler.notifying import NotifyingFuture
+from paceline.scheduler.request import Request
 from paceline.server.call_facts import PassedHeaders, TraceParent
 from paceline.server.codec.codec import AnyResponse
+from paceline.server.codec.decoded import DecodedRequest
 from paceline.server.codec.shortcuts import Envelope
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import error_text, status_of
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
 from paceline.server.telemetry.watching import RequestWatch
 
-__all__ = ["Call", "InFlight", "InferenceSteps", "follow"]
+__all__ = ["Call", "InFlight", "InferenceSteps"]
 
 _log = logging.getLogger("paceline.server.inference")
 
@@ -34,42 +34,43 @@ _NO_FAULT_OF_THE_MODEL = frozenset(
 caller's deadline was too short."""
 
 
-class InFlight:
-    """A request in flight. `deadline_ns` is when its answer has to leave to reach the caller in time, on the monotonic
-    clock. `parent` is the caller's trace. `passed` are headers for another server, if one executes the request.
+class InFlight(Request[Any, Any]):
+    """A request in flight: what its caller sent, on top of what the batcher knows of it. Its payload are its inputs, as
+    its model's instances take them. `deadline_ns` is when its answer has to leave to reach the caller in time.
+    `parent` is the caller's trace. `passed` are headers for another server, if one executes the request.
 
-    `model` is set when it is looked up, `decoded` (a `DecodedRequest`) when the request is checked, and `pending` when
-    it is submitted; the last two are kept until it ends. Then `on_done` is called, unless the request is `gone`: given
-    up. By then it has an `answer`, or `fail` was called; if neither, `Inference.finish` makes the answer when it can
-    leave, since it may be large. `watch` is set only if somebody wants to know about every request.
+    `model` is set when it is looked up, and `decoded` from when it is checked until it has its answer. When it has
+    ended, `on_done` is called, unless it is `gone`: given up. By then it has an `answer`, or `on_failure` was called.
+    If neither, `InferenceSteps.finish` makes the answer when it can leave, since it may be large.
+    `counted`: its end is in the statistics. `trail` is set only if somebody wants to know about every request.
+    `number` is what another process knows it by, if it is from one or for one.
     """
+
+    __slots__ = ("answer", "counted", "decoded", "gone", "message", "model", "number", "parent", "passed", "trail")
 
     envelope: Envelope | None = None
     """The message that its answer travels in, if any."""
 
-    model: Any = None
-    decoded: Any = None
-    pending: asyncio.Future[Any] | None = None
-    watch: RequestWatch | None = None
-    answer: AnyResponse | None = None
-    gone = cancelled = False
-
     def __init__(
-        self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, passed: PassedHeaders
+        self,
+        message: AnyRequest,
+        deadline_ns: int,
+        parent: TraceParent | None,
+        passed: PassedHeaders,
+        arrived_ns: int = 0,
     ) -> None:
-        self.request = request
-        self.deadline_ns = deadline_ns
+        super().__init__((), 0, None, arrived_ns or time.monotonic_ns(), deadline_ns=deadline_ns)
+        self.message = message
         self.parent = parent
         self.passed = passed
-        self.began_ns = time.monotonic_ns()
+        self.model: Any = None
+        self.decoded: DecodedRequest | None = None
+        self.answer: AnyResponse | None = None
+        self.trail: RequestWatch | None = None
+        self.gone = self.counted = False
+        self.number = 0
 
-    def cancel(self) -> None:
-        """End the request as soon as possible. `on_done` is still called."""
-        self.cancelled = True
-        if self.pending is not None:
-            self.pending.cancel()
-
-    def fail(self, error: BaseException) -> None:
+    def on_failure(self, error: BaseException) -> None:
         """The request has failed: `error` takes the place of its answer."""
         raise NotImplementedError
 
@@ -77,16 +78,21 @@ class InFlight:
         """The request has its answer, or has failed, or its answer can be made now."""
         raise NotImplementedError
 
+    def let_go(self) -> None:
+        """Nothing of it but its answer is needed any more. Answers may be long in leaving, and inputs are large."""
+        self.payload, self.decoded = (), None
+
     def count_failure(self, error: BaseException) -> None:
         """Count the request as ended by `error`; log the error if the model is at fault."""
+        self.counted = True
         if self.model is not None:
-            self.model.statistics.on_failure(error, time.monotonic_ns() - self.began_ns)
+            self.model.statistics.on_failure(error, time.monotonic_ns() - self.arrived_ns)
             if reason_of(error) is FailureReason.BACKEND and status_of(error) not in _NO_FAULT_OF_THE_MODEL:
                 # Only its text: a handler that keeps the record would keep the error, and all that its traceback leads
                 # to.
                 _log.error("model '%s' version %s failed: %s", self.model.name, self.model.version, error_text(error))
-        if self.watch is not None:
-            self.watch.on_failure(error)
+        if self.trail is not None:
+            self.trail.on_failure(error)
 
 
 class Call(InFlight):
@@ -94,22 +100,24 @@ class Call(InFlight):
     their answers are made together, so the coroutine has little left to do when it is woken between others of
     gRPC's."""
 
+    __slots__ = ("_done", "_inference", "_problem")
+
     def __init__(
         self,
         inference: InferenceSteps,
-        request: AnyRequest,
+        message: AnyRequest,
         deadline_ns: int,
         parent: TraceParent | None,
         passed: PassedHeaders,
     ) -> None:
-        super().__init__(request, deadline_ns, parent, passed)
+        super().__init__(message, deadline_ns, parent, passed)
         self._inference = inference
-        self._error: BaseException | None = None
+        self._problem: BaseException | None = None
         self._done = _Done()
         self._done.call = self
 
-    def fail(self, error: BaseException) -> None:
-        self._error = error
+    def on_failure(self, error: BaseException) -> None:
+        self._problem = error
 
     # hot path: see bench/
     def on_done(self) -> None:
@@ -124,10 +132,10 @@ class Call(InFlight):
         self._inference.announce(self)
         try:
             await self._done
-            if self.answer is None and self._error is None:
+            if self.answer is None and self._problem is None:
                 self._inference.finish(self)
-            if self._error is not None:
-                raise self._error
+            if self._problem is not None:
+                raise self._problem
             assert self.answer is not None
             return self.answer
         except asyncio.CancelledError:
@@ -136,12 +144,12 @@ class Call(InFlight):
         finally:
             # Break the cycle: the error's traceback holds this frame, and this frame, through the call, would hold the
             # error and what the request used. Shared memory would stay open until the garbage collector runs.
-            self._error = None
+            self._problem = None
             del self
 
     def give_up(self) -> None:
         """Nobody waits for the answer any more; it may just have come."""
-        self._error = self._done.call = None
+        self._problem = self._done.call = None
         self._inference.give_up(self)
 
 
@@ -165,27 +173,8 @@ class InferenceSteps(Protocol):
 
     def check_serving(self) -> None: ...
 
-    def announce(self, flight: Any) -> None: ...
+    def announce(self, flight: InFlight) -> None: ...
 
-    def finish(self, flight: Any) -> None: ...
+    def finish(self, flight: InFlight) -> None: ...
 
-    def give_up(self, flight: Any) -> None: ...
-
-
-# hot path: see bench/
-def follow(flight: InFlight, pending: asyncio.Future[Any], on_done: Callable[[list[Any]], None]) -> None:
-    """Have `on_done` called when `pending` is done, with `flight` and perhaps others that are done."""
-    flight.pending = pending
-    if isinstance(pending, NotifyingFuture):
-        pending.on_done, pending.subject = on_done, flight
-        return
-
-    def tell(done: asyncio.Future[Any]) -> None:
-        if flight.gone and not done.cancelled():
-            # It failed while it was being cancelled. Somebody has to retrieve the error, or asyncio logs that nobody
-            # did.
-            done.exception()
-        del done  # its error leads to this frame, which must not lead back to the error
-        on_done([flight])
-
-    pending.add_done_callback(tell)
+    def give_up(self, flight: InFlight) -> None: ...

@@ -19,7 +19,7 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from paceline.protos import inference_pb2 as pb
-from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders
+from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
 from paceline.server.codec.parameters import CANCEL, UNORDERED
 from paceline.server.codec.shortcuts import Envelope
 from paceline.server.codec.wire_request import AnyRequest, Unread, WireRequest, message_of
@@ -90,14 +90,21 @@ class Streaming:
 class _Slot(InFlight):
     """A request, from the moment it is read until its answer is written."""
 
-    envelope = _ENVELOPE
-    stream: _Stream
-    unordered = done = False
-    failure: Failure | None = None
+    __slots__ = ("failure", "is_ready", "stream", "unordered")
 
-    def fail(self, error: BaseException) -> None:
+    envelope = _ENVELOPE
+
+    def __init__(
+        self, stream: _Stream, message: AnyRequest, deadline_ns: int, parent: TraceParent | None, passed: PassedHeaders
+    ) -> None:
+        super().__init__(message, deadline_ns, parent, passed)
+        self.stream = stream
+        self.unordered = self.is_ready = False
+        self.failure: Failure | None = None
+
+    def on_failure(self, error: BaseException) -> None:
         if isinstance(error, Exception):
-            self.failure = status_and_text(error, self.request, _RPC)
+            self.failure = status_and_text(error, self.message, _RPC)
         else:
             self.failure = grpc.StatusCode.CANCELLED, "the request was cancelled"
 
@@ -203,8 +210,8 @@ class _Stream:
             self._ordered.append(slot)
         if self._headers:
             try:
-                slot.request = message_of(request)
-                add_headers(slot.request, self._headers)
+                slot.message = message_of(request)
+                add_headers(slot.message, self._headers)
             except Exception as error:  # noqa: BLE001 - the caller must get an answer
                 self._refuse(slot, error)
                 return
@@ -212,30 +219,29 @@ class _Stream:
 
     # hot path: see bench/
     def _slot(self, request: AnyRequest) -> _Slot:
-        slot = _Slot(request, self._deadline_ns, self._parent, self._passed)
-        slot.stream = self
+        slot = _Slot(self, request, self._deadline_ns, self._parent, self._passed)
         self._slots.add(slot)
         return slot
 
     def _refuse(self, slot: _Slot, error: Exception) -> None:
-        slot.fail(error)
+        slot.on_failure(error)
         self.on_done(slot)
 
     def _take_back(self, request_id: str) -> None:
         """Cancel the requests with this id. Looking through all slots costs nothing to those who never cancel."""
         for slot in self._slots:
-            if not slot.done and slot.request.id == request_id:
+            if not slot.is_ready and slot.message.id == request_id:
                 slot.cancel()
 
     # hot path: see bench/
     def on_done(self, slot: _Slot) -> None:
         """The answer of `slot` is ready to leave, and so may be others that waited for it."""
-        slot.done = True
+        slot.is_ready = True
         if slot.unordered:
             self._ready.append(slot)
         else:
             ordered = self._ordered
-            while ordered and ordered[0].done:
+            while ordered and ordered[0].is_ready:
                 self._ready.append(ordered.popleft())
         if self._writer is not None:
             self._wake_writer()
@@ -279,11 +285,11 @@ class _Stream:
             try:
                 return _final(pb.ModelStreamInferResponse(infer_response=answer))
             except MemoryError as error:
-                failure = status_and_text(error, slot.request, _RPC)
+                failure = status_and_text(error, slot.message, _RPC)
         if self._ends_at_error:
             self._end(*failure)
             return None
-        return _final(_failure_message(slot.request, *failure))
+        return _final(_failure_message(slot.message, *failure))
 
     def _end(self, code: grpc.StatusCode, text: str) -> None:
         self._context.set_code(code)

@@ -27,8 +27,8 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from paceline.backends.base import Execution
-from paceline.scheduler.lane import Entry
 from paceline.scheduler.observer import BatchReport, Drop, Observer
+from paceline.scheduler.request import AnyRequest
 from paceline.server.call_facts import TraceParent
 from paceline.server.errors import status_of
 from paceline.server.telemetry.trace_settings import OtlpTarget
@@ -112,7 +112,7 @@ class Spans:
         return _BatchSpans(self, model, version, batch_id_prefix, inner)
 
     def trace_batch(
-        self, requests: Sequence[tuple[Entry[object], RequestSpan]], batch: Attributes, report: BatchReport
+        self, requests: Sequence[tuple[AnyRequest, RequestSpan]], batch: Attributes, report: BatchReport
     ) -> None:
         """Record the batch's span, and in the span of each of its requests how it waited and was executed."""
         offset_ns = _offset_ns()
@@ -168,10 +168,10 @@ class RequestSpan:
         self.span.update_name(f"infer {self._model}")
         self.span.set_attributes({"paceline.model.version": version, "paceline.rows": rows})
 
-    def on_execution(self, entry: Entry[object], batch: Span, report: BatchReport) -> None:
+    def on_execution(self, entry: AnyRequest, batch: Span, report: BatchReport) -> None:
         """It, or a part of it, was executed in `batch`."""
-        part = id(entry.payload)
-        self._child("queue", self._executed.get(part, entry.enqueued_ns), report.started_ns)
+        part = id(entry)
+        self._child("queue", self._executed.get(part, entry.arrived_ns), report.started_ns)
         self._executed[part] = report.finished_ns
         self._child("compute", report.started_ns, report.finished_ns, batch, report.error)
 
@@ -213,7 +213,7 @@ class _BatchSpans:
 
     def on_batch(self, report: BatchReport) -> None:
         self._inner.on_batch(report)
-        tags = ((entry, entry.payload.tag) for entry in report.entries)
+        tags = ((entry, entry.tag) for entry in report.entries)
         requests = [(entry, tag.span) for entry, tag in tags if tag is not None and tag.span is not None]
         if requests:
             batch: Attributes = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.backends.base import Execution
 from paceline.backends.extras import how_to_install
-from paceline.scheduler.pending import BatchFacts
+from paceline.scheduler.request import BatchFacts
 from paceline.server.errors import StartError
 from paceline.server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore
 from paceline.server.telemetry.trace_writer import TraceWriter

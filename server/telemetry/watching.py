@@ -10,7 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from paceline.scheduler.pending import BatchFacts
+from paceline.scheduler.request import BatchFacts
 from paceline.server.call_facts import TraceParent
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import error_text, status_of

@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from paceline.scheduler.arrival_model import ArrivalModel
-from paceline.scheduler.batch_queue import Alike
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.errors import (
     BatcherClosed,
@@ -22,11 +21,12 @@ from paceline.scheduler.errors import (
     NoInstance,
     QueueFull,
     RequestTooLarge,
+    SchedulerError,
 )
 from paceline.scheduler.isolation import Blame
 from paceline.scheduler.observer import BatchReport
-from paceline.scheduler.pending import Pending
 from paceline.scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.request import Request as Submitted
 from paceline.scheduler.runner import Done
 from paceline.scheduler.shortages import SHORTEST_REST_NS
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
@@ -88,7 +88,7 @@ class Request:
     arrived_ns: int
     deadline_ns: int
     timeout_at_ns: int
-    future: Pending[Request, Any]
+    future: Submitted[Request, Any]
     answer: object = None
     faults: list[Fault] = field(default_factory=list)
     is_over: bool = False
@@ -216,7 +216,7 @@ class World(RecordingObserver):
     def on_batch(self, report: BatchReport) -> None:
         super().on_batch(report)
         if isinstance(report.error, ExecutionTimeout):
-            requests = [entry.payload.payload for entry in report.entries]
+            requests = [entry.payload for entry in report.entries]
             slot = next(one for one in self.slots if [*one.current] == requests and not one.hangs)
             slot.hangs = True
             self.gone.add(slot.instance)
@@ -243,8 +243,8 @@ class World(RecordingObserver):
         assert slot in self.owed or self.closed  # then two executions may end that nothing is known of any more
         self.owed.discard(slot)
 
-    def on_done(self, subjects: list[Request]) -> None:
-        self.notified += subjects
+    def on_answers(self, ended: list[Submitted[Request, Any]]) -> None:
+        self.notified += [one.payload for one in ended]
 
     # Actions.
 
@@ -267,48 +267,52 @@ class World(RecordingObserver):
 
     def take(self, requests: list[Request]) -> None:
         self.announced = [one for one in self.announced if one not in requests]
-        for like, group in groupby(requests, key=lambda one: one.like):
-            same = [*group]
-            futures: Sequence[Pending[Request, Any]] = ()
-            if len(same) > 1 and self.batcher.takes_any_alike:
-                alike = Alike(like.rows, like.key, like.size_bytes, like.priority, like.timeout_ns)
-                arrivals_ns, deadlines_ns = [one.arrived_ns for one in same], [one.deadline_ns for one in same]
-                futures = self.batcher.submit_alike(same, alike, arrivals_ns, deadlines_ns)
-                for one, future in zip(same, futures, strict=bool(futures)):
-                    self.accept(one, future)
-            for one in () if futures else same:
-                self.submit_one(one)
+        for _, group in groupby(requests, key=lambda one: one.like):
+            self.take_group([*group])
 
-    def submit_one(self, one: Request) -> None:
-        like, how = one.like, {"rpc_deadline_ns": one.deadline_ns, "arrived_ns": one.arrived_ns}
-        how.update(size_bytes=like.size_bytes, priority=like.priority, timeout_ns=like.timeout_ns)
-        try:
-            future = self.batcher.submit(one, like.rows, like.key, **how)
-        except RequestTooLarge:
-            assert like.rows > self.policy.max_batch_rows
-        except QueueFull as full:
-            assert not self.has_room(one, self.may_wait())
-            self.refused[f"queue_full_{full.what}"] += 1
-        except DeadlineUnreachable:
+    def take_group(self, group: Sequence[Request]) -> None:
+        for one in group:
+            like = one.like
+            one.future = Submitted(one, like.rows, like.key, one.arrived_ns, deadline_ns=one.deadline_ns)
+            one.future.size_bytes, one.future.priority, one.future.timeout_ns = like[2:5]
+        refusals = self.batcher.submit([one.future for one in group])
+        assert len(refusals) in (0, len(group))
+        # Each is judged by those that came before it: the later ones of its group hadn't come yet.
+        may_wait = self.may_wait()
+        for one, error in zip(group, refusals or [None] * len(group), strict=True):
+            if error is None:
+                self.accept(one)
+                may_wait.append(one)
+            else:
+                self.refuse(one, error, may_wait)
+
+    def refuse(self, one: Request, error: SchedulerError, may_wait: Sequence[Request]) -> None:
+        assert not one.future.waits
+        assert not one.future.done()
+        if isinstance(error, RequestTooLarge):
+            assert one.like.rows > self.policy.max_batch_rows
+        elif isinstance(error, QueueFull):
+            assert not self.has_room(one, may_wait)
+            self.refused[f"queue_full_{error.what}"] += 1
+        elif isinstance(error, DeadlineUnreachable):
             assert self.policy.deadline_aware
             assert one.deadline_ns != NEVER
             self.refused["unreachable"] += 1
-        except NoInstance:
+        elif isinstance(error, NoInstance):
             assert self.suspended
             self.refused["no_instance"] += 1
-        except BatcherClosed:
+        else:
+            assert isinstance(error, BatcherClosed)
             assert self.drains or self.closed
             self.refused["closed"] += 1
-        else:
-            self.accept(one, future)
 
-    def accept(self, one: Request, future: Pending[Request, Any]) -> None:
+    def accept(self, one: Request) -> None:
         assert not any((self.suspended, self.drains, self.closed))
+        assert one.future.waits
         executing = self.executing()
         certain = [each for each in self.requests if each.waits and not (each.vague or each.search)]
         assert self.has_room(one, (each for each in certain if each not in executing))
-        one.future = future
-        future.on_done, future.subject = self.on_done, one
+        one.future.on_answers = self.on_answers
         self.requests.append(one)
 
     def has_room(self, one: Request, waiting: Iterable[Request]) -> bool:

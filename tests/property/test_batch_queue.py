@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paceline.scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS
-from paceline.scheduler.batch_queue import Alike, Batch, BatchQueue, Entry
+from paceline.scheduler.batch_queue import Batch, BatchQueue
 from paceline.scheduler.errors import QueueFull, RequestTooLarge
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
+from paceline.scheduler.request import Request
+
+Queued = Request[int, None]
 
 
 @dataclass
@@ -21,9 +24,9 @@ class Waiting:
     key: str
     rows: int
     size_bytes: int
-    enqueued_ns: int
+    arrived_ns: int
     timeout_at_ns: int
-    rpc_deadline_ns: int
+    deadline_ns: int
     level: int
     delayed: int = 0
 
@@ -33,8 +36,8 @@ class Waiting:
         return (self.level, self.delayed, self.number)
 
     @property
-    def deadline_ns(self) -> int:
-        return self.rpc_deadline_ns if self.delayed else min(self.timeout_at_ns, self.rpc_deadline_ns)
+    def act_at_ns(self) -> int:
+        return self.deadline_ns if self.delayed else min(self.timeout_at_ns, self.deadline_ns)
 
 
 @dataclass
@@ -90,10 +93,10 @@ class NaiveQueue:
     def expire(self, now_ns: int) -> list[Waiting]:
         """Refuse requests whose time is up, in order of deadline; delay those that may wait on behind the others."""
         gone = []
-        due = sorted((one for one in self.waiting if one.deadline_ns <= now_ns), key=lambda one: one.deadline_ns)
+        due = sorted((one for one in self.waiting if one.act_at_ns <= now_ns), key=lambda one: one.act_at_ns)
         for one in due:
             action = self.policy.queue_policy(one.level).timeout_action
-            if action is TimeoutAction.DELAY and one.rpc_deadline_ns > now_ns:
+            if action is TimeoutAction.DELAY and one.deadline_ns > now_ns:
                 self.delays += 1
                 one.delayed = self.delays
             else:
@@ -111,7 +114,7 @@ class NaiveQueue:
         preferred = self.preferred(now_ns)
         largest = max(preferred)
         reach = self.fitting(lane, largest)
-        if delay_ns and min(one.enqueued_ns for one in reach) + delay_ns <= now_ns:
+        if delay_ns and min(one.arrived_ns for one in reach) + delay_ns <= now_ns:
             return self.fitting(lane, self.allowed(now_ns))
         sums = [sum(one.rows for one in reach[: n + 1]) for n in range(len(reach))]
         hits = [n + 1 for n, rows in enumerate(sums) if rows in preferred]
@@ -133,16 +136,13 @@ class NaiveQueue:
             taken.append(one)
         return taken
 
-    def is_full(self, level: int, rows: int, size_bytes: int, requests: int = 1) -> bool:
-        """Whether there is no room for so many requests of that size each."""
+    def is_full(self, level: int, rows: int, size_bytes: int) -> bool:
+        """Whether there is no room for a request of that size."""
         limits, bound = self.policy.limits, self.policy.queue_policy(level).max_queue_size
         return bool(
-            (bound and sum(one.level == level for one in self.waiting) + requests > bound)
-            or (limits.max_rows and sum(one.rows for one in self.waiting) + requests * rows > limits.max_rows)
-            or (
-                limits.max_bytes
-                and sum(one.size_bytes for one in self.waiting) + requests * size_bytes > limits.max_bytes
-            )
+            (bound and sum(one.level == level for one in self.waiting) >= bound)
+            or (limits.max_rows and sum(one.rows for one in self.waiting) + rows > limits.max_rows)
+            or (limits.max_bytes and sum(one.size_bytes for one in self.waiting) + size_bytes > limits.max_bytes)
         )
 
 
@@ -193,45 +193,18 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     @initialize(policy=policies())
     def begin(self, policy: BatchPolicy) -> None:
         self.policy = policy
-        self.queue: BatchQueue[int] = BatchQueue(policy)
+        self.queue: BatchQueue[Queued] = BatchQueue(policy)
         self.naive = NaiveQueue(policy)
-        self.entries: dict[int, Entry[int]] = {}
+        self.entries: dict[int, Queued] = {}
         self.now_ns = 1_000
         self.pushed = self.left = 0
-        self.out: list[tuple[Batch[int], list[Waiting]]] = []
+        self.out: list[tuple[Batch[Queued], list[Waiting]]] = []
 
     @rule(requests=st.lists(requests(), min_size=1, max_size=6))
     def push(self, requests: list[tuple[int, str, int, int, int, int]]) -> None:
         """Several between two polls: otherwise orders that only many requests can have would hardly ever occur."""
-        for request in requests:
-            self.push_one(*request)
-
-    def push_one(self, rows: int, key: str, patience_ns: int, timeout_ns: int, priority: int, size_bytes: int) -> None:
-        rpc_deadline_ns = NEVER if patience_ns == NEVER else self.now_ns + patience_ns
-        level = self.policy.level_of(priority)
-        full = self.naive.is_full(level, rows, size_bytes)
-        assert self.queue.rows_ahead(key, level) == self.naive.rows_ahead(key, level)
-        number = self.pushed + 1
-        try:
-            entry = self.queue.push(
-                number,
-                rows,
-                key,
-                self.now_ns,
-                size_bytes=size_bytes,
-                priority=priority,
-                timeout_ns=timeout_ns,
-                rpc_deadline_ns=rpc_deadline_ns,
-            )
-        except RequestTooLarge:
-            assert rows > self.policy.max_batch_rows
-            return
-        except QueueFull:
-            assert full
-            return
-        assert not full
-        timeout_at_ns = self.policy.queue_policy(level).timeout_at_ns(self.now_ns, timeout_ns)
-        self.note(entry, Waiting(number, key, rows, size_bytes, self.now_ns, timeout_at_ns, rpc_deadline_ns, level))
+        for rows, key, patience_ns, timeout_ns, priority, size_bytes in requests:
+            self.push_together(rows, key, [self.now_ns], [patience_ns], timeout_ns, priority, size_bytes)
 
     @rule(
         rows=st.sampled_from([1, 1, 1, 2, 9]),
@@ -242,7 +215,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         priority=st.sampled_from([0, 1, 3]),
         size_bytes=st.sampled_from([0, 8, 30]),
     )
-    def push_alike(
+    def push_group(
         self,
         rows: int,
         key: str,
@@ -252,30 +225,45 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         priority: int,
         size_bytes: int,
     ) -> None:
-        """Several at a time, which end up where they would one after the other; or none, if one would be refused."""
         arrivals_ns = [self.now_ns + age_ns for age_ns in ages_ns]
         self.now_ns = arrivals_ns[-1]
-        deadlines_ns = [
-            NEVER if patience == NEVER else self.now_ns + patience
-            for patience, _ in zip(patience_ns, ages_ns, strict=False)
-        ]
-        level, count = self.policy.level_of(priority), len(arrivals_ns)
-        fits = rows <= self.policy.max_batch_rows and not self.naive.is_full(level, rows, size_bytes, count)
-        numbers = range(self.pushed + 1, self.pushed + 1 + count)
-        alike = Alike(rows, key, size_bytes, priority, timeout_ns)
-        assert self.queue.takes_alike(alike, arrivals_ns, deadlines_ns) == fits
-        if not fits:
-            return
-        entries = self.queue.push_alike(numbers, alike, arrivals_ns, deadlines_ns)
-        for entry, number, arrived_ns, deadline_ns in zip(entries, numbers, arrivals_ns, deadlines_ns, strict=True):
-            timeout_at_ns = self.policy.queue_policy(level).timeout_at_ns(arrived_ns, timeout_ns)
-            self.note(entry, Waiting(number, key, rows, size_bytes, arrived_ns, timeout_at_ns, deadline_ns, level))
+        self.push_together(rows, key, arrivals_ns, patience_ns[: len(ages_ns)], timeout_ns, priority, size_bytes)
 
-    def note(self, entry: Entry[int], waiting: Waiting) -> None:
-        assert entry.payload == waiting.number
-        self.pushed = waiting.number
-        self.entries[waiting.number] = entry
-        self.naive.waiting = sorted([*self.naive.waiting, waiting], key=lambda one: one.order)
+    def push_together(
+        self,
+        rows: int,
+        key: str,
+        arrivals_ns: list[int],
+        patience_ns: list[int],
+        timeout_ns: int,
+        priority: int,
+        size_bytes: int,
+    ) -> None:
+        """Requests end up where they would one after the other, and are refused if they would be."""
+        level = self.policy.level_of(priority)
+        assert self.queue.rows_ahead(key, level) == self.naive.rows_ahead(key, level)
+        group = [Queued(0, rows, key, arrived_ns, priority=priority) for arrived_ns in arrivals_ns]
+        for one, patience in zip(group, patience_ns, strict=True):
+            one.size_bytes, one.timeout_ns = size_bytes, timeout_ns
+            one.deadline_ns = NEVER if patience == NEVER else self.now_ns + patience
+        refusals = self.queue.push(group)
+        assert len(refusals) == (len(group) if any(refusals) else 0)
+        for one, refusal in zip(group, refusals or [None] * len(group), strict=True):
+            full = self.naive.is_full(level, rows, size_bytes)
+            assert isinstance(refusal, RequestTooLarge) == (rows > self.policy.max_batch_rows)
+            assert isinstance(refusal, QueueFull) == (full and rows <= self.policy.max_batch_rows)
+            assert one.waits == (refusal is None)
+            if one.waits:
+                self.note(one, level)
+
+    def note(self, entry: Queued, level: int) -> None:
+        self.pushed += 1
+        entry.payload = number = self.pushed
+        self.entries[number] = entry
+        timeout_at_ns = self.policy.queue_policy(level).timeout_at_ns(entry.arrived_ns, entry.timeout_ns)
+        bounds_ns = timeout_at_ns, entry.deadline_ns
+        new = Waiting(number, str(entry.key), entry.rows, entry.size_bytes, entry.arrived_ns, *bounds_ns, level)
+        self.naive.waiting = sorted([*self.naive.waiting, new], key=lambda one: one.order)
 
     @precondition(lambda self: self.pushed)
     @rule(data=st.data())
@@ -288,7 +276,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
 
     @rule(idle=st.sampled_from([0, 1, 1, 1, 2]), spare=st.sampled_from([0, 0, 0, 1]))
     def poll(self, idle: int, spare: int) -> None:
-        deadlines = {one.number: one.rpc_deadline_ns for one in self.naive.waiting}
+        deadlines = {one.number: one.deadline_ns for one in self.naive.waiting}
         before = {one.number: one for one in self.naive.waiting}
         step = self.queue.poll(self.now_ns, idle, spare)
         batches, expired = self.naive.poll(self.now_ns, idle, spare)
@@ -320,14 +308,14 @@ class QueueAgainstNaive(RuleBasedStateMachine):
 
     def check_wake(self, wake_ns: int | None, *, may_start: bool) -> None:
         """The wake-up is the first moment at which the naive model would decide something new, and lies ahead."""
-        moments = [one.deadline_ns for one in self.naive.waiting if one.deadline_ns != NEVER]
+        moments = [one.act_at_ns for one in self.naive.waiting if one.act_at_ns != NEVER]
         if may_start:
             moments += [self.oldest_ns(key) + self.policy.max_queue_delay_ns for key in self.naive.lane_keys()]
         assert wake_ns == (min(moments) if moments else None)
         assert wake_ns is None or wake_ns > self.now_ns
 
     def oldest_ns(self, key: str) -> int:
-        return min(one.enqueued_ns for one in self.naive.waiting if one.key == key)
+        return min(one.arrived_ns for one in self.naive.waiting if one.key == key)
 
     @rule(rows=st.sampled_from([1, 2, 3, 5, 8, 12]))
     def run_out_of_memory(self, rows: int) -> None:

@@ -8,7 +8,7 @@ from paceline.scheduler.errors import BatcherClosed, QueueFull
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from paceline.scheduler.testing import StepRunner
-from tests.unit.scheduler.workbench import Bench, LossBench, one_turn
+from tests.unit.scheduler.workbench import Bench, LossBench, one_turn, submit
 
 
 class CountingBench(Bench):
@@ -67,7 +67,7 @@ async def test_counters_have_every_request_once_when_the_batcher_closes() -> Non
     left.cancel()
     bench.batcher.close()
     with pytest.raises(BatcherClosed):
-        bench.batcher.submit("f", 1, "k")
+        submit(bench.batcher, "f", 1, "k")
     assert all(isinstance(one.exception(), BatcherClosed) for one in (runs, *waits))
     assert bench.seen.count(Drop.CLOSED) == 5
     assert bench.seen.count(Drop.CANCELLED) == 1
@@ -132,8 +132,8 @@ async def test_counters_have_every_request_once_when_one_of_several_suspects_not
 async def test_refusals_are_counted_by_the_bound_that_was_reached(policy: BatchPolicy, drop: Drop) -> None:
     bench = CountingBench(policy)
     await bench.submit("runs")
-    bench.batcher.submit("waits", 1, "k", size_bytes=10)
+    submit(bench.batcher, "waits", 1, "k", size_bytes=10)
     with pytest.raises(QueueFull):
-        bench.batcher.submit("refused", 1, "k", size_bytes=1)
+        submit(bench.batcher, "refused", 1, "k", size_bytes=1)
     assert bench.seen.drops == [drop]
     bench.batcher.close()

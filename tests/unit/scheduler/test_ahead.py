@@ -6,6 +6,7 @@ import pytest
 
 from paceline.scheduler.ahead import Ahead
 from paceline.scheduler.batch_queue import Batch
+from paceline.scheduler.request import AnyRequest
 
 MS = 1_000_000
 LONG_NS = 20 * MS
@@ -17,7 +18,7 @@ DUE_NS = 18 * MS
     ("expected_ns", "due_ns"), [(0, 0), (MS - 1, 0), (MS, MS * 3 // 4), (8 * MS, 6 * MS), (LONG_NS, DUE_NS)]
 )
 def test_execution_is_about_to_end_in_its_last_2_ms_but_at_most_its_last_quarter(expected_ns: int, due_ns: int) -> None:
-    ahead: Ahead[str, str] = Ahead()
+    ahead: Ahead[str, AnyRequest] = Ahead()
     ahead.begin("one", 0, expected_ns)
     assert ahead.wake_ns(0, requests=1) == (due_ns or None)
     assert ahead.wake_ns(0, requests=0) is None
@@ -28,7 +29,7 @@ def test_execution_is_about_to_end_in_its_last_2_ms_but_at_most_its_last_quarter
 
 
 def test_instances_about_to_end_are_listed_in_order_of_their_ends_until_given_a_batch() -> None:
-    ahead: Ahead[str, str] = Ahead()
+    ahead: Ahead[str, AnyRequest] = Ahead()
     for number, runner in enumerate(("one", "two", "three")):
         ahead.begin(runner, -number * MS, LONG_NS)
     assert ahead.about_to_end(DUE_NS) == ["three", "two", "one"]
@@ -47,10 +48,10 @@ def test_instances_about_to_end_are_listed_in_order_of_their_ends_until_given_a_
 
 
 def test_instance_that_gets_no_more_batches_keeps_the_one_it_was_handed() -> None:
-    ahead: Ahead[str, str] = Ahead()
+    ahead: Ahead[str, AnyRequest] = Ahead()
     for runner in ("one", "two"):
         ahead.begin(runner, 0, LONG_NS)
-    following = Batch(1, "k", 1, 1, ())
+    following: Batch[AnyRequest] = Batch(1, "k", 1, 1, ())
     ahead.next["one"] = following
     for runner in ("one", "two"):
         ahead.hand_no_more(runner)

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.scheduler.errors import BatcherClosed, NoInstance, QueueTimeout, SchedulerError
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import Request
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000
@@ -21,7 +22,7 @@ class Announced:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self.order: list[str] = []
-        self.futures: dict[str, asyncio.Future[str]] = {}
+        self.futures: dict[str, Request[str, str]] = {}
         self.refused: dict[str, SchedulerError] = {}
 
     def announce(self, *payloads: str, arrived_ns: int = 0) -> None:
@@ -156,11 +157,11 @@ async def test_raising_submitter_does_not_affect_other_requests(
 async def test_announced_request_already_past_its_deadline_expires() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4))
     (late,) = await bench.submit("x")
-    futures: list[asyncio.Future[str]] = []
+    futures: list[Request[str, str]] = []
     deadline_ns = bench.clock.now_ns() + MS
 
     def submit(requests: list[str]) -> None:
-        futures.extend(bench.put(*requests, rpc_deadline_ns=deadline_ns, arrived_ns=deadline_ns - MS))
+        futures.extend(bench.put(*requests, deadline_ns=deadline_ns, arrived_ns=deadline_ns - MS))
 
     bench.batcher.announce(submit, "a")
     bench.clock.advance(2 * MS)

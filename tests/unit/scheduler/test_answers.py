@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 
 from paceline.scheduler.answers import OrderedAnswers
 from paceline.scheduler.errors import ExecutionFailed
-from paceline.scheduler.lane import Entry
-from paceline.scheduler.pending import Pending
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import AnyRequest, Request
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 
@@ -26,12 +24,19 @@ class CancelTarget:
     def __init__(self, answers: OrderedAnswers) -> None:
         self.answers = answers
 
-    def on_cancel(self, pending: Pending[Any, Any], entry: Entry[Any] | None) -> None:
-        self.answers.cancelled(pending)
+    def on_cancel(self, request: AnyRequest) -> None:
+        self.answers.cancelled(request)
 
 
-async def expected(answers: OrderedAnswers, count: int) -> list[Pending[Any, Any]]:
-    requests: list[Pending[Any, Any]] = [Pending() for _ in range(count)]
+def end(answers: OrderedAnswers, outcome: str, request: AnyRequest, answer: Answer) -> None:
+    if outcome == "succeed":
+        answers.succeed([request], [answer])
+    else:
+        answers.fail(request, answer)
+
+
+async def expected(answers: OrderedAnswers, count: int) -> list[AnyRequest]:
+    requests: list[AnyRequest] = [Request(None, 1, "k") for _ in range(count)]
     for request in requests:
         request.batcher = CancelTarget(answers)
         answers.expect(request)
@@ -41,21 +46,32 @@ async def expected(answers: OrderedAnswers, count: int) -> list[Pending[Any, Any
 async def test_ordered_answer_waits_for_all_earlier_requests() -> None:
     answers = OrderedAnswers()
     first, second, third = await expected(answers, 3)
-    answers.succeed(third, "c")
+    answers.succeed([third], ["c"])
     answers.fail(second, ValueError("b"))
     assert not any(future.done() for future in (first, second, third))
-    answers.succeed(first, "a")
+    answers.succeed([first], ["a"])
     assert (first.result(), third.result()) == ("a", "c")
     with pytest.raises(ValueError, match="b"):
         second.result()
+
+
+async def test_ordered_answers_of_a_batch_leave_as_far_as_no_earlier_request_is_missing() -> None:
+    answers = OrderedAnswers()
+    first, second, third, fourth = await expected(answers, 4)
+    answers.succeed([second, fourth], ["b", "d"])
+    assert not any(request.done() for request in (first, second, third, fourth))
+    answers.succeed([first], ["a"])
+    assert [request.done() for request in (first, second, third, fourth)] == [True, True, False, False]
+    third.cancel()
+    assert [request.result() for request in (first, second, fourth)] == ["a", "b", "d"]
 
 
 @pytest.mark.parametrize("outcome", ["succeed", "fail"])
 async def test_first_ordered_answer_leaves_at_once_with_those_that_waited_for_it(outcome: str) -> None:
     answers = OrderedAnswers()
     first, second, third = await expected(answers, 3)
-    answers.succeed(second, "b")
-    getattr(answers, outcome)(first, Answer())
+    answers.succeed([second], ["b"])
+    end(answers, outcome, first, Answer())
     assert [future.done() for future in (first, second, third)] == [True, True, False]
     assert (first.exception() is not None) == (outcome == "fail")
 
@@ -67,7 +83,7 @@ async def test_ordered_answer_after_its_request_was_cancelled_is_not_kept(outcom
     gone.cancel()
     answer = Answer()
     kept = weakref.ref(answer)
-    getattr(answers, outcome)(gone, answer)
+    end(answers, outcome, gone, answer)
     del answer
     gc.collect()
     assert kept() is None
@@ -79,9 +95,9 @@ async def test_ordered_answer_of_a_request_cancelled_while_it_is_held_back_is_no
     first, gone = await expected(answers, 2)
     answer = Answer()
     kept = weakref.ref(answer)
-    getattr(answers, outcome)(gone, answer)
+    end(answers, outcome, gone, answer)
     gone.cancel()
-    answers.succeed(first, "first")
+    answers.succeed([first], ["first"])
     del answer
     gc.collect()
     assert kept() is None
@@ -91,8 +107,8 @@ async def test_preserve_ordering_with_two_instances_answers_in_order_of_arrival(
     bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=2)
     order: list[str] = []
     futures = await bench.submit("a", "b", "c")
-    for name, future in zip("abc", futures, strict=True):
-        future.add_done_callback(lambda _, name=name: order.append(name))
+    for future in futures:
+        future.on_answers = lambda requests: order.extend(one.payload for one in requests)
     first, second = bench.runners
     bench.clock.advance(7)
     second.finish(str.upper)

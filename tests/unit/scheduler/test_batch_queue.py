@@ -8,24 +8,26 @@ from paceline.scheduler.allowance import PAUSE_NS
 from paceline.scheduler.batch_queue import BatchQueue, Step
 from paceline.scheduler.errors import QueueFull, RequestTooLarge
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueuePolicy
+from paceline.scheduler.request import AnyRequest
+from tests.unit.scheduler.workbench import push
 
 SECOND = 1_000_000_000
 TRITON_QA = BatchPolicy(max_batch_rows=8, preferred_batch_rows=(2, 6), max_queue_delay_ns=10 * SECOND)
 PREFERRED_ONLY = BatchPolicy(max_batch_rows=8, preferred_batch_rows=(4, 6))
 
 
-def rows_of(step: Step[str]) -> list[int]:
+def rows_of(step: Step[AnyRequest]) -> list[int]:
     return [batch.rows for batch in step.batches]
 
 
-def poll_all(queue: BatchQueue[str], now_ns: int) -> list[int]:
+def poll_all(queue: BatchQueue[AnyRequest], now_ns: int) -> list[int]:
     return rows_of(queue.poll(now_ns, idle=100))
 
 
-def filled(policy: BatchPolicy, *rows: int, key: str = "k") -> BatchQueue[str]:
-    queue: BatchQueue[str] = BatchQueue(policy)
+def filled(policy: BatchPolicy, *rows: int, key: str = "k") -> BatchQueue[AnyRequest]:
+    queue: BatchQueue[AnyRequest] = BatchQueue(policy)
     for count in rows:
-        queue.push("request", count, key, now_ns=0)
+        push(queue, "request", count, key, now_ns=0)
     return queue
 
 
@@ -58,7 +60,7 @@ def test_poll_with_preferred_sizes_and_delay_batches_as_triton_does(
 
 def test_poll_when_delay_exceeded_takes_up_to_maximum_past_preferred_sizes() -> None:
     queue = filled(TRITON_QA, 3, 4)
-    queue.push("late", 1, "k", now_ns=11 * SECOND)
+    push(queue, "late", 1, "k", now_ns=11 * SECOND)
     assert poll_all(queue, 11 * SECOND) == [8]
 
 
@@ -76,44 +78,44 @@ def test_poll_prefers_the_allowed_size_while_memory_is_short_until_that_is_forgi
     assert poll_all(queue, 0) == [2]
     queue.forgive(before)
     for _ in range(2):
-        queue.push("request", 1, "k", 0)
+        push(queue, "request", 1, "k", 0)
     assert poll_all(queue, 0) == []
 
 
 def test_poll_no_longer_prefers_the_reduced_size_after_a_pause() -> None:
-    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=SECOND))
+    queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=SECOND))
     queue.exhausted(4, 0)
     for now_ns, at_once in ((PAUSE_NS - 1, [2]), (PAUSE_NS, [])):
         for _ in range(2):
-            queue.push("request", 1, "k", now_ns)
+            push(queue, "request", 1, "k", now_ns)
         assert poll_all(queue, now_ns) == at_once
 
 
 def test_poll_with_two_shapes_batches_each_in_its_lane() -> None:
-    queue: BatchQueue[str] = BatchQueue(TRITON_QA)
+    queue: BatchQueue[AnyRequest] = BatchQueue(TRITON_QA)
     for rows, key in ((1, "16"), (1, "8"), (3, "16"), (5, "8")):
-        queue.push(key, rows, key, now_ns=0)
+        push(queue, key, rows, key, now_ns=0)
     step = queue.poll(0, idle=2)
     assert [(batch.key, batch.rows) for batch in step.batches] == [("8", 6)]
     assert rows_of(queue.poll(10 * SECOND, idle=2)) == [4]
 
 
 def test_poll_with_several_ready_lanes_serves_the_oldest_head_first() -> None:
-    queue: BatchQueue[int] = BatchQueue(BatchPolicy(max_batch_rows=4))
+    queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=4))
     for number, key in enumerate("abcab"):
-        queue.push(number, 1, key, now_ns=number)
+        push(queue, number, 1, key, now_ns=number)
     order = [queue.poll(9, idle=1).batches[0].key for _ in range(3)]
     assert order == ["a", "b", "c"]
 
 
 def test_poll_with_a_flood_of_one_shape_does_not_starve_the_rare_one() -> None:
-    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=2))
+    queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=2))
     for now_ns in range(3):
-        queue.push("common", 2, "common", now_ns)
-    queue.push("rare", 1, "rare", 3)
+        push(queue, "common", 2, "common", now_ns)
+    push(queue, "rare", 1, "rare", 3)
     served = []
     for now_ns in range(4, 10):
-        queue.push("common", 2, "common", now_ns)
+        push(queue, "common", 2, "common", now_ns)
         served.append(queue.poll(now_ns, idle=1).batches[0].key)
     assert served.index("rare") == 3
 
@@ -142,7 +144,7 @@ def test_poll_hands_out_ahead_only_batches_that_cannot_become_any_larger(
 def test_poll_without_idle_instance_starts_nothing_and_wakes_for_deadlines_only() -> None:
     queue = filled(TRITON_QA, 1)
     assert queue.poll(0, idle=0).wake_ns is None, "the end of its delay is nothing to wake for"
-    queue.push("patient", 1, "k", 0, rpc_deadline_ns=5)
+    push(queue, "patient", 1, "k", 0, deadline_ns=5)
     assert queue.poll(0, idle=0) == Step(wake_ns=5)
 
 
@@ -153,15 +155,15 @@ def test_poll_with_waiting_lane_wakes_when_its_head_has_waited_the_delay() -> No
 
 def test_poll_with_waiting_lane_wakes_for_a_deadline_that_comes_before_the_end_of_the_delay() -> None:
     for left_ns, wake_ns in ((5, 5), (11 * SECOND, 10 * SECOND)):
-        queue: BatchQueue[str] = BatchQueue(TRITON_QA)
-        queue.push("patient", 1, "k", 0, rpc_deadline_ns=left_ns)
+        queue: BatchQueue[AnyRequest] = BatchQueue(TRITON_QA)
+        push(queue, "patient", 1, "k", 0, deadline_ns=left_ns)
         assert queue.poll(0, idle=1).wake_ns == wake_ns
 
 
 def test_poll_at_the_deadline_expires_instead_of_starting() -> None:
-    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
-    entry = queue.push("late", 1, "k", 0, rpc_deadline_ns=100)
-    queue.push("kept", 1, "k", 0)
+    queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    entry = push(queue, "late", 1, "k", 0, deadline_ns=100)
+    push(queue, "kept", 1, "k", 0)
     step = queue.poll(100, idle=1)
     assert step.expired == (entry,)
     assert [entry.payload for entry in step.batches[0].entries] == ["kept"]
@@ -169,32 +171,32 @@ def test_poll_at_the_deadline_expires_instead_of_starting() -> None:
 
 def test_cancel_of_a_request_that_completed_a_preferred_size_makes_the_lane_wait_again() -> None:
     queue = filled(TRITON_QA, 1)
-    second = queue.push("second", 1, "k", 0)
+    second = push(queue, "second", 1, "k", 0)
     assert queue.cancel(second)
     assert poll_all(queue, 0) == []
-    queue.push("third", 1, "k", 1)
+    push(queue, "third", 1, "k", 1)
     assert poll_all(queue, 1) == [2]
 
 
 def test_cancel_twice_changes_nothing() -> None:
-    queue: BatchQueue[str] = BatchQueue(TRITON_QA)
-    entry = queue.push("x", 1, "k", 0)
+    queue: BatchQueue[AnyRequest] = BatchQueue(TRITON_QA)
+    entry = push(queue, "x", 1, "k", 0)
     assert queue.cancel(entry)
     assert not queue.cancel(entry)
     assert (queue.waiting.requests, queue.waiting.rows, queue.lanes) == (0, 0, 0)
 
 
 def test_cancel_after_leaving_in_a_batch_is_refused() -> None:
-    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
-    entry = queue.push("x", 1, "k", 0)
+    queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    entry = push(queue, "x", 1, "k", 0)
     queue.poll(0, idle=1)
     assert not queue.cancel(entry)
 
 
 def test_cancel_after_leaving_in_a_batch_with_others_is_refused() -> None:
     for leaving in (2, 3):
-        queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=leaving))
-        first, *_ = [queue.push(name, 1, "k", 0) for name in "abc"]
+        queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=leaving))
+        first, *_ = [push(queue, name, 1, "k", 0) for name in "abc"]
         (batch,) = queue.poll(0, idle=1).batches
         assert batch.rows == leaving
         assert not queue.cancel(first)
@@ -202,28 +204,28 @@ def test_cancel_after_leaving_in_a_batch_with_others_is_refused() -> None:
 
 
 def test_push_to_a_full_queue_is_refused_exactly_at_the_limit() -> None:
-    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, queue=QueuePolicy(max_queue_size=2)))
-    queue.push("a", 1, "k", 0)
-    entry = queue.push("b", 1, "other", 0)
+    queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8, queue=QueuePolicy(max_queue_size=2)))
+    push(queue, "a", 1, "k", 0)
+    entry = push(queue, "b", 1, "other", 0)
     with pytest.raises(QueueFull, match="Exceeds maximum queue size"):
-        queue.push("c", 1, "k", 0)
+        push(queue, "c", 1, "k", 0)
     assert (queue.waiting.requests, queue.waiting.rows) == (2, 2)
     queue.cancel(entry)
-    queue.push("c", 1, "k", 0)
+    push(queue, "c", 1, "k", 0)
 
 
 @pytest.mark.parametrize("rows", [0, -1, 9])
 def test_push_of_a_size_no_batch_can_have_is_refused(rows: int) -> None:
-    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8))
     with pytest.raises(RequestTooLarge):
-        queue.push("x", rows, "k", 0)
+        push(queue, "x", rows, "k", 0)
     assert queue.waiting.requests == queue.lanes == 0
 
 
 def test_memory_of_cancelled_requests_with_far_deadlines_is_freed() -> None:
-    queue: BatchQueue[int] = BatchQueue(TRITON_QA)
+    queue: BatchQueue[AnyRequest] = BatchQueue(TRITON_QA)
     for number in range(10_000):
-        queue.cancel(queue.push(number, 1, number, 0, rpc_deadline_ns=SECOND))
+        queue.cancel(push(queue, number, 1, number, 0, deadline_ns=SECOND))
     assert len(queue._deadlines.items) < 200
 
 
@@ -235,11 +237,11 @@ def test_flush_releases_requests_that_wait_for_more() -> None:
 
 def test_poll_of_the_same_history_twice_gives_the_same_decisions() -> None:
     def history() -> list[tuple[object, ...]]:
-        queue: BatchQueue[int] = BatchQueue(TRITON_QA)
+        queue: BatchQueue[AnyRequest] = BatchQueue(TRITON_QA)
         seen: list[tuple[object, ...]] = []
         for number in range(200):
             deadline_ns = number * 10 + number % 7 * 100 or NEVER
-            queue.push(number, number % 3 + 1, number % 5, number * 10, rpc_deadline_ns=deadline_ns)
+            push(queue, number, number % 3 + 1, number % 5, number * 10, deadline_ns=deadline_ns)
             step = queue.poll(number * 10, idle=number % 3)
             seen.append(tuple(tuple(e.payload for e in b.entries) for b in step.batches))
         return seen

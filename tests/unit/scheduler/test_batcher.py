@@ -21,7 +21,7 @@ from paceline.scheduler.errors import (
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy, QueuePolicy
 from paceline.scheduler.testing import ManualClock, StepRunner
-from tests.unit.scheduler.workbench import Bench, one_turn
+from tests.unit.scheduler.workbench import Bench, one_turn, submit
 
 MS = 1_000_000
 
@@ -61,7 +61,8 @@ async def test_instance_done_early_gets_requests_that_arrive_while_its_answers_l
     await one_turn()
     bench.put("d")
     await one_turn()
-    first[0].add_done_callback(lambda _: bench.put("e"))
+    loop = asyncio.get_running_loop()
+    first[0].on_answers = lambda _: loop.call_soon(bench.put, "e") and None  # type: ignore[assignment]
     bench.runner.finish(str.upper)
     await one_turn()
     assert not bench.runner.busy
@@ -186,7 +187,7 @@ async def test_cancel_of_the_awaiting_task_takes_the_request_out_of_the_queue(be
     await one_turn()
 
     async def call() -> str:
-        return await bench.batcher.submit("a", 1, "k")
+        return await submit(bench.batcher, "a", 1, "k")
 
     task = asyncio.create_task(call())
     await one_turn()
@@ -220,7 +221,7 @@ async def test_queue_timeout_fails_a_request_on_time_though_no_instance_is_free(
 async def test_rpc_deadline_bounds_the_wait(bench: Bench) -> None:
     bench.put("blocker")
     await one_turn()
-    future = bench.batcher.submit("a", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
+    future = submit(bench.batcher, "a", 1, "k", deadline_ns=bench.clock.now_ns() + MS)
     await one_turn()
     bench.clock.advance(MS)
     with pytest.raises(QueueTimeout, match="Request timeout expired after 1000 us in the queue: Deadline Exceeded"):
@@ -255,7 +256,7 @@ async def test_batcher_needs_nothing_but_a_policy_and_runners() -> None:
     runner: StepRunner[str, str] = StepRunner(ManualClock())
     batcher: Batcher[str, str] = Batcher(BatchPolicy(max_batch_rows=4), [runner])
     batcher.start()
-    future = batcher.submit("a", 1, "k")
+    future = submit(batcher, "a", 1, "k")
     await one_turn()
     runner.finish(str.upper)
     assert await future == "A"
@@ -264,7 +265,7 @@ async def test_batcher_needs_nothing_but_a_policy_and_runners() -> None:
 
 async def test_submit_of_too_many_rows_is_refused(bench: Bench) -> None:
     with pytest.raises(RequestTooLarge):
-        bench.batcher.submit("a", 5, "k")
+        submit(bench.batcher, "a", 5, "k")
 
 
 async def test_drain_executes_queued_requests_without_further_delay_and_refuses_new_ones() -> None:
@@ -301,7 +302,7 @@ async def test_failed_start_leaves_nothing_running() -> None:
     assert able.stopped
     assert clock.alarms == 0
     with pytest.raises(BatcherClosed):
-        batcher.submit("a", 1, "k")
+        submit(batcher, "a", 1, "k")
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
@@ -321,7 +322,7 @@ async def test_start_with_too_few_descriptors_leaves_no_alarm(most: int) -> None
         batcher.start()
     assert (clock.alarms, runner.started) == (0, False)
     with pytest.raises(BatcherClosed):
-        batcher.submit("a", 1, "k")
+        submit(batcher, "a", 1, "k")
     batcher.close()
     await batcher.drain()
 
@@ -350,7 +351,7 @@ async def test_answered_requests_leave_no_reference_cycle_behind(bench: Bench) -
     try:
         payload = Payload("a")
         gone = weakref.ref(payload)
-        future = bench.batcher.submit(payload, 1, "k")
+        future = submit(bench.batcher, payload, 1, "k")
         await one_turn()
         bench.runner.finish(lambda _: "A")
         assert await future == "A"
@@ -366,7 +367,7 @@ async def test_request_with_an_unreachable_deadline_is_refused_and_counted() -> 
     bench = Bench(BatchPolicy(max_batch_rows=4))
     await bench.measure(10 * MS)
     with pytest.raises(DeadlineUnreachable):
-        bench.batcher.submit("b", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
+        submit(bench.batcher, "b", 1, "k", deadline_ns=bench.clock.now_ns() + MS)
     assert bench.seen.count(Drop.UNREACHABLE) == 1
     bench.batcher.close()
 
@@ -375,7 +376,7 @@ async def test_request_is_given_up_instead_of_executed_once_its_deadline_is_unre
     bench = Bench(BatchPolicy(max_batch_rows=4))
     await bench.measure(10 * MS)
     await bench.submit("a")
-    doomed = bench.batcher.submit("b", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 25 * MS)
+    doomed = submit(bench.batcher, "b", 1, "k", deadline_ns=bench.clock.now_ns() + 25 * MS)
     bench.clock.advance(16 * MS)
     bench.runner.finish(str.upper)
     with pytest.raises(DeadlineUnreachable, match=r": 9000 us are left, an answer takes about \d{5} us"):

@@ -12,6 +12,7 @@ import pytest
 from paceline.scheduler.errors import NoInstance, QueueTimeout
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import Request
 from paceline.scheduler.testing import StepRunner
 from tests.unit.scheduler.workbench import LossBench, one_turn
 
@@ -46,7 +47,7 @@ def deadly_among(count: int, *deadly: int) -> list[str]:
     return [f"p{number}!" if number in deadly else f"p{number}" for number in range(count)]
 
 
-def outcomes(futures: Sequence[asyncio.Future[str]]) -> list[str]:
+def outcomes(futures: Sequence[Request[str, str]]) -> list[str]:
     return ["failed" if future.exception() else future.result() for future in futures]
 
 
@@ -107,7 +108,7 @@ async def test_cancelled_requests_stop_waiting_for_another_instance(bench: LossB
 
 
 async def test_expired_requests_stop_waiting_for_another_instance(bench: LossBench) -> None:
-    (hurried,) = bench.put("a", rpc_deadline_ns=bench.clock.now_ns() + 50)
+    (hurried,) = bench.put("a", deadline_ns=bench.clock.now_ns() + 50)
     (patient,) = await bench.submit("b")
     bench.runner.fail(ChildProcessError())
     await one_turn()
@@ -207,7 +208,7 @@ class Chaos(LossBench):
             payload = f"p{number}" + "!" * (self.chance.random() < 0.2)
             deadline_ns = self.clock.now_ns() + self.chance.choice([20, 500, 10**9])
             try:
-                self.futures += self.put(payload, key=self.chance.choice("kkq"), rpc_deadline_ns=deadline_ns)
+                self.futures += self.put(payload, key=self.chance.choice("kkq"), deadline_ns=deadline_ns)
             except NoInstance:
                 self.refused += 1
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.scheduler.errors import ExecutionFailed, QueueTimeout
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy, QueuePolicy
-from tests.unit.scheduler.workbench import Bench, one_turn
+from tests.unit.scheduler.workbench import Bench, nothing_to_collect, one_turn, submit
 
 MS = 1_000_000
 
@@ -49,14 +49,18 @@ async def test_facts_come_with_the_result_and_have_the_wait_of_each_request(benc
     assert [one.facts.queue_ns for one in (first, second, third) if one.facts] == [0, 9, 2]
 
 
-async def test_dropped_request_leaves_no_cycle_for_the_garbage_collector() -> None:
+@pytest.mark.parametrize("told", [False, True])
+async def test_dropped_request_leaves_no_cycle_for_the_garbage_collector(told: bool) -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=MS)))
     await bench.submit("runs")
-    (late,) = await bench.submit("late")
-    assert late.entry is not None
-    bench.clock.advance(MS)
-    assert isinstance(late.exception(), QueueTimeout)
-    assert late.entry is None
+    with nothing_to_collect():
+        (late,) = await bench.submit("late")
+        if told:
+            late.on_answers = [late].extend
+        bench.clock.advance(MS)
+        assert isinstance(late.exception(), QueueTimeout)
+        await one_turn()
+        del late
     bench.batcher.close()
 
 
@@ -89,14 +93,14 @@ async def test_each_request_of_a_failed_batch_gets_its_own_exception(bench: Benc
 
 
 async def test_report_has_the_requests_of_its_batch_and_their_tags(bench: Bench) -> None:
-    first = bench.batcher.submit("a", 1, "k", tag="mine")
-    second = bench.batcher.submit("b", 2, "k")
+    first = submit(bench.batcher, "a", 1, "k", tag="mine")
+    second = submit(bench.batcher, "b", 2, "k")
     await one_turn()
     bench.runner.finish(str.upper)
     assert await asyncio.gather(first, second) == ["A", "B"]
     (report,) = bench.seen.reports
     assert report.number == 1
-    assert [(entry.payload.tag, entry.rows) for entry in report.entries] == [("mine", 1), (None, 2)]
+    assert [(entry.tag, entry.rows) for entry in report.entries] == [("mine", 1), (None, 2)]
 
 
 class Broken:

@@ -6,6 +6,7 @@ import pytest
 
 from paceline.scheduler.executing import Executing
 from paceline.scheduler.latency import LatencyModel
+from paceline.scheduler.request import AnyRequest
 
 MS = 1_000_000
 
@@ -20,12 +21,12 @@ def latency() -> LatencyModel:
 
 
 def test_batches_are_numbered_from_1(latency: LatencyModel) -> None:
-    executing: Executing[str] = Executing(latency, 1, 4)
+    executing: Executing[AnyRequest] = Executing(latency, 1, 4)
     assert [executing.begin("k", (), 1, 1, 0).number for _ in range(3)] == [1, 2, 3]
 
 
 def test_first_end_is_that_of_the_batch_expected_to_end_first(latency: LatencyModel) -> None:
-    executing: Executing[str] = Executing(latency, 2, 4)
+    executing: Executing[AnyRequest] = Executing(latency, 2, 4)
     assert executing.first_end_ns(7) == 7
     executing.begin("k", (), 4, 4, 0)
     assert executing.first_end_ns(0) == 10 * MS
@@ -37,7 +38,7 @@ def test_first_end_is_that_of_the_batch_expected_to_end_first(latency: LatencyMo
 
 
 def test_execution_of_unknown_length_may_end_at_any_time(latency: LatencyModel) -> None:
-    executing: Executing[str] = Executing(latency, 1, 4)
+    executing: Executing[AnyRequest] = Executing(latency, 1, 4)
     executing.begin("never seen", (), 4, 4, 3)
     assert executing.first_end_ns(5) == 3
     assert executing.least_wait_ns("never seen", 100, 5) == 0
@@ -49,6 +50,6 @@ def test_execution_of_unknown_length_may_end_at_any_time(latency: LatencyModel) 
 def test_least_wait_is_that_for_a_free_instance_and_the_full_batches_ahead(
     latency: LatencyModel, instances: int, rows_ahead: int, wait_ms: int
 ) -> None:
-    executing: Executing[str] = Executing(latency, instances, 4)
+    executing: Executing[AnyRequest] = Executing(latency, instances, 4)
     executing.begin("k", (), 4, 4, 0)
     assert executing.least_wait_ns("k", rows_ahead, 0) == wait_ms * MS

@@ -14,10 +14,11 @@ from paceline.scheduler.errors import BatcherClosed, ExecutionFailed, ExecutionT
 from paceline.scheduler.isolation import Blame
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.runner import Outcome, ThreadRunner
 from paceline.scheduler.testing import Results, StepRunner
 from paceline.scheduler.waiting import SharedQueueLimits
-from tests.unit.scheduler.workbench import Bench, NeverWaits, one_turn
+from tests.unit.scheduler.workbench import Bench, NeverWaits, one_turn, push
 
 MS = 1_000_000
 LONG_NS = 20 * MS
@@ -161,7 +162,7 @@ async def test_batch_handed_over_takes_room_until_it_executes(bench: StagingBenc
 
 
 async def test_batch_handed_over_takes_room_of_its_model_and_level() -> None:
-    queue: BatchQueue[str] = BatchQueue(
+    queue: BatchQueue[AnyRequest] = BatchQueue(
         BatchPolicy(
             max_batch_rows=2,
             priority_levels=2,
@@ -171,19 +172,19 @@ async def test_batch_handed_over_takes_room_of_its_model_and_level() -> None:
         )
     )
     for payload in "ab":
-        queue.push(payload, 1, "k", 0, size_bytes=10)
+        push(queue, payload, 1, "k", 0, size_bytes=10)
     (batch,) = queue.poll(0, idle=1).batches
     queue.reserve(batch)
     assert (queue.waiting.requests, queue.waiting.reserved) == (0, 2)
     with pytest.raises(QueueFull, match="2 requests"):
-        queue.push("c", 1, "k", 0)
+        push(queue, "c", 1, "k", 0)
     with pytest.raises(QueueFull, match="3 rows"):
-        queue.push("c", 2, "k", 0, priority=2)
+        push(queue, "c", 2, "k", 0, priority=2)
     with pytest.raises(QueueFull, match="30 bytes"):
-        queue.push("c", 1, "k", 0, priority=2, size_bytes=11)
-    queue.push("c", 1, "k", 0, priority=2, size_bytes=10)
+        push(queue, "c", 1, "k", 0, priority=2, size_bytes=11)
+    push(queue, "c", 1, "k", 0, priority=2, size_bytes=10)
     queue.release(batch)
-    queue.push("d", 2, "k", 0, size_bytes=20)
+    push(queue, "d", 2, "k", 0, size_bytes=20)
     assert queue.waiting.reserved == 0
 
 
@@ -247,12 +248,12 @@ async def test_nothing_is_handed_over_during_an_execution_of_unknown_length() ->
 
 def test_request_is_in_time_or_late_by_when_its_batch_will_start() -> None:
     for starts_ns, in_time in ((0, True), (MS, True), (2 * MS, False)):
-        queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=2))
+        queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=2))
         for _ in range(3):
-            queue.push("before", 1, "k", 0)
+            push(queue, "before", 1, "k", 0)
             (batch,) = queue.poll(0, idle=1).batches
             queue.done(batch, LONG_NS, LONG_NS)
-        queue.push("x", 1, "k", LONG_NS, rpc_deadline_ns=2 * LONG_NS + MS)
+        push(queue, "x", 1, "k", LONG_NS, deadline_ns=2 * LONG_NS + MS)
         step = queue.poll(LONG_NS, idle=1, starts_ns=starts_ns and LONG_NS + starts_ns)
         assert (len(step.batches), len(step.unreachable)) == ((1, 0) if in_time else (0, 1))
 
@@ -502,7 +503,7 @@ async def test_batch_handed_over_is_expected_to_begin_when_its_own_instance_ends
     await bench.submit("c", "d")
     bench.clock.advance(LONG_NS - 2 * MS)
     assert all(runner.busy for runner in bench.runners)
-    (hurried,) = await bench.submit("e", rpc_deadline_ns=began_ns + 2 * LONG_NS + MS)
+    (hurried,) = await bench.submit("e", deadline_ns=began_ns + 2 * LONG_NS + MS)
     assert not hurried.done()
     assert [runner.next for runner in bench.runners].count(["e"]) == 1
     bench.batcher.close()

@@ -11,10 +11,10 @@ import pytest
 
 from paceline.scheduler.errors import ExecutionFailed, QueueTimeout
 from paceline.scheduler.isolation import Blame, Search, Suspects, budget_for
-from paceline.scheduler.lane import Entry
 from paceline.scheduler.observer import Drop
-from paceline.scheduler.policy import NEVER, BatchPolicy
-from tests.unit.scheduler.workbench import Bench, one_turn
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import Request
+from tests.unit.scheduler.workbench import Bench, one_turn, submit
 
 MS = 1_000_000
 
@@ -35,7 +35,7 @@ class PoisonBench(Bench):
         return runs
 
 
-def outcomes(futures: Sequence[asyncio.Future[str]]) -> list[str]:
+def outcomes(futures: Sequence[Request[str, str]]) -> list[str]:
     return ["failed" if future.exception() else future.result() for future in futures]
 
 
@@ -86,7 +86,7 @@ def test_budget_is_twice_what_one_culprit_takes() -> None:
 
 
 def test_budget_is_spent_as_long_as_it_covers_two_halves() -> None:
-    entries: list[Entry[str]] = [Entry(name, 1, 0, 0, 0, 0, NEVER, NEVER) for name in "abcde"]
+    entries: list[Request[str, str]] = [Request(name, 1, "k") for name in "abcde"]
     for budget in (2, 3):
         suspects = replace(Suspects.of_batch("k", entries), search=Search(budget))
         groups = [["".join(entry.payload for entry in group.entries) for group in suspects.halves()] for _ in range(2)]
@@ -131,7 +131,7 @@ async def test_batch_fails_as_a_whole_with_isolation_off_or_an_error_of_the_whol
 async def test_isolation_leaves_out_requests_cancelled_or_expired_meanwhile() -> None:
     bench = PoisonBench(BatchPolicy(max_batch_rows=4))
     bench.clock.advance(7 * MS)
-    late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
+    late = submit(bench.batcher, "late", 1, "k", deadline_ns=bench.clock.now_ns() + MS)
     gone, good = await bench.submit("gone", "good")
     gone.cancel()
     bench.clock.advance(MS)

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from paceline.scheduler.lane import Entry
+from collections.abc import Hashable
+
 from paceline.scheduler.lanes import Lanes
-from paceline.scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import AnyRequest
 
 DELAY_NS = 1_000
 GREEDY = BatchPolicy(max_batch_rows=4)
 PATIENT = BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,), max_queue_delay_ns=DELAY_NS)
 
 
-def entry(order: int, rows: int = 1) -> Entry[int]:
-    """An entry of that order. Negative ones overtake positive ones, as a higher priority does."""
-    return Entry(order, rows, 0, 0, order, enqueued_ns=order, act_at_ns=NEVER, rpc_deadline_ns=NEVER)
+def request(key: Hashable, order: int, rows: int = 1) -> AnyRequest:
+    """A request of that order. Negative ones overtake positive ones, as a higher priority does."""
+    one = AnyRequest(None, rows, key, arrived_ns=order)
+    one.order = order
+    return one
 
 
-def filled(policy: BatchPolicy, keys: str) -> tuple[Lanes[int], list[Entry[int]]]:
+def filled(policy: BatchPolicy, keys: str) -> tuple[Lanes[AnyRequest], list[AnyRequest]]:
     """One request of each key, in that order."""
-    lanes: Lanes[int] = Lanes(policy)
-    entries = [entry(order) for order in range(len(keys))]
-    for key, one in zip(keys, entries, strict=True):
-        lanes.add(key, one)
+    lanes: Lanes[AnyRequest] = Lanes(policy)
+    entries = [request(key, order) for order, key in enumerate(keys)]
+    for one in entries:
+        lanes.add([one])
     return lanes, entries
 
 
-def keys_served(lanes: Lanes[int], now_ns: int = 0) -> str:
+def keys_served(lanes: Lanes[AnyRequest], now_ns: int = 0) -> str:
     """The keys of the lanes served, one request at a time, until none is ready."""
     keys = ""
     while (lane := lanes.next_ready(now_ns)) is not None:
@@ -42,26 +46,24 @@ def test_lanes_take_turns_by_the_age_of_their_heads() -> None:
 
 def test_lane_whose_head_has_left_is_ranked_by_the_next_entry() -> None:
     lanes, (first, *_) = filled(GREEDY, "aba")
-    assert lanes.remove(first) == "a"
-    assert first.lane is None
+    assert first.waits
+    lanes.remove(first)
+    assert not first.waits
     assert keys_served(lanes) == "ba"
 
 
 def test_lane_is_ranked_by_an_entry_that_overtakes_its_head() -> None:
     for together in (False, True):
-        lanes: Lanes[int] = Lanes(GREEDY)
+        lanes: Lanes[AnyRequest] = Lanes(GREEDY)
         for key, order in (("b", 1), ("a", 2)):
-            lanes.add(key, entry(order))
-        if together:
-            lanes.add_all("a", [entry(-2), entry(-1)])
-        else:
-            lanes.add("a", entry(-2))
+            lanes.add([request(key, order)])
+        lanes.add([request("a", -2), request("a", -1)] if together else [request("a", -2)])
         assert keys_served(lanes).startswith("a" * (1 + together) + "b")
 
 
 def test_overtaken_prefix_is_determined_again() -> None:
     lanes, _ = filled(PATIENT, "aa")
-    lanes.add("a", entry(-1, rows=3))
+    lanes.add([request("a", -1, rows=3)])
     lane = lanes.next_ready(2)
     assert lane is not None
     assert [(one.order, one.rows) for one in lane][: lanes.releasable(lane, 2)] == [(-1, 3)]
@@ -69,7 +71,7 @@ def test_overtaken_prefix_is_determined_again() -> None:
 
 def test_prefix_is_right_after_several_changes_before_anybody_asks_for_it() -> None:
     lanes, (_, second) = filled(PATIENT, "aa")
-    lanes.add("a", entry(-1))
+    lanes.add([request("a", -1)])
     lanes.remove(second)
     lane = lanes.next_ready(2)
     assert lane is not None
@@ -87,7 +89,7 @@ def test_chosen_lane_is_not_ready_again_until_it_is_passed_over() -> None:
 
 def test_postponed_lane_is_ready_at_its_moment_with_or_without_an_overtaking_entry() -> None:
     lanes, _ = filled(GREEDY, "bb")
-    for waken in (lambda: None, lambda: lanes.add("b", entry(-1))):
+    for waken in (lambda: None, lambda: lanes.add([request("b", -1)])):
         lane = lanes.next_ready(0)
         assert lane is not None
         lanes.postpone(lane, 10)
@@ -112,9 +114,11 @@ def test_lane_with_a_delay_is_ready_with_a_preferred_prefix_or_when_the_delay_ha
 
 
 def test_delay_is_that_of_the_oldest_entry_though_a_younger_one_overtook_it() -> None:
-    lanes: Lanes[int] = Lanes(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=DELAY_NS))
-    for order, enqueued_ns in ((1, 10), (-1, 20)):
-        lanes.add("a", Entry(order, 1, 0, 0, order, enqueued_ns, act_at_ns=NEVER, rpc_deadline_ns=NEVER))
+    lanes: Lanes[AnyRequest] = Lanes(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=DELAY_NS))
+    for order, arrived_ns in ((1, 10), (-1, 20)):
+        one = request("a", order)
+        one.arrived_ns = arrived_ns
+        lanes.add([one])
     assert lanes.next_ready(10 + DELAY_NS - 1) is None
     lane = lanes.next_ready(10 + DELAY_NS)
     assert lane is not None
@@ -159,9 +163,10 @@ def test_entries_put_back_keep_their_turn() -> None:
         lane = lanes.next_ready(DELAY_NS)
         assert lane is not None
         assert lanes.take_only(lane) is first
-        assert (first.lane, lanes.get("a")) == (None, None)
-        lanes.put_back("a", [first])
-        assert first.lane is lanes.get("a")
+        assert (first.waits, lanes.get("a")) == (False, None)
+        lanes.put_back([first])
+        assert first.waits
+        assert [*(lanes.get("a") or ())] == [first]
         assert keys_served(lanes, 3 * DELAY_NS) == "abc"
 
 
@@ -171,7 +176,7 @@ def test_entries_put_back_are_in_the_order_of_arrival_whichever_returns_first() 
         for one in entries[:2]:
             lanes.remove(one)
         for place in returning:
-            lanes.put_back("a", [entries[place]])
+            lanes.put_back([entries[place]])
         lane = lanes.get("a")
         assert lane is not None
         assert list(lane) == entries
@@ -180,7 +185,7 @@ def test_entries_put_back_are_in_the_order_of_arrival_whichever_returns_first() 
 def test_entries_put_back_wait_for_more_requests_until_their_delay_has_passed() -> None:
     lanes, (first,) = filled(PATIENT, "a")
     lanes.remove(first)
-    lanes.put_back("a", [first])
+    lanes.put_back([first])
     assert lanes.next_ready(DELAY_NS - 1) is None
     lane = lanes.next_ready(DELAY_NS)
     assert lane is not None
@@ -189,8 +194,8 @@ def test_entries_put_back_wait_for_more_requests_until_their_delay_has_passed() 
 
 def test_lane_emptied_before_anybody_asks_for_it_is_gone() -> None:
     lanes, (first, second) = filled(PATIENT, "aa")
-    overtaking = entry(-1)
-    lanes.add("a", overtaking)
+    overtaking = request("a", -1)
+    lanes.add([overtaking])
     for one in (overtaking, first, second):
         lanes.remove(one)
     assert lanes.next_ready(2 * DELAY_NS) is None
@@ -215,16 +220,16 @@ def test_flush_makes_every_lane_ready() -> None:
 def test_lane_created_after_a_flush_is_ready_at_once() -> None:
     lanes, _ = filled(PATIENT, "")
     lanes.flush()
-    lanes.add("a", entry(1))
+    lanes.add([request("a", 1)])
     assert lanes.due.first_rank() is None
     assert keys_served(lanes) == "a"
 
 
 def test_emptied_lanes_leave_little_behind_in_the_heaps() -> None:
     for policy in (GREEDY, PATIENT):
-        lanes: Lanes[int] = Lanes(policy)
+        lanes: Lanes[AnyRequest] = Lanes(policy)
         for number in range(10_000):
-            one = entry(number)
-            lanes.add(number, one)
+            one = request(number, number)
+            lanes.add([one])
             lanes.remove(one)
         assert len(lanes.due.items) + len(lanes._ready.items) < 200

@@ -12,7 +12,7 @@ from paceline.scheduler.isolation import Blame
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.runner import ThreadLost
-from tests.unit.scheduler.workbench import Bench, LossBench, one_turn
+from tests.unit.scheduler.workbench import Bench, LossBench, one_turn, submit
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ async def test_batch_not_begun_by_its_lost_instance_is_executed_by_the_next_one(
 
 
 async def test_requests_of_a_batch_not_begun_wait_like_any_others(bench: LossBench) -> None:
-    late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 50)
+    late = submit(bench.batcher, "late", 1, "k", deadline_ns=bench.clock.now_ns() + 50)
     gone, good = await bench.submit("gone", "good")
     bench.runners[0].fail(EOFError())
     await one_turn()
@@ -169,7 +169,7 @@ async def test_suspended_batcher_refuses_waiting_and_new_requests_until_it_has_a
     bench.batcher.suspend()
     assert isinstance(waiting[0].exception(), NoInstance)
     with pytest.raises(NoInstance):
-        bench.batcher.submit("c", 1, "k")
+        submit(bench.batcher, "c", 1, "k")
     assert bench.seen.count(Drop.NO_INSTANCE) == 2
     assert bench.batcher.waiting_requests == 0
     another = await bench.add()
@@ -240,4 +240,4 @@ async def test_drain_of_a_suspended_batcher_ends_at_once_and_new_requests_find_i
     bench.batcher.suspend()
     await bench.batcher.drain()
     with pytest.raises(BatcherClosed):
-        bench.batcher.submit("c", 1, "k")
+        submit(bench.batcher, "c", 1, "k")

@@ -10,7 +10,7 @@ import pytest
 from paceline.scheduler.allowance import PAUSE_NS
 from paceline.scheduler.errors import ExecutionFailed, QueueTimeout
 from paceline.scheduler.policy import BatchPolicy
-from tests.unit.scheduler.workbench import LossBench, one_turn
+from tests.unit.scheduler.workbench import LossBench, one_turn, submit
 
 
 class ShortBench(LossBench):
@@ -74,7 +74,7 @@ async def test_request_too_large_by_itself_fails_and_the_others_do_not(bench: Sh
 async def test_request_of_more_rows_than_currently_allowed_runs_alone(bench: ShortBench) -> None:
     await bench.submit(*names(16))
     await bench.run_all(fits=4)
-    first, large, last = (bench.batcher.submit(name, rows, "k") for name, rows in (("a", 2), ("b", 10), ("c", 2)))
+    first, large, last = (submit(bench.batcher, name, rows, "k") for name, rows in (("a", 2), ("b", 10), ("c", 2)))
     await one_turn()
     assert await bench.run_all(fits=10) == [(2, False), (10, False), (2, False)]
     assert [await first, await large, await last] == ["A", "B", "C"]
@@ -137,7 +137,7 @@ async def test_batch_of_the_smallest_allowed_size_does_not_run_again() -> None:
 
 
 async def test_request_cancelled_or_expired_meanwhile_does_not_run_again(bench: ShortBench) -> None:
-    late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 5)
+    late = submit(bench.batcher, "late", 1, "k", deadline_ns=bench.clock.now_ns() + 5)
     gone, good, other = await bench.submit("gone", "good", "other")
     gone.cancel()
     bench.clock.advance(5)

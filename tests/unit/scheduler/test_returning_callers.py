@@ -8,27 +8,28 @@ import pytest
 
 from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.returning_callers import ReturningCallers
 from paceline.scheduler.runner import Outcome
 from paceline.scheduler.testing import Results
-from tests.unit.scheduler.workbench import Bench, one_turn
+from tests.unit.scheduler.workbench import Bench, one_turn, push
 
 MS = 1_000_000
 BASE_NS = 64 * MS
 
 
-def learned(clients: int, policy: BatchPolicy | None = None) -> tuple[BatchQueue[int], int]:
+def learned(clients: int, policy: BatchPolicy | None = None) -> tuple[BatchQueue[AnyRequest], int]:
     """A queue whose callers all come again 0.01 ms after their answers, and the time at which the last of many batches
     was answered."""
-    queue: BatchQueue[int] = BatchQueue(policy or BatchPolicy(max_batch_rows=8, await_returns=True))
+    queue: BatchQueue[AnyRequest] = BatchQueue(policy or BatchPolicy(max_batch_rows=8, await_returns=True))
     queue.latency.observe("k", 1, BASE_NS + MS, 0)
     queue.latency.observe("k", 8, BASE_NS + 8 * MS, 0)
     now_ns = 0
     for _ in range(30):
         for number in range(clients):
-            queue.push(number, 1, "k", now_ns + 10_000)
+            push(queue, number, 1, "k", now_ns + 10_000)
         now_ns += BASE_NS
-        for batch in queue.poll(now_ns, idle=1).batches:
+        for batch in queue.poll(now_ns, idle=clients).batches:
             now_ns += BASE_NS + clients * MS
             queue.done(batch, now_ns, BASE_NS + clients * MS)
     return queue, now_ns
@@ -36,20 +37,20 @@ def learned(clients: int, policy: BatchPolicy | None = None) -> tuple[BatchQueue
 
 def test_idle_instance_waits_for_returning_callers_and_starts_when_they_are_back() -> None:
     queue, now_ns = learned(clients=4)
-    queue.push(0, 1, "k", now_ns + 10_000)
+    push(queue, 0, 1, "k", now_ns + 10_000)
     step = queue.poll(now_ns + 10_000, idle=1)
     assert not step.batches
     assert step.wake_ns is not None
     assert now_ns < step.wake_ns <= now_ns + BASE_NS // 4
     for number in range(1, 4):
-        queue.push(number, 1, "k", now_ns + 20_000)
+        push(queue, number, 1, "k", now_ns + 20_000)
     (batch,) = queue.poll(now_ns + 20_000, idle=1).batches
     assert batch.rows == 4
 
 
 def test_idle_instance_waits_for_a_quarter_of_the_base_time_at_most() -> None:
     queue, now_ns = learned(clients=4)
-    queue.push(0, 1, "k", now_ns + 10_000)
+    push(queue, 0, 1, "k", now_ns + 10_000)
     wake_ns = queue.poll(now_ns + 10_000, idle=1).wake_ns
     assert wake_ns is not None
     while not (step := queue.poll(wake_ns, idle=1)).batches:
@@ -63,7 +64,7 @@ def test_idle_instance_does_not_wait_by_default_nor_after_a_flush() -> None:
     unasked, flushed = learned(clients=4, policy=BatchPolicy(max_batch_rows=8)), learned(clients=4)
     flushed[0].flush()
     for queue, now_ns in (unasked, flushed):
-        queue.push(0, 1, "k", now_ns + 10_000)
+        push(queue, 0, 1, "k", now_ns + 10_000)
         assert queue.poll(now_ns + 10_000, idle=1).batches
 
 
@@ -74,27 +75,27 @@ def test_idle_instance_does_not_wait_by_default_nor_after_a_flush() -> None:
 )
 def test_idle_instance_does_not_wait_where_a_delay_or_a_size_is_configured(configured: dict[str, Any]) -> None:
     queue, now_ns = learned(clients=4, policy=BatchPolicy(max_batch_rows=8, await_returns=True, **configured))
-    queue.push(0, 1, "k", now_ns + 10_000)
+    push(queue, 0, 1, "k", now_ns + 10_000)
     assert queue.poll(now_ns + 10_001, idle=1).batches
 
 
 def test_idle_instance_does_not_wait_for_a_single_caller() -> None:
     queue, now_ns = learned(clients=1)
-    queue.push(0, 1, "k", now_ns + 10_000)
+    push(queue, 0, 1, "k", now_ns + 10_000)
     assert queue.poll(now_ns + 10_000, idle=1).batches
 
 
 def test_idle_instance_does_not_wait_where_a_deadline_leaves_no_time_for_it() -> None:
     queue, now_ns = learned(clients=4)
     now_ns += 10_000
-    queue.push(0, 1, "k", now_ns, rpc_deadline_ns=now_ns + queue.latency.longest_ns)
+    push(queue, 0, 1, "k", now_ns, deadline_ns=now_ns + queue.latency.longest_ns)
     assert queue.poll(now_ns, idle=1).batches
 
 
 def test_idle_instance_waits_no_longer_because_a_deadline_is_far_off() -> None:
     queue, now_ns = learned(clients=4)
     now_ns += 10_000
-    queue.push(0, 1, "k", now_ns, rpc_deadline_ns=now_ns + 1_000 * BASE_NS)
+    push(queue, 0, 1, "k", now_ns, deadline_ns=now_ns + 1_000 * BASE_NS)
     wake_ns = queue.poll(now_ns, idle=1).wake_ns
     assert wake_ns is not None
     assert now_ns < wake_ns <= now_ns + BASE_NS // 4
@@ -103,15 +104,16 @@ def test_idle_instance_waits_no_longer_because_a_deadline_is_far_off() -> None:
 def test_idle_instance_that_would_wait_for_one_shape_serves_another() -> None:
     queue, now_ns = learned(clients=4)
     now_ns += 10_000
-    queue.push(0, 1, "k", now_ns)
-    queue.push(1, 1, "other", now_ns)
+    push(queue, 0, 1, "k", now_ns)
+    push(queue, 1, 1, "other", now_ns)
     assert [batch.key for batch in queue.poll(now_ns, idle=1).batches] == ["other"]
 
 
 @pytest.mark.parametrize(("max_rows", "waits"), [(1, False), (2, True)])
 def test_idle_instance_waits_for_nobody_where_each_request_has_its_own_batch(max_rows: int, waits: bool) -> None:
-    queue: BatchQueue[int] = BatchQueue(BatchPolicy(max_batch_rows=max_rows, await_returns=True))
-    assert queue.takes_any_alike == (not waits)
+    queue, now_ns = learned(clients=2, policy=BatchPolicy(max_batch_rows=max_rows, await_returns=True))
+    push(queue, 0, 1, "k", now_ns + 10_000)
+    assert bool(queue.poll(now_ns + 10_000, idle=1).batches) == (not waits)
 
 
 def returned(*arrivals: tuple[int, int], answered: int = 4, times: int = 60) -> ReturningCallers:

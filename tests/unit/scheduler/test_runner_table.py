@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.scheduler.executing import Batch
-from paceline.scheduler.lane import Entry
 from paceline.scheduler.latency import LatencyModel
-from paceline.scheduler.pending import Pending
-from paceline.scheduler.policy import NEVER
+from paceline.scheduler.request import Request
 from paceline.scheduler.runner_table import RunnerTable
 from paceline.scheduler.testing import ManualClock, StepRunner
 
@@ -45,9 +43,8 @@ class TableBench:
         self.events.append(("return", runner))
 
 
-def batch(number: int = 1, requests: int = 0) -> Batch[Pending[str, str]]:
-    entries = [Entry(Pending[str, str](), 1, 0, 0, 0, 0, NEVER, NEVER) for _ in range(requests)]
-    return Batch(number, "k", 1, 1, tuple(entries))
+def batch(number: int = 1, requests: int = 0) -> Batch[Request[str, str]]:
+    return Batch(number, "k", 1, 1, tuple(Request[str, str]("a", 1, "k") for _ in range(requests)))
 
 
 @pytest.fixture

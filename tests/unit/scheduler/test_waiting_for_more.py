@@ -63,7 +63,7 @@ async def test_idle_instance_waits_for_more_requests_by_default() -> None:
             },
             {"priority": 1},
         ),
-        ({}, {"rpc_deadline_ns": 800 * US}),
+        ({}, {"deadline_ns": 800 * US}),
     ],
 )
 async def test_request_with_little_time_waits_for_half_of_it(policy: dict[str, Any], how: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ async def test_request_with_little_time_that_comes_during_the_wait_is_answered_i
     submitted: list[Any] = []
 
     def submit(requests: list[Any]) -> None:
-        submitted.extend(one.put(*requests, rpc_deadline_ns=one.clock.now_ns() + 900 * US))
+        submitted.extend(one.put(*requests, deadline_ns=one.clock.now_ns() + 900 * US))
 
     one.put("a")
     await iterations()

@@ -9,18 +9,20 @@ import pytest
 from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.waiting import SharedQueueLimits
+from tests.unit.scheduler.workbench import push
 
 MS = 1_000_000
 
 
-def waiting(*rows: int, shared: tuple[int, int] = (0, 0), size_bytes: int = 0, **policy: Any) -> BatchQueue[str]:
+def waiting(*rows: int, shared: tuple[int, int] = (0, 0), size_bytes: int = 0, **policy: Any) -> BatchQueue[AnyRequest]:
     """A queue in which requests of these rows wait. `shared`: how many requests and bytes may wait for all models."""
-    queue: BatchQueue[str] = BatchQueue(
+    queue: BatchQueue[AnyRequest] = BatchQueue(
         BatchPolicy(**{"max_batch_rows": 16, **policy}), shared_limits=SharedQueueLimits(*shared)
     )
     for count in rows:
-        queue.push("waits", count, "k", 0, size_bytes=size_bytes)
+        push(queue, "waits", count, "k", 0, size_bytes=size_bytes)
     return queue
 
 
@@ -90,7 +92,7 @@ def test_worth_waiting_up_to_the_limit_while_the_size_of_more_requests_is_unknow
 
 
 def test_worth_waiting_for_no_more_than_every_waiting_level_has_room_for() -> None:
-    queue: BatchQueue[str] = BatchQueue(
+    queue: BatchQueue[AnyRequest] = BatchQueue(
         BatchPolicy(
             max_batch_rows=16,
             priority_levels=3,
@@ -98,11 +100,11 @@ def test_worth_waiting_for_no_more_than_every_waiting_level_has_room_for() -> No
             priority_queue={2: QueuePolicy(max_queue_size=3), 3: QueuePolicy(max_queue_size=1)},
         )
     )
-    queue.push("unbounded", 1, "k", 0, priority=1)
+    push(queue, "unbounded", 1, "k", 0, priority=1)
     assert queue.worth_waiting_for(0) == 15
-    queue.push("bounded", 1, "k", 0, priority=2)
+    push(queue, "bounded", 1, "k", 0, priority=2)
     assert queue.worth_waiting_for(0) == 2
-    queue.push("bounded", 1, "k", 0, priority=3)
+    push(queue, "bounded", 1, "k", 0, priority=3)
     assert queue.worth_waiting_for(0) == 0
 
 
@@ -125,12 +127,12 @@ def test_worth_waiting_for_no_more_than_there_is_room_for_beside_reserved_reques
     queue.reserve(batch)
     assert queue.worth_waiting_for(0) == more
     for _ in range(more):
-        queue.push("fits", 2, "k", 0, size_bytes=10)
+        push(queue, "fits", 2, "k", 0, size_bytes=10)
     with pytest.raises(QueueFull):
-        queue.push("refused", 2, "k", 0, size_bytes=10)
+        push(queue, "refused", 2, "k", 0, size_bytes=10)
     queue.release(batch)
     assert queue.waiting.reserved == 0
-    queue.push("fits", 2, "k", 0, size_bytes=10)
+    push(queue, "fits", 2, "k", 0, size_bytes=10)
 
 
 def test_not_worth_waiting_where_a_delay_is_configured_or_after_a_flush() -> None:
@@ -145,9 +147,9 @@ def test_waiting_may_take_half_of_what_an_execution_leaves_until_the_first_deadl
     assert queue.spare_until_ns == NEVER
     queue.latency.observe("k", 1, 5 * MS, 0)
     assert queue.latency.longest_ns == 10 * MS
-    queue.push("later", 1, "k", 2 * MS, rpc_deadline_ns=90 * MS)
+    push(queue, "later", 1, "k", 2 * MS, deadline_ns=90 * MS)
     assert queue.spare_until_ns == (2 + 39) * MS
-    hasty = queue.push("hasty", 1, "k", 4 * MS, rpc_deadline_ns=34 * MS)
+    hasty = push(queue, "hasty", 1, "k", 4 * MS, deadline_ns=34 * MS)
     assert queue.spare_until_ns == (4 + 10) * MS
     queue.cancel(hasty)
     assert queue.spare_until_ns == (2 + 39) * MS

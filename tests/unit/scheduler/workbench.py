@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import gc
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.isolation import Blame
-from paceline.scheduler.pending import Pending
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import AnyRequest, Request
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 
-__all__ = ["Bench", "LossBench", "NeverWaits", "crowd", "one_turn"]
+__all__ = ["Bench", "LossBench", "NeverWaits", "crowd", "nothing_to_collect", "one_turn", "push", "submit"]
+
+P = TypeVar("P")
+R = TypeVar("R")
 
 _BLAMES = {
     MemoryError: Blame.SIZE,
@@ -40,6 +46,39 @@ def crowd(requests: int, cost_ns: int, batches: int = 100) -> ArrivalModel:
     return arrivals
 
 
+def push(queue: BatchQueue[Any], payload: Any, rows: int, key: Hashable, now_ns: int, **how: Any) -> AnyRequest:
+    """A request that waits in `queue`. Raises the error if it is refused."""
+    request: AnyRequest = Request(payload, rows, key, now_ns, **how)
+    _check(queue.push([request]))
+    return request
+
+
+def submit(batcher: Batcher[P, R], payload: P, rows: int, key: Hashable, **how: Any) -> Request[P, R]:
+    """A request that a batcher has taken. Raises the error if it is refused."""
+    request: Request[P, R] = Request(payload, rows, key, **how)
+    _check(batcher.submit([request]))
+    return request
+
+
+def _check(refusals: Sequence[Exception | None]) -> None:
+    for refusal in refusals:
+        if refusal is not None:
+            raise refusal
+
+
+@contextmanager
+def nothing_to_collect() -> Iterator[None]:
+    """Fails if reference cycles are left behind inside: only the garbage collector, which stops everything, finds
+    these."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 class Bench:
     """A batcher and its surroundings; `more` are further arguments for the batcher."""
 
@@ -56,11 +95,11 @@ class Bench:
     def runner(self) -> StepRunner[str, str]:
         return self.runners[0]
 
-    def put(self, *payloads: str, rows: int = 1, key: str = "k", **how: Any) -> list[Pending[str, str]]:
+    def put(self, *payloads: str, rows: int = 1, key: str = "k", **how: Any) -> list[Request[str, str]]:
         """Submit a request for each payload, without a turn yet."""
-        return [self.batcher.submit(payload, rows, key, **how) for payload in payloads]
+        return [submit(self.batcher, payload, rows, key, **how) for payload in payloads]
 
-    async def submit(self, *payloads: str, **how: Any) -> list[Pending[str, str]]:
+    async def submit(self, *payloads: str, **how: Any) -> list[Request[str, str]]:
         futures = self.put(*payloads, **how)
         await one_turn()
         return futures

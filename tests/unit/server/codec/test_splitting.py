@@ -15,8 +15,10 @@ from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.errors import ExecutionFailed, QueueFull
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.request import Request
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
-from paceline.server.codec.splitting import submit_parts
+from paceline.server.codec.splitting import Parts
+from tests.unit.scheduler.workbench import submit
 from tests.wire import Array, rows_of_floats
 
 
@@ -28,9 +30,10 @@ class Bench:
         self.batcher: Batcher[Tensors, Tensors] = Batcher(policy, self.runners, clock=self.clock, observer=self.seen)
         self.batcher.start()
 
-    def submit(self, *inputs: Array, size_bytes: int = 0) -> asyncio.Task[Any]:
-        rows = inputs[0].shape[0]
-        return asyncio.create_task(submit_parts(self.batcher, inputs, rows, "k", size_bytes=size_bytes))
+    def submit(self, *inputs: Array, size_bytes: int = 0) -> Request[Any, Any]:
+        whole: Request[Any, Any] = Request(inputs, inputs[0].shape[0], "k", size_bytes=size_bytes)
+        Parts(whole, self.batcher, inputs)
+        return whole
 
     @property
     def rows(self) -> list[list[int]]:
@@ -61,11 +64,11 @@ async def test_split_any_number_of_rows_is_joined_exactly(rows: int, instances: 
     a, b = rows_of_floats(rows, 3), rows_of_floats(rows, 1, first=1000)
     call = bench.submit(a, b)
     await bench.run_all()
-    (x, y), last = await call
+    x, y = await call
     np.testing.assert_array_equal(x, -a)
     np.testing.assert_array_equal(y, -b)
-    assert last.facts is not None
-    assert last.facts.rows == (rows % 8 or 8)
+    assert call.facts is not None
+    assert call.facts.rows == (rows % 8 or 8)
     assert max(sum(batch) for batch in bench.rows) == 8
     assert sum(sum(batch) for batch in bench.rows) == rows
     bench.batcher.close()
@@ -79,14 +82,14 @@ async def test_split_bytes_are_joined_exactly() -> None:
     while bench.runners[0].busy:
         bench.runners[0].finish(list)
         await several_turns()
-    (joined,), _ = await call
+    (joined,) = await call
     assert joined.tolist() == text.tolist()
     bench.batcher.close()
 
 
 async def test_split_remainder_may_share_a_batch_with_other_requests() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8))
-    other = bench.batcher.submit((rows_of_floats(1),), 1, "k")
+    other = submit(bench.batcher, (rows_of_floats(1),), 1, "k")
     call = bench.submit(rows_of_floats(12))
     await bench.run_all()
     await call
@@ -128,7 +131,7 @@ async def test_split_request_larger_than_the_queue_is_not_refused_because_of_its
     call = bench.submit(whole, size_bytes=128)
     await several_turns()
     await bench.run_all()
-    (joined,), _ = await call
+    (joined,) = await call
     np.testing.assert_array_equal(joined, -whole)
     assert bench.rows == [[4], [4], [4], [4]]
     assert not bench.seen.drops
@@ -137,9 +140,9 @@ async def test_split_request_larger_than_the_queue_is_not_refused_because_of_its
 
 async def test_split_request_is_refused_whole_if_others_leave_it_no_room() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4, queue=QueuePolicy(max_queue_size=2)))
-    runs = bench.batcher.submit((rows_of_floats(4),), 4, "other")
+    runs = submit(bench.batcher, (rows_of_floats(4),), 4, "other")
     await several_turns()
-    waits = bench.batcher.submit((rows_of_floats(4),), 4, "other")
+    waits = submit(bench.batcher, (rows_of_floats(4),), 4, "other")
     with pytest.raises(QueueFull):
         await bench.submit(rows_of_floats(16), size_bytes=128)
     assert bench.batcher.waiting_requests == 1

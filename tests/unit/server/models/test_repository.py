@@ -23,6 +23,7 @@ from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.trace_settings import TraceConfig
 from paceline.server.telemetry.tracing import Tracer
 from tests.polling import eventually_async
+from tests.unit.scheduler.workbench import submit
 from tests.unit.server.found import find_models
 
 MAX_MODELS = 10
@@ -195,7 +196,7 @@ async def test_model_executes_through_its_batcher(bench: Bench) -> None:
     bench.add("m", config="instance_group { count: 2 }")
     model = (await bench.load()).get("m", "")
     array = np.ones((2, 3), np.float32)
-    (result,) = await model.batcher.submit((array,), 2, (3,))
+    (result,) = await submit(model.batcher, (array,), 2, (3,))
     assert result.tolist() == array.tolist()
     assert (model.platform, model.spec.batched) == ("memory", True)
 
@@ -205,11 +206,11 @@ async def test_stop_executes_queued_requests_and_closes_everything(bench: Bench)
     repository = await bench.load()
     batcher = repository.get("m", "").batcher
     opened.gate.close()
-    futures = [batcher.submit((np.ones((1, 1), np.float32),), 1, number) for number in range(3)]
+    futures = [submit(batcher, (np.ones((1, 1), np.float32),), 1, number) for number in range(3)]
     stopping = asyncio.create_task(repository.stop())
     await asyncio.to_thread(opened.gate.wait_entered, 1)
     with pytest.raises(BatcherClosed):
-        batcher.submit((np.ones((1, 1), np.float32),), 1, 0)
+        submit(batcher, (np.ones((1, 1), np.float32),), 1, 0)
     assert not stopping.done()
     opened.gate.open()
     await stopping
@@ -254,7 +255,7 @@ async def test_abandon_answers_all_requests_and_leaves_executions_running(bench:
     repository = await bench.load()
     batcher = repository.get("m", "").batcher
     opened.gate.close()
-    futures = [batcher.submit((np.ones((1, 1), np.float32),), 1, number) for number in range(2)]
+    futures = [submit(batcher, (np.ones((1, 1), np.float32),), 1, number) for number in range(2)]
     await asyncio.to_thread(opened.gate.wait_entered, 1)
     repository.abandon()
     for answer in await asyncio.gather(*futures, return_exceptions=True):
@@ -284,7 +285,7 @@ async def test_abandon_does_not_close_an_unloaded_model_that_executes(bench: Ben
     repository = await bench.load()
     batcher = repository.get("m", "").batcher
     opened.gate.close()
-    future = batcher.submit((np.ones((1, 1), np.float32),), 1, 0)
+    future = submit(batcher, (np.ones((1, 1), np.float32),), 1, 0)
     await asyncio.to_thread(opened.gate.wait_entered, 1)
     await repository.unload("m")
     assert [model.name for model in repository.leaving] == ["m"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.backends.base import Execution
-from paceline.scheduler.pending import BatchFacts
+from paceline.scheduler.request import BatchFacts
 from paceline.server.telemetry.trace_settings import TraceConfig, TraceSettings
 from paceline.server.telemetry.trace_writer import TraceWriter
 from paceline.server.telemetry.tracing import Tracer

@@ -1,0 +1,270 @@
+"""A request, from its arrival to its answer: one object that everybody on its way knows.
+
+Lives here: what its caller asks of the batcher, where it stands in the queue, and what became of it. Must not: decide
+anything; that is `batch_queue` and `batcher`. Whoever has more to remember about a request makes a subclass.
+
+It is no future, as most requests are awaited by nobody: their source is told of all that ended together. Whoever does
+await one gets a future for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from paceline.scheduler.policy import NEVER
+
+__all__ = [
+    "AnyRequest",
+    "BatchFacts",
+    "OnAnswers",
+    "Request",
+    "RequestT",
+    "Watch",
+    "order_of",
+    "section_of",
+    "succeed_all",
+]
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+_SECTION_BITS = 64
+"""The low bits of an order hold the arrival number. Above them is a bit for demoted requests, and above that the
+level."""
+
+
+# hot path
+def order_of(level: int, arrived: int, *, demoted: bool = False) -> int:
+    """The order of the request that arrived as number `arrived`. If `demoted`, it comes after the others of its
+    level."""
+    return (2 * level + demoted << _SECTION_BITS) + arrived
+
+
+# hot path
+def section_of(order: int) -> int:
+    """Requests of the same level, all demoted or none, have the same."""
+    return order >> _SECTION_BITS
+
+
+class BatchFacts(NamedTuple):
+    """What became of a request: the batch that it was executed in, how long it waited and executed, when its execution
+    began on the monotonic clock, and what the instance returned."""
+
+    number: int
+    rows: int
+    padded_rows: int
+    queue_ns: int
+    compute_ns: int
+    started_ns: int
+    executed: Any
+
+
+OnAnswers = Callable[[list[Any]], None]
+"""Told of requests that have ended: all of a batch at once, in the order in which their answers leave. It mustn't
+raise. Typed Any because each source has a class of requests of its own, and is told only of its own requests."""
+
+
+class Request(Generic[P, R]):
+    """`rows` rows of a model's input in `payload`, as the batcher's runners take it. Only requests of equal `key` share
+    a batch.
+
+    `timeout_ns` is its own queue timeout (0: none), `deadline_ns` the moment its caller gives up. Its wait began at
+    `arrived_ns` (0: when it is submitted). `tag` is whatever the caller wants an observer of batches to find.
+
+    While it waits: `level` is what it is bounded and counted by, `order` alone decides when it is served, and the queue
+    has to do something about it at `act_at_ns`: at its queue timeout, or at its deadline.
+
+    `ended`: it has a result (`answered`: as `value`), or an error, or was cancelled. Then `on_answers` is called, if
+    set, with this request and others that ended together. For one that was cancelled, the event loop calls it.
+    """
+
+    __slots__ = (
+        "_error",
+        "_future",
+        "act_at_ns",
+        "answered",
+        "arrived_ns",
+        "batch_facts",
+        "batcher",
+        "deadline_ns",
+        "ended",
+        "key",
+        "level",
+        "on_answers",
+        "order",
+        "payload",
+        "priority",
+        "refused",
+        "rows",
+        "size_bytes",
+        "tag",
+        "timeout_ns",
+        "unbegun",
+        "value",
+        "waited_ns",
+        "waits",
+        "watch",
+    )
+
+    value: R
+
+    def __init__(
+        self,
+        payload: P,
+        rows: int,
+        key: Hashable,
+        arrived_ns: int = 0,
+        *,
+        size_bytes: int = 0,
+        priority: int = 0,
+        timeout_ns: int = 0,
+        deadline_ns: int = NEVER,
+        tag: Any = None,
+    ) -> None:
+        self.payload = payload
+        self.rows = rows
+        self.key = key
+        self.arrived_ns = arrived_ns
+        self.size_bytes = size_bytes
+        self.priority = priority
+        self.timeout_ns = timeout_ns
+        self.deadline_ns = deadline_ns
+        self.tag = tag
+        self.waits = self.refused = self.ended = self.answered = False
+        self.level = self.order = self.act_at_ns = self.waited_ns = self.unbegun = 0
+        self.watch: Watch[Any] | None = None
+        self.batcher: _HearsOfCancelling | None = None
+        self.on_answers: OnAnswers | None = None
+        self.batch_facts: BatchFacts | None = None
+        self._error: BaseException | None = None
+        self._future: _Future | None = None
+
+    def done(self) -> bool:
+        """As `ended`, for those who take it for a future."""
+        return self.ended
+
+    def cancelled(self) -> bool:
+        return self.ended and not self.answered and self._error is None
+
+    def result(self) -> R:
+        """The result. Raises the error if there is one, CancelledError if it was cancelled."""
+        if self.answered:
+            return self.value
+        error = self.exception()
+        assert error is not None
+        try:
+            raise error
+        finally:
+            # The error's traceback refers to this frame, which must not lead back to the error.
+            del error, self
+
+    def exception(self) -> BaseException | None:
+        """The error, if it has failed. Raises CancelledError if it was cancelled."""
+        if not self.ended:
+            raise asyncio.InvalidStateError("the request hasn't ended")
+        if not self.answered and self._error is None:
+            raise asyncio.CancelledError
+        return self._error
+
+    @property
+    def facts(self) -> BatchFacts | None:
+        """As soon as there is a result; few ask, so they are put together on demand."""
+        return self.batch_facts and self.batch_facts._replace(queue_ns=self.waited_ns)
+
+    # hot path
+    def succeed(self, result: R) -> None:
+        self.value = result
+        self.ended = self.answered = True
+        if self._future is not None:
+            self._future.end()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self.ended = True
+        if self._future is not None:
+            self._future.end()
+
+    def cancel(self) -> bool:
+        """Withdraw the request; False if it has ended already. It leaves the queue at once. Once it executes, this only
+        discards its share of the answer; the execution is called off, if its runner can, when nobody is left who waits
+        for it."""
+        if self.ended:
+            return False
+        self.ended = True
+        if self._future is not None:
+            self._future.end()
+        if self.batcher is not None:
+            self.batcher.on_cancel(self)
+        return True
+
+    def __await__(self) -> Generator[Any, None, R]:
+        """Cancelling whoever awaits it cancels it, as with a future."""
+        try:
+            if not self.ended:
+                self._future = self._future or _Future(self)
+                yield from self._future
+            return self.result()
+        finally:
+            del self  # as in `result`
+
+    def unwatch(self) -> None:
+        """Stop watching its deadline: nothing has to be done about it any more."""
+        if self.watch is not None:
+            self.watch.entry = None
+            self.watch = None
+
+
+# hot path
+def succeed_all(requests: Sequence[AnyRequest], results: Sequence[object], told: list[AnyRequest]) -> None:
+    """Give each of `requests` that hasn't ended its result. Those whose sources are to be told are added to `told`."""
+    for request, result in zip(requests, results, strict=True):
+        if not request.ended:
+            request.succeed(result)
+            if request.on_answers is not None:
+                told.append(request)
+
+
+AnyRequest = Request[Any, Any]
+RequestT = TypeVar("RequestT", bound=AnyRequest)
+
+
+class Watch(Generic[RequestT]):
+    """Stands for a request in the heap of deadlines. What stays there after the request has left is then small, whereas
+    the request would keep its tensors alive."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self, entry: RequestT) -> None:
+        self.entry: RequestT | None = entry
+
+    def __lt__(self, other: Watch[RequestT]) -> bool:
+        """Called only for equal rank and token: those of a put-back request's watch and of the dead one left from
+        before."""
+        return False
+
+
+class _Future(asyncio.Future[None]):
+    """Done when its request has ended. A cancelled task cancels what it awaits, and with it the request."""
+
+    def __init__(self, request: AnyRequest) -> None:
+        super().__init__()
+        self._request: AnyRequest | None = request
+
+    def end(self) -> None:
+        """Wake whoever awaits it."""
+        self._request = None  # no cycle may be left for the garbage collector to find
+        if not self.done():
+            self.set_result(None)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        request, self._request = self._request, None
+        cancelled = super().cancel(msg)
+        if cancelled and request is not None:
+            request.cancel()
+        return cancelled
+
+
+class _HearsOfCancelling(Protocol):
+    def on_cancel(self, request: Any) -> None: ...
