@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from paceline.scheduler.answers import Answers, OrderedAnswers
 from paceline.scheduler.arrival_model import ArrivalModel
@@ -23,8 +23,8 @@ from paceline.scheduler.isolation import Blame, Retries, Suspects
 from paceline.scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.recovery import Recovery
-from paceline.scheduler.request import Request
-from paceline.scheduler.runner import Outcome, Runner
+from paceline.scheduler.request import AnyRequest, Request
+from paceline.scheduler.runner import AnyRunner, Outcome, Runner
 from paceline.scheduler.runner_table import InstanceReplacer, RunnerTable
 from paceline.scheduler.turns import Submit, Turns, WaitBudget
 from paceline.scheduler.waiting import SharedQueueLimits
@@ -41,7 +41,7 @@ _LOOP_NS = 150_000
 _LONG_NS = 1_000_000
 """Shorter executions leave callers no time to come back meanwhile, so serving them in two halves gains nothing."""
 
-_NOTHING: Step[Any] = Step()
+_NOTHING: Step[AnyRequest] = Step()
 
 _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
 
@@ -74,7 +74,7 @@ class Batcher(Generic[P, R]):
         blames: Callable[[BaseException], Blame] = lambda error: Blame.REQUESTS,
         replacer: InstanceReplacer | None = None,
         shared_limits: SharedQueueLimits | None = None,
-        instance_of: Callable[[Any], Hashable] = id,
+        instance_of: Callable[[AnyRunner], Hashable] = id,
         arrivals: ArrivalModel | None = None,
     ) -> None:
         self.policy = policy

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from paceline.scheduler.answers import Answers
 from paceline.scheduler.errors import ExecutionFailed, ExecutionTimeout, QueueTimeout, SchedulerError
@@ -58,7 +57,7 @@ class Delivery:
         self._answers.fail(entry, error)
 
     # hot path
-    def end(self, batch: Batch[AnyRequest], outcome: Outcome[Any], failed: Requests) -> None:
+    def end(self, batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests) -> None:
         """Report the end of a batch: with a result for each request or, if there is an error, with that for those that
         `failed` for good."""
         try:
@@ -72,7 +71,7 @@ class Delivery:
 
     def time_out(self, batch: Batch[AnyRequest], limit_ns: int, now_ns: int) -> None:
         """Report that a batch executes for longer than it may; nobody waits for its result any more."""
-        outcome: Outcome[Any] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
+        outcome: Outcome[object] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
         try:
             for entry in batch.entries:
                 self.fail(entry, ExecutionTimeout(limit_ns))
@@ -80,7 +79,7 @@ class Delivery:
         finally:
             self._answers.notify()
 
-    def _answer(self, batch: Batch[AnyRequest], outcome: Outcome[Any]) -> None:
+    def _answer(self, batch: Batch[AnyRequest], outcome: Outcome[object]) -> None:
         started_ns, executed = outcome.started_ns, outcome.executed
         assert executed is not None
         duration_ns = outcome.finished_ns - started_ns
@@ -113,7 +112,7 @@ def _failure(cause: BaseException | None) -> ExecutionFailed:
     return failed
 
 
-def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Requests) -> BatchReport:
+def _report(batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests) -> BatchReport:
     """The report of a batch. To be made once its answers are delivered: a request that is cancelled by then gets
     none."""
     leaving = failed if outcome.error else batch.entries

@@ -50,7 +50,7 @@ class BatchReport(NamedTuple):
     waits_ns: Sequence[int]
     started_ns: int
     finished_ns: int
-    execution: Any
+    execution: Any  # an instance's own class
     error: BaseException | None
     failed: int
     cancelled: int = 0

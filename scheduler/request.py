@@ -58,7 +58,7 @@ class BatchFacts(NamedTuple):
     queue_ns: int
     compute_ns: int
     started_ns: int
-    executed: Any
+    executed: object
 
 
 OnAnswers = Callable[[list[Any]], None]
@@ -199,7 +199,7 @@ class Request(Generic[P, R]):
             self.batcher.on_cancel(self)
         return True
 
-    def __await__(self) -> Generator[Any, None, R]:
+    def __await__(self) -> Generator[object, None, R]:
         """Cancelling whoever awaits it cancels it, as with a future."""
         try:
             if not self.ended:
@@ -258,7 +258,7 @@ class _Future(asyncio.Future[None]):
         if not self.done():
             self.set_result(None)
 
-    def cancel(self, msg: Any | None = None) -> bool:
+    def cancel(self, msg: object = None) -> bool:
         request, self._request = self._request, None
         cancelled = super().cancel(msg)
         if cancelled and request is not None:
@@ -267,4 +267,4 @@ class _Future(asyncio.Future[None]):
 
 
 class _HearsOfCancelling(Protocol):
-    def on_cancel(self, request: Any) -> None: ...
+    def on_cancel(self, request: AnyRequest) -> None: ...

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["Done", "Executed", "Outcome", "Runner", "TaskRunner", "ThreadLost", "ThreadRunner"]
+__all__ = ["AnyRunner", "Done", "Executed", "Outcome", "Runner", "TaskRunner", "ThreadLost", "ThreadRunner"]
 
 _log = logging.getLogger("paceline.scheduler")
 
@@ -40,12 +40,12 @@ class Executed(Protocol[R_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[R]):
+class Outcome(Generic[R_co]):
     """How one execution went: either `executed` or `error` is set. Times are monotonic nanoseconds."""
 
     started_ns: int
     finished_ns: int
-    executed: Executed[R] | None = None
+    executed: Executed[R_co] | None = None
     error: BaseException | None = None
 
 
@@ -56,7 +56,10 @@ _Work = list[tuple[Sequence[P], int]]
 Only one of them can."""
 
 
-class Runner(Protocol[P_contra, R]):
+AnyRunner = Any  # who owns the instances knows them by classes of its own
+
+
+class Runner(Protocol[P_contra, R_co]):
     """Executes one batch at a time. A runner that `stages` may be handed the next batch while it executes one."""
 
     @property
@@ -65,7 +68,7 @@ class Runner(Protocol[P_contra, R]):
     def start(self) -> None:
         """Get ready, on the running event loop."""
 
-    def run(self, payloads: Sequence[P_contra], padded_rows: int, done: Done[R]) -> None:
+    def run(self, payloads: Sequence[P_contra], padded_rows: int, done: Done[R_co]) -> None:
         """Execute `payloads` as one batch of `padded_rows` rows; `done` is called later on the loop. Must not be called
         before the `done` of the previous batch was or, if the runner stages, of the batch before that."""
 

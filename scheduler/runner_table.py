@@ -8,14 +8,14 @@ of another slot of its instance finishes its last execution; nothing from a runn
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from paceline.scheduler.ahead import Ahead
 from paceline.scheduler.clock import Clock
 from paceline.scheduler.executing import Batch
 from paceline.scheduler.latency import LatencyModel
 from paceline.scheduler.request import Request
-from paceline.scheduler.runner import Runner
+from paceline.scheduler.runner import AnyRunner, Runner
 from paceline.scheduler.shortages import Shortages
 from paceline.scheduler.slots import Slots
 from paceline.scheduler.watchdog import Watchdog
@@ -29,16 +29,16 @@ R = TypeVar("R")
 class InstanceReplacer(Protocol):
     """Replaces instances that were given up. Called on the event loop."""
 
-    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
+    def on_hang(self, runner: AnyRunner, others: Sequence[AnyRunner]) -> None:
         """The runner's execution exceeds the policy's limit. Its batch has failed, and its instance gets no more.
         `others` are that instance's slots that still execute. A replacement is passed to `Batcher.add`."""
 
-    def on_loss(self, runner: Any, error: BaseException) -> None:
+    def on_loss(self, runner: AnyRunner, error: BaseException) -> None:
         """The runner's instance can't execute any more; its execution, if it had one, has ended. `error` is what that
         raised, or what ended the instance. Otherwise as `on_hang`; slots that still execute may be reported by
         `on_return`."""
 
-    def on_return(self, runner: Any) -> None:
+    def on_return(self, runner: AnyRunner) -> None:
         """The execution that the runner had when its instance was given up has ended after all, or failed."""
 
 
@@ -52,7 +52,7 @@ class RunnerTable(Generic[P, R]):
         clock: Clock,
         latency: LatencyModel,
         replacer: InstanceReplacer | None,
-        instance_of: Callable[[Any], Hashable],
+        instance_of: Callable[[AnyRunner], Hashable],
     ) -> None:
         self._runners = tuple(runners)
         self._clock = clock

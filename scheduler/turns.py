@@ -16,7 +16,8 @@ from paceline.scheduler.clock import Alarm, Clock
 
 __all__ = ["Submit", "Turns", "WaitBudget"]
 
-Submit = Callable[[list[Any]], None]
+_Announced = list[Any]  # each source announces requests of a class of its own
+Submit = Callable[[_Announced], None]
 """Submits requests, in order."""
 
 _log = logging.getLogger("paceline.scheduler")
@@ -78,9 +79,9 @@ class Turns:
         self._arrivals = arrivals
         self._clock = clock
         # Announced requests by what submits them. The last group is `_latest`, which `_submit` submits.
-        self._announced: list[tuple[Submit, list[Any]]] = []
+        self._announced: list[tuple[Submit, _Announced]] = []
         self._submit: Submit | None = None
-        self._latest: list[Any] = []
+        self._latest: _Announced = []
         # Whether a turn is due, since `_due_ns`, and whether the loop's next iteration will check if it can be taken.
         self._is_due = self._is_looking = False
         self._due_ns = 0

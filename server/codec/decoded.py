@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import ModelSpec
 from paceline.server.codec.parameters import RequestParameters
 from paceline.server.memory.client_memory import NOWHERE
 from paceline.server.memory.region_tensors import Inputs, Span
 
-__all__ = ["DecodedRequest", "RequestOptions"]
+__all__ = ["DecodedRequest", "Payload", "RequestOptions"]
+
+Payload = Inputs | RemoteRequest
+"""What a model's batcher takes: the inputs or, for another server, also what else it has to know."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.backends.packed import Packed, PackedLayout
 from paceline.backends.shares import Share
@@ -227,7 +227,7 @@ class ShortWay:
         envelope: Envelope | None,
         targets: Mapping[int, Span] = NOWHERE,
     ) -> AnswerPlan:
-        layout: tuple[Any, ...] = (envelope, wanted, *_shapes(results))
+        layout: tuple[object, ...] = (envelope, wanted, *_shapes(results))
         if targets:
             layout += tuple((index, span.region.name, span.offset) for index, span in targets.items())
         plan = self._answer_plans.get(layout)

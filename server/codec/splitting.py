@@ -19,11 +19,14 @@ from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Request
+from paceline.server.codec.decoded import Payload
 from paceline.server.memory.region_tensors import Inputs
 
 __all__ = ["Parts", "joined"]
 
 _MANY = 2**31
+
+_Join = Callable[[Sequence[Any], Sequence[int]], Any]  # results as another server returns them, of unknown tensors
 
 
 class Parts:
@@ -38,10 +41,10 @@ class Parts:
     def __init__(
         self,
         whole: AnyRequest,
-        batcher: Batcher[Any, Tensors],
+        batcher: Batcher[Payload, Tensors],
         inputs: Inputs,
-        payload_of: Callable[[Any], Any] | None = None,
-        join: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
+        payload_of: Callable[[Inputs], Payload] | None = None,
+        join: _Join | None = None,
     ) -> None:
         self._whole = whole
         whole.batcher = self
@@ -71,10 +74,10 @@ class Parts:
 
 async def _execute(
     whole: AnyRequest,
-    batcher: Batcher[Any, Tensors],
+    batcher: Batcher[Payload, Tensors],
     inputs: Inputs,
-    payload_of: Callable[[Any], Any] | None,
-    join: Callable[[Sequence[Any], Sequence[int]], Any] | None,
+    payload_of: Callable[[Inputs], Payload] | None,
+    join: _Join | None,
 ) -> tuple[Tensors, AnyRequest]:
     """The joined results, and the last part."""
     limit, rows = batcher.policy.max_batch_rows, whole.rows
@@ -83,7 +86,7 @@ async def _execute(
     ended = asyncio.Event()
     try:
         for start, share in zip(range(0, rows, limit), shares, strict=True):
-            payload: Any = tuple(array[start : start + share] for array in inputs)
+            payload: Inputs = tuple(array[start : start + share] for array in inputs)
             part: AnyRequest = Request(
                 payload_of(payload) if payload_of else payload,
                 share,

@@ -6,7 +6,7 @@ Lives here: what stands in for gRPC's context. Must not: know any RPC.
 from __future__ import annotations
 
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
 
@@ -25,11 +25,11 @@ class Aborted(Exception):
 class CallContext:
     """What unary handlers use of their context: headers, the time that is left, and `abort`."""
 
-    def __init__(self, headers: tuple[tuple[str, Any], ...], deadline_ns: int | None) -> None:
+    def __init__(self, headers: tuple[tuple[str, str | bytes], ...], deadline_ns: int | None) -> None:
         self._headers = headers
         self._deadline_ns = deadline_ns
 
-    def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return self._headers
 
     def time_remaining(self) -> float | None:

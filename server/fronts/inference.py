@@ -47,6 +47,9 @@ _KEPT_SHARE = 4
 _MAX_MADE_BYTES = 2**13
 """The largest answer that is made before it can leave."""
 
+_Reply = bytes | tuple[Tensors, tuple[int, int, int, int, int] | None]
+"""What the engine sends: the answer, or outputs and the facts about the batch, from which it is made here."""
+
 _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
     *(one.name for one in fields(RequestParameters))
 )
@@ -215,7 +218,7 @@ class RemoteInference:
         for flight in flights:
             if flight.gone:
                 continue
-            if not flight.answered or _is_small(flight.result()):
+            if not flight.answered or _is_small(cast("_Reply", flight.value)):
                 self.finish(flight)
             flight.on_done()
 
@@ -227,7 +230,7 @@ class RemoteInference:
             error = asyncio.CancelledError()
         elif (error := flight.exception()) is None:
             try:
-                flight.answer = _answer(flight, flight.result())
+                flight.answer = _answer(flight, cast("_Reply", flight.value))
             except Exception as raised:  # noqa: BLE001 - passed to the caller
                 error = raised
         flight.let_go()
@@ -253,12 +256,12 @@ def _is_better_sent(request: AnyMessage, model: Model) -> bool:
     return type(request) is WireRequest and len(request.data) <= protocol.MAX_WHOLE_BYTES and not model.answers_large
 
 
-def _is_small(result: Any) -> bool:
+def _is_small(result: _Reply) -> bool:
     return isinstance(result, bytes) or sum(one.nbytes for one in result[0]) <= _MAX_MADE_BYTES
 
 
 # hot path: see bench/
-def _answer(flight: InFlight, result: Any) -> AnyResponse:
+def _answer(flight: InFlight, result: _Reply) -> AnyResponse:
     """The answer, from what the engine sent."""
     if isinstance(result, bytes):
         if len(result) > protocol.MAX_WHOLE_BYTES and flight.model is not None:

@@ -163,7 +163,7 @@ class _Front:
         await self._listener.stop(grace_s)
         self._ended.set()
 
-    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _begin(self, coroutine: Coroutine[object, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_task)

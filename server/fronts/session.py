@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ Handlers = Mapping[str, Any]
 """gRPC's handlers of the RPCs, by name."""
 
 
+_Values = tuple[Any, ...]  # the fields of a named tuple, as `marshal` brings them
 _Result = tuple[int, int, list[Array], tuple[int, ...] | None]
 """Kind of message, the front's number, what to pack, and the facts about a batch if the caller asked for them."""
 
@@ -160,7 +161,7 @@ class FrontSession:
         began_ns: int,
         deadline_ns: int,
         parent: TraceParent | None,
-        headers: tuple[Any, ...] | None,
+        headers: _Values | None,
         data: bytes,
     ) -> None:
         """A request as it came to the front, with its headers: from here on like one that came to this process."""
@@ -223,11 +224,11 @@ class FrontSession:
         deadline_ns: int,
         parent: TraceParent | None,
         rows: int,
-        key: Any,
+        key: Hashable,
         outputs: tuple[int, ...],
-        parameter_values: tuple[Any, ...] | None,
+        parameter_values: _Values | None,
         parcel: Parcel,
-        passed_on_values: tuple[Any, ...] | None,
+        passed_on_values: _Values | None,
     ) -> None:
         inputs = self._link.unpack(parcel)
         model = self._handles.model(handle)
@@ -308,7 +309,7 @@ class FrontSession:
             model.statistics.on_drop(Drop.FULL_BYTES)
             model.statistics.on_failure(QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL), 0)
 
-    def _run(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _run(self, number: int, coroutine: Coroutine[object, None, None]) -> None:
         task = self._tasks[number] = asyncio.get_running_loop().create_task(coroutine)
         task.add_done_callback(lambda _: self._on_task(number))
 
@@ -317,7 +318,7 @@ class FrontSession:
         self._notify_if_quiet()
 
     async def _call(
-        self, number: int, rpc: str, deadline_ns: int | None, headers: tuple[tuple[str, Any], ...], data: bytes
+        self, number: int, rpc: str, deadline_ns: int | None, headers: tuple[tuple[str, str | bytes], ...], data: bytes
     ) -> None:
         """Any other RPC: call its handler as gRPC would."""
         handler = self._handlers[rpc]

@@ -82,8 +82,7 @@ class ServedModel:
         self._instances = Instances(
             loaded, lambda instance: self._execute_of(instance, regions), self.statistics, on_change
         )
-        # Payloads are `Inputs`, of remote models `RemoteRequest`.
-        self.batcher: Batcher[Any, Tensors] = Batcher(
+        self.batcher: Batcher[Any, Tensors] = Batcher(  # `Payload`, of which its instances take one kind
             loaded.plan.policy,
             self._instances.runners,
             observer=self._observer(tracer),
@@ -142,12 +141,12 @@ class ServedModel:
         self._instances.start()
         self._metrics.add(self._shown)
 
-    def in_parts(self, whole: asyncio.Future[Any]) -> None:
+    def in_parts(self, whole: asyncio.Task[object]) -> None:
         """For a request that enters the batcher in parts: until `whole` is done, `stop` still lets the rest in."""
         self._partial += 1
         whole.add_done_callback(self._on_whole)
 
-    def _on_whole(self, whole: asyncio.Future[Any]) -> None:
+    def _on_whole(self, whole: asyncio.Task[object]) -> None:
         self._partial -= 1
         self._whole.set()
 

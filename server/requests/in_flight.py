@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import grpc
 
+from paceline.backends.spec import Tensors
 from paceline.scheduler.request import Request
 from paceline.server.call_facts import PassedHeaders, TraceParent
 from paceline.server.codec.codec import AnyResponse
-from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.decoded import DecodedRequest, Payload
 from paceline.server.codec.shortcuts import Envelope
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import error_text, status_of
@@ -34,7 +35,7 @@ _NO_FAULT_OF_THE_MODEL = frozenset(
 caller's deadline was too short."""
 
 
-class InFlight(Request[Any, Any]):
+class InFlight(Request[Payload, Tensors]):
     """A request in flight: what its caller sent, on top of what the batcher knows of it. Its payload are its inputs, as
     its model's instances take them. `deadline_ns` is when its answer has to leave to reach the caller in time.
     `parent` is the caller's trace. `passed` are headers for another server, if one executes the request.
@@ -63,7 +64,7 @@ class InFlight(Request[Any, Any]):
         self.message = message
         self.parent = parent
         self.passed = passed
-        self.model: Any = None
+        self.model: Any = None  # a version here, or what a front knows of it
         self.decoded: DecodedRequest | None = None
         self.answer: AnyResponse | None = None
         self.trail: RequestWatch | None = None
@@ -158,7 +159,7 @@ class _Done(asyncio.Future[None]):
 
     call: Call | None = None
 
-    def cancel(self, msg: Any | None = None) -> bool:
+    def cancel(self, msg: object = None) -> bool:
         cancelled = super().cancel(msg)
         if cancelled and self.call is not None:
             self.call.give_up()

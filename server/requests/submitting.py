@@ -79,4 +79,6 @@ def _in_parts(flight: InFlight, model: ServedModel) -> Parts:
     if not isinstance(payload, RemoteRequest):
         return Parts(flight, model.batcher, payload)
     join = model.codec.join if isinstance(model.codec, OpenCodec) else None
-    return Parts(flight, model.batcher, payload.inputs, lambda inputs: payload._replace(inputs=inputs, id=""), join)
+    return Parts(
+        flight, model.batcher, payload.inputs, lambda part: payload._replace(inputs=cast("Tensors", part), id=""), join
+    )
