@@ -80,8 +80,10 @@ class InFlight(Request[Payload, Tensors]):
         raise NotImplementedError
 
     def let_go(self) -> None:
-        """Nothing of it but its answer is needed any more. Answers may be long in leaving, and inputs are large."""
-        self.payload, self.decoded = (), None
+        """Nothing of it but its answer is needed any more, and nobody may ask for its result. Answers may be long in
+        leaving, and results, facts and errors hold the tensors of a whole batch."""
+        self.payload, self.value = (), ()
+        self.decoded = self.batch_facts = self._error = None
 
     def count_failure(self, error: BaseException) -> None:
         """Count the request as ended by `error`; log the error if the model is at fault."""

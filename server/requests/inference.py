@@ -239,7 +239,7 @@ class Inference:
         model.statistics.on_successes([now_ns - flight.arrived_ns for flight in answered])
         for flight in answered:
             flight.counted = True
-            flight.payload, flight.decoded = (), None
+            flight.let_go()
 
     def finish(self, flight: InFlight) -> None:
         """Make the answer of a request that has ended, or call its `on_failure`."""
@@ -260,7 +260,6 @@ class Inference:
     def _answer(self, flight: InFlight, results: Tensors, answer: Answer) -> None:
         try:
             answer(flight, results)
-            flight.let_go()
             model = flight.model
             if flight.trail is not None:
                 flight.trail.on_success(flight.facts)
@@ -268,6 +267,7 @@ class Inference:
                 self._tracer.record(model.name, model.version, flight.message.id, flight.arrived_ns, facts)
             model.statistics.on_success(time.monotonic_ns() - flight.arrived_ns)
             flight.counted = True
+            flight.let_go()
         except Exception as error:  # noqa: BLE001 - passed to the caller
             self._fail(flight, error)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from typing import Any
 
 import pytest
 
+from paceline.backends.base import Execution
 from paceline.backends.errors import ExecutionError
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.request import BatchFacts
 from paceline.scheduler.testing import ManualClock, StepRunner
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.splitting import Parts
@@ -45,3 +48,18 @@ async def test_split_request_given_up_as_one_of_its_parts_fails_leaves_no_unhand
     batcher.close()
     gc.collect()
     assert complaints == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_request_let_go_holds_no_results_and_no_error(fails: bool) -> None:
+    flight = InFlight(pb.ModelInferRequest(), NEVER, None, NO_PASSED_HEADERS)
+    results, error = [rows_of_floats(2)], ExecutionError("bad")
+    left = [weakref.ref(results[0]), weakref.ref(error)]
+    if fails:
+        flight.fail(error)
+    else:
+        flight.succeed(results)
+    flight.batch_facts = BatchFacts(1, 2, 2, 0, 0, 0, Execution([results], 0, 0, 0))
+    del results, error
+    flight.let_go()
+    assert [one() for one in left] == [None, None]
