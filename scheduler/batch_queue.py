@@ -42,7 +42,7 @@ class Step(NamedTuple, Generic[RequestT]):
 
 
 def _is_watched(watch: Watch[RequestT], token: int) -> bool:
-    return watch.entry is not None
+    return watch.request is not None
 
 
 class BatchQueue(Generic[RequestT]):
@@ -96,9 +96,9 @@ class BatchQueue(Generic[RequestT]):
         half of the time that it had beyond an execution's. The rest is for whatever may take longer than expected."""
         if self._deadlines.first_rank() is None:
             return NEVER
-        entry = self._deadlines.items[0][2].entry
-        assert entry is not None
-        return entry.arrived_ns + (entry.act_at_ns - self.latency.longest_ns - entry.arrived_ns) // 2
+        request = self._deadlines.items[0][2].request
+        assert request is not None
+        return request.arrived_ns + (request.act_at_ns - self.latency.longest_ns - request.arrived_ns) // 2
 
     @property
     def allowed_rows(self) -> int:
@@ -153,19 +153,19 @@ class BatchQueue(Generic[RequestT]):
         self._lanes.add(group)
         return ()
 
-    def cancel(self, entry: RequestT) -> bool:
+    def cancel(self, request: RequestT) -> bool:
         """Take a request out. False if it has left already; then nothing changes."""
-        if not entry.waits:
+        if not request.waits:
             return False
-        self._remove(entry)
+        self._remove(request)
         return True
 
     def take_all(self) -> list[RequestT]:
         """Remove and return everything that waits, in order of service within each lane, without executing it."""
-        entries = list(self._lanes)
-        for entry in entries:
-            self._remove(entry)
-        return entries
+        requests = list(self._lanes)
+        for request in requests:
+            self._remove(request)
+        return requests
 
     def poll(self, now_ns: int, idle: int, spare: int = 0, starts_ns: int = 0) -> Step[RequestT]:
         """Decide what happens now, with `idle` instances free. At most that many batches leave, and up to `spare` more
@@ -212,25 +212,25 @@ class BatchQueue(Generic[RequestT]):
 
     def reserve(self, batch: Batch[RequestT]) -> None:
         """Count a batch that hasn't begun, and may be put back, as if it still waited, until `release`."""
-        for entry in batch.entries:
-            self.waiting.reserve(entry, 1)
+        for request in batch.requests:
+            self.waiting.reserve(request, 1)
 
     def release(self, batch: Batch[RequestT]) -> None:
         """End `reserve`: the batch has begun, or is about to be put back."""
-        for entry in batch.entries:
-            self.waiting.reserve(entry, -1)
+        for request in batch.requests:
+            self.waiting.reserve(request, -1)
 
-    def put_back(self, batch: Batch[RequestT], entries: Sequence[RequestT]) -> None:
-        """Put back a batch that won't execute: `entries`, those that are still wanted, wait where they did before, as
+    def put_back(self, batch: Batch[RequestT], requests: Sequence[RequestT]) -> None:
+        """Put back a batch that won't execute: `requests`, those that are still wanted, wait where they did before, as
         if the batch hadn't left."""
         self._executing.end(batch)
-        if not entries:
+        if not requests:
             return
-        for entry in entries:
-            self.waiting.add(entry)
-            if entry.act_at_ns != NEVER:
-                self._watch_deadline(entry)
-        self._lanes.put_back(entries)
+        for request in requests:
+            self.waiting.add(request)
+            if request.act_at_ns != NEVER:
+                self._watch_deadline(request)
+        self._lanes.put_back(requests)
 
     def exhausted(self, rows: int, now_ns: int) -> Allowed:
         """Learn that memory wasn't enough for an execution of `rows` rows: for a while, batches have fewer. Returns
@@ -245,12 +245,12 @@ class BatchQueue(Generic[RequestT]):
         self._lanes.prefer(self._allowance.rows)
 
     def again(
-        self, key: Hashable, entries: Sequence[RequestT], now_ns: int, most_rows: int
+        self, key: Hashable, requests: Sequence[RequestT], now_ns: int, most_rows: int
     ) -> tuple[Batch[RequestT], Sequence[RequestT]]:
-        """Begin a batch, now, of entries whose earlier batch failed. Returns it, and the entries that don't fit: it may
-        have `most_rows` rows (0: any number), or fewer if less is allowed by now."""
-        fitting, rows = self._sizing.fitting(entries, len(entries), most_rows)
-        return self._executing.begin(key, fitting, rows, self._sizing.padded(rows), now_ns), entries[len(fitting) :]
+        """Begin a batch, now, of requests whose earlier batch failed. Returns it, and the requests that don't fit: it
+        may have `most_rows` rows (0: any number), or fewer if less is allowed by now."""
+        fitting, rows = self._sizing.fitting(requests, len(requests), most_rows)
+        return self._executing.begin(key, fitting, rows, self._sizing.padded(rows), now_ns), requests[len(fitting) :]
 
     def flush(self) -> None:
         """From now on, nothing waits for more requests: whatever is queued leaves as soon as an instance is idle."""
@@ -288,43 +288,43 @@ class BatchQueue(Generic[RequestT]):
         lane = self._lanes.get(key)
         return lane.rows_before(level) if lane is not None else 0
 
-    def _watch_deadline(self, entry: RequestT) -> None:
-        entry.watch = Watch(entry)
-        self._deadlines.push(entry.act_at_ns, entry.order, entry.watch)
+    def _watch_deadline(self, request: RequestT) -> None:
+        request.watch = Watch(request)
+        self._deadlines.push(request.act_at_ns, request.order, request.watch)
 
     def _expire(self, now_ns: int) -> tuple[RequestT, ...]:
         expired: list[RequestT] = []
         deadlines = self._deadlines
         while (first := deadlines.first_rank()) is not None and first <= now_ns:
-            entry = deadlines.pop().entry
-            assert entry is not None
-            if self._may_wait_on(entry, now_ns):
-                self._demote(entry)
+            request = deadlines.pop().request
+            assert request is not None
+            if self._may_wait_on(request, now_ns):
+                self._demote(request)
             else:
-                self._remove(entry)
-                expired.append(entry)
+                self._remove(request)
+                expired.append(request)
         return tuple(expired)
 
-    def _may_wait_on(self, entry: RequestT, now_ns: int) -> bool:
-        action = self.policy.queue_policy(entry.level).timeout_action
-        return action is TimeoutAction.DELAY and entry.deadline_ns > now_ns
+    def _may_wait_on(self, request: RequestT, now_ns: int) -> bool:
+        action = self.policy.queue_policy(request.level).timeout_action
+        return action is TimeoutAction.DELAY and request.deadline_ns > now_ns
 
-    def _demote(self, entry: RequestT) -> None:
-        """Move the entry behind all others of its level; from now on, only its RPC's deadline bounds its wait."""
-        self._lanes.remove(entry)
+    def _demote(self, request: RequestT) -> None:
+        """Move the request behind all others of its level; from now on, only its RPC's deadline bounds its wait."""
+        self._lanes.remove(request)
         self._arrived += 1
-        entry.order = order_of(entry.level, self._arrived, demoted=True)
-        entry.act_at_ns = entry.deadline_ns
-        entry.unwatch()
-        if entry.act_at_ns != NEVER:
-            self._watch_deadline(entry)
-        self._lanes.add((entry,))
+        request.order = order_of(request.level, self._arrived, demoted=True)
+        request.act_at_ns = request.deadline_ns
+        request.unwatch()
+        if request.act_at_ns != NEVER:
+            self._watch_deadline(request)
+        self._lanes.add((request,))
 
-    def _remove(self, entry: RequestT) -> None:
-        """Take one entry out for good, wherever it stands."""
-        self._lanes.remove(entry)
-        entry.unwatch()
-        self.waiting.remove((entry,))
+    def _remove(self, request: RequestT) -> None:
+        """Take one request out for good, wherever it stands."""
+        self._lanes.remove(request)
+        request.unwatch()
+        self.waiting.remove((request,))
 
     def _await_returns(self, lane: Lane[RequestT], now_ns: int) -> bool:
         """Postpone the lane if callers that were just answered will soon make its batch worth more. Returns whether it
@@ -353,25 +353,25 @@ class BatchQueue(Generic[RequestT]):
         late: list[Unreachable[RequestT]] = []
         if self._may_be_late(starts_ns):
             cut, late = self._sizing.most_in_time(key, lane, cut, starts_ns)
-        leaving = [one.entry for one in late] if late else cut.entries
+        leaving = [one.request for one in late] if late else cut.requests
         self._lanes.take(lane, leaving)
-        if self._deadlines.items:  # else no entry is watched
-            for entry in leaving:
-                entry.unwatch()
+        if self._deadlines.items:  # else no request is watched
+            for request in leaving:
+                request.unwatch()
         self.waiting.remove(leaving)
         if late:
             unreachable += late
             return None
-        return self._executing.begin(key, cut.entries, cut.rows, cut.padded_rows, starts_ns)
+        return self._executing.begin(key, cut.requests, cut.rows, cut.padded_rows, starts_ns)
 
     def _take_only(self, lane: Lane[RequestT], starts_ns: int) -> Batch[RequestT]:
         """Like `_take`, for a lane with a single request that has time to spare: nothing needs to be decided."""
-        entry = self._lanes.take_only(lane)
-        entry.unwatch()
-        self.waiting.remove((entry,))
-        rows = entry.rows
+        request = self._lanes.take_only(lane)
+        request.unwatch()
+        self.waiting.remove((request,))
+        rows = request.rows
         padded_rows = self._sizing.padded(rows) if self._pads else rows
-        return self._executing.begin(lane.key, (entry,), rows, padded_rows, starts_ns)
+        return self._executing.begin(lane.key, (request,), rows, padded_rows, starts_ns)
 
     def _may_be_late(self, starts_ns: int) -> bool:
         """Whether some deadline is so near that an execution could miss it; a cheap check before the exact one."""

@@ -199,8 +199,8 @@ class Batcher(Generic[P, R]):
         self.take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
-        for entries in (self._queue.take_all(), self._retries.take_all()):
-            self._delivery.give_up(entries, Drop.NO_INSTANCE, NoInstance)
+        for requests in (self._queue.take_all(), self._retries.take_all()):
+            self._delivery.give_up(requests, Drop.NO_INSTANCE, NoInstance)
         self._turn()
 
     def flush(self) -> None:
@@ -228,8 +228,8 @@ class Batcher(Generic[P, R]):
             runner.take_back()
             self._queue.release(batch)
         batches = (*self._running.values(), *self._ahead.next.values())
-        for entries in (self._queue.take_all(), *(batch.entries for batch in batches), self._retries.take_all()):
-            self._delivery.give_up(entries, Drop.CLOSED, BatcherClosed)
+        for requests in (self._queue.take_all(), *(batch.requests for batch in batches), self._retries.take_all()):
+            self._delivery.give_up(requests, Drop.CLOSED, BatcherClosed)
         self._alarms.close()
         self._drained.set()
         self._runners.close()
@@ -275,11 +275,11 @@ class Batcher(Generic[P, R]):
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
         wake_ns = _first(step.wake_ns, _first(further.wake_ns, self._runners.wake_ns))
         self._set_alarm(_first(wake_ns, self._retries.wake_ns(now_ns)) if self._suspect_groups else wake_ns)
-        for entry in (*step.expired, *further.expired):
-            self._delivery.expire(entry, now_ns)
+        for request in (*step.expired, *further.expired):
+            self._delivery.expire(request, now_ns)
         for late in (*step.unreachable, *further.unreachable):
-            error = DeadlineUnreachable(late.entry.deadline_ns - now_ns, late.needed_ns)
-            self._delivery.drop(late.entry, Drop.UNREACHABLE, error)
+            error = DeadlineUnreachable(late.request.deadline_ns - now_ns, late.needed_ns)
+            self._delivery.drop(late.request, Drop.UNREACHABLE, error)
         busy = self._accepts or self._suspended or self._waiting.requests or self._running or self._suspect_groups
         if not busy:
             self._drained.set()
@@ -313,8 +313,9 @@ class Batcher(Generic[P, R]):
 
     # hot path
     def _run(self, runner: Runner[P, R], batch: Batch[Request[P, R]], suspects: Suspects[Request[P, R]] | None) -> None:
-        self._arrivals.on_start(len(batch.entries), self._waiting.requests, self._clock.now_ns(), self._clock.busy_ns())
-        payloads = [entry.payload for entry in batch.entries]
+        now_ns, busy_ns = self._clock.now_ns(), self._clock.busy_ns()
+        self._arrivals.on_start(len(batch.requests), self._waiting.requests, now_ns, busy_ns)
+        payloads = [request.payload for request in batch.requests]
         runner.run(payloads, batch.padded_rows, lambda outcome: self._on_done(runner, outcome, suspects))
 
     def _on_done(self, runner: Runner[P, R], outcome: Outcome[R], suspects: Suspects[Request[P, R]] | None) -> None:
@@ -329,7 +330,7 @@ class Batcher(Generic[P, R]):
         # The time of the answers, not of the execution's end: requests that arrive in between don't come because of an
         # answer.
         now_ns = self._clock.now_ns()
-        self._arrivals.on_end(len(batch.entries), now_ns)
+        self._arrivals.on_end(len(batch.requests), now_ns)
         duration_ns = outcome.finished_ns - outcome.started_ns
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
         self._queue.done(batch, now_ns, None if outcome.error else computed_ns)
@@ -339,7 +340,7 @@ class Batcher(Generic[P, R]):
         failed = self._recovery.failed(runner, batch, outcome.error, suspects) if outcome.error else ()
         self._recovery.execution_ended(runner)
         try:
-            if duration_ns < _LOOP_NS * len(batch.entries) and self._wait_budget(self._turns.announced) is not None:
+            if duration_ns < _LOOP_NS * len(batch.requests) and self._wait_budget(self._turns.announced) is not None:
                 self._turns.request()
             else:
                 # The instance first: it starts on the next batch while the loop answers this one.
@@ -350,7 +351,7 @@ class Batcher(Generic[P, R]):
     def _costs(self, batch: Batch[Request[P, R]]) -> tuple[int, int]:
         """What a batch like this one costs besides its rows, and what half of the callers lately present would take, in
         ns."""
-        rows, latency = self._arrivals.half_of_all(len(batch.entries), batch.rows), self._queue.latency
+        rows, latency = self._arrivals.half_of_all(len(batch.requests), batch.rows), self._queue.latency
         return latency.base_ns(batch.key), latency.expected_ns(batch.key, rows)
 
     def _on_late(self, runner: Runner[P, R]) -> None:
@@ -360,7 +361,7 @@ class Batcher(Generic[P, R]):
             self._runners.has_begun(runner)
             return
         batch, now_ns = self._running[runner], self._clock.now_ns()
-        self._arrivals.on_end(len(batch.entries), now_ns)
+        self._arrivals.on_end(len(batch.requests), now_ns)
         self._queue.done(batch, now_ns, None)
         self._recovery.hang(runner)
         try:

@@ -30,31 +30,31 @@ class Delivery:
         self._answers = answers
         self._observer = observer
 
-    def drop(self, entry: AnyRequest, drop: Drop, error: SchedulerError) -> None:
+    def drop(self, request: AnyRequest, drop: Drop, error: SchedulerError) -> None:
         """Report that a request leaves without a result from an execution."""
         self._observer.on_drop(drop)
-        self.fail(entry, error)
+        self.fail(request, error)
 
-    def expire(self, entry: AnyRequest, now_ns: int) -> None:
+    def expire(self, request: AnyRequest, now_ns: int) -> None:
         """Drop a request that has waited for longer than it may."""
-        error = QueueTimeout(now_ns - entry.arrived_ns, by_deadline=entry.deadline_ns <= now_ns)
-        self.drop(entry, Drop.EXPIRED, error)
+        error = QueueTimeout(now_ns - request.arrived_ns, by_deadline=request.deadline_ns <= now_ns)
+        self.drop(request, Drop.EXPIRED, error)
 
-    def give_up(self, entries: Iterable[AnyRequest], drop: Drop, error: Callable[[], SchedulerError]) -> None:
-        """Drop `entries`, each with an error of its own; those that were cancelled by now count as cancelled, and get
+    def give_up(self, requests: Iterable[AnyRequest], drop: Drop, error: Callable[[], SchedulerError]) -> None:
+        """Drop `requests`, each with an error of its own; those that were cancelled by now count as cancelled, and get
         none."""
-        for entry in entries:
-            self.drop(entry, Drop.CANCELLED if entry.ended else drop, error())
+        for request in requests:
+            self.drop(request, Drop.CANCELLED if request.ended else drop, error())
 
-    def still_wanted(self, entries: Requests) -> Requests:
-        """The entries whose callers still wait; the others are reported as cancelled."""
-        wanted = [entry for entry in entries if not entry.ended]
-        for _ in range(len(entries) - len(wanted)):
+    def still_wanted(self, requests: Requests) -> Requests:
+        """The requests whose callers still wait; the others are reported as cancelled."""
+        wanted = [request for request in requests if not request.ended]
+        for _ in range(len(requests) - len(wanted)):
             self._observer.on_drop(Drop.CANCELLED)
         return wanted
 
-    def fail(self, entry: AnyRequest, error: SchedulerError) -> None:
-        self._answers.fail(entry, error)
+    def fail(self, request: AnyRequest, error: SchedulerError) -> None:
+        self._answers.fail(request, error)
 
     # hot path
     def end(self, batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests) -> None:
@@ -63,8 +63,8 @@ class Delivery:
         try:
             if outcome.executed is not None:
                 self._answer(batch, outcome)
-            for entry in failed:
-                self.fail(entry, _failure(outcome.error))
+            for request in failed:
+                self.fail(request, _failure(outcome.error))
             self._observer.on_batch(_report(batch, outcome, failed))
         finally:
             self._answers.notify()
@@ -73,9 +73,9 @@ class Delivery:
         """Report that a batch executes for longer than it may; nobody waits for its result any more."""
         outcome: Outcome[object] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
         try:
-            for entry in batch.entries:
-                self.fail(entry, ExecutionTimeout(limit_ns))
-            self._observer.on_batch(_report(batch, outcome, batch.entries))
+            for request in batch.requests:
+                self.fail(request, ExecutionTimeout(limit_ns))
+            self._observer.on_batch(_report(batch, outcome, batch.requests))
         finally:
             self._answers.notify()
 
@@ -84,7 +84,7 @@ class Delivery:
         assert executed is not None
         duration_ns = outcome.finished_ns - started_ns
         facts = BatchFacts(batch.number, batch.rows, batch.padded_rows, 0, duration_ns, started_ns, executed)
-        requests: Requests = batch.entries
+        requests: Requests = batch.requests
         results: Sequence[object] = executed.results
         for request in requests:
             request.batch_facts = facts
@@ -115,7 +115,7 @@ def _failure(cause: BaseException | None) -> ExecutionFailed:
 def _report(batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests) -> BatchReport:
     """The report of a batch. To be made once its answers are delivered: a request that is cancelled by then gets
     none."""
-    leaving = failed if outcome.error else batch.entries
+    leaving = failed if outcome.error else batch.requests
     waits_ns: list[int] = []
     refused = cancelled = 0
     for request in leaving:
@@ -138,5 +138,5 @@ def _report(batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests
         failed=refused,
         cancelled=cancelled,
         number=batch.number,
-        entries=batch.entries,
+        requests=batch.requests,
     )

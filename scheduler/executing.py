@@ -23,7 +23,7 @@ class Batch(NamedTuple, Generic[RequestT]):
     key: Hashable
     rows: int
     padded_rows: int
-    entries: tuple[RequestT, ...]
+    requests: tuple[RequestT, ...]
 
 
 class Executing(Generic[RequestT]):
@@ -38,11 +38,11 @@ class Executing(Generic[RequestT]):
 
     # hot path
     def begin(
-        self, key: Hashable, entries: Sequence[RequestT], rows: int, padded_rows: int, now_ns: int
+        self, key: Hashable, requests: Sequence[RequestT], rows: int, padded_rows: int, now_ns: int
     ) -> Batch[RequestT]:
-        """Begin a batch of `entries`, which starts at `now_ns`."""
+        """Begin a batch of `requests`, which starts at `now_ns`."""
         self._begun += 1
-        batch = Batch(self._begun, key, rows, padded_rows, tuple(entries))
+        batch = Batch(self._begun, key, rows, padded_rows, tuple(requests))
         self._batches[self._begun] = (batch, now_ns)
         return batch
 

@@ -81,22 +81,22 @@ class Suspects(Generic[RequestT]):
     `until_ns` they wait for another one."""
 
     key: Hashable
-    entries: Sequence[RequestT]
+    requests: Sequence[RequestT]
     search: Search
     left: frozenset[Hashable] = frozenset()
     until_ns: int = 0
 
     @classmethod
-    def of_batch(cls, key: Hashable, entries: Sequence[RequestT]) -> Suspects[RequestT]:
-        return cls(key, entries, Search(budget_for(len(entries))))
+    def of_batch(cls, key: Hashable, requests: Sequence[RequestT]) -> Suspects[RequestT]:
+        return cls(key, requests, Search(budget_for(len(requests))))
 
     def avoided(self, now_ns: int) -> Collection[Hashable]:
         """The instances on which they aren't to run at `now_ns`, if there are others."""
         return self.left if now_ns < self.until_ns else ()
 
-    def narrowed(self, entries: Sequence[RequestT]) -> Suspects[RequestT]:
-        """These suspects, narrowed to `entries`: those that still wait for an answer."""
-        return replace(self, entries=entries)
+    def narrowed(self, requests: Sequence[RequestT]) -> Suspects[RequestT]:
+        """These suspects, narrowed to `requests`: those that still wait for an answer."""
+        return replace(self, requests=requests)
 
     def again(self, blame: Blame, rows: int) -> list[Suspects[RequestT]]:
         """The groups to run again after these failed together, as `rows` rows; none if they fail for good. A group that
@@ -105,23 +105,23 @@ class Suspects(Generic[RequestT]):
             return self.halves()
         if blame is Blame.FATAL:
             return self.alone()
-        smaller = blame is Blame.SIZE and len(self.entries) > 1 and self.search.most_rows < rows
+        smaller = blame is Blame.SIZE and len(self.requests) > 1 and self.search.most_rows < rows
         return [self] if smaller else []
 
     def halves(self) -> list[Suspects[RequestT]]:
         """Two groups to run again or, without the budget for these, one for each request; none if only one request is
         left."""
-        if len(self.entries) < 2:
+        if len(self.requests) < 2:
             return []
         if self.search.budget >= 2:
             self.search.budget -= 2
-            middle = len(self.entries) // 2
-            return [self.narrowed(half) for half in (self.entries[:middle], self.entries[middle:])]
+            middle = len(self.requests) // 2
+            return [self.narrowed(half) for half in (self.requests[:middle], self.requests[middle:])]
         return self.alone()
 
     def alone(self) -> list[Suspects[RequestT]]:
         """A group for each request; none if only one is left."""
-        return [self.narrowed([entry]) for entry in self.entries] if len(self.entries) > 1 else []
+        return [self.narrowed([request]) for request in self.requests] if len(self.requests) > 1 else []
 
 
 class Retries(Generic[RequestT]):
@@ -137,15 +137,15 @@ class Retries(Generic[RequestT]):
     def wake_ns(self, now_ns: int) -> int | None:
         """When the first deadline of a waiting request passes, or a group stops waiting for another instance; None if
         neither will."""
-        deadlines_ns = [entry.deadline_ns for group in self.groups for entry in group.entries]
+        deadlines_ns = [request.deadline_ns for group in self.groups for request in group.requests]
         moments_ns = [group.until_ns for group in self.groups if group.until_ns > now_ns]
         first_ns = min([*deadlines_ns, *moments_ns, NEVER])
         return None if first_ns == NEVER else first_ns
 
     def requests(self, level: int | None = None) -> int:
         """How many requests wait here and aren't counted elsewhere, of priority `level` or (None) of all levels."""
-        entries = [entry for group in self.groups if not group.left for entry in group.entries]
-        return len(entries) if level is None else sum(entry.level == level for entry in entries)
+        requests = [request for group in self.groups if not group.left for request in group.requests]
+        return len(requests) if level is None else sum(request.level == level for request in requests)
 
     def blame_for(self, error: BaseException) -> Blame:
         if isinstance(error, ThreadLost):
@@ -160,16 +160,16 @@ class Retries(Generic[RequestT]):
         """Have those of `suspects`, the requests of a failed batch, that may succeed wait here. Returns the requests
         that fail for good."""
         if not self._isolates:
-            return batch.entries
+            return batch.requests
         if blame is Blame.FATAL:
             suspects.search.ends += 1
             if suspects.search.ends >= _MAX_ENDS:
-                return [*batch.entries, *self._take_others(suspects)]
+                return [*batch.requests, *self._take_others(suspects)]
         # Fewer of them may well run on an instance that had no memory for all.
         groups = replace(suspects, left=frozenset()).again(blame, batch.padded_rows)
         for group in groups:
             self.wait(group)
-        return () if groups else batch.entries
+        return () if groups else batch.requests
 
     def plan_elsewhere(
         self, batch: Batch[RequestT], suspects: Suspects[RequestT], instance: Hashable, now_ns: int, longest_ns: int
@@ -177,14 +177,14 @@ class Retries(Generic[RequestT]):
         """Like `plan`, if the batch's `instance` is at fault, and rests. Another one is free once it is done with what
         it executes, for which `longest_ns` are enough."""
         if not self._isolates:
-            return batch.entries
+            return batch.requests
         until_ns = now_ns + min(max(longest_ns, SHORTEST_WAIT_NS), LONGEST_WAIT_NS)
         self.wait(replace(suspects, left=suspects.left | {instance}, until_ns=until_ns))
         return ()
 
     def wait(self, group: Suspects[RequestT], *, first: bool = False) -> None:
         """Add `group` at the end or, if `first`, at the front; an empty one isn't added."""
-        if not group.entries:
+        if not group.requests:
             return
         (self.groups.appendleft if first else self.groups.append)(group)
         self._count(group, 1)
@@ -199,15 +199,15 @@ class Retries(Generic[RequestT]):
         groups = [*self.groups]
         for group in groups:
             self.take(group)
-        return [entry for group in groups for entry in group.entries]
+        return [request for group in groups for request in group.requests]
 
     def _take_others(self, suspects: Suspects[RequestT]) -> Sequence[RequestT]:
         """Remove the other groups of the same batch. Returns their requests."""
         others = [group for group in self.groups if group.search is suspects.search]
         for group in others:
             self.take(group)
-        return [entry for group in others for entry in group.entries]
+        return [request for group in others for request in group.requests]
 
     def _count(self, group: Suspects[RequestT], sign: int) -> None:
-        for entry in group.entries if group.left else ():
-            self._waiting.reserve(entry, sign)
+        for request in group.requests if group.left else ():
+            self._waiting.reserve(request, sign)

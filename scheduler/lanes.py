@@ -49,7 +49,7 @@ class Lanes(Generic[RequestT]):
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[RequestT]:
-        """All waiting entries, lane by lane."""
+        """All waiting requests, lane by lane."""
         for lane in self._by_key.values():
             yield from lane
 
@@ -82,12 +82,12 @@ class Lanes(Generic[RequestT]):
             if not lane.ready_token or group[0].order < lane.filed_order:
                 self._file(lane)
             return
-        for entry in group:
-            lane.add((entry,))
-            if entry.order < lane.walked_order:
+        for request in group:
+            lane.add((request,))
+            if request.order < lane.walked_order:
                 self._walk_later(lane)
             elif not lane.closed and lane not in self._stale:
-                lane.walk_over(entry, self._preferred, self._max_preferred, self._max_requests)
+                lane.walk_over(request, self._preferred, self._max_preferred, self._max_requests)
                 self._file_walked(lane)
 
     def put_back(self, group: Sequence[RequestT]) -> None:
@@ -101,8 +101,8 @@ class Lanes(Generic[RequestT]):
 
     def _enter(self, group: Sequence[RequestT]) -> Lane[RequestT]:
         """The lane of `group`, whose requests wait from now on; they are still to be added to it."""
-        for entry in group:
-            entry.waits = True
+        for request in group:
+            request.waits = True
         return self._lane_of(group[0].key)
 
     def _lane_of(self, key: Hashable) -> Lane[RequestT]:
@@ -111,23 +111,23 @@ class Lanes(Generic[RequestT]):
             lane = self._by_key[key] = Lane(key)
         return lane
 
-    def remove(self, entry: RequestT) -> None:
+    def remove(self, request: RequestT) -> None:
         """Remove a request from wherever it is in its lane."""
-        lane = self._by_key[entry.key]
-        lane.remove(entry)
-        entry.waits = False
+        lane = self._by_key[request.key]
+        lane.remove(request)
+        request.waits = False
         if not lane.requests:
             self._drop(lane)
         elif not self._delay_ns:
-            if entry.order == lane.filed_order:
+            if request.order == lane.filed_order:
                 self._file(lane)
-        elif entry.order <= lane.walked_order:
+        elif request.order <= lane.walked_order:
             self._walk_later(lane)
 
     # hot path
     def next_ready(self, now_ns: int) -> Lane[RequestT] | None:
         """The ready lane to be served first, if there is one. It no longer counts as ready until it is filed again, by
-        one of the methods below or when entries come and go."""
+        one of the methods below or when requests come and go."""
         if self._stale:
             for lane in self._stale:
                 self._walk(lane)
@@ -142,13 +142,13 @@ class Lanes(Generic[RequestT]):
         return first
 
     # hot path
-    def take(self, lane: Lane[RequestT], entries: Sequence[RequestT]) -> None:
-        """Remove some of the lane's entries; then the others have their turn."""
-        emptied = len(entries) == lane.requests
-        for entry in entries:
-            entry.waits = False
+    def take(self, lane: Lane[RequestT], requests: Sequence[RequestT]) -> None:
+        """Remove some of the lane's requests; then the others have their turn."""
+        emptied = len(requests) == lane.requests
+        for request in requests:
+            request.waits = False
             if not emptied:
-                lane.remove(entry)
+                lane.remove(request)
         if emptied:
             self._drop(lane)
         elif self._delay_ns:
@@ -158,22 +158,22 @@ class Lanes(Generic[RequestT]):
 
     # hot path
     def take_only(self, lane: Lane[RequestT]) -> RequestT:
-        """Like `take`, for a lane's only entry."""
-        entry = lane.only or lane.head
-        entry.waits = False
+        """Like `take`, for a lane's only request."""
+        request = lane.only or lane.head
+        request.waits = False
         self._drop(lane)
-        return entry
+        return request
 
     def pass_over(self, lane: Lane[RequestT]) -> None:
         """Leave the lane as ready as it was."""
         self._make_ready(lane)
 
     def postpone(self, lane: Lane[RequestT], until_ns: int) -> None:
-        """The lane isn't ready before `until_ns`, unless entries come or go."""
+        """The lane isn't ready before `until_ns`, unless requests come or go."""
         self._make_due(lane, until_ns)
 
     def releasable(self, lane: Lane[RequestT], now_ns: int) -> int:
-        """How many of the lane's first entries leave with an instance that has room for them: all once one has waited
+        """How many of the lane's first requests leave with an instance that has room for them: all once one has waited
         for the whole delay, else the preferred prefix, else all."""
         if not self._delay_ns:
             return self._preferred_prefix(lane) or lane.requests

@@ -62,6 +62,6 @@ class LazyHeap(Generic[T]):
         return None
 
     def _sweep(self) -> None:
-        self.items = [entry for entry in self.items if self._alive(entry[2], entry[1])]
+        self.items = [one for one in self.items if self._alive(one[2], one[1])]
         heapify(self.items)
         self._limit = 2 * len(self.items) + _SLACK

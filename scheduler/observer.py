@@ -41,7 +41,7 @@ class BatchReport(NamedTuple):
     `execution` is what the instance returned, None if it raised. Each request of the batch is counted once: `waits_ns`
     holds the times in the queue of those that have results, `failed` counts those that were answered with an error,
     `cancelled` those whose callers had gone away meanwhile. Requests of a failed batch that will run again are in none
-    of these. `number` is the batch's number, `entries` are all of its requests; whoever keeps these keeps their tensors
+    of these. `number` is the batch's number, `requests` are all that it had; whoever keeps these keeps their tensors
     alive.
     """
 
@@ -55,7 +55,7 @@ class BatchReport(NamedTuple):
     failed: int
     cancelled: int = 0
     number: int = 0
-    entries: Sequence[AnyRequest] = ()
+    requests: Sequence[AnyRequest] = ()
 
 
 class Observer(Protocol):

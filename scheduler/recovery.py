@@ -63,7 +63,7 @@ class Recovery(Generic[P, R]):
         """Learn from `error`, which ended a batch, and plan to run again what may succeed. `suspects` are the batch's
         requests if they ran again already. Returns the requests that fail for good."""
         blame, among_suspects = self._retries.blame_for(error), suspects is not None
-        suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
+        suspects = suspects or Suspects.of_batch(batch.key, batch.requests)
         if blame is Blame.SIZE:
             if self._runners.on_out_of_memory(runner, batch, suspects.left):
                 self._forgive(suspects.search)
@@ -86,21 +86,21 @@ class Recovery(Generic[P, R]):
         if suspects is None:
             return None
         self._retries.take(suspects)
-        batch, rest = self._queue.again(suspects.key, suspects.entries, now_ns, suspects.search.most_rows)
+        batch, rest = self._queue.again(suspects.key, suspects.requests, now_ns, suspects.search.most_rows)
         self._retries.wait(suspects.narrowed(rest), first=True)
-        return self._runners.take_again(batch, suspects.avoided(now_ns)), batch, suspects.narrowed(batch.entries)
+        return self._runners.take_again(batch, suspects.avoided(now_ns)), batch, suspects.narrowed(batch.requests)
 
     def drop_unwanted(self, now_ns: int) -> None:
         """Drop suspects whose callers have gone or whose deadline has passed: it may take long until there is an
         instance for them."""
         for suspects in [*self._retries.groups]:
-            if any(entry.ended or entry.deadline_ns <= now_ns for entry in suspects.entries):
+            if any(request.ended or request.deadline_ns <= now_ns for request in suspects.requests):
                 self._retries.take(suspects)
-                wanted = self._delivery.still_wanted(suspects.entries)
-                for entry in wanted:
-                    if entry.deadline_ns <= now_ns:
-                        self._delivery.expire(entry, now_ns)
-                self._retries.wait(suspects.narrowed([entry for entry in wanted if entry.deadline_ns > now_ns]))
+                wanted = self._delivery.still_wanted(suspects.requests)
+                for request in wanted:
+                    if request.deadline_ns <= now_ns:
+                        self._delivery.expire(request, now_ns)
+                self._retries.wait(suspects.narrowed([request for request in wanted if request.deadline_ns > now_ns]))
 
     def recall(self, now_ns: int) -> None:
         """If an execution takes longer than expected, take back the batch that was to follow it: its requests wait on
@@ -117,8 +117,8 @@ class Recovery(Generic[P, R]):
         if self._runners.ahead.next.get(runner) is batch:
             # Before it waits again: other threads read how much waits, and it mustn't be counted twice.
             self._queue.release(batch)
-        self._arrivals.on_end(len(batch.entries), self._clock.now_ns())
-        self._put_back(batch, batch.entries)
+        self._arrivals.on_end(len(batch.requests), self._clock.now_ns())
+        self._put_back(batch, batch.requests)
         return True
 
     def instance_ended(self, runner: Runner[P, R], error: BaseException) -> None:
@@ -148,9 +148,9 @@ class Recovery(Generic[P, R]):
             self._runners.forget(runner)
         self._runners.lose(runner, error)
 
-    def _put_back(self, batch: Batch[Request[P, R]], entries: Sequence[Request[P, R]]) -> None:
-        """Return `entries` of a batch that nobody executed to the queue, except those whose callers have gone."""
-        self._queue.put_back(batch, self._delivery.still_wanted(entries))
+    def _put_back(self, batch: Batch[Request[P, R]], requests: Sequence[Request[P, R]]) -> None:
+        """Return `requests` of a batch that nobody executed to the queue, except those whose callers have gone."""
+        self._queue.put_back(batch, self._delivery.still_wanted(requests))
 
     def _wait_for_another(
         self, batch: Batch[Request[P, R]], suspects: Suspects[Request[P, R]] | None
@@ -158,10 +158,10 @@ class Recovery(Generic[P, R]):
         """Have a batch wait for another instance, as its own ended before beginning it. `suspects` wait among the
         suspects; if None, the batch's requests go back to the queue. Returns the requests to which this has happened
         too often: reading them may be what ends instances."""
-        for entry in batch.entries:
-            entry.unbegun += 1
-        failed = [entry for entry in batch.entries if entry.unbegun >= _MAX_UNBEGUN]
-        left = [entry for entry in batch.entries if entry.unbegun < _MAX_UNBEGUN]
+        for request in batch.requests:
+            request.unbegun += 1
+        failed = [request for request in batch.requests if request.unbegun >= _MAX_UNBEGUN]
+        left = [request for request in batch.requests if request.unbegun < _MAX_UNBEGUN]
         if suspects is None:
             self._put_back(batch, left)
         else:
@@ -171,7 +171,7 @@ class Recovery(Generic[P, R]):
     def _learn_shortage(self, batch: Batch[Request[P, R]], search: Search) -> None:
         """Allow fewer rows, unless the batch was a single request: what that needs alone says nothing about others, and
         neither do the batches that it was in before."""
-        if len(batch.entries) > 1:
+        if len(batch.requests) > 1:
             before = self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
             search.before = search.before or before
             search.most_rows = self._queue.allowed_rows

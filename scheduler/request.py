@@ -212,7 +212,7 @@ class Request(Generic[P, R]):
     def unwatch(self) -> None:
         """Stop watching its deadline: nothing has to be done about it any more."""
         if self.watch is not None:
-            self.watch.entry = None
+            self.watch.request = None
             self.watch = None
 
 
@@ -234,10 +234,10 @@ class Watch(Generic[RequestT]):
     """Stands for a request in the heap of deadlines. What stays there after the request has left is then small, whereas
     the request would keep its tensors alive."""
 
-    __slots__ = ("entry",)
+    __slots__ = ("request",)
 
-    def __init__(self, entry: RequestT) -> None:
-        self.entry: RequestT | None = entry
+    def __init__(self, request: RequestT) -> None:
+        self.request: RequestT | None = request
 
     def __lt__(self, other: Watch[RequestT]) -> bool:
         """Called only for equal rank and token: those of a put-back request's watch and of the dead one left from

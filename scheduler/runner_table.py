@@ -143,7 +143,7 @@ class RunnerTable(Generic[P, R]):
         before, or as many others as may rest at a time, is at fault itself."""
         if self.given_up(runner):
             return False
-        instance, alone = self.instance_of(runner), len(batch.entries) == 1
+        instance, alone = self.instance_of(runner), len(batch.requests) == 1
         instances = self._instances()
         now_ns, count = self._clock.now_ns(), len(instances)
         settled = instance in left or len(instances.intersection(left)) >= count // 2
@@ -226,7 +226,7 @@ class RunnerTable(Generic[P, R]):
         for runner, batch in self.running.items():
             # From the end: a caller that cancels many requests does so in the order of sending, so the last one settles
             # it at once.
-            if all(entry.cancelled() for entry in reversed(batch.entries)):
+            if all(request.cancelled() for request in reversed(batch.requests)):
                 runner.call_off()
 
     def _begin(self, runner: Runner[P, R], batch: Batch[Request[P, R]]) -> None:

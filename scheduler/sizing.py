@@ -1,7 +1,7 @@
 """How many of a lane's first requests make the next batch, once it is decided that one leaves.
 
 Lives here: sizes, padding and the effect of deadlines on them, by measured execution times. Must not: lanes, heaps, or
-state other than what is currently allowed. Entries come in the order of service, and a batch is always a prefix of
+state other than what is currently allowed. Requests come in the order of service, and a batch is always a prefix of
 them.
 """
 
@@ -29,14 +29,14 @@ turn later."""
 class Unreachable(NamedTuple, Generic[RequestT]):
     """A request that could only be answered too late: its batch would have taken `needed_ns`."""
 
-    entry: RequestT
+    request: RequestT
     needed_ns: int
 
 
 class Cut(NamedTuple, Generic[RequestT]):
-    """The first requests of a lane: `entries` with `rows` rows, executed as `padded_rows` rows of the model."""
+    """The first requests of a lane: `requests` with `rows` rows, executed as `padded_rows` rows of the model."""
 
-    entries: Sequence[RequestT]
+    requests: Sequence[RequestT]
     rows: int
     padded_rows: int
 
@@ -56,10 +56,10 @@ class Sizing:
 
     # hot path
     def cut(self, lane: Lane[RequestT], max_requests: int) -> Cut[RequestT]:
-        """As many of the lane's first entries as fit into a batch, or into a smaller allowed size if that costs less
+        """As many of the lane's first requests as fit into a batch, or into a smaller allowed size if that costs less
         per row.
 
-        The cost is measured execution time; as long as none is known, padding up wins. An entry that is larger than
+        The cost is measured execution time; as long as none is known, padding up wins. A request that is larger than
         what is allowed for now is a batch of its own.
         """
         if lane.requests <= max_requests and lane.rows <= self.allowance.rows:
@@ -68,20 +68,22 @@ class Sizing:
             fitting, rows = self.fitting(lane, max_requests)
         return self._to_allowed_size(lane.key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
 
-    def fitting(self, entries: Iterable[RequestT], max_requests: int, most_rows: int = 0) -> tuple[list[RequestT], int]:
-        """As many of the first entries as fit into a batch (of `most_rows` rows, if not 0), at least one; and their
+    def fitting(
+        self, requests: Iterable[RequestT], max_requests: int, most_rows: int = 0
+    ) -> tuple[list[RequestT], int]:
+        """As many of the first requests as fit into a batch (of `most_rows` rows, if not 0), at least one; and their
         rows."""
         allowed_rows = self.allowance.rows
-        fitting, rows = _fitting(entries, min(allowed_rows, most_rows or allowed_rows), max_requests)
+        fitting, rows = _fitting(requests, min(allowed_rows, most_rows or allowed_rows), max_requests)
         if fitting:
             return fitting, rows
-        first = next(iter(entries))
+        first = next(iter(requests))
         return [first], first.rows
 
     def most_in_time(
-        self, key: Hashable, entries: Iterable[RequestT], cut: Cut[RequestT], starts_ns: int
+        self, key: Hashable, requests: Iterable[RequestT], cut: Cut[RequestT], starts_ns: int
     ) -> tuple[Cut[RequestT], list[Unreachable[RequestT]]]:
-        """The next batch, which starts at `starts_ns`: `cut`, the first of the lane's `entries`, or, if that would be
+        """The next batch, which starts at `starts_ns`: `cut`, the first of the lane's `requests`, or, if that would be
         late for some of them, the size that answers the most requests in time per time spent.
 
         Returns the batch, and the requests that have to be given up for it. Requests that a size is too late for are
@@ -90,29 +92,29 @@ class Sizing:
         those are given up that even a batch of their own would be too late for.
         """
         end_ns = starts_ns + self._safe_ns(key, cut.padded_rows, starts_ns)
-        if all(one.deadline_ns >= end_ns for one in cut.entries):
+        if all(one.deadline_ns >= end_ns for one in cut.requests):
             return cut, []
-        candidates = list(islice(entries, _MAX_BATCHES * len(cut.entries)))
+        candidates = list(islice(requests, _MAX_BATCHES * len(cut.requests)))
         limit, best, best_late, best_rate = cut.rows + 1, cut, list[Unreachable[RequestT]](), 0.0
-        while limit > (smaller := min(cut.rows, max(limit // 2, cut.entries[0].rows))):
+        while limit > (smaller := min(cut.rows, max(limit // 2, cut.requests[0].rows))):
             limit = cut.rows if limit > cut.rows else smaller
-            one, late = self._in_time(key, candidates, limit, len(cut.entries), starts_ns)
-            rate = len(one.entries) / max(1, self._safe_ns(key, one.padded_rows, starts_ns)) if one.entries else 0.0
+            one, late = self._in_time(key, candidates, limit, len(cut.requests), starts_ns)
+            rate = len(one.requests) / max(1, self._safe_ns(key, one.padded_rows, starts_ns)) if one.requests else 0.0
             if rate > best_rate:
                 best, best_late, best_rate = one, late, rate
         if not best_rate:
-            best_late = self._too_late_alone(key, cut.entries, starts_ns)
+            best_late = self._too_late_alone(key, cut.requests, starts_ns)
         return best, best_late
 
     def _in_time(
-        self, key: Hashable, entries: Sequence[RequestT], max_rows: int, max_requests: int, starts_ns: int
+        self, key: Hashable, requests: Sequence[RequestT], max_rows: int, max_requests: int, starts_ns: int
     ) -> tuple[Cut[RequestT], list[Unreachable[RequestT]]]:
-        """The first entries that a batch of up to `max_rows` rows is in time for, and those skipped before them."""
+        """The first requests that a batch of up to `max_rows` rows is in time for, and those skipped before them."""
         needed_ns = self._safe_ns(key, self.padded(max_rows), starts_ns)
         fitting: list[RequestT] = []
         late: list[Unreachable[RequestT]] = []
         rows = 0
-        for one in entries:
+        for one in requests:
             if len(fitting) == max_requests or rows + one.rows > max_rows:
                 break
             if one.deadline_ns < starts_ns + needed_ns:
@@ -122,7 +124,7 @@ class Sizing:
                 rows += one.rows
         if late and 0 < rows < max_rows:
             # No request is to be skipped for the sake of a size that isn't reached.
-            return self._in_time(key, entries, rows, max_requests, starts_ns)
+            return self._in_time(key, requests, rows, max_requests, starts_ns)
         return Cut(fitting, rows, self.padded(rows) if rows else 0), late
 
     def _safe_ns(self, key: Hashable, rows: int, starts_ns: int) -> int:
@@ -130,33 +132,33 @@ class Sizing:
         return proven_ns + self._latency.margin_ns(key, rows) if proven_ns else 0
 
     def _too_late_alone(
-        self, key: Hashable, entries: Sequence[RequestT], starts_ns: int
+        self, key: Hashable, requests: Sequence[RequestT], starts_ns: int
     ) -> list[Unreachable[RequestT]]:
-        alone = [(one, self._latency.proven_ns(key, self.padded(one.rows), starts_ns)) for one in entries]
+        alone = [(one, self._latency.proven_ns(key, self.padded(one.rows), starts_ns)) for one in requests]
         return [Unreachable(one, needed_ns) for one, needed_ns in alone if one.deadline_ns < starts_ns + needed_ns]
 
-    def _to_allowed_size(self, key: Hashable, entries: Sequence[RequestT], rows: int) -> Cut[RequestT]:
+    def _to_allowed_size(self, key: Hashable, requests: Sequence[RequestT], rows: int) -> Cut[RequestT]:
         """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row."""
         sizes = self._policy.batch_sizes
         place = bisect_left(sizes, rows)
         above = sizes[place]
         if above == rows or not place:
-            return Cut(entries, rows, above)
+            return Cut(requests, rows, above)
         below = sizes[place - 1]
-        fewer, fewer_rows = _fitting(entries, below, len(entries))
+        fewer, fewer_rows = _fitting(requests, below, len(requests))
         padded_ns, cut_ns = self._latency.expected_ns(key, above), self._latency.expected_ns(key, below)
         if fewer and cut_ns and cut_ns * rows < padded_ns * fewer_rows:
             return Cut(fewer, fewer_rows, below)
-        return Cut(entries, rows, above)
+        return Cut(requests, rows, above)
 
 
-def _fitting(entries: Iterable[RequestT], max_rows: int, max_requests: int) -> tuple[list[RequestT], int]:
-    """The first entries, up to `max_requests` of them, whose rows fit into `max_rows`; and their rows."""
+def _fitting(requests: Iterable[RequestT], max_rows: int, max_requests: int) -> tuple[list[RequestT], int]:
+    """The first requests, up to `max_requests` of them, whose rows fit into `max_rows`; and their rows."""
     fitting: list[RequestT] = []
     rows = 0
-    for entry in entries:
-        if len(fitting) == max_requests or rows + entry.rows > max_rows:
+    for request in requests:
+        if len(fitting) == max_requests or rows + request.rows > max_rows:
             break
-        rows += entry.rows
-        fitting.append(entry)
+        rows += request.rows
+        fitting.append(request)
     return fitting, rows

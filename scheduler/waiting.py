@@ -116,44 +116,44 @@ class Waiting:
         return min(bounds)
 
     # hot path
-    def add(self, entry: AnyRequest, requests: int = 1) -> None:
-        """Count `requests` more, all like `entry`."""
-        size_bytes = entry.size_bytes * requests
-        self.requests += requests
-        self.rows += entry.rows * requests
+    def add(self, request: AnyRequest, count: int = 1) -> None:
+        """Count `count` more, all like `request`."""
+        size_bytes = request.size_bytes * count
+        self.requests += count
+        self.rows += request.rows * count
         self.size_bytes += size_bytes
         if (shared := self._shared) is not None:
-            shared.requests += requests
+            shared.requests += count
             shared.size_bytes += size_bytes
         if self._has_levels:
-            self._requests_of_level[entry.level] += requests
+            self._requests_of_level[request.level] += count
 
     # hot path
-    def remove(self, entries: Sequence[AnyRequest]) -> None:
-        """Stop counting `entries`, which wait no more."""
-        requests, size_bytes = len(entries), sum(map(_SIZE_BYTES, entries))
-        self.requests -= requests
-        self.rows -= sum(map(_ROWS, entries))
+    def remove(self, requests: Sequence[AnyRequest]) -> None:
+        """Stop counting `requests`, which wait no more."""
+        size_bytes = sum(map(_SIZE_BYTES, requests))
+        self.requests -= len(requests)
+        self.rows -= sum(map(_ROWS, requests))
         self.size_bytes -= size_bytes
         if (shared := self._shared) is not None:
-            shared.requests -= requests
+            shared.requests -= len(requests)
             shared.size_bytes -= size_bytes
         if self._has_levels:
             counts = self._requests_of_level
-            for entry in entries:
-                counts[entry.level] -= 1
-                if not counts[entry.level]:
+            for request in requests:
+                counts[request.level] -= 1
+                if not counts[request.level]:
                     # There may be as many levels as 64-bit numbers, and none may leave its counter behind.
-                    del counts[entry.level]
+                    del counts[request.level]
 
-    def reserve(self, entry: AnyRequest, sign: int) -> None:
-        """Note that an entry that has left may come back (`sign` 1), or no longer may (-1)."""
+    def reserve(self, request: AnyRequest, sign: int) -> None:
+        """Note that a request that has left may come back (`sign` 1), or no longer may (-1)."""
         self.reserved += sign
-        self._reserved_rows += sign * entry.rows
-        self._reserved_bytes += sign * entry.size_bytes
-        self._reserved_of_level[entry.level] += sign
-        if not self._reserved_of_level[entry.level]:
-            del self._reserved_of_level[entry.level]
+        self._reserved_rows += sign * request.rows
+        self._reserved_bytes += sign * request.size_bytes
+        self._reserved_of_level[request.level] += sign
+        if not self._reserved_of_level[request.level]:
+            del self._reserved_of_level[request.level]
         if (shared := self._shared) is not None:
             shared.requests += sign
-            shared.size_bytes += sign * entry.size_bytes
+            shared.size_bytes += sign * request.size_bytes

@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "a delayed request comes after the others of its level",
         "scheduler/batch_queue.py",
-        "order_of(entry.level, self._arrived, demoted=True)",
-        "order_of(entry.level, self._arrived)",
+        "order_of(request.level, self._arrived, demoted=True)",
+        "order_of(request.level, self._arrived)",
         _SCHEDULER,
     ),
     Mutant(
@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "a failed batch is searched in halves",
         "scheduler/isolation.py",
-        "(self.entries[:middle], self.entries[middle:])",
-        "(self.entries[:middle], self.entries[middle + 1 :])",
+        "(self.requests[:middle], self.requests[middle:])",
+        "(self.requests[:middle], self.requests[middle + 1 :])",
         _SCHEDULER,
     ),
     Mutant(

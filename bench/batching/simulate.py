@@ -121,7 +121,7 @@ class Simulation:
         outcome = self.outcome
         outcome.elapsed_ns = until_ns - self._warmup_ns
         running = (event for _, _, event in self._events if isinstance(event, _Running))
-        left = [*self._waiting, *(entry for one in running for entry in one.batch.entries)]
+        left = [*self._waiting, *(entry for one in running for entry in one.batch.requests)]
         outcome.left = sum(entry.payload.at_ns >= self._warmup_ns for entry in left)
         return outcome
 
@@ -167,7 +167,7 @@ class Simulation:
             outcome.rows += batch.rows
             outcome.padded_rows += batch.padded_rows
             outcome.busy_ns += duration_ns
-        for entry in batch.entries:
+        for entry in batch.requests:
             if self._counts(entry.payload):
                 in_time = self._now_ns <= entry.payload.deadline_ns
                 outcome.in_time += in_time
@@ -181,7 +181,7 @@ class Simulation:
         for entry in step.expired:
             self.outcome.expired += self._leave(entry)
         for late in step.unreachable:
-            self.outcome.given_up += self._leave(late.entry)
+            self.outcome.given_up += self._leave(late.request)
         for batch in step.batches:
             self._start(batch)
         if step.wake_ns is not None:
@@ -190,7 +190,7 @@ class Simulation:
     def _start(self, batch: Batch[_Request]) -> None:
         self._idle -= 1
         self._idle_since_ns = -1
-        for entry in batch.entries:
+        for entry in batch.requests:
             del self._waiting[entry]
         self._schedule(self._now_ns + self._cost(batch.padded_rows), _Running(batch, self._now_ns))
 

@@ -213,14 +213,14 @@ class _BatchSpans:
 
     def on_batch(self, report: BatchReport) -> None:
         self._inner.on_batch(report)
-        tags = ((entry, entry.tag) for entry in report.entries)
+        tags = ((entry, entry.tag) for entry in report.requests)
         requests = [(entry, tag.span) for entry, tag in tags if tag is not None and tag.span is not None]
         if requests:
             batch: Attributes = {
                 "paceline.model.name": self._model,
                 "paceline.model.version": self._version,
                 "paceline.batch.id": f"{self._batch_id_prefix}-{report.number}",
-                "paceline.batch.requests": len(report.entries),
+                "paceline.batch.requests": len(report.requests),
                 "paceline.batch.rows": report.rows,
                 "paceline.batch.padded_rows": report.padded_rows,
             }

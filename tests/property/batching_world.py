@@ -216,7 +216,7 @@ class World(RecordingObserver):
     def on_batch(self, report: BatchReport) -> None:
         super().on_batch(report)
         if isinstance(report.error, ExecutionTimeout):
-            requests = [entry.payload for entry in report.entries]
+            requests = [entry.payload for entry in report.requests]
             slot = next(one for one in self.slots if [*one.current] == requests and not one.hangs)
             slot.hangs = True
             self.gone.add(slot.instance)

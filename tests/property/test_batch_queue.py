@@ -195,7 +195,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         self.policy = policy
         self.queue: BatchQueue[Queued] = BatchQueue(policy)
         self.naive = NaiveQueue(policy)
-        self.entries: dict[int, Queued] = {}
+        self.queued: dict[int, Queued] = {}
         self.now_ns = 1_000
         self.pushed = self.left = 0
         self.out: list[tuple[Batch[Queued], list[Waiting]]] = []
@@ -259,7 +259,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     def note(self, entry: Queued, level: int) -> None:
         self.pushed += 1
         entry.payload = number = self.pushed
-        self.entries[number] = entry
+        self.queued[number] = entry
         timeout_at_ns = self.policy.queue_policy(level).timeout_at_ns(entry.arrived_ns, entry.timeout_ns)
         bounds_ns = timeout_at_ns, entry.deadline_ns
         new = Waiting(number, str(entry.key), entry.rows, entry.size_bytes, entry.arrived_ns, *bounds_ns, level)
@@ -270,7 +270,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(1, self.pushed))
         was_waiting = any(one.number == number for one in self.naive.waiting)
-        assert self.queue.cancel(self.entries[number]) == was_waiting
+        assert self.queue.cancel(self.queued[number]) == was_waiting
         self.naive.waiting = [one for one in self.naive.waiting if one.number != number]
         self.left += was_waiting
 
@@ -280,14 +280,14 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         before = {one.number: one for one in self.naive.waiting}
         step = self.queue.poll(self.now_ns, idle, spare)
         batches, expired = self.naive.poll(self.now_ns, idle, spare)
-        assert [[entry.payload for entry in batch.entries] for batch in step.batches] == batches
+        assert [[entry.payload for entry in batch.requests] for batch in step.batches] == batches
         assert sorted(entry.payload for entry in step.expired) == sorted(expired)
         assert not step.unreachable
         for batch in step.batches:
-            assert 0 < batch.rows == sum(entry.rows for entry in batch.entries) <= self.policy.max_batch_rows
-            assert batch.rows <= self.queue.allowed_rows or len(batch.entries) == 1
-            assert all(deadlines[entry.payload] > self.now_ns for entry in batch.entries)
-            self.out.append((batch, [before[entry.payload] for entry in batch.entries]))
+            assert 0 < batch.rows == sum(entry.rows for entry in batch.requests) <= self.policy.max_batch_rows
+            assert batch.rows <= self.queue.allowed_rows or len(batch.requests) == 1
+            assert all(deadlines[entry.payload] > self.now_ns for entry in batch.requests)
+            self.out.append((batch, [before[entry.payload] for entry in batch.requests]))
         assert self.queue.allowed_rows == self.naive.allowed(self.now_ns)
         self.left += len(expired) + sum(map(len, batches))
         self.check_wake(step.wake_ns, may_start=len(batches) < idle)
@@ -301,7 +301,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
             self.queue.done(batch, self.now_ns, None)
             return
         keep = data.draw(st.lists(st.booleans(), min_size=len(members), max_size=len(members)))
-        self.queue.put_back(batch, [entry for entry, stays in zip(batch.entries, keep, strict=True) if stays])
+        self.queue.put_back(batch, [entry for entry, stays in zip(batch.requests, keep, strict=True) if stays])
         stay = [one for one, stays in zip(members, keep, strict=True) if stays]
         self.naive.waiting = sorted([*self.naive.waiting, *stay], key=lambda one: one.order)
         self.left -= len(stay)

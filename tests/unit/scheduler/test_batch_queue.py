@@ -162,11 +162,11 @@ def test_poll_with_waiting_lane_wakes_for_a_deadline_that_comes_before_the_end_o
 
 def test_poll_at_the_deadline_expires_instead_of_starting() -> None:
     queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8))
-    entry = push(queue, "late", 1, "k", 0, deadline_ns=100)
+    request = push(queue, "late", 1, "k", 0, deadline_ns=100)
     push(queue, "kept", 1, "k", 0)
     step = queue.poll(100, idle=1)
-    assert step.expired == (entry,)
-    assert [entry.payload for entry in step.batches[0].entries] == ["kept"]
+    assert step.expired == (request,)
+    assert [request.payload for request in step.batches[0].requests] == ["kept"]
 
 
 def test_cancel_of_a_request_that_completed_a_preferred_size_makes_the_lane_wait_again() -> None:
@@ -180,17 +180,17 @@ def test_cancel_of_a_request_that_completed_a_preferred_size_makes_the_lane_wait
 
 def test_cancel_twice_changes_nothing() -> None:
     queue: BatchQueue[AnyRequest] = BatchQueue(TRITON_QA)
-    entry = push(queue, "x", 1, "k", 0)
-    assert queue.cancel(entry)
-    assert not queue.cancel(entry)
+    request = push(queue, "x", 1, "k", 0)
+    assert queue.cancel(request)
+    assert not queue.cancel(request)
     assert (queue.waiting.requests, queue.waiting.rows, queue.lanes) == (0, 0, 0)
 
 
 def test_cancel_after_leaving_in_a_batch_is_refused() -> None:
     queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8))
-    entry = push(queue, "x", 1, "k", 0)
+    request = push(queue, "x", 1, "k", 0)
     queue.poll(0, idle=1)
-    assert not queue.cancel(entry)
+    assert not queue.cancel(request)
 
 
 def test_cancel_after_leaving_in_a_batch_with_others_is_refused() -> None:
@@ -206,11 +206,11 @@ def test_cancel_after_leaving_in_a_batch_with_others_is_refused() -> None:
 def test_push_to_a_full_queue_is_refused_exactly_at_the_limit() -> None:
     queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8, queue=QueuePolicy(max_queue_size=2)))
     push(queue, "a", 1, "k", 0)
-    entry = push(queue, "b", 1, "other", 0)
+    request = push(queue, "b", 1, "other", 0)
     with pytest.raises(QueueFull, match="Exceeds maximum queue size"):
         push(queue, "c", 1, "k", 0)
     assert (queue.waiting.requests, queue.waiting.rows) == (2, 2)
-    queue.cancel(entry)
+    queue.cancel(request)
     push(queue, "c", 1, "k", 0)
 
 
@@ -243,7 +243,7 @@ def test_poll_of_the_same_history_twice_gives_the_same_decisions() -> None:
             deadline_ns = number * 10 + number % 7 * 100 or NEVER
             push(queue, number, number % 3 + 1, number % 5, number * 10, deadline_ns=deadline_ns)
             step = queue.poll(number * 10, idle=number % 3)
-            seen.append(tuple(tuple(e.payload for e in b.entries) for b in step.batches))
+            seen.append(tuple(tuple(e.payload for e in b.requests) for b in step.batches))
         return seen
 
     assert history() == history()

@@ -24,7 +24,7 @@ def measured(policy: BatchPolicy, millis: dict[int, int]) -> BatchQueue[AnyReque
 
 
 def names(step: Step[AnyRequest]) -> list[list[str]]:
-    return [[entry.payload for entry in batch.entries] for batch in step.batches]
+    return [[request.payload for request in batch.requests] for batch in step.batches]
 
 
 @pytest.mark.parametrize("sizes", [(), (4, 8, 16, 32)])
@@ -61,7 +61,7 @@ def test_hopeless_request_is_given_up_and_the_rest_is_not_cut_down_for_it() -> N
         push(queue, name, 1, "k", 0)
     step = queue.poll(2 * MS, idle=1)
     assert names(step) == [["a", "b", "c"]]
-    assert [(late.entry.payload, late.needed_ns) for late in step.unreachable] == [("hopeless", 12 * MS)]
+    assert [(late.request.payload, late.needed_ns) for late in step.unreachable] == [("hopeless", 12 * MS)]
 
 
 def test_answer_exactly_at_the_deadline_is_in_time() -> None:
@@ -71,7 +71,7 @@ def test_answer_exactly_at_the_deadline_is_in_time() -> None:
     push(queue, "patient", 1, "k", 0)
     step = queue.poll(4 * MS, idle=1)
     assert names(step) == [["just in time", "patient"]]
-    assert [late.entry.payload for late in step.unreachable] == ["hopeless"]
+    assert [late.request.payload for late in step.unreachable] == ["hopeless"]
 
 
 def test_batch_too_late_for_all_gives_up_no_request_that_alone_would_be_just_in_time() -> None:
@@ -107,7 +107,7 @@ def test_batch_that_skips_late_requests_has_no_more_requests_than_it_may_have() 
     for name in "abc":
         push(queue, name, 1, "k", 0)
     step = queue.poll(5 * MS, idle=1)
-    assert [late.entry.payload for late in step.unreachable] == ["late"]
+    assert [late.request.payload for late in step.unreachable] == ["late"]
     assert names(step) == [["a", "b"]]
 
 
@@ -135,7 +135,7 @@ def test_batch_too_late_for_all_gives_up_only_requests_that_would_be_late_alone(
     for name in "abc":
         push(queue, name, 1, "k", 0, deadline_ns=19 * MS)
     step = queue.poll(5 * MS, idle=2)
-    assert [late.entry.payload for late in step.unreachable] == ["hopeless"]
+    assert [late.request.payload for late in step.unreachable] == ["hopeless"]
     assert names(step) == [["a"], ["b", "c"]]
 
 
@@ -145,7 +145,7 @@ def test_batch_gives_up_one_request_rather_than_being_cut_down_for_it() -> None:
     for name in "abcdefg":
         push(queue, name, 1, "k", 0)
     step = queue.poll(0, idle=1)
-    assert [late.entry.payload for late in step.unreachable] == ["hasty"]
+    assert [late.request.payload for late in step.unreachable] == ["hasty"]
     assert names(step) == [list("abcdefg")]
 
 
@@ -216,7 +216,7 @@ def test_push_is_not_refused_because_of_a_batch_that_was_put_back() -> None:
     queue = measured(BatchPolicy(max_batch_rows=1), {1: 10})
     push(queue, "waits again", 1, "k", 0)
     (batch,) = queue.poll(0, idle=1).batches
-    queue.put_back(batch, batch.entries)
+    queue.put_back(batch, batch.requests)
     push(queue, "in time", 1, "k", 0, deadline_ns=20 * MS)
 
 
@@ -235,7 +235,7 @@ def test_requests_still_in_time_are_served_and_late_ones_skipped_under_overload(
     for number in range(4):
         push(queue, f"p{number}", 1, "k", 0, deadline_ns=90 * MS)
     step = queue.poll(10 * MS, idle=1)
-    assert [late.entry.payload for late in step.unreachable] == [f"late {number}" for number in range(4)]
+    assert [late.request.payload for late in step.unreachable] == [f"late {number}" for number in range(4)]
     assert names(step) == [["p0", "p1", "p2", "p3"]]
 
 
@@ -249,7 +249,7 @@ def test_batch_handed_out_ahead_is_expected_to_start_when_the_first_execution_en
         queue.latency.observe("k", rows, 10 * MS, 0)
     step = queue.poll(0, idle=1, spare=1)
     assert names(step) == [list("abcd")]
-    assert [late.entry.payload for late in step.unreachable] == list("efgh")
+    assert [late.request.payload for late in step.unreachable] == list("efgh")
 
 
 def test_batch_handed_out_ahead_is_expected_to_start_no_sooner_than_now() -> None:
@@ -262,4 +262,4 @@ def test_batch_handed_out_ahead_is_expected_to_start_no_sooner_than_now() -> Non
         queue.latency.observe("k", rows, 10 * MS, 0)
     assert names(queue.poll(0, idle=1)) == [list("abcd")]
     step = queue.poll(12 * MS, idle=0, spare=1)
-    assert [late.entry.payload for late in step.unreachable] == list("efgh")
+    assert [late.request.payload for late in step.unreachable] == list("efgh")

@@ -100,7 +100,7 @@ async def test_report_has_the_requests_of_its_batch_and_their_tags(bench: Bench)
     assert await asyncio.gather(first, second) == ["A", "B"]
     (report,) = bench.seen.reports
     assert report.number == 1
-    assert [(entry.tag, entry.rows) for entry in report.entries] == [("mine", 1), (None, 2)]
+    assert [(request.tag, request.rows) for request in report.requests] == [("mine", 1), (None, 2)]
 
 
 class Broken:

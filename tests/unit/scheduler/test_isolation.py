@@ -86,13 +86,13 @@ def test_budget_is_twice_what_one_culprit_takes() -> None:
 
 
 def test_budget_is_spent_as_long_as_it_covers_two_halves() -> None:
-    entries: list[Request[str, str]] = [Request(name, 1, "k") for name in "abcde"]
+    requests: list[Request[str, str]] = [Request(name, 1, "k") for name in "abcde"]
     for budget in (2, 3):
-        suspects = replace(Suspects.of_batch("k", entries), search=Search(budget))
-        groups = [["".join(entry.payload for entry in group.entries) for group in suspects.halves()] for _ in range(2)]
+        suspects = replace(Suspects.of_batch("k", requests), search=Search(budget))
+        groups = [["".join(one.payload for one in group.requests) for group in suspects.halves()] for _ in range(2)]
         assert groups == [["ab", "cde"], list("abcde")]
         assert suspects.search.budget == budget - 2
-    assert suspects.narrowed(entries[:1]).halves() == suspects.narrowed(entries[:1]).alone() == []
+    assert suspects.narrowed(requests[:1]).halves() == suspects.narrowed(requests[:1]).alone() == []
 
 
 @pytest.mark.parametrize("first", ["", "!"])

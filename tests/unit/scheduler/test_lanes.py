@@ -1,4 +1,4 @@
-"""Which lane has its turn, as entries come, leave and are put back."""
+"""Which lane has its turn, as requests come, leave and are put back."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def request(key: Hashable, order: int, rows: int = 1) -> AnyRequest:
 def filled(policy: BatchPolicy, keys: str) -> tuple[Lanes[AnyRequest], list[AnyRequest]]:
     """One request of each key, in that order."""
     lanes: Lanes[AnyRequest] = Lanes(policy)
-    entries = [request(key, order) for order, key in enumerate(keys)]
-    for one in entries:
+    requests = [request(key, order) for order, key in enumerate(keys)]
+    for one in requests:
         lanes.add([one])
-    return lanes, entries
+    return lanes, requests
 
 
 def keys_served(lanes: Lanes[AnyRequest], now_ns: int = 0) -> str:
@@ -172,14 +172,14 @@ def test_entries_put_back_keep_their_turn() -> None:
 
 def test_entries_put_back_are_in_the_order_of_arrival_whichever_returns_first() -> None:
     for returning in ((0, 1), (1, 0)):
-        lanes, entries = filled(GREEDY, "aaa")
-        for one in entries[:2]:
+        lanes, requests = filled(GREEDY, "aaa")
+        for one in requests[:2]:
             lanes.remove(one)
         for place in returning:
-            lanes.put_back([entries[place]])
+            lanes.put_back([requests[place]])
         lane = lanes.get("a")
         assert lane is not None
-        assert list(lane) == entries
+        assert list(lane) == requests
 
 
 def test_entries_put_back_wait_for_more_requests_until_their_delay_has_passed() -> None:

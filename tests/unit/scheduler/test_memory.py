@@ -56,14 +56,14 @@ def test_request_that_has_left_is_not_kept_alive_by_its_deadline(leaves_by: str)
     queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8))
     payload = Tensors()
     gone = weakref.ref(payload)
-    entry = push(queue, payload, 1, "k", 0, deadline_ns=10**12)
+    request = push(queue, payload, 1, "k", 0, deadline_ns=10**12)
     if leaves_by == "executing":
         (batch,) = queue.poll(0, idle=1).batches
         queue.done(batch, 0, None)
         del batch
     else:
-        queue.cancel(entry)
-    del payload, entry
+        queue.cancel(request)
+    del payload, request
     assert gone() is None
 
 
@@ -86,7 +86,7 @@ def test_batch_that_has_left_is_not_kept_alive_by_its_lanes_place_in_the_heaps(p
     push(queue, payload, 1, "k", 1, priority=3)
     push(queue, Tensors(), 1, "k", 1, priority=1)
     (batch,) = queue.poll(1, idle=1).batches
-    assert payload in [entry.payload for entry in batch.entries]
+    assert payload in [request.payload for request in batch.requests]
     queue.done(batch, 1, None)
     del payload, batch
     assert gone() is None

@@ -15,7 +15,7 @@ LEVELS = BatchPolicy(max_batch_rows=8, priority_levels=3, default_priority_level
 
 
 def names(step: Step[AnyRequest]) -> list[list[str]]:
-    return [[entry.payload for entry in batch.entries] for batch in step.batches]
+    return [[request.payload for request in batch.requests] for batch in step.batches]
 
 
 def measured(queue: BatchQueue[AnyRequest], durations_ns: dict[int, int], key: str = "k") -> None:
@@ -106,9 +106,9 @@ def test_request_delayed_by_its_queue_timeout_still_expires_with_its_rpc() -> No
     queue: BatchQueue[AnyRequest] = BatchQueue(
         BatchPolicy(queue=QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10))
     )
-    entry = push(queue, "x", 1, "k", 0, deadline_ns=50)
+    request = push(queue, "x", 1, "k", 0, deadline_ns=50)
     assert queue.poll(10, idle=0).wake_ns == 50
-    assert queue.poll(50, idle=1) == Step(expired=(entry,))
+    assert queue.poll(50, idle=1) == Step(expired=(request,))
 
 
 def test_queue_bound_counts_each_level_separately() -> None:
@@ -157,10 +157,10 @@ def test_reserved_requests_count_for_their_level_until_released() -> None:
 def test_queue_bound_of_rows_and_bytes_is_exact_and_room_is_freed_again(limits: QueueLimits, what: str) -> None:
     queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8, limits=limits))
     push(queue, "a", 3, "k", 0, size_bytes=60)
-    entry = push(queue, "b", 2, "k", 0, size_bytes=40)
+    request = push(queue, "b", 2, "k", 0, size_bytes=40)
     with pytest.raises(QueueFull, match=what):
         push(queue, "c", 1, "k", 0, size_bytes=1)
-    queue.cancel(entry)
+    queue.cancel(request)
     push(queue, "c", 2, "k", 0, size_bytes=40)
 
 
@@ -270,7 +270,7 @@ def test_poll_gives_up_requests_whose_batch_would_end_too_late_and_executes_the_
     push(queue, "patient", 1, "k", 0, deadline_ns=99 * MS)
     measured(queue, {1: 10 * MS, 2: 10 * MS, 3: 10 * MS})
     step = queue.poll(0, idle=1)
-    assert [(late.entry.payload, late.needed_ns) for late in step.unreachable] == [("late", 10 * MS)]
+    assert [(late.request.payload, late.needed_ns) for late in step.unreachable] == [("late", 10 * MS)]
     assert names(step) == [["kept", "patient"]]
 
 
