@@ -1,6 +1,6 @@
-"""The documents agree with the code. Each promise of docs/behaviour.md and each row of docs/protocol.md names a test that
-exists, in a comment that readers don't see; the latter has each RPC, parameter, header and field of ModelConfig, and
-docs/architecture.md each module."""
+"""The documents agree with the code. Each promise of docs/behaviour.md and each row of docs/protocol.md names a test
+that exists, in a comment that readers don't see; the latter has each RPC, parameter, header and field of ModelConfig,
+and docs/architecture.md each module."""
 
 from __future__ import annotations
 
