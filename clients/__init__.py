@@ -11,6 +11,7 @@ connection TLS, and `token=` identifies the caller.
 """
 
 from paceline.clients.aio import InferenceClient as AsyncInferenceClient
+from paceline.clients.connection import Tls
 from paceline.clients.errors import (
     Cancelled,
     ClientClosed,
@@ -29,7 +30,6 @@ from paceline.clients.errors import (
 )
 from paceline.clients.messages import IndexEntry, InferResult, ModelMetadata, ServerMetadata, TensorMetadata
 from paceline.clients.sync import InferenceClient
-from paceline.clients.tls import Tls
 
 __all__ = [
     "AsyncInferenceClient",

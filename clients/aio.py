@@ -1,24 +1,25 @@
 """The asyncio client: one client serves many tasks of one event loop over one connection.
 
-Lives here: awaiting calls of grpc.aio, and what cancellation means. What is sent and read is in calls.py and
+Lives here: awaiting calls of grpc.aio, and what cancellation means. What is sent and read is in base.py and
 messages.py, the blocking twin in sync.py; the two have the same methods with the same arguments.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from paceline.clients import calls
-from paceline.clients.base import DEFAULT_TIMEOUT_S, BaseClient, Metadata, ReadyWait, Timeout
-from paceline.clients.calls import Call, Method
+from paceline.clients import base
+from paceline.clients.base import DEFAULT_TIMEOUT_S, BaseClient, Call, ReadyWait, Stubs, Timeout
 from paceline.clients.coalescing import Coalescer
+from paceline.clients.connection import Metadata, Tls
 from paceline.clients.errors import Cancelled, DeadlineExceeded, InferenceError, Unavailable, rpc_failure, unreadable
 from paceline.clients.messages import (
     IndexEntry,
@@ -31,7 +32,6 @@ from paceline.clients.messages import (
     plain_inputs,
 )
 from paceline.clients.streams import NoStream, Streams, check_request
-from paceline.clients.tls import Tls
 from paceline.protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["InferenceClient"]
@@ -92,8 +92,14 @@ class InferenceClient(BaseClient):
         if transport not in ("call", "stream"):
             raise ValueError(f"transport: expected 'call' or 'stream', got {transport!r}")
         if coalesce is not None:
-            _check_rows(coalesce)
-        self._streams = Streams(self._open_stream) if transport == "stream" else None
+            expected = "coalesce: expected 2 rows or more in a request, a whole number, or None"
+            if not isinstance(coalesce, Integral):
+                raise TypeError(f"{expected}, got {coalesce!r}")
+            if coalesce < 2:
+                raise ValueError(f"{expected}, got {coalesce!r}")
+        self._streams: Streams | None = None
+        if transport == "stream":
+            self._streams = Streams(lambda: self._open()["ModelStreamInfer"](metadata=self._metadata))
         self._coalescer = Coalescer(self._infer, coalesce) if coalesce is not None else None
         self._asking = asyncio.Lock()
         # The loop in which the channel was created, and in which streams and merged requests have their tasks.
@@ -103,9 +109,7 @@ class InferenceClient(BaseClient):
         self._open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def infer(
@@ -157,41 +161,44 @@ class InferenceClient(BaseClient):
 
     async def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the server says it is alive."""
-        return await self._call(calls.server_live(), timeout_s, metadata)
+        return await self._call(base.SERVER_LIVE, timeout_s, metadata)
 
     async def server_ready(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the server says it can take requests for its models."""
-        return await self._call(calls.server_ready(), timeout_s, metadata)
+        return await self._call(base.SERVER_READY, timeout_s, metadata)
 
     async def model_ready(
         self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
     ) -> bool:
         """Whether the model can take requests. For unknown models, some servers answer False, others raise NotFound."""
-        return await self._call(calls.model_ready(model, version), timeout_s, metadata)
+        return await self._call(base.model_ready_call(model, version), timeout_s, metadata)
 
     async def server_metadata(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> ServerMetadata:
         """The server's name, version and protocol extensions."""
-        return await self._call(calls.server_metadata(), timeout_s, metadata)
+        return await self._call(base.SERVER_METADATA, timeout_s, metadata)
 
     async def model_metadata(
         self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
     ) -> ModelMetadata:
         """The model's versions, platform, inputs and outputs."""
-        return await self._call(calls.model_metadata(model, version), timeout_s, metadata)
+        return await self._call(base.model_metadata_call(model, version), timeout_s, metadata)
 
     async def repository_index(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> tuple[IndexEntry, ...]:
         """The state of each version of each model. Not all servers have this extension of Triton's."""
-        return await self._call(calls.repository_index(), timeout_s, metadata)
+        return await self._call(base.REPOSITORY_INDEX, timeout_s, metadata)
 
     async def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
         """The name of a grpc.health.v1 status, such as SERVING. Raises NotFound for an unknown service."""
-        return await self._call(calls.health(service), timeout_s, metadata)
+        return await self._call(base.health_call(service), timeout_s, metadata)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns once the server is reachable and ready. Raises DeadlineExceeded after `timeout_s` seconds."""
         now_s = asyncio.get_running_loop().time
         wait = ReadyWait(self._target, timeout_s, now_s())
-        while not await self._ready_within(wait.left_s(now_s())):
+        while True:
+            with suppress(DeadlineExceeded, Unavailable):
+                if await self._call(base.SERVER_READY_ONCE_CONNECTED, wait.left_s(now_s()), ()):
+                    return
             await asyncio.sleep(wait.pause_s(now_s()))
 
     async def close(self) -> None:
@@ -229,8 +236,8 @@ class InferenceClient(BaseClient):
             ) from None
 
     async def _infer(self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = ()) -> InferResult:
-        call = calls.infer(request)
-        if self._streams is None or _is_large(request):
+        call = base.infer_call(request)
+        if self._streams is None or sum(map(len, request.raw_input_contents)) > _MAX_STREAMED_BYTES:
             return await self._call(call, timeout_s, metadata)
         self._open()
         try:
@@ -238,7 +245,7 @@ class InferenceClient(BaseClient):
         except NoStream as none:
             return await self._call(call, none.left_s, metadata)
 
-    def _open(self) -> Mapping[Method, Callable[..., Any]]:
+    def _open(self) -> Stubs:
         """As in `BaseClient`. Raises RuntimeError in an event loop other than the channel's: there gRPC would fail with
         an error of its own, or not fail and never wake the caller."""
         opened = super()._open()
@@ -258,15 +265,6 @@ class InferenceClient(BaseClient):
                 "may share"
             )
 
-    def _open_stream(self) -> Any:
-        return self._open()[Method.MODEL_STREAM_INFER](metadata=self._metadata)
-
-    async def _ready_within(self, timeout_s: float) -> bool:
-        try:
-            return await self._call(calls.server_ready_once_connected(), timeout_s, ())
-        except (DeadlineExceeded, Unavailable):
-            return False
-
     async def _call(self, call: Call[T], timeout_s: Timeout, metadata: Metadata) -> T:
         try:
             response = await self._start(call, timeout_s, metadata)
@@ -274,26 +272,10 @@ class InferenceClient(BaseClient):
             raise rpc_failure(error) from error
         except asyncio.CancelledError as error:
             # grpc.aio reports a channel closed underneath a call as if the awaiting task had been cancelled.
-            if self._closed and not _being_cancelled():
+            task = asyncio.current_task()
+            if self._closed and not (task is not None and task.cancelling()):
                 raise Cancelled(grpc.StatusCode.CANCELLED, f"{self!r} was closed during the call") from error
             raise
         if response is None:
             raise unreadable()
         return call.read(response)
-
-
-def _is_large(request: ModelInferRequest) -> bool:
-    return sum(map(len, request.raw_input_contents)) > _MAX_STREAMED_BYTES
-
-
-def _check_rows(coalesce: int) -> None:
-    expected = "coalesce: expected 2 rows or more in a request, a whole number, or None"
-    if not isinstance(coalesce, Integral):
-        raise TypeError(f"{expected}, got {coalesce!r}")
-    if coalesce < 2:
-        raise ValueError(f"{expected}, got {coalesce!r}")
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,6 +1,7 @@
-"""What the blocking and the asyncio client share besides the calls: settings, opening, and the arithmetic of waiting.
+"""What the blocking and the asyncio client share: settings, the channel, the calls, and the arithmetic of waiting.
 
-Lives here: the constructor, channel options, the one channel and its closing, per-call arguments, the pauses of
+Lives here: the constructor, channel options, the one channel and its closing, per-call arguments; the calls as values
+(which method, what is sent, how the answer is read), so that the clients differ only in how they wait; the pauses of
 wait_ready. Must not live here: anything that waits, or reads a clock; callers pass `now_s`.
 """
 
@@ -9,25 +10,56 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
+from operator import attrgetter
 from types import EllipsisType, ModuleType
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.clients.calls import Call, Method, stubs
-from paceline.clients.errors import ClientClosed, DeadlineExceeded, InferenceError
-from paceline.clients.headers import Metadata, checked
-from paceline.clients.messages import checked_text
-from paceline.clients.targets import checked_target
-from paceline.clients.tls import Tls
-from paceline.clients.tokens import authorization
+from paceline.clients.connection import Metadata, Tls, authorization, checked_metadata, checked_target
+from paceline.clients.errors import ClientClosed, DeadlineExceeded, InferenceError, ResponseError
+from paceline.clients.messages import (
+    IndexEntry,
+    InferResult,
+    ModelMetadata,
+    ServerMetadata,
+    TensorMetadata,
+    checked_text,
+    infer_result,
+)
+from paceline.protos import inference_pb2 as pb
+from paceline.protos import inference_pb2_grpc
 
-__all__ = ["DEFAULT_TIMEOUT_S", "BaseClient", "Metadata", "ReadyWait", "Timeout"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "REPOSITORY_INDEX",
+    "SERVER_LIVE",
+    "SERVER_METADATA",
+    "SERVER_READY",
+    "SERVER_READY_ONCE_CONNECTED",
+    "BaseClient",
+    "Call",
+    "ReadyWait",
+    "Stubs",
+    "Timeout",
+    "health_call",
+    "infer_call",
+    "model_metadata_call",
+    "model_ready_call",
+]
+
+T = TypeVar("T")
 
 Timeout = float | None | EllipsisType
 """Seconds. None and infinity mean no timeout. 0 or less has already passed: the call raises DeadlineExceeded, whatever
 the server does. `...`, the default, means the client's own timeout."""
+
+Stubs = Mapping[str, Callable[..., Any]]
+"""A channel's callables, by the names of their RPCs."""
 
 DEFAULT_TIMEOUT_S: Final = 60.0
 
@@ -48,18 +80,88 @@ _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One call to be made.
+
+    `method` is the RPC's name on the wire. `read` turns the response message into what the caller gets.
+    `wait_for_ready` is gRPC's: if True, the call waits for a connection as long as its timeout allows; if None, the
+    channel's service config decides, by default not to wait.
+    """
+
+    method: str
+    request: Message
+    read: Callable[[Any], T]
+    wait_for_ready: bool | None = None
+
+
+_READY: Final[Callable[[Any], bool]] = attrgetter("ready")
+
+SERVER_LIVE: Final[Call[bool]] = Call("ServerLive", pb.ServerLiveRequest(), attrgetter("live"))
+SERVER_READY: Final = Call("ServerReady", pb.ServerReadyRequest(), _READY)
+SERVER_READY_ONCE_CONNECTED: Final = Call("ServerReady", pb.ServerReadyRequest(), _READY, wait_for_ready=True)
+SERVER_METADATA: Final = Call(
+    "ServerMetadata",
+    pb.ServerMetadataRequest(),
+    lambda response: ServerMetadata(response.name, response.version, tuple(response.extensions)),
+)
+REPOSITORY_INDEX: Final = Call(
+    "RepositoryIndex",
+    pb.RepositoryIndexRequest(),
+    lambda response: tuple(IndexEntry(each.name, each.version, each.state, each.reason) for each in response.models),
+)
+
+
+def infer_call(request: pb.ModelInferRequest) -> Call[InferResult]:
+    """ModelInfer, with a request made by `clients.messages.infer_request`."""
+    return Call("ModelInfer", request, infer_result)
+
+
+def model_ready_call(model: str, version: str) -> Call[bool]:
+    """ModelReady: whether the model can take requests; with an empty version, the server chooses."""
+    request = pb.ModelReadyRequest(name=checked_text("model", model), version=checked_text("version", version))
+    return Call("ModelReady", request, _READY)
+
+
+def model_metadata_call(model: str, version: str) -> Call[ModelMetadata]:
+    """ModelMetadata: the model's versions, platform, inputs and outputs."""
+    request = pb.ModelMetadataRequest(name=checked_text("model", model), version=checked_text("version", version))
+    return Call("ModelMetadata", request, _model_metadata)
+
+
+def _model_metadata(response: pb.ModelMetadataResponse) -> ModelMetadata:
+    inputs, outputs = (
+        tuple(TensorMetadata(each.name, each.datatype, tuple(each.shape)) for each in tensors)
+        for tensors in (response.inputs, response.outputs)
+    )
+    versions, properties = tuple(response.versions), dict(response.properties)
+    return ModelMetadata(response.name, versions, response.platform, inputs, outputs, properties)
+
+
+def health_call(service: str) -> Call[str]:
+    """Check of grpc.health.v1: the name of the status, such as SERVING; an empty service means the whole server."""
+    request = health_pb2.HealthCheckRequest(service=checked_text("service", service))
+    return Call("Check", request, _serving_status)
+
+
+def _serving_status(response: health_pb2.HealthCheckResponse) -> str:
+    try:
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+    except ValueError as error:
+        raise ResponseError(f"the health service answered with an unknown status: {response.status}") from error
+
+
 class BaseClient:
     """The settings and the one channel of both clients.
 
     `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`; the port of a mere host is
-    8001. `timeout_s` is the timeout, in
-    seconds, of each call that is given none of its own. None and infinity mean no timeout; with 0 or less, each call
-    raises DeadlineExceeded. `tls` makes the connection TLS: True trusts the certificate authorities that come with
-    gRPC, `Tls` names files of your own. `token` is sent with every call, in the header `authorization`; without TLS,
-    anybody on the network path can read it. `credentials` are gRPC's own, for what `tls` can't express; only one of the
-    two may be given. `options` are gRPC channel options. They override the client's, by which message sizes are
-    unlimited and reconnecting is tried at least once a second. `metadata` is sent with every call, before the call's
-    own.
+    8001. `timeout_s` is the timeout, in seconds, of each call that is given none of its own. None and infinity mean no
+    timeout; with 0 or less, each call raises DeadlineExceeded. `tls` makes the connection TLS: True trusts the
+    certificate authorities that come with gRPC, `Tls` names files of your own. `token` is sent with every call, in the
+    header `authorization`; without TLS, anybody on the network path can read it. `credentials` are gRPC's own, for what
+    `tls` can't express; only one of the two may be given. `options` are gRPC channel options. They override the
+    client's, by which message sizes are unlimited and reconnecting is tried at least once a second. `metadata` is sent
+    with every call, before the call's own.
 
     Raises ValueError or TypeError for a target, timeout, token, metadata or anything else that can't be used; each call
     does so for its own arguments.
@@ -85,31 +187,41 @@ class BaseClient:
     ) -> None:
         if tls and credentials is not None:
             raise ValueError("expected one of tls and credentials, got both")
-        self._target = _target(target)
+        self._target = checked_target("target", checked_text("target", target), "tls=True")
         self._timeout_s = _bounded_s(timeout_s)
-        self._tls = _tls(tls)
-        self._credentials = _credentials(credentials)
-        self._options = _options(options)
-        self._metadata = (*([authorization(token)] if token is not None else []), *checked(metadata))
+        # The path of a file would count as True here, and public authorities would be trusted instead of that file.
+        if not isinstance(tls, bool | Tls | None):
+            raise TypeError(f"tls: expected True, False or clients.Tls, got {tls!r}")
+        self._tls = Tls() if tls is True else tls or None
+        if not isinstance(credentials, grpc.ChannelCredentials | None):
+            raise TypeError(f"credentials: expected grpc.ChannelCredentials, got {type(credentials).__name__}")
+        self._credentials = credentials
+        try:
+            self._options = dict(options)
+        except (TypeError, ValueError):
+            raise TypeError(f"options: expected pairs of name and value, got {options!r}") from None
+        self._metadata = (*([authorization(token)] if token is not None else []), *checked_metadata(metadata))
         # Of inputs, by model and version and then by name: of models that were given Python's numbers.
         self._datatypes: dict[tuple[str, str], Mapping[str, str]] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._channel: Any = None
-        self._stubs: Mapping[Method, Callable[..., Any]] = {}
+        self._stubs: Stubs = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._target!r})"
 
-    def _open(self) -> Mapping[Method, Callable[..., Any]]:
-        """The channel's callables, by method; the first use creates the channel. Raises ClientClosed, and ValueError
-        for `tls` files that can't be used."""
+    def _open(self) -> Stubs:
+        """The channel's callables; the first use creates the channel. Raises ClientClosed, and ValueError for `tls`
+        files that can't be used."""
         with self._lock:
             if self._closed:
                 raise self._has_closed()
             if self._channel is None:
                 self._channel = self._new_channel()
-                self._stubs = stubs(self._channel)
+                # The generated stubs serve channels of grpc and of grpc.aio.
+                inference: Any = inference_pb2_grpc.GRPCInferenceServiceStub
+                self._stubs = {**vars(inference(self._channel)), **vars(health_pb2_grpc.HealthStub(self._channel))}
             return self._stubs
 
     def _has_closed(self) -> ClientClosed:
@@ -134,7 +246,7 @@ class BaseClient:
         """Starts the call. With grpc, it returns the response; with grpc.aio, an awaitable for it."""
         bound_s = self._bound_s(timeout_s)
         start = self._open()[call.method]
-        pairs = (*self._metadata, *checked(metadata))
+        pairs = (*self._metadata, *checked_metadata(metadata))
         # gRPC rounds timeouts up: with 0, a fast server might answer in time.
         bound_s = bound_s if bound_s is None or bound_s > 0 else bound_s - 1.0
         try:
@@ -158,36 +270,6 @@ class BaseClient:
     def _bound_s(self, timeout_s: Timeout) -> float | None:
         """The timeout to give to gRPC, in seconds. Raises ValueError and TypeError."""
         return self._timeout_s if isinstance(timeout_s, EllipsisType) else _bounded_s(timeout_s)
-
-
-def _target(target: str) -> str:
-    text = checked_text("target", target)
-    try:
-        return checked_target(text, "tls=True")
-    except ValueError as error:
-        raise ValueError(f"target: {error}") from None
-
-
-def _tls(tls: bool | Tls) -> Tls | None:
-    if isinstance(tls, Tls):
-        return tls
-    # The path of a file would count as True here, and public authorities would be trusted instead of that file.
-    if not isinstance(tls, bool | None):
-        raise TypeError(f"tls: expected True, False or clients.Tls, got {tls!r}")
-    return Tls() if tls else None
-
-
-def _credentials(credentials: grpc.ChannelCredentials | None) -> grpc.ChannelCredentials | None:
-    if not isinstance(credentials, grpc.ChannelCredentials | None):
-        raise TypeError(f"credentials: expected grpc.ChannelCredentials, got {type(credentials).__name__}")
-    return credentials
-
-
-def _options(options: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    try:
-        return dict(options)
-    except (TypeError, ValueError):
-        raise TypeError(f"options: expected pairs of name and value, got {options!r}") from None
 
 
 def _bounded_s(timeout_s: float | None) -> float | None:

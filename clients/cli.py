@@ -1,8 +1,12 @@
-"""The command `infer`: one request, or many, to any server of the protocol. `paceline` mounts it.
+"""The commands `infer` and `health`: calls to any server of the protocol, from a shell. `paceline` mounts them.
+
+`health` is for places where only a command can ask, such as a container's HEALTHCHECK, and for Kubernetes if the server
+speaks TLS, which its own gRPC probes don't. The server's address, TLS and the token can also come from the environment,
+because a HEALTHCHECK's command is fixed.
 
 Lives here: options and exit codes. Must not live here: reading inputs (inputs.py), printing (report.py), calling
-(sync.py), connecting to the server (connection_options.py). Exit code 1 when the server or the connection fails, 2 when
-what the user gave can't be used; either way one line on stderr.
+(sync.py), connecting to the server (options.py). Exit code 1 when the server or the connection fails, 2 when what the
+user gave can't be used; either way one line on stderr.
 """
 
 from __future__ import annotations
@@ -10,33 +14,67 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 from paceline.clients.base import DEFAULT_TIMEOUT_S
-from paceline.clients.connection_options import ConnectionOptions, Seconds, Server, access_options, one_line_errors
+from paceline.clients.errors import InferenceError
 from paceline.clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
-from paceline.clients.messages import InferResult, ParameterValue
-from paceline.clients.repeat import Outcome, run_repeated
-from paceline.clients.report import outcome_json, outcome_text, progress_line, result_json, result_text, save_npz
+from paceline.clients.messages import ParameterValue
+from paceline.clients.options import ConnectionOptions, Seconds, Server, access_options, one_line, one_line_errors
+from paceline.clients.report import (
+    outcome_json,
+    outcome_text,
+    progress_line,
+    result_json,
+    result_text,
+    run_repeated,
+    save_npz,
+)
 from paceline.clients.sync import InferenceClient
 
-__all__ = ["infer"]
+__all__ = ["health", "infer"]
+
+_SERVING = "SERVING"
+_MOST_REASONS = 20
+
+
+def _server_option(**more: Any) -> Callable[[Any], Any]:
+    return click.option(
+        "--server",
+        type=Server(),
+        default="127.0.0.1:8001",
+        show_default=True,
+        metavar="HOST[:PORT]",
+        help="Server address, by default with port 8001; or unix:PATH.",
+        **more,
+    )
+
+
+def _timeout_option(default_s: float, what: str) -> Callable[[Any], Any]:
+    seconds = Seconds(min=0, min_open=True)
+    return click.option(
+        "--timeout", "timeout_s", type=seconds, default=default_s, show_default=True, metavar="SECONDS", help=what
+    )
+
+
+@contextmanager
+def _connected(server: str, timeout_s: float, access: ConnectionOptions) -> Iterator[InferenceClient]:
+    with (
+        one_line_errors(access),
+        InferenceClient(server, timeout_s=timeout_s, tls=access.tls or False, token=access.token) as client,
+    ):
+        yield client
 
 
 @click.command()
 @click.argument("model")
-@click.option(
-    "--server",
-    type=Server(),
-    default="127.0.0.1:8001",
-    show_default=True,
-    metavar="HOST[:PORT]",
-    help="Server address, by default with port 8001; or unix:PATH.",
-)
+@_server_option()
 @click.option("--version", default="", help="Version of the model; by default the server chooses.")
 @click.option(
     "--input",
@@ -53,15 +91,7 @@ __all__ = ["infer"]
 )
 @click.option("--seed", type=click.IntRange(min=0), help="With --random: the same seed gives the same inputs.")
 @click.option("--output", "outputs", multiple=True, metavar="NAME", help="Ask for this output only. Repeatable.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=Seconds(min=0, min_open=True),
-    default=DEFAULT_TIMEOUT_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="Longest wait for each answer.",
-)
+@_timeout_option(DEFAULT_TIMEOUT_S, "Longest wait for each answer.")
 @click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="Request parameter. Repeatable.")
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=1, help="Send the request this many times and print a summary."
@@ -96,15 +126,13 @@ def infer(
 
     Numbers are converted to the model's datatypes, as long as no value is lost.
     """
-    tls = access.tls or False
-    with (
-        one_line_errors(access),
-        InferenceClient(server, timeout_s=timeout_s, tls=tls, token=access.token) as client,
-    ):
+    with _connected(server, timeout_s, access) as client:
         _refuse_contradictions(repeat, concurrency, save)
-        random = _random_inputs(make_up, rows, shapes, seed)
+        if not make_up and (rows is not None or shapes or seed is not None):
+            raise InputError("--rows, --shape and --seed need --random")
+        random = RandomInputs(rows, dict(map(parse_shape, shapes)), seed) if make_up else None
         given = read_inputs(inputs)
-        options = dict(_parameter(text) for text in parameters)
+        options = dict(map(_parameter, parameters))
         metadata = client.model_metadata(model, version)
         if metadata.inputs and not given and random is None:
             raise InputError("no input: give --input or --random")
@@ -121,10 +149,15 @@ def infer(
         if repeat > 1:
             with progress_line(sys.stderr, repeat) as report:
                 outcome = run_repeated(call, report, repeat=repeat, concurrency=concurrency)
-            _print_outcome(outcome, form)
-        else:
-            text_of = partial(result_text, most_values=sys.maxsize) if full else result_text
-            _print_result(call(), result_json if form == "json" else text_of, save)
+            click.echo(outcome_json(outcome) if form == "json" else outcome_text(outcome))
+            if outcome.errors:
+                raise click.exceptions.Exit(click.ClickException.exit_code)
+            return
+        text_of = partial(result_text, most_values=sys.maxsize) if full else result_text
+        result = call()
+        click.echo(result_json(result) if form == "json" else text_of(result))
+        if save is not None:
+            save_npz(save, result.outputs)
 
 
 def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> None:
@@ -139,14 +172,6 @@ def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> 
         raise InputError(f"--save {save}: expected a file that can be written, in an existing folder")
 
 
-def _random_inputs(make_up: bool, rows: int | None, shapes: Sequence[str], seed: int | None) -> RandomInputs | None:
-    if make_up:
-        return RandomInputs(rows, dict(parse_shape(text) for text in shapes), seed)
-    if rows is not None or shapes or seed is not None:
-        raise InputError("--rows, --shape and --seed need --random")
-    return None
-
-
 def _parameter(text: str) -> tuple[str, ParameterValue]:
     """KEY=VALUE as key and value: JSON booleans, numbers and strings are parsed, everything else is text."""
     key, separator, value = text.partition("=")
@@ -159,13 +184,43 @@ def _parameter(text: str) -> tuple[str, ParameterValue]:
     return key, parsed if isinstance(parsed, bool | int | float | str) else value
 
 
-def _print_result(result: InferResult, text_of: Callable[[InferResult], str], save: Path | None) -> None:
-    click.echo(text_of(result))
-    if save is not None:
-        save_npz(save, result.outputs)
+@click.command()
+@_server_option(show_envvar=True, envvar="PACELINE_HEALTH_SERVER")
+@click.option("--service", default="", help="'liveness'; by default the server: whether it is ready.")
+@_timeout_option(3.0, "Longest wait for the answer.")
+@access_options
+def health(server: str, service: str, timeout_s: float, access: ConnectionOptions) -> None:
+    """Ask a server's health service; exit with 0 if it says SERVING, 2 if an option can't be used, else 1.
 
-
-def _print_outcome(outcome: Outcome, form: str) -> None:
-    click.echo(outcome_json(outcome) if form == "json" else outcome_text(outcome))
-    if outcome.errors:
+    No token is needed, except to learn why a server that requires tokens isn't ready: that is on stderr, a line for
+    each model.
+    """
+    with _connected(server, timeout_s, access) as client:
+        status = client.health(service)
+        click.echo(status)
+        if status != _SERVING:
+            for reason in _reasons(client, service):
+                click.echo(one_line(reason), err=True)
+    if status != _SERVING:
         raise click.exceptions.Exit(click.ClickException.exit_code)
+
+
+def _reasons(client: InferenceClient, service: str) -> list[str]:
+    """Why the server isn't ready, as its index of models tells it. `/readyz` alone has what isn't about one model."""
+    if service == "liveness":
+        return ["only a restart helps; /livez on the metrics port says why"]
+    try:
+        entries = client.repository_index()
+    except InferenceError as error:
+        return [f"the states of its models are unknown: {error}"]
+    serving = {entry.name for entry in entries if entry.state == "READY"}
+    reasons = [
+        f"model '{entry.name}'{entry.version and f' version {entry.version}'} is {entry.state}"
+        f"{entry.reason and f': {entry.reason}'}"
+        for entry in entries
+        if entry.name not in serving and entry.state and entry.reason != "unloaded"
+    ]
+    if not reasons:
+        return ["no model is to blame: it may be starting or stopping; /readyz on the metrics port says why"]
+    more = len(reasons) - _MOST_REASONS
+    return reasons[:_MOST_REASONS] + ([f"and {more} more"] if more > 0 else [])

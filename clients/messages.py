@@ -1,8 +1,8 @@
 """Protocol messages from and to what callers work with: numpy arrays, Python values, frozen dataclasses.
 
-Lives here: everything both clients send and read, as pure functions. Must not live here: channels, grpc, anything
-that waits. Rule: local misuse raises ValueError or TypeError naming the tensor before anything is sent; an answer that
-contradicts the protocol raises ResponseError.
+Lives here: what both clients send and read, as pure functions. Must not live here: channels, grpc, anything that waits.
+Rule: local misuse raises ValueError or TypeError naming the tensor before anything is sent; an answer that contradicts
+the protocol raises ResponseError.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from paceline.protos.inference_pb2 import (
     InferParameter,
     ModelInferRequest,
     ModelInferResponse,
-    ModelMetadataResponse,
-    RepositoryIndexResponse,
-    ServerMetadataResponse,
 )
 
 __all__ = [
@@ -39,12 +36,9 @@ __all__ = [
     "ServerMetadata",
     "TensorMetadata",
     "checked_text",
-    "index_of",
     "infer_request",
     "infer_result",
-    "model_metadata_of",
     "plain_inputs",
-    "server_metadata_of",
 ]
 
 T = TypeVar("T")
@@ -307,29 +301,3 @@ def _output_array(model: str, output: ModelInferResponse.InferOutputTensor, raw:
 def _plain(parameter: InferParameter) -> Any:
     chosen = parameter.WhichOneof("parameter_choice")
     return None if chosen is None else getattr(parameter, chosen)
-
-
-def server_metadata_of(response: ServerMetadataResponse) -> ServerMetadata:
-    """Reads an answer to ServerMetadata."""
-    return ServerMetadata(response.name, response.version, tuple(response.extensions))
-
-
-def model_metadata_of(response: ModelMetadataResponse) -> ModelMetadata:
-    """Reads an answer to ModelMetadata."""
-    return ModelMetadata(
-        name=response.name,
-        versions=tuple(response.versions),
-        platform=response.platform,
-        inputs=_tensors_of(response.inputs),
-        outputs=_tensors_of(response.outputs),
-        properties=dict(response.properties),
-    )
-
-
-def index_of(response: RepositoryIndexResponse) -> tuple[IndexEntry, ...]:
-    """Reads an answer to RepositoryIndex."""
-    return tuple(IndexEntry(each.name, each.version, each.state, each.reason) for each in response.models)
-
-
-def _tensors_of(messages: Sequence[ModelMetadataResponse.TensorMetadata]) -> tuple[TensorMetadata, ...]:
-    return tuple(TensorMetadata(each.name, each.datatype, tuple(each.shape)) for each in messages)

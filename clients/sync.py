@@ -1,6 +1,6 @@
 """The blocking client. Thread-safe: one client serves many threads over one connection.
 
-Lives here: opening a channel of grpc, calling, closing. What is sent and read is in calls.py and messages.py, the
+Lives here: opening a channel of grpc, calling, closing. What is sent and read is in base.py and messages.py, the
 asyncio twin in aio.py; the two have the same methods with the same arguments.
 """
 
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from types import ModuleType, TracebackType
+from contextlib import suppress
+from types import ModuleType
 from typing import ClassVar, Self, TypeVar
 
 import grpc
 
-from paceline.clients import calls
-from paceline.clients.base import BaseClient, Metadata, ReadyWait, Timeout
-from paceline.clients.calls import Call
+from paceline.clients import base
+from paceline.clients.base import BaseClient, Call, ReadyWait, Timeout
+from paceline.clients.connection import Metadata
 from paceline.clients.errors import DeadlineExceeded, InferenceError, Unavailable, rpc_failure
 from paceline.clients.messages import (
     IndexEntry,
@@ -49,9 +50,7 @@ class InferenceClient(BaseClient):
         self._open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def infer(
@@ -90,40 +89,40 @@ class InferenceClient(BaseClient):
             datatypes=datatypes,
         )
         try:
-            return self._call(calls.infer(request), timeout_s, metadata)
+            return self._call(base.infer_call(request), timeout_s, metadata)
         except InferenceError as error:
             self._forget_datatypes(model, version, error)
             raise
 
     def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the server says it is alive."""
-        return self._call(calls.server_live(), timeout_s, metadata)
+        return self._call(base.SERVER_LIVE, timeout_s, metadata)
 
     def server_ready(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the server says it can take requests for its models."""
-        return self._call(calls.server_ready(), timeout_s, metadata)
+        return self._call(base.SERVER_READY, timeout_s, metadata)
 
     def model_ready(self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the model can take requests. For unknown models, some servers answer False, others raise NotFound."""
-        return self._call(calls.model_ready(model, version), timeout_s, metadata)
+        return self._call(base.model_ready_call(model, version), timeout_s, metadata)
 
     def server_metadata(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> ServerMetadata:
         """The server's name, version and protocol extensions."""
-        return self._call(calls.server_metadata(), timeout_s, metadata)
+        return self._call(base.SERVER_METADATA, timeout_s, metadata)
 
     def model_metadata(
         self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
     ) -> ModelMetadata:
         """The model's versions, platform, inputs and outputs."""
-        return self._call(calls.model_metadata(model, version), timeout_s, metadata)
+        return self._call(base.model_metadata_call(model, version), timeout_s, metadata)
 
     def repository_index(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> tuple[IndexEntry, ...]:
         """The state of each version of each model. Not all servers have this extension of Triton's."""
-        return self._call(calls.repository_index(), timeout_s, metadata)
+        return self._call(base.REPOSITORY_INDEX, timeout_s, metadata)
 
     def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
         """The name of a grpc.health.v1 status, such as SERVING. Raises NotFound for an unknown service."""
-        return self._call(calls.health(service), timeout_s, metadata)
+        return self._call(base.health_call(service), timeout_s, metadata)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns once the server is reachable and ready. Raises DeadlineExceeded after `timeout_s` seconds.
@@ -132,7 +131,10 @@ class InferenceClient(BaseClient):
         raised.
         """
         wait = ReadyWait(self._target, timeout_s, time.monotonic())
-        while not self._ready_within(wait.left_s(time.monotonic())):
+        while True:
+            with suppress(DeadlineExceeded, Unavailable):
+                if self._call(base.SERVER_READY_ONCE_CONNECTED, wait.left_s(time.monotonic()), ()):
+                    return
             time.sleep(wait.pause_s(time.monotonic()))
 
     def close(self) -> None:
@@ -147,12 +149,6 @@ class InferenceClient(BaseClient):
             described = self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
             known = self._datatypes[model, version] = {tensor.name: tensor.datatype for tensor in described.inputs}
         return known
-
-    def _ready_within(self, timeout_s: float) -> bool:
-        try:
-            return self._call(calls.server_ready_once_connected(), timeout_s, ())
-        except (DeadlineExceeded, Unavailable):
-            return False
 
     def _call(self, call: Call[T], timeout_s: Timeout, metadata: Metadata) -> T:
         try:

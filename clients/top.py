@@ -1,32 +1,37 @@
 """The command `top`: what a running server does, in a terminal. `paceline` mounts it.
 
-Lives here: options, the loop, the terminal. Must not: metrics (scrape), or what is shown (top_table). With `--once`,
-the exit code is 1 when the server doesn't answer; without it, the error is shown and the server asked again.
+Lives here: options, asking for metrics, the loop, the terminal. Must not: what metrics mean, or what is shown
+(top_table.py). With `--once`, the exit code is 1 when the server doesn't answer; without it, the error is shown and the
+server asked again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import shutil
 import signal
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from types import FrameType
 from typing import TextIO
 
 import click
 
-from paceline.clients.connection_options import ConnectionOptions, Seconds, Unusable, access_options, one_line_errors
-from paceline.clients.scrape import ScrapeError, Scraper, Snapshot
-from paceline.clients.targets import with_port
-from paceline.clients.top_table import table
+from paceline.clients.connection import authorization, with_port
+from paceline.clients.errors import ClientError
+from paceline.clients.options import ConnectionOptions, Seconds, Unusable, access_options, one_line_errors, printable
+from paceline.clients.top_table import Snapshot, parse, table
 
 __all__ = ["top"]
 
 _PORT = 8002
 _TIMEOUT_S = 5.0
+_MAX_BYTES = 64 * 2**20
 # Terminal sequences: to the alternate screen without cursor, and back; to the corner; erase to the end of line and
 # screen.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
@@ -69,18 +74,52 @@ def top(metrics: str, interval_s: float, once: bool, access: ConnectionOptions) 
     if sys.stdout is None:
         raise Unusable("standard output is closed, so nothing can be shown")
     with one_line_errors(access):
-        scraper = Scraper(url, _TIMEOUT_S, access.tls, access.token)
+        scraper = _Scraper(url, access)
         if once:
-            click.echo(_one_table(scraper, interval_s))
+            before = scraper.scrape()
+            time.sleep(interval_s)
+            click.echo(table(before, scraper.scrape()))
             return
         with contextlib.suppress(KeyboardInterrupt), _screen(sys.stdout):
             _watch(scraper, interval_s, sys.stdout)
 
 
-def _one_table(scraper: Scraper, interval_s: float) -> str:
-    before = scraper.scrape()
-    time.sleep(interval_s)
-    return table(before, scraper.scrape())
+class _ScrapeError(ClientError):
+    """No metrics could be read; the message says why."""
+
+
+class _Scraper:
+    """Asks for the metrics at `url`, an HTTP or HTTPS one. Raises ValueError for TLS files that can't be used."""
+
+    def __init__(self, url: str, access: ConnectionOptions) -> None:
+        self.url = url
+        handlers = [] if access.tls is None else [urllib.request.HTTPSHandler(context=access.tls.context())]
+        self._opener = urllib.request.build_opener(*handlers)
+        self._headers = [] if access.token is None else [authorization(access.token)]
+
+    def scrape(self) -> Snapshot:
+        """The server's metrics now. Raises _ScrapeError."""
+        url = self.url
+        request = urllib.request.Request(url)
+        for key, value in self._headers:
+            # If the server redirects elsewhere, the token must not go there.
+            request.add_unredirected_header(key, value)
+        try:
+            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
+                text = response.read(_MAX_BYTES).decode()
+            return parse(text, time.monotonic())
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _ScrapeError(f"no metrics at {url}: HTTP status {error.code}") from None
+        except urllib.error.URLError as error:
+            raise _ScrapeError(f"no answer from {url}: {error.reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            what = printable(str(error)) or type(error).__name__
+            if isinstance(error, http.client.BadStatusLine) and str(error).startswith("\0"):  # as HTTP/2 does
+                what = "this looks like a gRPC port; metrics are usually on 8002"
+            raise _ScrapeError(f"no answer from {url}: {what}") from None
+        except ValueError as error:
+            raise _ScrapeError(f"no metrics at {url}: {printable(str(error))}") from None
 
 
 @contextlib.contextmanager
@@ -116,7 +155,7 @@ def _screen(out: TextIO) -> Iterator[None]:
             signal.signal(number, what)
 
 
-def _watch(scraper: Scraper, interval_s: float, out: TextIO) -> None:
+def _watch(scraper: _Scraper, interval_s: float, out: TextIO) -> None:
     """Look again and again. Where `out` is no terminal, tables follow each other."""
     before: Snapshot | None = None
     while True:
@@ -124,7 +163,7 @@ def _watch(scraper: Scraper, interval_s: float, out: TextIO) -> None:
         try:
             now = scraper.scrape()
             what, before = table(before, now), now
-        except ScrapeError as error:
+        except _ScrapeError as error:
             what = f"{error}; trying again every {interval_s:g} s"
         _show(f"{time.strftime('%H:%M:%S')}  {scraper.url}\n{what}", out)
         time.sleep(max(0.0, began_s + interval_s - time.monotonic()))

@@ -1,22 +1,101 @@
-"""What a server did between two scrapes, as a table for a terminal.
+"""What a server did between two looks at its metrics, as a table for a terminal.
 
-Lives here: pure arithmetic and formatting. Must not: scrape, clocks, or terminals. The rule of counters: one that is
-lower than before was reset by a restart or a reload, and all that it shows happened since.
+Lives here: the metrics' names and reading them, pure arithmetic and formatting. Must not: ask servers, clocks, or
+terminals. The rule of counters: one that is lower than before was reset by a restart or a reload, and all that it shows
+happened since.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from paceline.clients.printable import printable
-from paceline.clients.scrape import Histogram, Model, Snapshot
+from paceline.clients.options import printable
 
-__all__ = ["quantile", "table"]
+__all__ = ["Histogram", "Model", "Snapshot", "parse", "quantile", "table"]
 
+Histogram = dict[float, float]
+"""Cumulative counts by upper bound."""
+
+_NUMBERS = {
+    "nv_inference_request_success": "succeeded",
+    "nv_inference_count": "rows",
+    "nv_inference_exec_count": "batches",
+    "nv_inference_pending_request_count": "waiting",
+}
+_HISTOGRAMS = {"paceline_queue_wait_us_bucket": "queue", "paceline_request_duration_us_bucket": "duration"}
+_OF_PROCESS = {
+    "process_start_time_seconds": "began_s",
+    "process_cpu_seconds": "cpu_s",
+    "process_resident_memory_bytes": "memory_bytes",
+}
 _HEADINGS = ("MODEL", "VERSION", "REQ/S", "FAIL/S", "ROWS/S", "BATCH/S", "ROWS/BATCH", "WAITING",
              "QUEUE P50", "P99", "COMPUTE", "LATENCY P50", "P99")  # fmt: skip
 _NONE = "-"
+
+
+@dataclass(slots=True)
+class Model:
+    """What a version of a model has done since it was loaded, and how many requests wait now. Times are in
+    microseconds."""
+
+    succeeded: float = 0
+    failed: float = 0
+    rows: float = 0
+    batches: float = 0
+    waiting: float = 0
+    compute_us: float = 0
+    queue: Histogram = field(default_factory=dict)
+    duration: Histogram = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What a server's metrics said at `taken_s`, in seconds on the monotonic clock.
+
+    `models` is by name and version; `began_s` is when its process started, in seconds since the epoch. What the metrics
+    don't say is None.
+    """
+
+    taken_s: float
+    models: dict[tuple[str, str], Model] = field(default_factory=dict)
+    ready: bool | None = None
+    began_s: float | None = None
+    cpu_s: float | None = None
+    memory_bytes: float | None = None
+
+
+def parse(text: str, taken_s: float) -> Snapshot:
+    """Read Prometheus' text format. Raises ValueError if `text` isn't in it, or doesn't come from a paceline server."""
+    from prometheus_client.parser import text_string_to_metric_families  # which no other command needs
+
+    snapshot = Snapshot(taken_s)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            # The library gives every counter this suffix, whether it has it or not.
+            name, labels = sample.name.removesuffix("_total"), sample.labels
+            if name in _OF_PROCESS:
+                setattr(snapshot, _OF_PROCESS[name], sample.value)
+            elif name == "paceline_ready":
+                snapshot.ready = bool(sample.value)
+            elif "model" in labels and "version" in labels:
+                model = snapshot.models.setdefault((labels["model"], labels["version"]), Model())
+                _add(model, name, labels, sample.value)
+    if snapshot.ready is None and not snapshot.models:
+        raise ValueError("expected metrics of a paceline server")
+    return snapshot
+
+
+def _add(model: Model, name: str, labels: Mapping[str, str], value: float) -> None:
+    if name in _NUMBERS:
+        setattr(model, _NUMBERS[name], value)
+    elif name == "nv_inference_request_failure":
+        model.failed += value
+    elif name in _HISTOGRAMS and "le" in labels:
+        getattr(model, _HISTOGRAMS[name])[float(labels["le"])] = value
+    elif name.startswith("nv_inference_compute_"):
+        model.compute_us += value
 
 
 def table(before: Snapshot | None, now: Snapshot) -> str:
@@ -53,27 +132,15 @@ def quantile(share: float, histogram: Histogram) -> float | None:
 
 
 def _since(now: Model, before: Model | None) -> Model:
-    if before is None or _began_anew(now, before):
+    counted = ("succeeded", "failed", "rows", "batches")
+    if before is None or any(getattr(now, name) < getattr(before, name) for name in counted):
         return now
-    return Model(
-        succeeded=now.succeeded - before.succeeded,
-        failed=now.failed - before.failed,
-        rows=now.rows - before.rows,
-        batches=now.batches - before.batches,
-        waiting=now.waiting,
-        compute_us=now.compute_us - before.compute_us,
-        queue=_difference(now.queue, before.queue),
-        duration=_difference(now.duration, before.duration),
+    counts = {name: getattr(now, name) - getattr(before, name) for name in (*counted, "compute_us")}
+    queue, duration = (
+        {bound: count - earlier.get(bound, 0) for bound, count in later.items()}
+        for later, earlier in ((now.queue, before.queue), (now.duration, before.duration))
     )
-
-
-def _began_anew(now: Model, before: Model) -> bool:
-    names = ("succeeded", "failed", "rows", "batches")
-    return any(getattr(now, name) < getattr(before, name) for name in names)
-
-
-def _difference(now: Histogram, before: Histogram) -> Histogram:
-    return {bound: count - before.get(bound, 0) for bound, count in now.items()}
+    return replace(now, queue=queue, duration=duration, **counts)
 
 
 def _summary(changes: Sequence[Model], base: Snapshot, now: Snapshot, seconds: float | None) -> str:

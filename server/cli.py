@@ -81,7 +81,7 @@ class _Commands(click.Group):
 
             return infer
         if cmd_name == "health":
-            from paceline.clients.health import health
+            from paceline.clients.cli import health
 
             return health
         if cmd_name == "top":

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from paceline.backends.errors import BackendError, UpstreamFailed, UpstreamRefused
 from paceline.backends.remote import RemoteServer
-from paceline.clients.tokens import authorization, read_token
+from paceline.clients.connection import authorization, read_token
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import model_config_pb2 as config_pb
 from paceline.server.errors import LoadFailed, StartError, TooManyModels

@@ -20,7 +20,7 @@ from paceline.server.flags import POSITIVE_AMOUNT, TEXT, Decorator, Given, Serve
 from paceline.server.sections import Section
 
 if TYPE_CHECKING:
-    from paceline.clients.tls import Tls
+    from paceline.clients.connection import Tls
 
 __all__ = ["TRACING_HEADERS", "UpstreamSettings", "upstream_flags"]
 
@@ -179,7 +179,7 @@ def _headers(given: tuple[str, ...], has_tokens: bool, token_file: Path | None) 
 
 
 def _tls(given: Given) -> Tls | None:
-    from paceline.clients.tls import Tls  # fronts read settings too, and do without it
+    from paceline.clients.connection import Tls  # fronts read settings too, and do without it
 
     used = given["upstream_use_ssl"]
     ca, name = given["upstream_root_cert"], given["upstream_server_name"]

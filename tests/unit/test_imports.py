@@ -32,7 +32,7 @@ EXCEPTIONS = {
     "backends.onnx.instance": {"onnxruntime"},
     "backends.onnx.providers": {"onnxruntime"},
     "backends.onnx.sessions": {"onnxruntime"},
-    "clients.scrape": {"prometheus_client"},
+    "clients.top_table": {"prometheus_client"},
     "backends.remote": {"grpc", "google.protobuf"},
     "backends.remote_messages": {"protos", "google.protobuf"},
     "server.cli": {"clients"},

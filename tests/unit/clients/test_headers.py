@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.clients import AsyncInferenceClient, InferenceClient
-from paceline.clients.headers import checked
+from paceline.clients.connection import checked_metadata
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.unit.clients.conftest import Twin
@@ -23,7 +23,7 @@ REFUSED = [("Upper", "x"), ("a", "é"), ("a", b"\0"), ("a", 1), ("a-bin", "x")]
 
 def refused(pair: Any) -> bool:
     try:
-        return checked([pair]) != (pair,)
+        return checked_metadata([pair]) != (pair,)
     except (ValueError, TypeError):
         return True
 
@@ -67,10 +67,10 @@ async def test_coalescing_with_metadata_that_cannot_be_sent_is_refused(peer: Pee
 
 def test_refusal_names_the_key_and_not_the_value() -> None:
     with pytest.raises(ValueError, match="metadata 'a': expected printable ASCII") as refusal:
-        checked([("a", "SÉCRET")])
+        checked_metadata([("a", "SÉCRET")])
     assert "CRET" not in str(refusal.value)
 
 
 def test_mapping_is_refused() -> None:
     with pytest.raises(TypeError, match="expected pairs of key and value, got dict"):
-        checked({"ab": "x"})  # type: ignore[arg-type]
+        checked_metadata({"ab": "x"})  # type: ignore[arg-type]

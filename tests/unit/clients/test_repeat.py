@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from paceline.clients.repeat import run_repeated
+from paceline.clients.report import run_repeated
 
 
 def unheard(done: int, elapsed_ns: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.clients import AsyncInferenceClient, InferenceClient
-from paceline.clients.targets import checked_target, with_port
+from paceline.clients.connection import checked_target, with_port
 from paceline.server.cli import main
 
 
@@ -31,7 +31,7 @@ from paceline.server.cli import main
     ],
 )
 def test_target_without_a_port_gets_grpcs(given: str, target: str) -> None:
-    assert checked_target(given, "tls=True") == target
+    assert checked_target("target", given, "tls=True") == target
 
 
 def test_address_without_a_port_gets_the_one_that_is_usual() -> None:

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from paceline.clients.scrape import Model, Snapshot, parse
-from paceline.clients.top_table import quantile, table
+from paceline.clients.top_table import Model, Snapshot, parse, quantile, table
 
 INF = math.inf
 

@@ -1,4 +1,4 @@
-"""What commands share: the options for TLS and tokens, and errors in one line.
+"""What commands share: the options for TLS and tokens, errors in one line, text that is safe to print.
 
 Lives here: these options, their environment variables, exit codes. Must not: call anything. The rule: no option takes a
 token itself, because all users of a machine can read the arguments of its processes. Exit code 1 when the server or the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -18,17 +18,34 @@ from typing import Any
 
 import click
 
+from paceline.clients.connection import Tls, authorization, checked_target, read_token
 from paceline.clients.errors import ClientError
-from paceline.clients.printable import printable
-from paceline.clients.targets import checked_target
-from paceline.clients.tls import Tls
-from paceline.clients.tokens import authorization, read_token
 
-__all__ = ["ConnectionOptions", "Seconds", "Server", "Unusable", "access_options", "one_line_errors"]
+__all__ = [
+    "ConnectionOptions",
+    "Seconds",
+    "Server",
+    "Unusable",
+    "access_options",
+    "one_line",
+    "one_line_errors",
+    "printable",
+]
 
 _HTTP_MARKS = ("Expected SETTINGS frame as the first frame", "Trying to connect an http1.x server")
 """What gRPC says of an answer in HTTP/1."""
 _TOKEN_VARIABLE = "PACELINE_CLIENT_TOKEN"
+
+
+def printable(text: str) -> str:
+    """`text` with a question mark for each character that isn't printable: what a server says must not move the cursor,
+    change colours or begin lines."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def one_line(text: str) -> str:
+    """`text` without breaks, safe to print."""
+    return printable(" ".join(text.split()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +79,9 @@ class Server(click.types.StringParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            return checked_target(super().convert(value, param, ctx), "--tls")
+            return checked_target("--server", super().convert(value, param, ctx), "--tls")
         except ValueError as error:
-            raise Unusable(_one_line(f"--server: {error}")) from None
+            raise Unusable(one_line(str(error))) from None
 
 
 @contextmanager
@@ -73,28 +90,25 @@ def one_line_errors(access: ConnectionOptions) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        raise click.ClickException(_one_line(f"{error}{_hint(str(error), access)}")) from error
+        raise click.ClickException(one_line(f"{error}{_hint(str(error), access)}")) from error
     except BrokenPipeError:
         raise  # the reader has read enough; click ends without a message
     except (ValueError, OSError, MemoryError) as error:
-        raise Unusable(_one_line(str(error) or "out of memory")) from error
+        raise Unusable(one_line(str(error) or "out of memory")) from error
 
 
-def access_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` the options; it gets `access`. Raises Unusable for values that can't be used."""
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        own = {name: given.pop(name) for name in [*(key for key in given if key.startswith("tls")), "token_file"]}
-        try:
-            access = _access(own, os.environ)
-        except (ValueError, OSError) as error:
-            raise Unusable(_one_line(str(error))) from error
-        command(access=access, **given)
-
-    for option in reversed(_OPTIONS):
-        run = option(run)
-    return run
+def _hint(said: str, access: ConnectionOptions) -> str:
+    """The likely cause, where gRPC's text says little."""
+    if any(mark in said for mark in _HTTP_MARKS):
+        return " (this looks like an HTTP port; gRPC is usually on 8001)"
+    if access.tls is not None and "WRONG_VERSION_NUMBER" in said:
+        return " (the server doesn't speak TLS)"
+    if "failed to connect" not in said or "Socket closed" not in said:
+        return ""
+    if access.tls is None:
+        return " (does the server speak TLS? --tls, --tls-ca)"
+    # With TLS 1.3, the client has finished its handshake before the server looks at its certificate.
+    return " (does the server require another client certificate? --tls-cert, --tls-key)"
 
 
 def _option(name: str, what: str, **more: Any) -> Callable[[Any], Any]:
@@ -118,46 +132,48 @@ _OPTIONS = (
 )
 
 
-def _access(given: Mapping[str, Any], environment: Mapping[str, str]) -> ConnectionOptions:
-    """Raises ValueError and OSError."""
-    ca, certificate, key = given["tls_ca"], given["tls_cert"], given["tls_key"]
-    name = given["tls_server_name"]
-    if (certificate is None) != (key is None):
-        raise ValueError("--tls-cert and --tls-key: expected both, got one")
-    tls = Tls(ca, certificate, key, name) if given["tls"] or ca or certificate or name else None
-    if tls is not None:
-        tls.context()
-    return ConnectionOptions(tls, _token(given["token_file"], environment))
+def access_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` the options; it gets `access`. Raises Unusable for values that can't be used."""
+
+    @wraps(command)
+    def run(
+        *,
+        tls: bool,
+        tls_ca: Path | None,
+        tls_cert: Path | None,
+        tls_key: Path | None,
+        tls_server_name: str | None,
+        token_file: Path | None,
+        **given: Any,
+    ) -> None:
+        try:
+            if (tls_cert is None) != (tls_key is None):
+                raise ValueError("--tls-cert and --tls-key: expected both, got one")
+            settings = None
+            if tls or tls_ca or tls_cert or tls_server_name:
+                settings = Tls(tls_ca, tls_cert, tls_key, tls_server_name)
+                settings.context()
+            access = ConnectionOptions(settings, _token(token_file))
+        except (ValueError, OSError) as error:
+            raise Unusable(one_line(str(error))) from error
+        command(access=access, **given)
+
+    for option in reversed(_OPTIONS):
+        run = option(run)
+    return run
 
 
-def _token(file: Path | None, environment: Mapping[str, str]) -> str | None:
+def _token(file: Path | None) -> str | None:
+    """Raises ValueError."""
     if file is not None:
         try:
             return read_token(file)
         except OSError as error:
             raise ValueError(f"--token-file {file}: {error.strerror}") from None
-    token = environment.get(_TOKEN_VARIABLE) or None
-    if token is not None:
-        try:
+    token = os.environ.get(_TOKEN_VARIABLE) or None
+    try:
+        if token is not None:
             authorization(token)
-        except ValueError as error:
-            raise ValueError(f"{_TOKEN_VARIABLE}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{_TOKEN_VARIABLE}: {error}") from None
     return token
-
-
-def _hint(said: str, access: ConnectionOptions) -> str:
-    """The likely cause, where gRPC's text says little."""
-    if any(mark in said for mark in _HTTP_MARKS):
-        return " (this looks like an HTTP port; gRPC is usually on 8001)"
-    if access.tls is not None and "WRONG_VERSION_NUMBER" in said:
-        return " (the server doesn't speak TLS)"
-    if "failed to connect" not in said or "Socket closed" not in said:
-        return ""
-    if access.tls is None:
-        return " (does the server speak TLS? --tls, --tls-ca)"
-    # With TLS 1.3, the client has finished its handshake before the server looks at its certificate.
-    return " (does the server require another client certificate? --tls-cert, --tls-key)"
-
-
-def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))
