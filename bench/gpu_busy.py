@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from paceline.backends.cuda.driver import gpu_uuids
 from paceline.backends.errors import DeviceError
-from paceline.server.telemetry.nvml import open_nvml
+from paceline.server.telemetry.gpu_metrics import open_nvml
 
 __all__ = ["open_utilization", "shares", "why_unknown"]
 

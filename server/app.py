@@ -28,7 +28,7 @@ from paceline.server.addresses import host_and_port, listen, socket_path
 from paceline.server.config import ControlMode, Settings
 from paceline.server.errors import StartError
 from paceline.server.first_load import load_first
-from paceline.server.fronts.pool import FrontPool, StartFront, start_front
+from paceline.server.fronts.pool import FRONT_METRICS, FrontPool, StartFront, start_front
 from paceline.server.health import Health, HealthService
 from paceline.server.memory.cuda_region import CudaRegions
 from paceline.server.memory.regions import Regions
@@ -53,11 +53,9 @@ from paceline.server.rpc.streaming import Streaming
 from paceline.server.rpc.unary_inference import UnaryInference
 from paceline.server.rpc.unix_socket import SocketFile
 from paceline.server.status_page import status_page
-from paceline.server.telemetry.gpu_metrics import GpuCollector
-from paceline.server.telemetry.metrics import FrontsCollector, Metrics
+from paceline.server.telemetry.gpu_metrics import GpuCollector, open_nvml
+from paceline.server.telemetry.metrics import LIMITS, REFUSED_CALLS, Families, LimitShown, Metrics
 from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
-from paceline.server.telemetry.metrics_limits import LimitCollector, LimitShown
-from paceline.server.telemetry.nvml import open_nvml
 from paceline.server.telemetry.probes import LoopProbe
 from paceline.server.telemetry.tracing import Tracer
 
@@ -223,7 +221,7 @@ class Server:
         self._endpoint: MetricsEndpoint | None = None
         self._grpc: _GrpcEndpoint = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
         self._health = Health(self.repository, self._cuda, self._metrics, self._grpc)
-        self._metrics.add_collector(self._limits())
+        self._show_limits()
         self.grpc_port = 0
 
     @property
@@ -317,32 +315,35 @@ class Server:
         if self._settings.frontends == 1:
             return None
         fronts = FrontPool(self._settings, self._inference, self.repository, self.handlers(), self._start_front)
-        self._metrics.add_collector(FrontsCollector(fronts))
+        self._metrics.add_collector(Families(FRONT_METRICS, lambda: [({}, fronts)]))
         self._remote_settings.on_log_change = fronts.tell_log_settings
         return fronts
 
-    def _limits(self) -> LimitCollector:
+    def _show_limits(self) -> None:
         settings, limits, regions = self._settings, self._settings.limits, self._regions
-        shown = (
-            LimitShown("message_bytes", limits.message_bytes),
-            LimitShown("metadata_bytes", limits.metadata_bytes),
-            LimitShown("request_elements", limits.request_elements),
-            LimitShown("connections", lambda: min(limits.connections, self._grpc.usage.max_connections)),
-            LimitShown("connection_calls", limits.connection_calls),
-            LimitShown("rpcs", limits.rpcs, lambda: self._grpc.usage.rpcs),
-            LimitShown("streams", limits.streams, lambda: self._grpc.usage.streams),
-            LimitShown("stream_requests", settings.grpc_max_stream_requests),
-            LimitShown("queued_requests", limits.queued_requests, lambda: self._shared_limits.requests),
-            LimitShown("queued_bytes", limits.queued_bytes, lambda: self._shared_limits.size_bytes),
-            LimitShown(
-                "client_shm_regions",
-                settings.max_client_shm_regions,
+        limits_shown = {
+            "message_bytes": LimitShown(lambda: limits.message_bytes),
+            "metadata_bytes": LimitShown(lambda: limits.metadata_bytes),
+            "request_elements": LimitShown(lambda: limits.request_elements),
+            "connections": LimitShown(lambda: min(limits.connections, self._grpc.usage.max_connections)),
+            "connection_calls": LimitShown(lambda: limits.connection_calls),
+            "rpcs": LimitShown(lambda: limits.rpcs, lambda: self._grpc.usage.rpcs),
+            "streams": LimitShown(lambda: limits.streams, lambda: self._grpc.usage.streams),
+            "stream_requests": LimitShown(lambda: settings.grpc_max_stream_requests),
+            "queued_requests": LimitShown(lambda: limits.queued_requests, lambda: self._shared_limits.requests),
+            "queued_bytes": LimitShown(lambda: limits.queued_bytes, lambda: self._shared_limits.size_bytes),
+            "client_shm_regions": LimitShown(
+                lambda: settings.max_client_shm_regions,
                 lambda: regions.registered if regions else 0,
                 lambda: regions.refused if regions else 0,
             ),
-            LimitShown("models", limits.models, lambda: self.repository.places, lambda: self.repository.refused_loads),
-        )
-        return LimitCollector(shown, lambda: self._grpc.usage.refused_by_reason)
+            "models": LimitShown(
+                lambda: limits.models, lambda: self.repository.places, lambda: self.repository.refused_loads
+            ),
+        }
+        shown = [({"limit": name}, one) for name, one in limits_shown.items()]
+        self._metrics.add_collector(Families(LIMITS, lambda: shown))
+        self._metrics.add_collector(Families([REFUSED_CALLS], lambda: [({}, self._grpc.usage.refused_by_reason)]))
 
     def _open_metrics(self) -> None:
         settings = self._settings

@@ -16,7 +16,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import reduce
 from typing import Protocol
 
@@ -35,8 +35,9 @@ from paceline.server.models.repository import Repository
 from paceline.server.requests.inference import Inference
 from paceline.server.rpc.admission import Usage
 from paceline.server.telemetry import log
+from paceline.server.telemetry.metrics import Family
 
-__all__ = ["FrontPool", "FrontProcess", "StartFront", "start_front"]
+__all__ = ["FRONT_METRICS", "FrontPool", "FrontProcess", "StartFront", "start_front"]
 
 _log = logging.getLogger("paceline.server.fronts")
 
@@ -107,24 +108,9 @@ class FrontPool:
         return self.running > 0
 
     @property
-    def requests(self) -> int:
-        """How many answers fronts wait for."""
-        return sum(session.requests for session in self._sessions)
-
-    @property
-    def input_bytes(self) -> int:
-        """Shared memory that requests here hold."""
-        return sum(session.seen_bytes for session in self._sessions)
-
-    @property
-    def output_bytes(self) -> int:
-        """Shared memory taken by results that fronts haven't released."""
-        return sum(session.used_bytes for session in self._sessions)
-
-    @property
     def usage(self) -> Usage:
         """What is in progress in all fronts, and what they and those before them have refused."""
-        return reduce(Usage.plus, (session.usage for session in self._sessions), self._usage_before)
+        return reduce(Usage.plus, (session.usage for session in self.sessions), self._usage_before)
 
     def give_way(self) -> int:
         """No descriptor of this process is a connection: the fronts have them all."""
@@ -135,7 +121,7 @@ class FrontPool:
         self._usage_before = self._usage_before.plus(Usage(refused=session.usage.refused))
 
     @property
-    def _sessions(self) -> list[FrontSession]:
+    def sessions(self) -> list[FrontSession]:
         """Those of the fronts that run."""
         return [front.session for front in self._fronts if front.session is not None]
 
@@ -180,7 +166,7 @@ class FrontPool:
             front.listens.cancel()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(
-                asyncio.gather(*(session.until_quiet() for session in self._sessions)), max(grace_s, 0.05)
+                asyncio.gather(*(session.until_quiet() for session in self.sessions)), max(grace_s, 0.05)
             )
         left_s = max(until_s - time.monotonic(), _MIN_END_GRACE_S)
         self._send_to_all((protocol.END, left_s))
@@ -240,8 +226,37 @@ class FrontPool:
         self._catalogue = protocol.CATALOGUE, pickle.dumps(self._handles.update(self._repository.served))
 
     def _send_to_all(self, message: Message) -> None:
-        for session in self._sessions:
+        for session in self.sessions:
             session.send(message)
+
+
+FRONT_METRICS: Sequence[Family[FrontPool]] = (
+    Family(
+        "paceline_frontends", "gauge", "Frontends: processes that handle gRPC and listen", lambda pool: pool.running
+    ),
+    Family(
+        "paceline_frontend_restarts",
+        "counter",
+        "Frontends that died, or hung and were killed, and were replaced",
+        lambda pool: pool.restarts,
+    ),
+    Family(
+        "paceline_frontend_requests",
+        "gauge",
+        "Calls that frontends have handed over to the process with the models and wait for",
+        lambda pool: sum(session.requests for session in pool.sessions),
+    ),
+    Family(
+        "paceline_frontend_memory_bytes",
+        "gauge",
+        "Shared memory, in bytes, that holds tensors in transit, by direction",
+        # That which requests here hold, and that taken by results that fronts haven't released.
+        lambda pool: [
+            ("", {"direction": "in"}, sum(session.seen_bytes for session in pool.sessions)),
+            ("", {"direction": "out"}, sum(session.used_bytes for session in pool.sessions)),
+        ],
+    ),
+)
 
 
 class _Place:

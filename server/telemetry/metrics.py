@@ -1,32 +1,103 @@
-"""What Prometheus sees: the names and labels of everything that is counted.
+"""What Prometheus sees: the names and labels of everything that is counted, and the text that it gets.
 
-Lives here: the families, made of `VersionStatistics` and the batcher's gauges at each scrape. Must not: count anything,
-or serve HTTP. Names are Triton's if the meaning is the same; names that Triton lacks begin with `paceline_`. Collecting
-may happen on any thread.
+Lives here: families of samples, made at each scrape of what `VersionStatistics`, the batcher's gauges and others say,
+and how they are written. Must not: count anything, or serve HTTP. Names are Triton's if the meaning is the same; names
+that Triton lacks begin with `paceline_`. Collecting may happen on any thread.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric, Sample
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from paceline.server.telemetry.exposition import exposition
 from paceline.server.telemetry.host_metrics import HostCollector
 from paceline.server.telemetry.log_output import lost_lines
 from paceline.server.telemetry.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
-__all__ = ["BatcherGauges", "FrontsCollector", "Metrics", "VersionMetrics"]
+__all__ = [
+    "LIMITS",
+    "REFUSED_CALLS",
+    "BatcherGauges",
+    "Families",
+    "Family",
+    "LimitShown",
+    "Metrics",
+    "VersionMetrics",
+    "exposition",
+]
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LEVELS = 16
 """Priority levels with a series of their own. There may be 2^64 levels, and clients choose among them."""
+
+T = TypeVar("T")
+
+Labels = Mapping[str, str]
+Samples = Iterable[tuple[str, Labels, float]]
+"""What is appended to the family's name, further labels, value."""
+
+
+class Family(NamedTuple, Generic[T]):
+    """Samples of one name. `read` makes them of what is shown: any number, or the value of a single one, None: none."""
+
+    name: str
+    kind: str
+    help: str
+    read: Callable[[T], Samples | float | None]
+
+
+class Families(Collector, Generic[T]):
+    """`families` of all that `shown` returns, each with the labels that it has in all of them."""
+
+    def __init__(self, families: Sequence[Family[T]], shown: Callable[[], Iterable[tuple[Labels, T]]]) -> None:
+        self._families = families
+        self._shown = shown
+
+    def collect(self) -> Iterator[Metric]:
+        shown = list(self._shown())
+        for name, kind, help, read in self._families:
+            metric = Metric(name, help, kind)
+            for labels, one in shown:
+                found = read(one)
+                samples = [("", {}, found)] if isinstance(found, (int, float)) else found or ()
+                for suffix, more, value in samples:
+                    metric.add_sample(name + suffix, {**labels, **more}, value)
+            yield metric
+
+
+_LABEL_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+_HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
+
+
+def exposition(families: Iterable[Metric]) -> str:
+    """All of `families` in Prometheus' text format 0.0.4 (prometheus.io/docs/instrumenting/exposition_formats): labels
+    in alphabetical order, whole numbers as such, samples under their own names. The library appends `_total` to each
+    counter's and writes a million as 1e+06, while scripts made for Triton look for bare names and digits."""
+    lines: list[str] = []
+    for family in families:
+        # The library's counters are named without the suffix that their samples bear.
+        suffixed = family.type == "counter" and any(sample.name == f"{family.name}_total" for sample in family.samples)
+        name = f"{family.name}_total" if suffixed else family.name
+        lines += f"# HELP {name} {family.documentation.translate(_HELP_ESCAPES)}\n", f"# TYPE {name} {family.type}\n"
+        for sample in family.samples:
+            pairs = (f'{key}="{value.translate(_LABEL_ESCAPES)}"' for key, value in sorted(sample.labels.items()))
+            labels = f"{{{','.join(pairs)}}}" if sample.labels else ""
+            lines.append(f"{sample.name}{labels} {_number(sample.value)}\n")
+    return "".join(lines)
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, "NaN")
+    return str(int(value)) if value == int(value) else repr(value)
 
 
 class BatcherGauges(Protocol):
@@ -47,25 +118,6 @@ class BatcherGauges(Protocol):
     def waiting_of_level(self, level: int) -> int: ...
 
 
-class FrontsShown(Protocol):
-    """What metrics read about the processes that speak gRPC."""
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def restarts(self) -> int: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def input_bytes(self) -> int: ...
-
-    @property
-    def output_bytes(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class VersionMetrics:
     """One loaded version of a model, as far as metrics go. `tags` become labels, each with `_` in front of its name.
@@ -80,9 +132,8 @@ class VersionMetrics:
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def labels(self) -> dict[str, str]:
-        tags = {f"_{name}": value for name, value in self.tags.items()}
-        return {"model": self.model, "version": self.version, **tags}
+    def labels(self) -> Labels:
+        return {"model": self.model, "version": self.version, **{f"_{key}": tag for key, tag in self.tags.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +152,23 @@ class _Line:
     def replaced(self, version: VersionMetrics) -> _Line:
         """With `version` as the current one. Only now are those in `gone` summed up, since the last requests of a
         version are counted a moment after it has gone."""
-        settled = _sum(self.settled, *(one.statistics for one in self.gone))
-        return _Line(version, (*self.past, self.current), (), settled)
+        return _Line(version, (*self.past, self.current), (), self._sum(*self.gone))
 
     def without(self, version: VersionMetrics) -> _Line:
         """The same, after `version`, one of `past`, has gone."""
         left = tuple(one for one in self.past if one is not version)
-        return self if len(left) == len(self.past) else _Line(self.current, left, (*self.gone, version), self.settled)
+        return self if len(left) == len(self.past) else replace(self, past=left, gone=(*self.gone, version))
 
-    def shown(self) -> VersionMetrics:
+    def shown(self) -> tuple[Labels, VersionMetrics]:
         """The current one, with all that was counted."""
-        earlier = [one.statistics for one in (*self.past, *self.gone)]
-        return replace(self.current, statistics=_sum(self.settled, *earlier, self.current.statistics))
+        total = self._sum(*self.past, *self.gone, self.current)
+        return self.current.labels, replace(self.current, statistics=total)
 
-
-def _sum(*statistics: VersionStatistics) -> VersionStatistics:
-    total = VersionStatistics()
-    for one in statistics:
-        total.merge(one)
-    return total
+    def _sum(self, *versions: VersionMetrics) -> VersionStatistics:
+        total = VersionStatistics()
+        for one in (self.settled, *(version.statistics for version in versions)):
+            total.merge(one)
+        return total
 
 
 class Metrics:
@@ -129,9 +178,10 @@ class Metrics:
         self._health = (False, 0)
         self._versions: dict[tuple[str, str], _Line] = {}
         self._registry = CollectorRegistry()
-        self._registry.register(_ModelCollector(self._versions))
-        self._registry.register(_ServerCollector(lambda: self._health))
-        self._registry.register(HostCollector())
+        self.add_collector(Families(_OF_MODELS, lambda: [line.shown() for line in self._versions.copy().values()]))
+        self.add_collector(Families(_OF_HEALTH, lambda: [({}, self._health)]))
+        self.add_collector(Families([_LOST_LINES], lambda: [({}, lost_lines())]))
+        self.add_collector(HostCollector())
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
@@ -139,19 +189,19 @@ class Metrics:
     def add(self, version: VersionMetrics) -> None:
         """Show a version. If it replaces one of the same name and number, its counters go on from there, as they do in
         Triton: otherwise scrapes would miss whatever the earlier one still answers."""
-        line = self._versions.get(_key(version))
+        key = version.model, version.version
+        line = self._versions.get(key)
         if line is None or line.current is not version:
-            self._versions[_key(version)] = _Line(version) if line is None else line.replaced(version)
+            self._versions[key] = _Line(version) if line is None else line.replaced(version)
 
     def remove(self, version: VersionMetrics) -> None:
         """Show it no longer. The counts of a version that was replaced stay."""
-        line = self._versions.get(_key(version))
-        if line is None:
-            return
-        if line.current is version:
-            del self._versions[_key(version)]
-        else:
-            self._versions[_key(version)] = line.without(version)
+        key = version.model, version.version
+        line = self._versions.get(key)
+        if line is not None and line.current is version:
+            del self._versions[key]
+        elif line is not None:
+            self._versions[key] = line.without(version)
 
     def set_health(self, ready: bool, failed_models: int) -> None:
         """Show whether the server is ready, and how many models should serve and don't."""
@@ -166,104 +216,16 @@ class Metrics:
         return exposition(self._registry.collect()).encode()
 
 
-def _key(version: VersionMetrics) -> tuple[str, str]:
-    return version.model, version.version
+def _counter(name: str, help: str, value: Callable[[VersionStatistics], int]) -> Family[VersionMetrics]:
+    return Family(name, "counter", help, lambda version: value(version.statistics))
 
 
-Samples = Iterable[tuple[str, Mapping[str, str], float]]
-"""Of one version: what is appended to the family's name, further labels, value."""
+def _gauge(name: str, help: str, value: Callable[[VersionMetrics], float]) -> Family[VersionMetrics]:
+    return Family(name, "gauge", help, value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    name: str
-    kind: str
-    help: str
-    samples: Callable[[VersionMetrics], Samples]
-
-
-class FrontsCollector(Collector):
-    """The processes that speak gRPC, if there are any."""
-
-    def __init__(self, fronts: FrontsShown) -> None:
-        self._fronts = fronts
-
-    def collect(self) -> Iterator[Metric]:
-        shown = self._fronts
-        yield GaugeMetricFamily("paceline_frontends", "Frontends: processes that handle gRPC and listen", shown.running)
-        restarts = Metric(
-            "paceline_frontend_restarts", "Frontends that died, or hung and were killed, and were replaced", "counter"
-        )
-        restarts.add_sample("paceline_frontend_restarts", {}, shown.restarts)
-        yield restarts
-        yield GaugeMetricFamily(
-            "paceline_frontend_requests",
-            "Calls that frontends have handed over to the process with the models and wait for",
-            shown.requests,
-        )
-        held = GaugeMetricFamily(
-            "paceline_frontend_memory_bytes",
-            "Shared memory, in bytes, that holds tensors in transit, by direction",
-            labels=["direction"],
-        )
-        held.add_metric(["in"], shown.input_bytes)
-        held.add_metric(["out"], shown.output_bytes)
-        yield held
-
-
-class _ModelCollector(Collector):
-    def __init__(self, versions: dict[tuple[str, str], _Line]) -> None:
-        self._versions = versions
-
-    def collect(self) -> Iterator[Metric]:
-        versions = [line.shown() for line in self._versions.copy().values()]
-        for family in _FAMILIES:
-            metric = Metric(family.name, family.help, family.kind)
-            for version in versions:
-                labels = version.labels
-                for suffix, more, value in family.samples(version):
-                    metric.samples.append(Sample(family.name + suffix, {**labels, **more}, value))
-            yield metric
-
-
-class _ServerCollector(Collector):
-    def __init__(self, health: Callable[[], tuple[bool, int]]) -> None:
-        self._health = health
-
-    def collect(self) -> Iterator[Metric]:
-        ready, failed_models = self._health()
-        yield GaugeMetricFamily("paceline_ready", "1 while the server is ready, else 0", ready)
-        yield GaugeMetricFamily("paceline_failed_models", "Models that should serve but failed to load", failed_models)
-        lost = Metric(
-            "paceline_lost_log_lines", "Log lines that were lost because stderr didn't accept them", "counter"
-        )
-        lost.add_sample("paceline_lost_log_lines", {}, lost_lines())
-        yield lost
-
-
-def _counter(name: str, help: str, value: Callable[[VersionStatistics], int]) -> _Family:
-    return _Family(name, "counter", help, lambda version: [("", {}, value(version.statistics))])
-
-
-def _gauge(name: str, help: str, value: Callable[[VersionMetrics], float]) -> _Family:
-    return _Family(name, "gauge", help, lambda version: [("", {}, value(version))])
-
-
-def _histogram(name: str, help: str, samples: Callable[[VersionStatistics], Samples]) -> _Family:
-    return _Family(name, "histogram", help, lambda version: samples(version.statistics))
-
-
-def _failures(version: VersionMetrics) -> Samples:
-    return [("", {"reason": reason.value}, count) for reason, count in version.statistics.failures.items()]
-
-
-def _drops(version: VersionMetrics) -> Samples:
-    return [("", {"reason": drop.value}, count) for drop, count in version.statistics.drops.items()]
-
-
-def _padding_share(version: VersionMetrics) -> float:
-    padding = version.statistics.padding_rows
-    return padding / (padding + version.statistics.rows) if padding else 0.0
+def _histogram(name: str, help: str, samples: Callable[[VersionStatistics], Samples]) -> Family[VersionMetrics]:
+    return Family(name, "histogram", help, lambda version: samples(version.statistics))
 
 
 def _by_level(version: VersionMetrics) -> Samples:
@@ -303,9 +265,14 @@ def _buckets(bounds: Sequence[float], counts: Sequence[int], total: float, **lab
     yield "_sum", labels, total
 
 
-_FAMILIES = (
+_OF_MODELS: Sequence[Family[VersionMetrics]] = (
     _counter("nv_inference_request_success", "Requests answered successfully", lambda s: s.requests.count),
-    _Family("nv_inference_request_failure", "counter", "Failed requests, by reason", _failures),
+    Family(
+        "nv_inference_request_failure",
+        "counter",
+        "Failed requests, by reason",
+        lambda version: [("", {"reason": one.value}, count) for one, count in version.statistics.failures.items()],
+    ),
     _counter("nv_inference_count", "Rows executed, without padding", lambda s: s.rows),
     _counter("nv_inference_exec_count", "Executions: batches that the model answered", lambda s: s.execution_count),
     _counter(
@@ -338,18 +305,14 @@ _FAMILIES = (
         "Requests accepted and not yet executing",
         lambda version: version.batcher.waiting_requests,
     ),
-    _gauge(
-        "nv_model_load_duration_secs",
-        "Seconds that loading took, including warm-up",
-        lambda version: version.load_ns / 1e9,
-    ),
-    _Family(
+    _gauge("nv_model_load_duration_secs", "Seconds that loading took, including warm-up", lambda v: v.load_ns / 1e9),
+    Family(
         "paceline_dropped_requests",
         "counter",
         "Requests that were not executed, by reason; of a split request, its parts",
-        _drops,
+        lambda version: [("", {"reason": one.value}, count) for one, count in version.statistics.drops.items()],
     ),
-    _Family(
+    Family(
         "paceline_pending_requests", "gauge", "Requests accepted and not yet executing, by priority level", _by_level
     ),
     _counter(
@@ -377,7 +340,11 @@ _FAMILIES = (
     _counter(
         "paceline_padding_rows", "Padding rows executed, to bring batches to an allowed size", lambda s: s.padding_rows
     ),
-    _gauge("paceline_padding_share", "Share of padding in all rows that the model saw, 0 to 1", _padding_share),
+    _gauge(
+        "paceline_padding_share",
+        "Share of padding in all rows that the model saw, 0 to 1",
+        lambda v: v.statistics.padding_rows / max(1, v.statistics.padding_rows + v.statistics.rows),
+    ),
     _histogram("paceline_batch_rows", "Rows of each execution, without padding", _batch_rows),
     _histogram(
         "paceline_request_duration_us",
@@ -394,4 +361,40 @@ _FAMILIES = (
         "Microseconds of each execution, by the power of two that covers the rows that the model saw",
         _executions,
     ),
+)
+
+_OF_HEALTH: Sequence[Family[tuple[bool, int]]] = (
+    Family("paceline_ready", "gauge", "1 while the server is ready, else 0", lambda health: health[0]),
+    Family("paceline_failed_models", "gauge", "Models that should serve but failed to load", lambda health: health[1]),
+)
+_LOST_LINES: Family[int] = Family(
+    "paceline_lost_log_lines", "counter", "Log lines that were lost because stderr didn't accept them", int
+)
+
+
+class LimitShown(NamedTuple):
+    """A limit of the server: how much there may be, how much there is, how often more was refused. `used` is left out
+    if only gRPC knows it, `refused` if refusals are counted elsewhere or nowhere."""
+
+    bound: Callable[[], int]
+    used: Callable[[], int] | None = None
+    refused: Callable[[], int] | None = None
+
+
+LIMITS: Sequence[Family[LimitShown]] = (
+    Family("paceline_limit", "gauge", "The server's limits", lambda one: one.bound()),
+    Family("paceline_limit_used", "gauge", "How much of each limit is used", lambda one: one.used and one.used()),
+    Family(
+        "paceline_limit_refusals",
+        "counter",
+        "Registrations of shared memory and loads of models that were refused at a limit",
+        lambda one: one.refused and one.refused(),
+    ),
+)
+
+REFUSED_CALLS: Family[Mapping[str, int]] = Family(
+    "paceline_refused_rpcs",
+    "counter",
+    "Calls refused before anything was done for them, by reason",
+    lambda refused: [("", {"reason": reason}, count) for reason, count in refused.items()],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
@@ -112,15 +113,15 @@ class VersionStatistics:
 
     def __init__(self) -> None:
         self.requests = DurationHistogram()
-        self.failures = dict.fromkeys(FailureReason, 0)
+        self.failures = Counter(dict.fromkeys(FailureReason, 0))
         self.failure_ns = 0
-        self.drops = dict.fromkeys(Drop, 0)
+        self.drops = Counter(dict.fromkeys(Drop, 0))
         self.queue = DurationHistogram()
         self.input_ns = self.infer_ns = self.output_ns = 0
         self.padding_rows = 0
         self.hung_executions = self.lost_instances = self.shortages = 0
-        self.batches: dict[int, BatchTotals] = {}
-        self.executions: dict[int, DurationHistogram] = {}
+        self.batches: defaultdict[int, BatchTotals] = defaultdict(BatchTotals)
+        self.executions: defaultdict[int, DurationHistogram] = defaultdict(DurationHistogram)
         self.last_inference_ms = 0
 
     @property
@@ -148,14 +149,12 @@ class VersionStatistics:
         """Add what `other` has counted so far. May be called on any thread if nothing else writes to these numbers."""
         self.requests.merge(other.requests)
         self.queue.merge(other.queue)
-        for reason, count in other.failures.items():
-            self.failures[reason] += count
-        for drop, count in other.drops.items():
-            self.drops[drop] += count
+        self.failures.update(other.failures)
+        self.drops.update(other.drops)
         for rows, totals in other.by_rows().items():
-            self.batches.setdefault(rows, BatchTotals()).merge(totals)
+            self.batches[rows].merge(totals)
         for size, histogram in other.by_size().items():
-            self.executions.setdefault(size, DurationHistogram()).merge(histogram)
+            self.executions[size].merge(histogram)
         self.failure_ns += other.failure_ns
         self.input_ns += other.input_ns
         self.infer_ns += other.infer_ns
@@ -184,13 +183,12 @@ class VersionStatistics:
     def on_drop(self, drop: Drop) -> None:
         self.drops[drop] += 1
 
+    # hot path
     def on_batch(self, report: BatchReport) -> None:
-        if report.error is None:
-            self._add(report, report.execution)
-        elif isinstance(report.error, (OutOfMemory, MemoryError)):
-            self.shortages += 1
-
-    def _add(self, report: BatchReport, execution: Execution) -> None:
+        if report.error is not None:
+            self.shortages += isinstance(report.error, (OutOfMemory, MemoryError))
+            return
+        execution: Execution = report.execution
         input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns
         answered = len(report.waits_ns)
         self.queue.add_all(report.waits_ns)
@@ -198,20 +196,12 @@ class VersionStatistics:
         self.infer_ns += answered * infer_ns
         self.output_ns += answered * output_ns
         self.padding_rows += report.padded_rows - report.rows
-        totals = self.batches.get(report.rows)
-        if totals is None:
-            totals = self.batches[report.rows] = BatchTotals()
+        totals = self.batches[report.rows]
         totals.count += 1
         totals.input_ns += input_ns
         totals.infer_ns += infer_ns
         totals.output_ns += output_ns
-        self._histogram_of(report.padded_rows).add(report.finished_ns - report.started_ns)
+        # By powers of two rather than by size, which would be up to `max_batch_size` series.
+        size = 1 << (report.padded_rows - 1).bit_length()
+        self.executions[size].add(report.finished_ns - report.started_ns)
         self.last_inference_ms = time.time_ns() // 1_000_000
-
-    def _histogram_of(self, rows: int) -> DurationHistogram:
-        """By powers of two rather than by size, which would be up to `max_batch_size` series."""
-        size = 1 << (rows - 1).bit_length()
-        histogram = self.executions.get(size)
-        if histogram is None:
-            histogram = self.executions[size] = DurationHistogram()
-        return histogram

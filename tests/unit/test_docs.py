@@ -189,7 +189,7 @@ def strings(node: ast.AST) -> Iterator[str]:
 @cache
 def keys_in_code() -> set[str]:
     """The keys of parameters and headers that the server reads or writes: strings with certain prefixes anywhere in its
-    code, and all keys that something called `parameters` is indexed with or searched for."""
+    code, except for metrics, and all keys that something called `parameters` is indexed with or searched for."""
     found: set[str] = set()
     for path in sorted({*(REPO / "server").rglob("*.py")} - {REPO / "server" / "cli.py"}):  # whose keys are flags
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -197,10 +197,11 @@ def keys_in_code() -> set[str]:
                 found |= set(strings(node.slice))
             elif isinstance(node, ast.Compare) and _is_parameters(node.comparators[0]):
                 found |= set(strings(node.left))
-            elif isinstance(node, ast.Constant) and not path.stem.startswith("metrics"):
+            elif isinstance(node, ast.Constant):
                 pattern = r"(paceline|triton|sequence|shared_memory|log|trace)_\w*[a-z]"
                 found |= {text for text in strings(node) if re.fullmatch(pattern, text)}
-    return found - {"sequence_batching", "trace_id"}  # a field of ModelConfig, and one of log lines
+    metrics = set(re.findall(r"`(paceline_\w+)`", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    return found - metrics - {"sequence_batching", "trace_id"}  # a field of ModelConfig, and one of log lines
 
 
 def _is_parameters(node: ast.AST) -> bool:

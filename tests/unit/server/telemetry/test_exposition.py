@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.server.telemetry.exposition import exposition
+from paceline.server.telemetry.metrics import exposition
 
 
 def family(value: float, labels: dict[str, str] | None = None) -> Metric:

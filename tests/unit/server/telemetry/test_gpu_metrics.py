@@ -13,9 +13,8 @@ import pytest
 
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import DeviceError, LoadError
-from paceline.server.telemetry.gpu_metrics import GpuCollector
+from paceline.server.telemetry.gpu_metrics import GpuCollector, GpuReading, Nvml, open_nvml
 from paceline.server.telemetry.metrics import Metrics
-from paceline.server.telemetry.nvml import GpuReading, Nvml, open_nvml
 from tests.polling import eventually
 
 FIRST, SECOND = "GPU-00000000-0000-0000-0000-000000000001", "GPU-00000000-0000-0000-0000-000000000002"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.scheduler.observer import Drop
 from paceline.server.errors import InvalidRequest
+from paceline.server.fronts.pool import FRONT_METRICS
 from paceline.server.rpc.statistics_service import statistics_message
-from paceline.server.telemetry.metrics import FrontsCollector, Metrics, VersionMetrics
+from paceline.server.telemetry.metrics import Families, Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
 from tests.harness import REPO
 from tests.unit.server.counting import US, Gauges, report, samples, version
@@ -179,15 +181,9 @@ def test_docs_name_all_metrics_and_no_others(metrics: Metrics) -> None:
 
 
 def test_metrics_of_fronts_are_exposed_where_there_are_fronts(metrics: Metrics) -> None:
-    @dataclass(frozen=True)
-    class Fronts:
-        running: int = 2
-        restarts: int = 3
-        requests: int = 5
-        input_bytes: int = 7
-        output_bytes: int = 11
-
-    metrics.add_collector(FrontsCollector(Fronts()))
+    sessions = [SimpleNamespace(requests=each, seen_bytes=each + 1, used_bytes=each + 3) for each in (2, 3)]
+    fronts = SimpleNamespace(running=2, restarts=3, sessions=sessions)
+    metrics.add_collector(Families(FRONT_METRICS, lambda: [({}, fronts)]))
     found = {name: kind for name, kind in types(metrics).items() if name.startswith("paceline_")}
     assert found == {**OURS, **OF_FRONTS}
     seen = samples(metrics)
