@@ -282,7 +282,7 @@ class Server:
         left_s = grace_s - (time.monotonic() - began)
         await self._stop_all(min(max(_MIN_FINAL_STOP_S, left_s), _MAX_FINAL_STOP_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)
-        return in_time and not (self.repository.loads or self.repository.hangs)
+        return in_time and not self.repository.hangs
 
     async def _stop_models(self, grace_s: float) -> bool:
         """False if executions, or the release of models, take longer than `grace_s`."""
@@ -338,7 +338,7 @@ class Server:
                 lambda: regions.refused if regions else 0,
             ),
             "models": LimitShown(
-                lambda: limits.models, lambda: self.repository.places, lambda: self.repository.refused_loads
+                lambda: limits.models, lambda: len(self.repository.places), lambda: self.repository.refused_loads
             ),
         }
         shown = [({"limit": name}, one) for name, one in limits_shown.items()]

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Protocol
 
 from paceline.server.memory.cuda_region import CudaRegions
-from paceline.server.models.readiness import why_not_ready
 from paceline.server.models.repository import Repository
 from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.probes import LoopProbe
@@ -69,7 +68,7 @@ class Health:
     def why_not_ready(self) -> str:
         """Why clients should send nothing for now; "" if they may."""
         nobody = "" if self._service.is_open else "no frontend is listening; another is being started"
-        return self._why_closed or why_not_ready(self._repository) or nobody
+        return self._why_closed or self._repository.why_not_ready or nobody
 
     def probes(self) -> dict[str, LoopProbe]:
         """What answers HTTP probes, by path."""

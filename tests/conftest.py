@@ -70,7 +70,7 @@ def logging_as_before() -> Iterator[None]:
 @pytest.fixture
 def without_minimum_execution_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit for executions also holds unchanged before a model serves, where it is otherwise a minute at least."""
-    monkeypatch.setattr("paceline.server.models.supervisor._MIN_NS", 0)
+    monkeypatch.setattr("paceline.server.models.warmup._MIN_LIMIT_NS", 0)
 
 
 @pytest.fixture(params=[1, 2], ids=["alone", "fronts"])

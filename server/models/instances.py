@@ -13,9 +13,9 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
-from typing import Protocol, TypeVar
+from contextlib import ExitStack
+from functools import partial
+from typing import Protocol
 
 from paceline.backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted
 from paceline.backends.errors import DeviceLost, InstanceLost
@@ -26,13 +26,12 @@ from paceline.scheduler.runner import TaskRunner, ThreadRunner
 from paceline.server.errors import ConfigError, Ending, LoadHangs
 from paceline.server.memory.reading import ExecuteInputs
 from paceline.server.memory.region_tensors import Inputs
+from paceline.server.models.load_queue import call_soon, start_thread, submit
 from paceline.server.models.loader import LoadedVersion
-from paceline.server.models.supervisor import Supervisor
+from paceline.server.models.warmup import Supervisor
 from paceline.server.telemetry.model_statistics import VersionStatistics
 
 __all__ = ["Instances"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger("paceline.server.instances")
 
@@ -69,6 +68,7 @@ class Instances:
         on_change: Callable[[], None],
     ) -> None:
         self._loaded = loaded
+        self._what = f"model '{loaded.name}' version {loaded.version}"
         self._execute_of = execute_of
         self._statistics = statistics
         self._on_change = on_change
@@ -77,13 +77,12 @@ class Instances:
         self._live = {runner: one for one in loaded.instances for runner in self._new_runners(one)}
         # Runners that still execute although their instance was given up.
         self._hanging: dict[Runner, Instance] = {}
-        self._lost: list[Instance] = []
         # Warm-ups of replacement instances that hang as well.
         self._stuck: set[Ending] = set()
-        # Ids of instances that don't serve any more, or never did, and are to be closed.
-        self._leaving: set[int] = set()
+        # What else the model must not be closed for: instances that don't serve any more, or never did, until they are
+        # closed, which those whose device is lost never are; and tasks that replace some.
+        self._users: set[object] = set()
         self._unrecoverable_reason = ""
-        self._replacing: set[asyncio.Task[None]] = set()
         # By the ids of replacement instances, for how long the replacement was put off.
         self._first_pauses_s: dict[int, float] = {}
         self._stays_cold = False
@@ -112,7 +111,7 @@ class Instances:
     @property
     def hangs(self) -> bool:
         """Whether there are threads that may never end, or instances that aren't closed yet, or never can be."""
-        return bool(self._hanging or self._stuck or self._leaving or self._replacing or self._lost)
+        return bool(self._hanging or self._stuck or self._users)
 
     @property
     def instance_of(self) -> Callable[[Runner], int]:
@@ -145,7 +144,7 @@ class Instances:
         self._statistics.lost_instances += 1
         self._tell(f"an instance is lost: {error}")
         if isinstance(error, DeviceLost):
-            self._lost.append(instance)
+            self._users.add(instance)
         else:
             self._start_giving_back(instance)
         self._start_replacing(instance.device, error, self._pause_after(instance))
@@ -155,7 +154,7 @@ class Instances:
         instance = self._hanging.pop(runner, None)
         if instance is None:
             return  # of an instance that was lost
-        _log.warning("model '%s' version %s: an execution that hung has ended", self._loaded.name, self._loaded.version)
+        _log.warning("%s: an execution that hung has ended", self._what)
         if all(one is not instance for one in self._hanging.values()):
             self._start_giving_back(instance)
 
@@ -166,12 +165,13 @@ class Instances:
             for task in pausing:
                 task.cancel()
             await asyncio.wait(pausing)
-        if self._replacing and isinstance(opened := self._loaded.opened, Abandonable):
+        replacing = any(isinstance(one, asyncio.Task) for one in self._users)
+        if replacing and isinstance(opened := self._loaded.opened, Abandonable):
             # Nobody needs what is being loaded, and its load may never end.
             opened.abandon()
         # Closing what loads, hangs or is lost isn't safe, nor is closing the model that such instances are made of.
-        instances = list({id(one): one for one in self._live.values()}.values())
-        await _on_a_thread(lambda: self._close(instances), _start_thread_when_possible)
+        instances = list(dict.fromkeys(self._live.values()))
+        await asyncio.wrap_future(submit(lambda: self._close(instances), _start_thread_when_possible))
 
     def _remove_live(self, runner: Runner) -> Instance:
         """Take the instance that `runner` is a slot of out of the live ones, and return it."""
@@ -180,31 +180,18 @@ class Instances:
         return instance
 
     def _tell(self, what: str) -> None:
-        name, version, left = self._loaded.name, self._loaded.version, _count(self._live)
-        _log.error("model '%s' version %s: %s; instances left: %d", name, version, what, left)
+        _log.error("%s: %s; instances left: %d", self._what, what, _count(self._live))
         self._on_change()
 
     def _may_make_more(self) -> bool:
         hanging = _count(self._hanging) + len(self._stuck)
         if hanging > _MAX_HANGING:
-            name, version = self._loaded.name, self._loaded.version
-            _log.error(
-                "model '%s' version %s: %d instances hang, so no more are started; restart the server",
-                name,
-                version,
-                hanging,
-            )
-            return False
-        return True
+            _log.error("%s: %d instances hang, so no more are started; restart the server", self._what, hanging)
+        return hanging <= _MAX_HANGING
 
     def _watch(self, runner: Runner, instance: Instance) -> None:
         if isinstance(instance, CanEnd):
-            instance.when_lost(lambda error: self._on_end(runner, error))
-
-    def _on_end(self, runner: Runner, error: BaseException) -> None:
-        """Called on any thread, which may outlive the event loop."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.batcher.lose, runner, error)
+            instance.when_lost(lambda error: call_soon(self._loop, partial(self.batcher.lose, runner, error)))
 
     def _pause_after(self, instance: Instance) -> float:
         """Seconds to wait before it is replaced. None after one that was of use: ending it harms nobody beyond the time
@@ -215,16 +202,16 @@ class Instances:
         return min(max(_FIRST_PAUSE_S, 2 * before_s), _LONGEST_FIRST_PAUSE_S)
 
     def _start_giving_back(self, instance: Instance) -> None:
-        self._leaving.add(id(instance))
+        self._users.add(instance)
         _start_thread_when_possible(lambda: self._give_back(instance))
 
     def _start_replacing(self, device: Device, lost: BaseException | None = None, pause_s: float = 0.0) -> None:
         task = asyncio.get_running_loop().create_task(self._replace(device, lost, pause_s))
-        self._replacing.add(task)
+        self._users.add(task)
         task.add_done_callback(self._on_replaced)
 
     def _on_replaced(self, task: asyncio.Task[None]) -> None:
-        self._replacing.discard(task)
+        self._users.discard(task)
         if self._model_is_left:
             _start_thread_when_possible(self._close_model)
 
@@ -234,9 +221,16 @@ class Instances:
         await self._pause(first_pause_s)
         while not self._closed:
             try:
-                instance = await _on_a_thread(lambda: self._open(device))
-                self._add_or_close(instance)
-                self._first_pauses_s[id(instance)] = first_pause_s
+                instance = await asyncio.wrap_future(submit(lambda: self._open(device)))
+                try:
+                    if not self._closed:
+                        self._add(instance)
+                        self._first_pauses_s[id(instance)] = first_pause_s
+                        return
+                except RuntimeError:
+                    self._start_giving_back(instance)
+                    raise
+                self._start_giving_back(instance)  # it comes too late
             except Exception as error:  # noqa: BLE001 - the backend's; opening is tried again
                 if self._closed:
                     return
@@ -246,8 +240,6 @@ class Instances:
                     return
                 await self._pause(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            return
 
     async def _pause(self, pause_s: float) -> None:
         """Sleep; meanwhile, `close` may cancel the task."""
@@ -258,17 +250,6 @@ class Instances:
             await asyncio.sleep(pause_s)
         finally:
             self._pausing.discard(task)
-
-    def _add_or_close(self, instance: Instance) -> None:
-        """Have it execute, or close it if it comes too late. Raises RuntimeError if it can't; then it is closed."""
-        if self._closed:
-            self._start_giving_back(instance)
-            return
-        try:
-            self._add(instance)
-        except RuntimeError:
-            self._start_giving_back(instance)
-            raise
 
     def _on_failed_attempt(self, lost: BaseException | None) -> None:
         """If nothing can execute, refuse requests instead of having them wait for what may never be back; but not after
@@ -290,13 +271,12 @@ class Instances:
                 del self._live[runner]
                 if not number:
                     raise
-                name, version = self._loaded.name, self._loaded.version
-                text = "model '%s' version %s: an instance runs with only %d of its %d slots: %s"
-                _log.warning(text, name, version, number, len(runners), error)
+                text = "%s: an instance runs with only %d of its %d slots: %s"
+                _log.warning(text, self._what, number, len(runners), error)
                 break
             self._watch(runner, instance)
         self._unrecoverable_reason = ""
-        _log.warning("model '%s' version %s: an instance has been replaced", self._loaded.name, self._loaded.version)
+        _log.warning("%s: an instance has been replaced", self._what)
         self._on_change()
 
     def _open(self, device: Device) -> ModelInstance:
@@ -332,7 +312,7 @@ class Instances:
 
     def _leave(self, instance: ModelInstance, ended: Ending) -> None:
         """Close an instance whose warm-up hangs, once that has `ended`, if ever."""
-        self._leaving.add(id(instance))
+        self._users.add(instance)
         self._stuck.add(ended)
 
         def give_back(_: object) -> None:
@@ -348,19 +328,16 @@ class Instances:
         try:
             instance.close()
         finally:
-            self._leaving.discard(id(instance))
+            self._users.discard(instance)
             self._close_model()
 
     def _close(self, instances: Sequence[Instance]) -> None:
         """Blocks. If one of them raises, the others and the model are closed all the same."""
         with ExitStack() as closing:
-            closing.callback(self._leave_model)
+            closing.callback(self._close_model)
+            closing.callback(setattr, self, "_model_is_left", True)
             for instance in reversed(instances):
                 closing.callback(instance.close)
-
-    def _leave_model(self) -> None:
-        self._model_is_left = True
-        self._close_model()
 
     def _close_model(self) -> None:
         """Close the model if that is left to do and nothing uses it any more. Blocks."""
@@ -383,36 +360,14 @@ class Instances:
         ]
 
 
-def _start_thread(function: Callable[[], object]) -> None:
-    """Run `function` on a thread of its own, as it may never end: the event loop's threads are few, and others wait for
-    them. Raises RuntimeError if no thread can be started."""
-    threading.Thread(target=function, name="paceline instance", daemon=True).start()
-
-
 def _start_thread_when_possible(function: Callable[[], object]) -> None:
-    """The same, as soon as a thread can be started."""
+    """Run `function` on a thread of its own, as soon as one can be started."""
     try:
-        _start_thread(function)
+        start_thread(function)
     except RuntimeError:
         asyncio.get_running_loop().call_later(_PAUSE_S, _start_thread_when_possible, function)
 
 
-async def _on_a_thread(function: Callable[[], T], start: Callable[[Callable[[], None]], None] = _start_thread) -> T:
-    """What `function` returns or raises, on a thread. Raises what `start` does: by default RuntimeError if no thread
-    can be started. The awaiting task may be cancelled, as at the loop's end; the thread goes on."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - passed to whoever waits for the result
-            future.set_exception(error)
-
-    start(run)
-    return await asyncio.wrap_future(future)
-
-
 def _count(instances: Mapping[Runner, Instance]) -> int:
     """How many instances there are, regardless of their slots."""
-    return len({id(one) for one in instances.values()})
+    return len(set(instances.values()))

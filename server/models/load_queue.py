@@ -1,17 +1,20 @@
 """Loads of models, on threads.
 
-Lives here: which loads are in progress, and retries. Must not: know what serves, or what a model consists of; that is
-`loader`. The rule: a load can't be interrupted. One that nothing waits for any more is closed when it ends.
+Lives here: which loads are in progress, retries, and the threads of what can't be interrupted. Must not: know what
+serves, or what a model consists of; that is `loader`. The rule: a load that nothing waits for any more is closed when
+it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import TypeVar
 
 from paceline.backends.base import Backend
 from paceline.protos import model_config_pb2 as pb
@@ -20,9 +23,11 @@ from paceline.server.errors import Ending, LoadHangs, ServerError, TooFewDescrip
 from paceline.server.models.layout import ModelFolder
 from paceline.server.models.loader import LoadDefaults, LoadedVersion, load_model
 
-__all__ = ["Find", "LoadQueue", "always"]
+__all__ = ["Find", "LoadQueue", "always", "call_soon", "start_thread", "submit"]
 
 _log = logging.getLogger("paceline.server.loading")
+
+T = TypeVar("T")
 
 Find = Callable[[], AbstractContextManager[ModelFolder]]
 """Gives a model's folder as it is when the load's turn comes, for as long as the load lasts. Blocks. Raises ServerError
@@ -53,7 +58,7 @@ class LoadQueue:
         self._defaults = defaults
         self._retries = retries
         self._slow_after_s = slow_after_s
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
+        self._free = asyncio.Semaphore(threads)
         self._under_way: set[object] = set()
 
     @property
@@ -68,24 +73,18 @@ class LoadQueue:
         if left < kept and (left := left + self._give_way()) < kept:
             raise TooFewDescriptors(descriptors.allowed(), left, kept)
 
-    def stop(self) -> None:
-        """Start no more loads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     async def load(
         self, name: str, find: Find, override: pb.ModelConfig | None, on_versions: Callable[[list[str]], None]
     ) -> list[LoadedVersion]:
         """Load what `find` gives, with `override` instead of its configuration if there is one. `on_versions` is
-        called, on the event loop, with the versions that will be loaded. Raises whatever the load does."""
+        called, on the event loop, with the versions that will be loaded. Raises whatever the load does, or RuntimeError
+        if no thread can be started."""
         loop = asyncio.get_running_loop()
 
         def tell_versions(versions: list[int]) -> None:
             loop.call_soon_threadsafe(on_versions, list(map(str, versions)))
 
-        began_s: list[float] = []
-
         def load() -> list[LoadedVersion]:
-            began_s.append(time.monotonic())
             self.check_descriptors()
             try:
                 with find() as folder:
@@ -99,15 +98,12 @@ class LoadQueue:
                 raise RuntimeError(f"StopIteration: {error}") from error  # which asyncio's futures can't carry
 
         for left in range(self._retries, -1, -1):
-            began_s.clear()
-            future: Future[list[LoadedVersion]] = Future()
-            # Before a thread has it: so its end reaches the loop the way its versions do, and after them.
-            waited = asyncio.wrap_future(future)
-            self._submit(load, future)
-            self._note(future)
-            slow = loop.create_task(self._tell_if_slow(name, began_s))
+            future = await self._begin(load)
+            # Nothing else tells: until all models are loaded, a server has no port to be asked on.
+            text = "model '%s' is still loading after %.0f s"
+            slow = loop.call_later(self._slow_after_s, _log.info, text, name, self._slow_after_s)
             try:
-                return await waited
+                return await asyncio.wrap_future(future)
             except asyncio.CancelledError:
                 future.add_done_callback(_close_loaded)
                 raise
@@ -119,30 +115,25 @@ class LoadQueue:
                 _log.warning("loading model '%s' failed, %d retries left: %s", name, left, error)
             finally:
                 slow.cancel()
-                del future, waited  # they have the error, whose traceback refers to this frame
+                del future  # it has the error, whose traceback refers to this frame
         raise AssertionError("the last try returned or raised")
 
-    def _submit(self, load: Callable[[], list[LoadedVersion]], future: Future[list[LoadedVersion]]) -> None:
-        """Have a thread run `load` for `future`. Raises RuntimeError if no thread can be started for it."""
+    async def _begin(self, load: Callable[[], T]) -> Future[T]:
+        """Start `load` when it is its turn. Its thread counts until it ends, whoever waits for it."""
+        await self._free.acquire()
+        loop = asyncio.get_running_loop()
         try:
-            self._pool.submit(_run, load, [future])
+            future = submit(load)
         except RuntimeError:
-            # The pool keeps it all the same, for the next thread. If none has begun it by now, it is cancelled.
-            if future.cancel():
-                raise
+            self._free.release()
+            raise
+        self._note(future)
+        future.add_done_callback(lambda _: call_soon(loop, self._free.release))
+        return future
 
     def _note(self, future: Ending) -> None:
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
-
-    async def _tell_if_slow(self, name: str, began_s: Sequence[float]) -> None:
-        """Log it if a load is slow. Nothing else tells: until all models are loaded, a server has no port to be asked
-        on. A load that waits for others hasn't begun."""
-        took_s = 0.0
-        while not began_s or took_s < self._slow_after_s:
-            await asyncio.sleep(self._slow_after_s - took_s)
-            took_s = time.monotonic() - began_s[0] if began_s else 0.0
-        _log.info("model '%s' is still loading after %.0f s", name, took_s)
 
 
 def always(folder: ModelFolder) -> Find:
@@ -150,14 +141,32 @@ def always(folder: ModelFolder) -> Find:
     return lambda: nullcontext(folder)
 
 
-def _run(load: Callable[[], list[LoadedVersion]], futures: list[Future[list[LoadedVersion]]]) -> None:
-    """Run `load` unless its future was cancelled. The future is taken out of `futures`: the frames in an error's
-    traceback refer to that list, which mustn't refer back to the error."""
+def start_thread(function: Callable[[], object]) -> None:
+    """Run `function` on a thread of its own, as it may never end: the event loop's threads are few, and others wait for
+    them. Raises RuntimeError if no thread can be started."""
+    threading.Thread(target=function, name="paceline model", daemon=True).start()
+
+
+def submit(function: Callable[[], T], start: Callable[[Callable[[], None]], None] = start_thread) -> Future[T]:
+    """The same; the future gets what `function` returns or raises, and can't be cancelled. Raises what `start` does."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    start(partial(_run, function, [future]))
+    return future
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Have the loop call `function`, unless it has ended before the thread that asks for this."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
+
+
+def _run(function: Callable[[], T], futures: list[Future[T]]) -> None:
+    """The future is taken out of `futures`: the frames in an error's traceback refer to that list, which mustn't refer
+    back to the error."""
     future = futures.pop()
-    if not future.set_running_or_notify_cancel():
-        return
     try:
-        future.set_result(load())
+        future.set_result(function())
     except BaseException as error:  # noqa: BLE001 - passed to whoever waits for the result
         future.set_exception(error)
         del future
@@ -165,6 +174,6 @@ def _run(load: Callable[[], list[LoadedVersion]], futures: list[Future[list[Load
 
 def _close_loaded(future: Future[list[LoadedVersion]]) -> None:
     """Close what a load gave that nobody waits for any more."""
-    if not future.cancelled() and future.exception() is None:
+    if future.exception() is None:
         for one in future.result():
             one.close()

@@ -1,16 +1,20 @@
 """The contents of a load request: a model's name, a configuration, files.
 
-Lives here: checks, and the scratch folder for the files. Must not: load, or touch files outside that folder.
-Source of names and types: Triton's "model repository" extension.
+Lives here: checks, and the scratch folders that the files are in until nothing needs them, or until the process ends.
+Must not: load, or touch files outside those folders. Source of names and types: Triton's "model repository" extension.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
+import os
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from google.protobuf import json_format
 
@@ -18,9 +22,18 @@ from paceline.protos import model_config_pb2 as config_pb
 from paceline.protos.inference_pb2 import ModelRepositoryParameter
 from paceline.server.errors import InvalidRequest, ModelNotReady
 from paceline.server.models.layout import ModelFolder, model_folder
-from paceline.server.models.scratch import Scratch, scratch_parent
 
-__all__ = ["Override", "checked_name", "parse_load_parameters", "parse_unload_parameters", "scratch_folder"]
+__all__ = [
+    "Override",
+    "Scratch",
+    "checked_name",
+    "parse_load_parameters",
+    "parse_unload_parameters",
+    "remove_all",
+    "scratch_folder",
+]
+
+_log = logging.getLogger("paceline.server.scratch")
 
 _FILE = "file:"
 _MAX_NAME_BYTES = 1_024
@@ -28,6 +41,11 @@ _MAX_NAME_BYTES = 1_024
 _SHOWN = 64
 _OF_NAMES = (errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
 Parameters = Mapping[str, ModelRepositoryParameter]
+
+_there: set[Scratch] | None = set()
+"""None once the process is about to end."""
+_lock = threading.Lock()
+_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +116,80 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
         scratch.release()
 
 
+class Scratch:
+    """A new folder in `TMPDIR`, or in `/tmp` if that isn't set. It is needed by whoever made it, and by whoever keeps
+    it (`backends.base.Files`), until they let go; then it is removed."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        with _lock:
+            if _there is None:
+                raise _ending()
+            self._folder = tempfile.TemporaryDirectory(prefix="paceline-", dir=_parent(), ignore_cleanup_errors=True)
+            _there.add(self)
+        self.path = Path(self._folder.name)
+        self._needed = 1
+        self._writing = threading.Lock()
+        self._is_gone = False
+
+    def write(self, path: PurePosixPath, content: bytes) -> None:
+        """Create a file, and the folders that it is in. Raises OSError."""
+        with self._writing:
+            if self._is_gone:
+                raise _ending()
+            (self.path / path).parent.mkdir(parents=True, exist_ok=True)
+            # Exclusive: nothing in a new folder is overwritten, whatever names the file system considers equal.
+            with (self.path / path).open("xb") as file:
+                file.write(content)
+
+    def keep(self) -> None:
+        with _lock:
+            self._needed += 1
+
+    def release(self) -> None:
+        with _lock:
+            self._needed -= 1
+            if self._needed:
+                return
+            if _there is not None:
+                _there.discard(self)
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove it, whoever needs it. Waits for a file that is being written, but not for ever."""
+        self._is_gone = True
+        waited = self._writing.acquire(timeout=_PATIENCE_S)
+        try:
+            self._folder.cleanup()
+        finally:
+            if waited:
+                self._writing.release()
+
+
+def remove_all() -> None:
+    """Remove all scratch folders, at the end of the process, which may end without closing its models."""
+    global _there
+    with _lock:
+        left, _there = _there or (), None
+    for scratch in left:
+        try:
+            scratch.remove()
+        except Exception:  # noqa: BLE001 - the other folders must be removed, and the process end
+            _log.exception("temporary folder %s can't be removed", scratch.path)
+
+
+def _parent() -> str:
+    """`tempfile` by itself would take another folder without a word if this one is missing or full."""
+    return os.environ.get("TMPDIR") or "/tmp"
+
+
+def _ending() -> OSError:
+    return OSError(errno.ECANCELED, "the server is ending")
+
+
 def _unwritable(name: str, error: OSError) -> ModelNotReady:
     return ModelNotReady(
-        f"failed to load '{name}', its files can't be written below '{scratch_parent()}' (TMPDIR): {error.strerror}"
+        f"failed to load '{name}', its files can't be written below '{_parent()}' (TMPDIR): {error.strerror}"
     )
 
 

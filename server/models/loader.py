@@ -47,9 +47,8 @@ from paceline.server.models.model_config import (
 )
 from paceline.server.models.model_record import DUPLICATE_NAME
 from paceline.server.models.python_models import PYTHON, check_python_allowed, is_python
-from paceline.server.models.supervisor import Supervisor
 from paceline.server.models.tensor_config import can_batch, doubts_outputs, why_no_batch_axis, without_datatype
-from paceline.server.models.warmup import WarmUp
+from paceline.server.models.warmup import Supervisor, WarmUp
 
 __all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
 

@@ -104,17 +104,10 @@ class ModelRecord(Generic[V]):
         """Whether the name is known only from loads or unloads that are over."""
         return not (self.operations or self.serving or self.leaving or self.on_disk)
 
-    def begin_load(self) -> None:
-        self.loading = []
-
     def loading_versions(self, versions: list[str]) -> None:
         """The load in progress is of these."""
         if self.loading is not None:
             self.loading = versions
-
-    def give_up_load(self) -> None:
-        """Return to the state before the load, which came to nothing."""
-        self.loading = None
 
     def end_load(self, versions: dict[str, V]) -> list[V]:
         """The load succeeded: these serve from now on. Returns what served before."""

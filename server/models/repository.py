@@ -67,8 +67,8 @@ class Repository:
         self._shared_limits = shared_limits
         self._max_models = max_models
         self.refused_loads = 0
-        # Names that hold one of `max_models` places: those that serve, and those that are being loaded.
-        self._places: set[str] = set()
+        self.places: set[str] = set()
+        """The names that hold one of `max_models` places: those that serve, and those that are being loaded."""
         self._regions = regions
         self._tracer = tracer
         self.on_change: Callable[[], None] = lambda: None
@@ -82,10 +82,11 @@ class Repository:
         self._loads = loads
         self._strict_readiness = strict_readiness
         self._records: dict[str, ModelRecord[ServedModel]] = {}
-        # From what a request names to what serves it; the version "" is the latest.
-        self._served: dict[tuple[str, str], ServedModel] = {}
+        self.served: dict[tuple[str, str], ServedModel] = {}
+        """What requests find, by name and version as requests may write them; the version "" is the latest."""
         self._operations: set[asyncio.Task[None]] = set()
-        self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
+        self.leaving: dict[ServedModel, asyncio.Task[None]] = {}
+        """Versions that accept no more requests and still execute some."""
         self._stopping = False
         self._hung: list[ServedModel] = []
 
@@ -96,6 +97,18 @@ class Repository:
             return True
         missing = self.waits_for or any(record.missing for record in self._records.values())
         return not missing and all(model.can_execute for model in self.models)
+
+    @property
+    def why_not_ready(self) -> str:
+        """What keeps it from being ready, in words; "" if nothing does. Reasons that concern all models come first."""
+        if self.ready:
+            return ""
+        if self.waits_for:
+            return self.waits_for
+        if failed := ", ".join(f"'{name}'" for name in self.failures):
+            return f"models failed to load: {failed}"
+        unable = ", ".join(f"'{model.name}'" for model in self.models if not model.can_execute)
+        return f"models have no instance left: {unable}" if unable else "models are loading"
 
     @property
     def why_not_live(self) -> str:
@@ -110,34 +123,15 @@ class Repository:
         return {name: record.failure for name, record in self._records.items() if record.failure and record.missing}
 
     @property
-    def served(self) -> Mapping[tuple[str, str], ServedModel]:
-        """What requests find, by name and version as requests may write them."""
-        return self._served
-
-    @property
     def models(self) -> list[ServedModel]:
         """All versions being served."""
         return [model for record in self._records.values() for model in record.serving.values()]
 
     @property
-    def places(self) -> int:
-        """The number of models that serve or are being loaded, regardless of versions."""
-        return len(self._places)
-
-    @property
-    def leaving(self) -> list[ServedModel]:
-        """Versions that accept no more requests and still execute some."""
-        return list(self._leaving)
-
-    @property
-    def loads(self) -> bool:
-        """Whether a thread is loading something; it can't be interrupted."""
-        return self._loads.under_way
-
-    @property
     def hangs(self) -> bool:
-        """Whether there are executions that may never end; they can't be interrupted either."""
-        return any(model.hangs for model in (*self.models, *self._leaving, *self._hung))
+        """Whether a thread is loading something, or there are executions that may never end: neither can be
+        interrupted."""
+        return self._loads.under_way or any(model.hangs for model in (*self.models, *self.leaving, *self._hung))
 
     # hot path
     def get(self, name: str, version: str) -> ServedModel:
@@ -145,14 +139,14 @@ class Repository:
 
         Raises ModelNotFound, ModelNotReady, or InvalidRequest for a version that is no number.
         """
-        model = self._served.get((name, version))
+        model = self.served.get((name, version))
         if model is None:
             raise self._why_not(name, version)
         return model
 
     def find(self, name: str, version: str) -> ServedModel | None:
         """What `get` would give, or None."""
-        return self._served.get((name, version))
+        return self.served.get((name, version))
 
     def is_ready(self, name: str, version: str) -> bool:
         """Whether `get` would find it, and it can execute. Raises ModelNotFound for a name that is unknown, once all
@@ -243,14 +237,13 @@ class Repository:
         self._stopping = True
         for task in self._operations:
             task.cancel()
-        self._loads.stop()
-        await asyncio.gather(*map(_stop, self.models), *self._leaving.values())
+        await asyncio.gather(*map(_stop, self.models), *self.leaving.values())
 
     def abandon(self) -> None:
         """Stop every model now."""
         for model in self.models:
             model.abandon()
-        for model, task in self._leaving.items():
+        for model, task in self.leaving.items():
             # Otherwise it would mistake the batcher's end for that of the executions, and close what still runs.
             task.cancel()
             model.abandon()
@@ -300,14 +293,14 @@ class Repository:
     async def _load(
         self, record: ModelRecord[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]
     ) -> None:
-        record.begin_load()
+        record.loading = []
         self.on_change()
         try:
             self._take_place(record.name)
             models = self._started(await bring())
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
-            record.give_up_load()
+            record.loading = None
             self._release_place(record)
             raise
         except TooManyModels as error:
@@ -327,14 +320,14 @@ class Repository:
 
     def _take_place(self, name: str) -> None:
         """Raise TooManyModels if there is no place for one more."""
-        if name not in self._places and len(self._places) >= self._max_models:
+        if name not in self.places and len(self.places) >= self._max_models:
             self.refused_loads += 1
             raise TooManyModels(name, self._max_models)
-        self._places.add(name)
+        self.places.add(name)
 
     def _release_place(self, record: ModelRecord[ServedModel]) -> None:
         if not record.serving:
-            self._places.discard(record.name)
+            self.places.discard(record.name)
 
     async def _unload(self, record: ModelRecord[ServedModel]) -> None:
         before = record.unload()
@@ -368,21 +361,21 @@ class Repository:
         for model in before:
             model.batcher.take_announced()
         for version in ("", "-1", *(model.version for model in before)):
-            self._served.pop((name, version), None)
+            self.served.pop((name, version), None)
         for model in models:
-            self._served[name, model.version] = self._served[name, ""] = self._served[name, "-1"] = model
+            self.served[name, model.version] = self.served[name, ""] = self.served[name, "-1"] = model
         self.on_serving_changed()
 
     def _retire(self, record: ModelRecord[ServedModel], models: Sequence[ServedModel]) -> None:
         for model in models:
-            self._leaving[model] = asyncio.create_task(self._leave(record, model))
+            self.leaving[model] = asyncio.create_task(self._leave(record, model))
 
     async def _leave(self, record: ModelRecord[ServedModel], model: ServedModel) -> None:
         try:
             await _stop(model)
         finally:
             self._hung = [one for one in (*self._hung, model) if one.hangs]
-            del self._leaving[model]
+            del self.leaving[model]
             record.drained(model.version)
             self.on_change()
 

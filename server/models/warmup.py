@@ -2,8 +2,9 @@
 
 Lives here: `model_warmup` of the configuration, within bounds, and the modest default: one batch of one row of zeros
 where all dimensions are known. Instances with slots are on devices, which prepare for each shape and allocate for the
-largest: each of their slots runs batches of all sizes. Must not: count as inference; warm-up calls instances directly,
-past batcher and metrics.
+largest: each of their slots runs batches of all sizes. Also the time limit of each execution, trials included. Must
+not: count as inference; warm-up calls instances directly, past batcher and metrics. The rule: nothing can interrupt
+native code, so a hanging execution stays on its thread, nothing waits for it, and what it uses isn't closed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from concurrent.futures import wait
 from pathlib import Path
+from threading import TIMEOUT_MAX
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,17 +33,24 @@ from paceline.backends.errors import (
 )
 from paceline.backends.opening import open_inside
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
+from paceline.backends.worker_thread import WorkerThread
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES, by_name
 from paceline.protos.tensors import TensorError, decode_raw, element_count
 from paceline.server.codec.reshaping import to_model
-from paceline.server.errors import ConfigError
+from paceline.server.errors import ConfigError, LoadHangs
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
 from paceline.server.models.model_config import ServingPlan
 
-__all__ = ["WarmUp"]
+__all__ = ["Supervisor", "WarmUp"]
 
+T = TypeVar("T")
 Run = Callable[[Sequence[Tensors], int], object]
+
+_MIN_LIMIT_NS = 60 * 10**9
+"""First executions take longer than any that follow: memory is allocated, algorithms are chosen, code is compiled."""
+_LOOKS = 8
+"""Waits per limit. While the whole process is stopped, at most one of them expires; the others are still to come."""
 
 _MAX_BYTES = LARGEST_MESSAGE_BYTES
 """For what a sample executes together, and for all samples, which are kept."""
@@ -56,6 +66,32 @@ _LONGEST_NS = 600 * 10**9
 """From then on nothing is begun. A server that starts has as long, by the manifests in `deploy`."""
 
 _log = logging.getLogger("paceline.server.warmup")
+
+
+class Supervisor:
+    """Runs functions one after the other, each for at most `limit_ns`, or a minute if that is more; 0: without limit,
+    on the caller's thread.
+
+    All functions of a load share one thread, as runtimes keep something for each thread that executes.
+    """
+
+    def __init__(self, limit_ns: int) -> None:
+        self._limit_ns = max(limit_ns, _MIN_LIMIT_NS) if limit_ns else 0
+        self._home = WorkerThread()
+
+    def __call__(self, function: Callable[[], T]) -> T:
+        """What `function` returns or raises. Blocks; raises LoadHangs if it takes too long, and then runs no more."""
+        if not self._limit_ns:
+            return function()
+        future = self._home.submit(function)
+        look_s = min(self._limit_ns / _LOOKS / 1e9, TIMEOUT_MAX)
+        if not any(wait([future], look_s).done for _ in range(_LOOKS)):
+            raise LoadHangs(self._limit_ns, future)
+        return future.result()
+
+    def close(self) -> None:
+        """End the thread once it has run what it was given."""
+        self._home.close()
 
 
 class WarmUp:
@@ -84,12 +120,12 @@ class WarmUp:
         LoadError is raised if it failed whatever its values: the device is lost or refuses, or the runtime lacks what
         any input would need; and ConfigError if the outputs can't be what clients are told.
         """
-        bounds = _Bounds(self._name, self._now_ns)
+        bounds = _Bounds(self._name, self._now_ns, supervise)
         for instance in instances:
             if not self._has_samples:
-                self._run_default(instance, supervise, bounds)
+                self._run_default(instance, bounds)
             for sample, requests in self._samples:
-                for run in _runs_of(instance, supervise):
+                for run in _runs_of(instance):
                     self._run_sample(sample, requests, run, _sizes(instance, self._plan), bounds)
 
     def _run_sample(
@@ -104,7 +140,7 @@ class WarmUp:
             except (BackendError, MemoryError) as error:
                 raise ConfigError(f"failed to run warmup sample '{sample.name}': {_text_of(error)}") from error
 
-    def _run_default(self, instance: ModelInstance, supervise: Supervise, bounds: _Bounds) -> None:
+    def _run_default(self, instance: ModelInstance, bounds: _Bounds) -> None:
         """Run one batch of one row of zeros, and batches of other sizes where they are worth it, if the model's
         dimensions are known."""
         spec = self._plan.spec
@@ -123,29 +159,31 @@ class WarmUp:
             _log.warning(text, self._name, size, _DEFAULT_BYTES)
             return
         try:
-            zeros = _all_alike(spec, (1,) if spec.batched else (), 0)
-            for run in _made_up_runs_of(instance, supervise):
+            zeros = _all_alike(spec, 1, 0)
+            for run in _made_up_runs_of(instance):
                 self._run_sizes(run, [zeros], _sizes(instance, self._plan), bounds)
         except (OutOfMemory, MemoryError) as error:
             _log.warning("model '%s' is served without warm-up, for lack of memory: %s", self._name, _text_of(error))
         except (BackendError, TensorError) as error:
-            if _is_of_any_input(error):
+            # Zeros aren't why an instance failed, except that they may be why a process ended.
+            of_any_input = isinstance(error, InstanceError) and not isinstance(error, InstanceLost)
+            if of_any_input or isinstance(error, DeviceLost):
                 raise LoadError(f"its warm-up failed: {error}") from error
-            if isinstance(error, UnfitOutputs) and not self._may_fit_others(instance, supervise):
+            if isinstance(error, UnfitOutputs) and not self._may_fit_others(instance, bounds):
                 raise ConfigError(f"the model's outputs aren't as declared, whatever its input: {error}") from error
             text = "model '%s' is served without warm-up, as it rejects zeros: %s"
             _log.warning(text, self._name, _text_of(error))
 
-    def _may_fit_others(self, instance: ModelInstance, supervise: Supervise) -> bool:
+    def _may_fit_others(self, instance: ModelInstance, bounds: _Bounds) -> bool:
         """Whether the outputs for other inputs than a row of zeros may be as declared: of ones, as shapes may depend on
         values, and of two rows, as some models drop all axes of size 1."""
-        spec, run = self._plan.spec, _made_up_runs_of(instance, supervise)[0]
-        others = [_all_alike(spec, (1,) if spec.batched else (), 1)]
+        spec, run = self._plan.spec, _made_up_runs_of(instance)[0]
+        others = [_all_alike(spec, 1, 1)]
         if self._plan.max_batch_rows > 1:
-            others.append(_all_alike(spec, (2,), 0))
+            others.append(_all_alike(spec, 2, 0))
         for request in others:
             try:
-                run([request], 0)
+                bounds.execute(run, [request], 0)
             except UnfitOutputs:
                 continue
             except (BackendError, MemoryError):  # which tells nothing about outputs
@@ -164,7 +202,7 @@ class WarmUp:
             if not bounds.allow(1):
                 return
             try:
-                run(requests, size)
+                bounds.execute(run, requests, size)
                 done = True
             except InstanceError as error:
                 if isinstance(error, (InstanceLost, Unequipped)) or (size == fitting[-1] and not done):
@@ -174,60 +212,48 @@ class WarmUp:
 
 
 class _Bounds:
-    """How much the warm-up of a load may execute."""
+    """How much the warm-up of a load may execute, and for how long each execution may take (`supervise`)."""
 
-    def __init__(self, name: str, now_ns: Callable[[], int]) -> None:
+    def __init__(self, name: str, now_ns: Callable[[], int], supervise: Supervise) -> None:
         self._name = name
         self._now_ns = now_ns
+        self._supervise = supervise
         self._began_ns = now_ns()
         self._repeats = 0
         self._told = set[str]()
 
+    def execute(self, run: Run, requests: Sequence[Tensors], padded_rows: int) -> None:
+        self._supervise(lambda: run(requests, padded_rows))
+
     def allow(self, iteration: int) -> bool:
         """Whether a sample may run for this iteration, from 1. Logs the first refusal of each kind."""
         took_ns = self._now_ns() - self._began_ns
+        what = "repeats no more samples"
         if took_ns > _LONGEST_NS:
-            return self._refuse("ends", f"after {_LONGEST_NS // 10**9} s")
-        if iteration == 1:
+            what, when = "ends", f"after {_LONGEST_NS // 10**9} s"
+        elif iteration == 1:
             return True
-        if took_ns > _REPEATING_NS:
-            return self._refuse("repeats no more samples", f"after {_REPEATING_NS // 10**9} s")
-        if self._repeats == _MAX_REPEATS:
-            return self._refuse("repeats no more samples", f"after {_MAX_REPEATS} repeats")
-        self._repeats += 1
-        return True
-
-    def _refuse(self, what: str, when: str) -> bool:
+        elif took_ns > _REPEATING_NS:
+            when = f"after {_REPEATING_NS // 10**9} s"
+        elif self._repeats == _MAX_REPEATS:
+            when = f"after {_MAX_REPEATS} repeats"
+        else:
+            self._repeats += 1
+            return True
         if what not in self._told:
             self._told.add(what)
             _log.warning("model '%s': its warm-up %s %s, and is not complete", self._name, what, when)
         return False
 
 
-def _is_of_any_input(error: Exception) -> bool:
-    """Whether zeros aren't why it failed. They may be why a process ended."""
-    if isinstance(error, InstanceLost):
-        return isinstance(error, DeviceLost)
-    return isinstance(error, InstanceError)
-
-
-def _runs_of(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
+def _runs_of(instance: ModelInstance) -> Sequence[Run]:
     """What must run a sample for all of `instance` to be warm."""
-    runs: Sequence[Run] = (
-        [slot.prepare for slot in instance.slots] if isinstance(instance, Slotted) else [instance.execute]
-    )
-    return [partial(_run_supervised, supervise, run) for run in runs]
+    return [slot.prepare for slot in instance.slots] if isinstance(instance, Slotted) else [instance.execute]
 
 
-def _made_up_runs_of(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
+def _made_up_runs_of(instance: ModelInstance) -> Sequence[Run]:
     """The same for what nobody has sent: its errors are told once, here."""
-    if isinstance(instance, ExecutesMadeUp):
-        return [partial(_run_supervised, supervise, instance.execute_made_up)]
-    return _runs_of(instance, supervise)
-
-
-def _run_supervised(supervise: Supervise, run: Run, requests: Sequence[Tensors], padded_rows: int) -> object:
-    return supervise(lambda: run(requests, padded_rows))
+    return [instance.execute_made_up] if isinstance(instance, ExecutesMadeUp) else _runs_of(instance)
 
 
 def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
@@ -240,9 +266,10 @@ def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
     return sorted(set(sizes), reverse=True)
 
 
-def _all_alike(spec: ModelSpec, lead: tuple[int, ...], digit: int) -> Tensors:
-    """Inputs whose elements are all `digit`, 0 or 1. Text is that, too: models that read numbers accept it, and many
-    that look for words reject text without any."""
+def _all_alike(spec: ModelSpec, rows: int, digit: int) -> Tensors:
+    """Inputs of `rows` rows, if there are rows, whose elements are all `digit`, 0 or 1. Text is that, too: models that
+    read numbers accept it, and many that look for words reject text without any."""
+    lead = (rows,) if spec.batched else ()
     return [
         MISSING if tensor.optional else _filled(tensor, (*lead, *tensor.model_dims), b"%d" % digit, digit)
         for tensor in spec.inputs
@@ -258,50 +285,36 @@ def _read(
 ) -> Iterator[tuple[pb.ModelWarmup, Sequence[Tensors]]]:
     """The samples with their requests, as Triton reads them: a batch size of N is N requests of one row each, run
     together; 0 runs nothing."""
-    kept_bytes = 0
+    kept_bytes, most = 0, max(1, plan.max_batch_rows)
+    known = {tensor.name: tensor for tensor in plan.spec.inputs}
     for sample in samples:
-        _check(sample, plan)
-        row_bytes = _row_bytes(sample, plan.spec)
-        _check_size(sample, "in a batch", sample.batch_size * max(_LEAST_BYTES, row_bytes))
+        where = f"warmup sample '{sample.name}'"
+        if sample.batch_size > most:
+            raise ConfigError(f"{where}: expected a batch_size up to {most}, got {sample.batch_size}")
+        if unexpected := sorted(set(sample.inputs) - known.keys()):
+            raise ConfigError(f"{where}: unexpected inputs {unexpected}, expected {[*known]}")
+        row_bytes = sum(max(0, _bytes(known[name], tuple(one.dims))) for name, one in sample.inputs.items())
         kept_bytes += row_bytes
-        _check_size(sample, "with the samples before it", kept_bytes)
+        together_bytes = sample.batch_size * max(_LEAST_BYTES, row_bytes)
+        for what, size in (("in a batch", together_bytes), ("with the samples before it", kept_bytes)):
+            if size > _MAX_BYTES:
+                raise ConfigError(f"{where}: expected at most {_MAX_BYTES} bytes {what}, got {size}")
         if not sample.batch_size:
             continue
         request = [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
         rows = [tensor.name for tensor in plan.spec.inputs if not tensor.shape_tensor]
         if plan.spec.batched and not sample.inputs.keys() & rows:
-            raise ConfigError(f"warmup sample '{sample.name}': expected some of the inputs {rows}, got none")
+            raise ConfigError(f"{where}: expected some of the inputs {rows}, got none")
         yield sample, [request] * sample.batch_size
-
-
-def _check(sample: pb.ModelWarmup, plan: ServingPlan) -> None:
-    """Raise ConfigError if its batch size or the names of its inputs don't fit."""
-    where, most = f"warmup sample '{sample.name}'", max(1, plan.max_batch_rows)
-    if sample.batch_size > most:
-        raise ConfigError(f"{where}: expected a batch_size up to {most}, got {sample.batch_size}")
-    names = [tensor.name for tensor in plan.spec.inputs]
-    if unexpected := sorted(set(sample.inputs) - set(names)):
-        raise ConfigError(f"{where}: unexpected inputs {unexpected}, expected {names}")
-
-
-def _row_bytes(sample: pb.ModelWarmup, spec: ModelSpec) -> int:
-    given = ((tensor, sample.inputs[tensor.name].dims) for tensor in spec.inputs if tensor.name in sample.inputs)
-    return sum(max(0, _bytes(tensor, tuple(dims))) for tensor, dims in given)
-
-
-def _check_size(sample: pb.ModelWarmup, what: str, size: int) -> None:
-    if size > _MAX_BYTES:
-        raise ConfigError(f"warmup sample '{sample.name}': expected at most {_MAX_BYTES} bytes {what}, got {size}")
 
 
 def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: Path) -> Array:
     where = f"warmup sample '{sample.name}': input '{tensor.name}'"
-    if tensor.name not in sample.inputs and tensor.optional:
-        return MISSING
     if tensor.name not in sample.inputs:
-        raise ConfigError(
-            f"{where}: missing; expected {[one.name for one in spec.inputs]}, got {sorted(sample.inputs)}"
-        )
+        if tensor.optional:
+            return MISSING
+        names = [one.name for one in spec.inputs]
+        raise ConfigError(f"{where}: missing; expected {names}, got {sorted(sample.inputs)}")
     given = sample.inputs[tensor.name]
     datatype = CONFIG_DATATYPES.get(given.data_type, "TYPE_INVALID")
     if datatype != tensor.datatype:
@@ -318,14 +331,14 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
     try:
         element_count(shape)  # before random bits are generated for it
         if kind == "input_data_file":
-            return decode_raw(_data(folder, given.input_data_file, where), by_name(datatype), shape)
-        return _random(tensor, shape) if given.random_data else _zeros(tensor, shape)
+            return decode_raw(_data(folder / "warmup", given.input_data_file, where), by_name(datatype), shape)
+        # Text is empty in either case, as Triton's.
+        return _random(tensor, shape) if given.random_data else _filled(tensor, shape, b"", 0)
     except (TensorError, MemoryError) as error:
         raise ConfigError(f"{where}: {_text_of(error)}") from None
 
 
-def _data(folder: Path, file: str, where: str) -> bytes:
-    samples = folder / "warmup"
+def _data(samples: Path, file: str, where: str) -> bytes:
     try:
         opened = open_inside(samples, file)
         if opened is None:
@@ -334,11 +347,6 @@ def _data(folder: Path, file: str, where: str) -> bytes:
             return opened.read()
     except OSError as error:
         raise ConfigError(f"{where}: {samples / file}: {error.strerror}") from None
-
-
-def _zeros(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
-    """Text is empty, as Triton's."""
-    return _filled(tensor, shape, b"", 0)
 
 
 def _filled(tensor: TensorSpec, shape: tuple[int, ...], text: bytes, number: int) -> Array:
@@ -356,11 +364,11 @@ def _bytes(tensor: TensorSpec, shape: tuple[int, ...]) -> int:
 
 
 def _random(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
-    """Random bits for integers, [0, 1) for floats, zeros for text, as Triton. BF16: the bits of floats in [0, 1)."""
+    """Random bits for integers, [0, 1) for floats, nothing for text, as Triton. BF16: the bits of floats in [0, 1)."""
     dtype = by_name(tensor.datatype).dtype
     generator = np.random.default_rng(0)
     if dtype.hasobject:
-        return _zeros(tensor, shape)
+        return _filled(tensor, shape, b"", 0)
     if dtype.kind == "b":
         return generator.integers(0, 2, shape).astype(dtype)
     if tensor.datatype == "BF16":

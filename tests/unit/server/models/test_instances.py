@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from paceline.server.models.instances import _on_a_thread
+from paceline.server.models.load_queue import submit
 
 
 async def test_thread_continues_silently_when_its_caller_is_cancelled() -> None:
@@ -19,7 +19,7 @@ async def test_thread_continues_silently_when_its_caller_is_cancelled() -> None:
         assert go.wait(20)
         raise ValueError("too late")
 
-    waiting = asyncio.create_task(_on_a_thread(work))
+    waiting = asyncio.wrap_future(submit(work))
     await asyncio.to_thread(begun.wait, 20)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -34,5 +34,5 @@ async def test_what_the_thread_raises_or_returns_reaches_the_caller() -> None:
         raise ValueError("no good")
 
     with pytest.raises(ValueError, match="no good"):
-        await _on_a_thread(work)
-    assert await _on_a_thread(lambda: 5) == 5
+        await asyncio.wrap_future(submit(work))
+    assert await asyncio.wrap_future(submit(lambda: 5)) == 5

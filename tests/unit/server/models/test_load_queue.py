@@ -206,11 +206,3 @@ async def test_load_that_raises_stop_iteration_fails_with_a_runtime_error(bench:
 
     with pytest.raises(RuntimeError, match="StopIteration: odd"):
         await bench.load(LoadQueue(bench.backend), "m", find)  # type: ignore[arg-type]
-
-
-async def test_stopped_queue_begins_no_more_loads(bench: Bench) -> None:
-    bench.add("m")
-    loads = LoadQueue(bench.backend)
-    loads.stop()
-    with pytest.raises(RuntimeError):
-        await bench.load(loads, "m")

@@ -30,14 +30,14 @@ def lines(record: ModelRecord[int]) -> list[tuple[str, ModelState | None, str]]:
 
 def serve(record: ModelRecord[int], *versions: int) -> list[int]:
     """A load that succeeds. Returns what served before."""
-    record.begin_load()
+    record.loading = []
     record.loading_versions([str(version) for version in versions])
     return record.end_load({str(version): version for version in versions})
 
 
 def fail(record: ModelRecord[int], *versions: int, reason: str = "broken") -> None:
     """A load that fails; without `versions`, before it was known which."""
-    record.begin_load()
+    record.loading = []
     record.loading_versions([str(version) for version in versions])
     record.fail_load(reason)
 
@@ -55,7 +55,7 @@ def test_model_never_loaded_has_only_a_name(record: ModelRecord[int]) -> None:
 
 
 def test_load_goes_through_loading_to_ready_with_versions_by_number(record: ModelRecord[int]) -> None:
-    record.begin_load()
+    record.loading = []
     assert lines(record) == [("", LOADING, "")]
     assert record.missing
     record.loading_versions(["9", "10"])
@@ -73,7 +73,7 @@ def test_versions_reported_too_late_are_not_loading(record: ModelRecord[int]) ->
 
 def test_reload_shows_new_versions_coming_and_old_ones_leaving(record: ModelRecord[int]) -> None:
     serve(record, 1, 2)
-    record.begin_load()
+    record.loading = []
     record.loading_versions(["2", "3"])
     assert lines(record) == [("1", READY, ""), ("2", READY, ""), ("3", LOADING, "")]
     assert (record.state, record.missing) == (READY, False)
@@ -114,9 +114,9 @@ def test_failed_reload_keeps_what_serves_and_gives_the_reason(record: ModelRecor
 def test_load_that_was_given_up_changes_nothing(record: ModelRecord[int]) -> None:
     fail(record, 1)
     before = lines(record)
-    record.begin_load()
+    record.loading = []
     assert record.missing
-    record.give_up_load()
+    record.loading = None
     assert lines(record) == before
 
 

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from paceline.server.models import scratch
-from paceline.server.models.scratch import Scratch, remove_all
+from paceline.server.models import load_request
+from paceline.server.models.load_request import Scratch, remove_all
 
 FILE = PurePosixPath("1/model.onnx")
 
@@ -17,7 +17,7 @@ FILE = PurePosixPath("1/model.onnx")
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(scratch, "_there", set())
+    monkeypatch.setattr(load_request, "_there", set())
     yield tmp_path
     remove_all()
 
@@ -47,7 +47,7 @@ def test_all_are_removed_at_the_end_even_if_needed_and_none_is_made_later(folder
 
 
 def test_nothing_is_left_of_files_being_written_at_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(load_request, "_PATIENCE_S", 60.0)
     one, has_begun = Scratch(), threading.Event()
 
     def write() -> None:

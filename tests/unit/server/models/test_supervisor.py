@@ -12,8 +12,8 @@ import pytest
 
 from paceline.backends.errors import ExecutionError
 from paceline.server.errors import LoadHangs
-from paceline.server.models import supervisor
-from paceline.server.models.supervisor import Supervisor
+from paceline.server.models import warmup
+from paceline.server.models.warmup import Supervisor
 
 
 def test_functions_without_a_limit_run_on_the_callers_thread() -> None:
@@ -67,7 +67,7 @@ def test_wait_that_expired_while_the_process_was_stopped_does_not_count(
             return waited
         return concurrent.futures.wait(futures, timeout)
 
-    monkeypatch.setattr(supervisor, "wait", wait)
+    monkeypatch.setattr(warmup, "wait", wait)
     supervise = Supervisor(1)
     assert supervise(lambda: gate.wait(30))
     supervise.close()
