@@ -32,9 +32,9 @@ from paceline.server.fronts.pool import FRONT_METRICS, FrontPool, StartFront, st
 from paceline.server.health import Health, HealthService
 from paceline.server.memory.cuda_region import CudaRegions
 from paceline.server.memory.regions import Regions
+from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.layout import Layout
 from paceline.server.models.load_queue import LoadQueue
-from paceline.server.models.loader import LoadDefaults
 from paceline.server.models.poller import Poller
 from paceline.server.models.repository import Repository
 from paceline.server.models.upstream import Upstream

@@ -45,8 +45,7 @@ from paceline.server.flags import (
 from paceline.server.kserve import models_to_serve
 from paceline.server.loop import SWITCH_INTERVAL_S, new_loop
 from paceline.server.model_path import ModelPath
-from paceline.server.models.backend_config import BackendConfig, parse_backend_config
-from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.defaults import BackendConfig, BatchDefaults, parse_backend_config
 from paceline.server.models.load_request import remove_all
 from paceline.server.models.upstream_settings import upstream_flags
 from paceline.server.rpc.tokens import line_of, new_token

@@ -11,8 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from paceline.server.limits import Connections, Limits
-from paceline.server.models.backend_config import BackendConfig
-from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.defaults import BackendConfig, BatchDefaults
 from paceline.server.models.upstream_settings import UpstreamSettings
 from paceline.server.rpc.restrictions import Restriction
 from paceline.server.rpc.tls import TlsFiles

@@ -1,19 +1,20 @@
 """From a model's configuration to the batcher's policy.
 
-Lives here: the names and units of Triton's `ModelDynamicBatching` and `ModelQueuePolicy`, of our own settings among the
-`parameters` (prefix `paceline.`), and the defaults of a model without configuration. Must not: tensors.
+Lives here: the names and units of Triton's `ModelDynamicBatching` and `ModelQueuePolicy`, and of our own settings among
+the `parameters` (prefix `paceline.`). Must not: tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
 from paceline.server.errors import ConfigError
+from paceline.server.models.defaults import BatchDefaults, as_boolean
 
-__all__ = ["OWN_PARAMETERS", "BatchDefaults", "OwnSettings", "batch_policy", "limit_of", "own_settings"]
+__all__ = ["OWN_PARAMETERS", "OwnSettings", "batch_policy", "limit_of", "own_settings"]
 
 _PREFIX = "paceline."
 _MAX_NUMBER = 2**63 - 1
@@ -22,18 +23,6 @@ _ACTIONS = {
     pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT,
     pb.ModelQueuePolicy.DELAY: TimeoutAction.DELAY,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class BatchDefaults:
-    """How a model without any configuration is batched, if it can be: rows of a batch (Triton's default is 4), longest
-    wait for more requests, longest time in the queue (0: no limit). `flags` are those that were given for this, each
-    with the field of a configuration that says the same."""
-
-    max_batch_rows: int = 32
-    max_queue_delay_ns: int = 0
-    queue_timeout_ns: int = 0
-    flags: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +41,16 @@ class OwnSettings:
 
 def own_settings(config: pb.ModelConfig) -> OwnSettings:
     """Read our settings. Raises ConfigError for a malformed value, and for an unknown key, which is a mistake."""
-    given = {
-        key.removeprefix(_PREFIX): parameter.string_value
-        for key, parameter in config.parameters.items()
-        if key.startswith(_PREFIX)
-    }
-    unknown = {_PREFIX + name for name in given} - OWN_PARAMETERS
-    if unknown:
+    given = {key: one.string_value for key, one in config.parameters.items() if key.startswith(_PREFIX)}
+    if unknown := given.keys() - OWN_PARAMETERS:
         raise ConfigError(f"parameters: expected one of {sorted(OWN_PARAMETERS)}, got '{min(unknown)}'")
-    values = {name: _read(name, text) for name, text in given.items() if name in _READERS}
+    values: dict[str, object] = {}
+    for name, (read, expected) in _READERS.items():
+        text = given.get(_PREFIX + name)
+        try:
+            values |= {} if text is None else {name: read(text)}
+        except ValueError:
+            raise ConfigError(f"{_PREFIX}{name}: expected {expected}, got '{text}'") from None
     return OwnSettings(**values)  # type: ignore[arg-type]
 
 
@@ -79,21 +69,13 @@ def batch_policy(
     what was expected and what was given.
     """
     batching, own = config.dynamic_batching, own_settings(config)
-    if not max_rows:
-        _check_without_rows(batching, own)
-    for size in batching.preferred_batch_size:
-        if not 0 < size <= max_rows:
-            raise ConfigError(
-                f"dynamic_batching.preferred_batch_size: expected 1 to max_batch_size, {max_rows}, got {size}"
-            )
-    delay_ns = batching.max_queue_delay_microseconds * 1_000
-    timeout_ns = 0
+    delay_ns, timeout_ns = batching.max_queue_delay_microseconds * 1_000, 0
     if defaults is not None:
         delay_ns, timeout_ns = defaults.max_queue_delay_ns, defaults.queue_timeout_ns
     try:
         return BatchPolicy(
             max_batch_rows=max(1, max_rows),
-            preferred_batch_rows=_preferred(batching, max_rows),
+            preferred_batch_rows=_preferred(batching, own, max_rows),
             max_queue_delay_ns=delay_ns if max_rows else 0,
             max_batch_requests=0 if merges else 1,
             priority_levels=batching.priority_levels,
@@ -124,25 +106,25 @@ def limit_of(config: pb.ModelConfig, default_ns: int) -> int:
     return default_ns if limit_ms is None else limit_ms * 1_000_000
 
 
-def _preferred(batching: pb.ModelDynamicBatching, max_rows: int) -> tuple[int, ...]:
+def _preferred(batching: pb.ModelDynamicBatching, own: OwnSettings, max_rows: int) -> tuple[int, ...]:
     """The preferred sizes; none if only the largest is listed, which is preferred anyway. Triton reports a
-    configuration without sizes like that, and it must mean the same when it is loaded again."""
-    sizes = tuple(batching.preferred_batch_size)
-    return () if set(sizes) == {max_rows} else sizes
-
-
-def _check_without_rows(batching: pb.ModelDynamicBatching, own: OwnSettings) -> None:
-    """Refuse settings that only mean something with a batch axis."""
+    configuration without sizes like that, and it must mean the same when it is loaded again. Raises ConfigError for
+    settings that only mean something with a batch axis if there is none."""
+    sizes, field = tuple(batching.preferred_batch_size), "dynamic_batching.preferred_batch_size"
     settings = (
-        ("dynamic_batching.preferred_batch_size", "none", list(batching.preferred_batch_size)),
+        (field, "none", list(sizes)),
         ("paceline.batch_sizes", "none", list(own.batch_sizes)),
         ("paceline.split_oversized", "false", "true" if own.split_oversized else ""),
     )
-    for what, expected, got in settings:
+    for what, expected, got in () if max_rows else settings:
         if got:
             raise ConfigError(
                 f"{what}: expected {expected}, as the model has no batch axis (max_batch_size 0), got {got}"
             )
+    for size in sizes:
+        if not 0 < size <= max_rows:
+            raise ConfigError(f"{field}: expected 1 to max_batch_size, {max_rows}, got {size}")
+    return () if set(sizes) == {max_rows} else sizes
 
 
 def _queue_policy(name: str, policy: pb.ModelQueuePolicy, timeout_ns: int = 0) -> QueuePolicy:
@@ -158,21 +140,6 @@ def _queue_policy(name: str, policy: pb.ModelQueuePolicy, timeout_ns: int = 0) -
     )
 
 
-def _read(name: str, text: str) -> object:
-    read, expected = _READERS[name]
-    try:
-        return read(text)
-    except ValueError:
-        raise ConfigError(f"{_PREFIX}{name}: expected {expected}, got '{text}'") from None
-
-
-def _boolean(text: str) -> bool:
-    known = {"true": True, "1": True, "false": False, "0": False}
-    if text.strip().lower() not in known:
-        raise ValueError
-    return known[text.strip().lower()]
-
-
 def _count(text: str) -> int:
     value = int(text)
     if not 0 <= value <= _MAX_NUMBER:
@@ -184,16 +151,14 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(","))
 
 
-_READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
-    "batch_sizes": (_sizes, "numbers of rows with commas between them"),
-    "max_queue_rows": (_count, f"a whole number from 0 to {_MAX_NUMBER}"),
-    "max_queue_bytes": (_count, f"a whole number from 0 to {_MAX_NUMBER}"),
-    "isolate_failures": (_boolean, "true or false"),
-    "deadline_aware": (_boolean, "true or false"),
-    "await_returns": (_boolean, "true or false"),
-    "split_oversized": (_boolean, "true or false"),
-    "execution_timeout_ms": (_count, f"a whole number from 0 to {_MAX_NUMBER}"),
+_COUNT = (_count, f"a whole number from 0 to {_MAX_NUMBER}")
+_OF_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
+    "tuple[int, ...]": (_sizes, "numbers of rows with commas between them"),
+    "int": _COUNT,
+    "int | None": _COUNT,
+    "bool": (lambda text: as_boolean(text.strip()), "true or false"),
 }
+_READERS = {field.name: _OF_TYPE[field.type] for field in fields(OwnSettings)}
 _OF_BACKENDS = {"execute_delay_per_row_us", "own_process", "python_executable"}
 OWN_PARAMETERS = frozenset(_PREFIX + name for name in (*_READERS, *_OF_BACKENDS))
 """The keys of `parameters` that are ours."""

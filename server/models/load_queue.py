@@ -20,8 +20,9 @@ from paceline.backends.base import Backend
 from paceline.protos import model_config_pb2 as pb
 from paceline.server import descriptors
 from paceline.server.errors import Ending, LoadHangs, ServerError, TooFewDescriptors
+from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.layout import ModelFolder
-from paceline.server.models.loader import LoadDefaults, LoadedVersion, load_model
+from paceline.server.models.loader import LoadedVersion, load_model
 
 __all__ = ["Find", "LoadQueue", "always", "call_soon", "start_thread", "submit"]
 

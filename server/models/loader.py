@@ -1,15 +1,16 @@
 """From a folder on disk to instances that can execute.
 
-Lives here: the blocking part of a load, run on a worker thread. Must not: touch the event loop or what is being served.
+Lives here: the blocking part of a load, run on a worker thread, and the rules by which code in models gets to run,
+before any does. Must not: touch the event loop or what is being served.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.backends.base import (
@@ -26,18 +27,20 @@ from paceline.backends.base import (
 )
 from paceline.backends.onnx.options import OWN_PROCESS
 from paceline.backends.opening import open_inside
-from paceline.backends.paths import is_file
+from paceline.backends.paths import exists, is_file
+from paceline.backends.python import EXECUTABLE
 from paceline.backends.remote import RemoteInstance, RemoteModel
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.codec.classification import Labels, read_labels
 from paceline.server.errors import ConfigError, LoadHangs
-from paceline.server.models.batch_policy import BatchDefaults, limit_of
-from paceline.server.models.effective_config import effective_config
+from paceline.server.models.batch_policy import limit_of
+from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
 from paceline.server.models.model_config import (
     ServingPlan,
     backend_name,
     check_supported,
+    effective_config,
     ignored_settings,
     instance_groups,
     is_complete,
@@ -46,33 +49,15 @@ from paceline.server.models.model_config import (
     plan,
 )
 from paceline.server.models.model_record import DUPLICATE_NAME
-from paceline.server.models.python_models import PYTHON, check_python_allowed, is_python
 from paceline.server.models.tensor_config import can_batch, doubts_outputs, why_no_batch_axis, without_datatype
 from paceline.server.models.warmup import Supervisor, WarmUp
 
-__all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
+__all__ = ["LoadedVersion", "load_model"]
 
 _log = logging.getLogger("paceline.server.loader")
 
-
-@dataclass(frozen=True, slots=True)
-class LoadDefaults:
-    """What flags set for models that don't set it themselves.
-
-    `batching` is for models without any configuration. `max_batch_rows` is for those whose configuration leaves
-    `max_batch_size` to the model; `parameters` are defaults for the configuration's own. Without `auto_complete`, a
-    configuration has to spell out its tensors; without `allow_op_libraries`, models can't bring libraries of operators,
-    and without `allow_python_models`, none may be Python code. `execution_limit_ns` limits executions of models that
-    set no limit; 0: none.
-    """
-
-    batching: BatchDefaults = field(default_factory=BatchDefaults)
-    max_batch_rows: int = BatchDefaults().max_batch_rows
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    auto_complete: bool = True
-    allow_op_libraries: bool = False
-    execution_limit_ns: int = 0
-    allow_python_models: bool = False
+_PYTHON = "python"
+"""The backend's name in configurations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +103,7 @@ def load_model(
     defaults = defaults or LoadDefaults()
     config = _configuration(folder, override)
     _check_allowed(config, defaults, from_client=override is not None)
-    if backend_name(config) == PYTHON:
-        check_python_allowed(config, folder, allowed=defaults.allow_python_models, from_client=override is not None)
+    _check_code(config, folder, defaults, from_client=override is not None)
     versions = wanted_versions(config, folder)
     if tell_versions is not None:
         tell_versions(versions)
@@ -153,29 +137,45 @@ def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, from_clien
         raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
     if not defaults.auto_complete and (names := without_datatype(config)):
         raise ConfigError(f"'{names[0]}': expected a data_type, as --disable-auto-complete-config is given")
-    if from_client and (setting := _writes(config)):
-        raise ConfigError(f"{setting}: clients may not choose where the server writes files; set it in the repository")
-    if not config.model_operations.op_library_filename:
-        return
-    if from_client:
-        raise ConfigError(
-            "model_operations.op_library_filename: clients may not upload code; put it into the repository"
-        )
-    if not defaults.allow_op_libraries:
-        raise ConfigError(
-            "model_operations.op_library_filename: the library's code would run in the server; start the server with "
-            "--allow-op-libraries true if you trust everyone who can write to the model repository"
-        )
-
-
-def _writes(config: pb.ModelConfig) -> str:
-    """The first parameter of an execution accelerator that makes the server write files in places of its choice."""
     accelerators = config.optimization.execution_accelerators
     for one in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator):
         for key in sorted(one.parameters):
-            if key.endswith(("_path", "_dir")) or "_dump_" in key:
-                return f"execution accelerator '{one.name}': {key}"
-    return ""
+            if from_client and (key.endswith(("_path", "_dir")) or "_dump_" in key):
+                setting = f"execution accelerator '{one.name}': {key}"
+                raise ConfigError(
+                    f"{setting}: clients may not choose where the server writes files; set it in the repository"
+                )
+
+
+def _check_code(config: pb.ModelConfig, folder: ModelFolder, defaults: LoadDefaults, *, from_client: bool) -> None:
+    """The same for the model's code: Python models, the program to run these with, and libraries of operators."""
+    libraries = "model_operations.op_library_filename"
+    if config.model_operations.op_library_filename:
+        if from_client:
+            raise ConfigError(f"{libraries}: clients may not upload code; put it into the repository")
+        if not defaults.allow_op_libraries:
+            raise ConfigError(
+                f"{libraries}: the library's code would run in the server; start the server with "
+                "--allow-op-libraries true if you trust everyone who can write to the model repository"
+            )
+    if backend_name(config) != _PYTHON:
+        return
+    if not defaults.allow_python_models:
+        raise ConfigError(
+            "backend 'python': the model's code would run with the server's rights; start the server with "
+            "--allow-python-models true if you trust everyone who can write to the model repository"
+        )
+    if folder.files is not None:
+        raise ConfigError("backend 'python': clients may not upload code; put it into the repository")
+    executable = _executable(config)
+    if from_client and executable and not (folder.config and executable == _executable(parse_config(folder.config))):
+        raise ConfigError(
+            f"parameters: {EXECUTABLE}: clients may not choose a program to run; set it in the repository"
+        )
+
+
+def _executable(config: pb.ModelConfig) -> str:
+    return config.parameters[EXECUTABLE].string_value if EXECUTABLE in config.parameters else ""
 
 
 def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.ModelConfig:
@@ -194,10 +194,21 @@ def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.M
     if config.name not in ("", folder.name) and not folder.renamed:
         raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
     config.name = folder.name
-    if is_python(config, folder):
-        config.backend = PYTHON
+    if _is_python(config, folder):
+        config.backend = _PYTHON
     check_supported(config)
     return config
+
+
+def _is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
+    """Whether `config` asks for the backend, or leaves it open for a folder that has Python models and nothing else."""
+    if config.backend or config.platform:
+        return backend_name(config) == _PYTHON
+    if config.default_model_filename or folder.file is not None or not folder.versions:
+        return False
+    return all(
+        exists(path / PYTHON_MODEL_FILE) and not exists(path / DEFAULT_MODEL_FILE) for path in folder.versions.values()
+    )
 
 
 def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
@@ -250,8 +261,8 @@ def _load_version(
                 config, source = _in_own_process(config, source)
                 opened = backend.open(source, devices[0])
                 undo.callback(opened.close)
-            served = _plan(config, tried, defaults, batching, _rounds_by(opened))
-            _tell_if_rounded(opened, folder.name, served)
+            rounds_by = opened.rounds_by if isinstance(opened, Rounding) else ""
+            served = _plan(config, tried, defaults, batching, rounds_by)
             warm_up = WarmUp(config, served, folder.path)
             for device in devices:
                 instance = opened.instance(served.spec, device)
@@ -292,8 +303,7 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
 
 def _in_own_process(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.ModelConfig, ModelSource]:
     """The same, but in a process of its own: what callers send may end the process, as the trial did."""
-    text = "model '%s' runs in its own process, because it crashed its trial process"
-    _log.warning(text, config.name)
+    _log.warning("model '%s' runs in its own process, because it crashed its trial process", config.name)
     changed = pb.ModelConfig()
     changed.CopyFrom(config)
     changed.parameters[OWN_PROCESS].string_value = "true"
@@ -303,39 +313,29 @@ def _in_own_process(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.Mod
 def _plan(
     config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None, rounds_by: str
 ) -> ServingPlan:
+    """How to serve it; not batched if the trial spoke against that. Logs what the user may not expect: that, or that
+    requests share batches of a model that rounds by all rows of a batch, as `rounds_by` does."""
     limit_ns = defaults.execution_limit_ns
     served = plan(config, tried.spec, batching, defaults.max_batch_rows, limit_ns)
-    if not (tried.why_not and served.max_batch_rows):
-        return served
-    _log.warning(
-        "model '%s' isn't batched: %s%s; to batch it anyway, set max_batch_size in a config.pbtxt",
-        config.name,
-        tried.why_not,
-        f" ({rounds_by} scales by the largest number in a batch)" if rounds_by else "",
-    )
-    return plan(config, tried.spec, batching and replace(batching, max_batch_rows=0), 0, limit_ns)
-
-
-def _tell_if_rounded(opened: OpenModel, name: str, served: ServingPlan) -> None:
-    """Log a warning if requests share batches of a model that rounds by all rows of a batch."""
-    shares = served.max_batch_rows > 1 and served.policy.max_batch_requests != 1
-    if shares and _rounds_by(opened):
+    if tried.why_not and served.max_batch_rows:
+        because = f" ({rounds_by} scales by the largest number in a batch)" if rounds_by else ""
+        text = "model '%s' isn't batched: %s%s; to batch it anyway, set max_batch_size in a config.pbtxt"
+        _log.warning(text, config.name, tried.why_not, because)
+        return plan(config, tried.spec, batching and replace(batching, max_batch_rows=0), 0, limit_ns)
+    if rounds_by and served.max_batch_rows > 1 and served.policy.max_batch_requests != 1:
         text = (
             "model '%s': %s scales by the largest number in a batch, so answers depend a little on the other requests "
             "in it; if that matters, quantize the model statically, or give it a config.pbtxt with input and output "
             "and without dynamic_batching"
         )
-        _log.warning(text, name, _rounds_by(opened))
-
-
-def _rounds_by(opened: OpenModel) -> str:
-    return opened.rounds_by if isinstance(opened, Rounding) else ""
+        _log.warning(text, config.name, rounds_by)
+    return served
 
 
 def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Path:
     if folder.file is not None:
         return folder.file
-    default = PYTHON_MODEL_FILE if backend_name(config) == PYTHON else DEFAULT_MODEL_FILE
+    default = PYTHON_MODEL_FILE if backend_name(config) == _PYTHON else DEFAULT_MODEL_FILE
     name = Path(config.default_model_filename or default)
     if name.is_absolute() or ".." in name.parts:
         raise ConfigError(f"default_model_filename: expected a file inside the version folder, got '{name}'")
@@ -362,27 +362,21 @@ def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> 
 
 
 def _is_inside(place: Path, name: str) -> bool:
-    try:
-        file = open_inside(place, name)
-    except OSError:
-        return False
-    if file is None:
-        return False
-    file.close()
-    return True
+    with suppress(OSError):
+        if (file := open_inside(place, name)) is not None:
+            file.close()
+            return True
+    return False
 
 
 def _say(served: ServingPlan, config: pb.ModelConfig, tried: Trial) -> str:
     policy = served.policy
     if not served.max_batch_rows:
-        return f"no batch axis, requests run one by one ({_why_not_batched(config, tried)})"
+        why = "its configuration has input and output, and no max_batch_size"
+        if not is_complete(config):
+            why = why_no_batch_axis(config, tried.spec) or tried.why_not or "the default for max_batch_size is 0"
+        return f"no batch axis, requests run one by one ({why})"
     if policy.max_batch_requests == 1:
         return f"up to {served.max_batch_rows} rows a request, not batched: no dynamic_batching in its configuration"
     preferred = f", preferred {sorted(policy.preferred_batch_rows)}" if policy.preferred_batch_rows else ""
     return f"batches of up to {policy.max_batch_rows} rows{preferred}, delay {policy.max_queue_delay_ns // 1_000} us"
-
-
-def _why_not_batched(config: pb.ModelConfig, tried: Trial) -> str:
-    if config.input and config.output:
-        return "its configuration has input and output, and no max_batch_size"
-    return why_no_batch_axis(config, tried.spec) or tried.why_not or "the default for max_batch_size is 0"

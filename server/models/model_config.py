@@ -1,34 +1,39 @@
 """A model's `config.pbtxt`, joined with what the model says about itself.
 
 Lives here: the translation from Triton's `ModelConfig`, its names and units, to ours: `ModelSpec`, `BatchPolicy`,
-instance groups (the batcher's policy itself: `batch_policy`). Must not: open models or touch any file but the
-configuration's own. The rule: a setting is honoured, or harmless to ignore and listed as ignored in
-docs/configuration.md, or refused here by name; never dropped in silence.
+instance groups (tensors: `tensor_config`, the batcher's policy: `batch_policy`), and the way back. Must not: open
+models or touch any file but the configuration's own. The rules: a setting is honoured, or harmless to ignore and listed
+as ignored in docs/configuration.md, or refused here by name; never dropped in silence. And what a model is served with,
+given to the loader again as `config.pbtxt` or as an override, serves the model as it is served now.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from google.protobuf import text_format
 
-from paceline.backends.base import GroupKind, InstanceGroup, ModelSource
-from paceline.backends.spec import ModelSpec
+from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
+from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import model_config_pb2 as pb
+from paceline.protos.datatypes import CONFIG_NUMBERS
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.errors import ConfigError
 from paceline.server.files import check_file
-from paceline.server.models.batch_policy import BatchDefaults, batch_policy, own_settings
+from paceline.server.models.batch_policy import batch_policy, own_settings
+from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.tensor_config import can_batch, declared_spec, served_spec
 
 __all__ = [
     "ServingPlan",
     "backend_name",
     "check_supported",
+    "effective_config",
     "ignored_settings",
     "instance_groups",
     "is_complete",
@@ -37,12 +42,11 @@ __all__ = [
     "plan",
 ]
 
-_GROUP_KINDS = {
-    pb.ModelInstanceGroup.KIND_AUTO: GroupKind.AUTO,
-    pb.ModelInstanceGroup.KIND_GPU: GroupKind.GPU,
-    pb.ModelInstanceGroup.KIND_CPU: GroupKind.CPU,
-    pb.ModelInstanceGroup.KIND_MODEL: GroupKind.MODEL,
-}
+TensorT = TypeVar("TensorT", pb.ModelInput, pb.ModelOutput)
+
+_ONNX_PLATFORM = "onnxruntime_onnx"
+_OF_FILES = (_ONNX_PLATFORM, "python")
+_GROUP_KINDS = {pb.ModelInstanceGroup.Kind.Value(kind.value): kind for kind in GroupKind}
 
 _MAX_INSTANCES = 1024
 """Per version of a model: each is a thread, if not a session and a GPU's memory, and made before anything serves."""
@@ -123,14 +127,12 @@ def model_source(
     `max_batch_size` nor tensors are given."""
     largest_rows = max(0, config.max_batch_size) or (0 if is_complete(config) else default_rows)
     accelerators = config.optimization.execution_accelerators
+    own_parameters = {key: parameter.string_value for key, parameter in config.parameters.items()}
     return ModelSource(
         name=config.name,
         path=path,
         declared=declared_spec(config),
-        parameters={
-            **(parameters or {}),
-            **{key: parameter.string_value for key, parameter in config.parameters.items()},
-        },
+        parameters={**(parameters or {}), **own_parameters},
         graph_level=config.optimization.graph.level if config.optimization.HasField("graph") else None,
         accelerators=tuple((one.name, dict(one.parameters)) for one in accelerators.gpu_execution_accelerator),
         cpu_accelerators=tuple((one.name, dict(one.parameters)) for one in accelerators.cpu_execution_accelerator),
@@ -190,23 +192,24 @@ def _check_rows(spec: ModelSpec, policy: BatchPolicy, splits: bool) -> None:
 
 def check_supported(config: pb.ModelConfig) -> None:
     """Raise ConfigError if `config` asks for something this build can't do, saying what."""
-    for asked, what in _unsupported(config):
-        if asked:
+    non_linear = [
+        f"{kind} '{one.name}': is_non_linear_format_io"
+        for kind, tensors in (("input", config.input), ("output", config.output))
+        for one in tensors
+        if one.is_non_linear_format_io
+    ]
+    asked = {
+        "ensemble_scheduling": config.HasField("ensemble_scheduling") or config.platform == "ensemble",
+        "sequence_batching": config.HasField("sequence_batching"),
+        "model_transaction_policy.decoupled": config.model_transaction_policy.decoupled,
+        "model_repository_agents": bool(config.model_repository_agents.agents),
+        **dict.fromkeys(non_linear, True),
+        "instance_group.passive": any(group.passive for group in config.instance_group),
+        "instance_group.secondary_devices": any(group.secondary_devices for group in config.instance_group),
+    }
+    for what, is_asked_for in asked.items():
+        if is_asked_for:
             raise ConfigError(f"{what} is not supported by this build")
-
-
-def _unsupported(config: pb.ModelConfig) -> Iterable[tuple[bool, str]]:
-    yield config.HasField("ensemble_scheduling") or config.platform == "ensemble", "ensemble_scheduling"
-    yield config.HasField("sequence_batching"), "sequence_batching"
-    yield config.model_transaction_policy.decoupled, "model_transaction_policy.decoupled"
-    yield bool(config.model_repository_agents.agents), "model_repository_agents"
-    for one in config.input:
-        yield one.is_non_linear_format_io, f"input '{one.name}': is_non_linear_format_io"
-    for out in config.output:
-        yield out.is_non_linear_format_io, f"output '{out.name}': is_non_linear_format_io"
-    for group in config.instance_group:
-        yield group.passive, "instance_group.passive"
-        yield bool(group.secondary_devices), "instance_group.secondary_devices"
 
 
 def ignored_settings(config: pb.ModelConfig) -> list[str]:
@@ -239,3 +242,83 @@ def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int
             )
         return 0
     return rows if rows or is_complete(config) else default
+
+
+def effective_config(
+    config: pb.ModelConfig,
+    plan: ServingPlan,
+    *,
+    platform: str,
+    file: str,
+    groups: Sequence[Sequence[Device]],
+) -> pb.ModelConfig:
+    """A copy of `config` in which everything that it left open is filled in.
+
+    `platform` is what the opened model calls its framework, `file` the name of its file, if its backend reads files,
+    `groups` are the devices that each instance group's instances run on.
+    """
+    made = pb.ModelConfig()
+    made.CopyFrom(config)
+    made.backend = config.backend or ("onnxruntime" if platform == _ONNX_PLATFORM else platform)
+    if platform == _ONNX_PLATFORM:
+        made.platform = platform
+    if platform in _OF_FILES:
+        made.default_model_filename = config.default_model_filename or file
+    made.max_batch_size = plan.max_batch_rows
+    if made.version_policy.WhichOneof("policy_choice") in (None, "latest"):
+        made.version_policy.latest.num_versions = max(1, config.version_policy.latest.num_versions)
+    made.ClearField("input")
+    made.input.extend(_tensor(pb.ModelInput(), config.input, tensor) for tensor in plan.spec.inputs)
+    made.ClearField("output")
+    made.output.extend(_tensor(pb.ModelOutput(), config.output, tensor) for tensor in plan.spec.outputs)
+    _fill_batching(made, plan)
+    _fill_groups(made, groups)
+    return made
+
+
+def _tensor(message: TensorT, declared: Sequence[TensorT], tensor: TensorSpec) -> TensorT:
+    """`message` for a tensor as it is served, with whatever else the configuration says about it."""
+    for one in declared:
+        if one.name == tensor.name:
+            message.CopyFrom(one)
+    message.name = tensor.name
+    message.data_type = CONFIG_NUMBERS[tensor.datatype]  # type: ignore[assignment]
+    message.dims[:] = tensor.dims
+    if tensor.reshape is not None:
+        message.reshape.SetInParent()
+        message.reshape.shape[:] = tensor.reshape
+    message.is_shape_tensor = tensor.shape_tensor
+    if isinstance(message, pb.ModelInput):
+        message.optional, message.allow_ragged_batch = tensor.optional, tensor.ragged
+    return message
+
+
+def _fill_batching(made: pb.ModelConfig, plan: ServingPlan) -> None:
+    policy = plan.policy
+    if plan.max_batch_rows and policy.max_batch_requests != 1:
+        batching = made.dynamic_batching
+        batching.SetInParent()
+        if not batching.preferred_batch_size:
+            batching.preferred_batch_size.extend(sorted(policy.preferred))
+        batching.max_queue_delay_microseconds = policy.max_queue_delay_ns // 1_000
+    if policy.queue.default_timeout_ns:
+        timeout_us = policy.queue.default_timeout_ns // 1_000
+        made.dynamic_batching.default_queue_policy.default_timeout_microseconds = timeout_us
+
+
+def _fill_groups(made: pb.ModelConfig, groups: Sequence[Sequence[Device]]) -> None:
+    """Fill in where each group's instances are, which `KIND_AUTO` and a count of 0 leave open. Names are Triton's: the
+    model's for the one group of a configuration without any, else that and a number."""
+    if not made.instance_group:
+        made.instance_group.add(name=made.name)
+    for number, devices in enumerate(groups):
+        group = made.instance_group[number] if number < len(made.instance_group) else made.instance_group.add()
+        group.name = group.name or f"{made.name}_{number}"
+        group.ClearField("gpus")
+        if devices[0].kind is DeviceKind.GPU:
+            group.kind = pb.ModelInstanceGroup.KIND_GPU
+            group.gpus.extend(dict.fromkeys(device.index for device in devices))
+            group.count = len(devices) // len(group.gpus)
+        else:
+            group.kind = pb.ModelInstanceGroup.KIND_CPU
+            group.count = len(devices)

@@ -11,13 +11,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from paceline.backends.errors import BackendError, UpstreamFailed, UpstreamRefused
+from paceline.backends.errors import UpstreamFailed, UpstreamRefused
 from paceline.backends.remote import RemoteServer
 from paceline.clients.connection import authorization, read_token
 from paceline.protos import inference_pb2 as pb
-from paceline.protos import model_config_pb2 as config_pb
 from paceline.server.errors import LoadFailed, StartError, TooManyModels
-from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.model_record import version_order
 from paceline.server.models.repository import Repository
@@ -41,8 +40,6 @@ _AT_A_TIME = 16
 """Models that are polled at the same time."""
 _MAX_REASONS = 5
 """Models whose reasons the log and the probe give; there may be thousands, and another line each second."""
-
-_READY = "READY"
 
 
 class Upstream:
@@ -120,7 +117,10 @@ class Upstream:
                 return
             if error.status == "DEADLINE_EXCEEDED":
                 self._server.renew()
-            await self._lose(str(error))
+            self._looks = 0  # what comes back may be a different server
+            for name in dict.fromkeys((*self._served, *self._settings.models)):
+                await self._withdraw(name, str(error))
+            self._report(str(error))
             return
         self._silent = 0
         full = self._looks % _DESCRIBE_EVERY == 0
@@ -136,7 +136,9 @@ class Upstream:
             self._report(f"upstream {self._settings.target} is not ready")
             return
         self._repository.names_known = True
-        self._report(_listed([f"model '{name}': {why}" for name, why in missing.items() if why]))
+        reasons = [f"model '{name}': {why}" for name, why in missing.items() if why]
+        more = [f"and {len(reasons) - _MAX_REASONS} more"] if len(reasons) > _MAX_REASONS else []
+        self._report("; ".join((*reasons[:_MAX_REASONS], *more)))
 
     async def _is_ready(self) -> bool:
         answer = await self._server.ask("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse, _ASK_S)
@@ -148,12 +150,6 @@ class Upstream:
         answered, self._answered = self._answered, self._server.answered
         self._silent = self._silent + 1 if self._server.answered == answered else 0
         return bool(self._served) and self._silent < _SILENT_LOOKS
-
-    async def _lose(self, why: str) -> None:
-        self._looks = 0  # what comes back may be a different server
-        for name in dict.fromkeys((*self._served, *self._settings.models)):
-            await self._withdraw(name, why)
-        self._report(why)
 
     def _report(self, waits_for: str) -> None:
         """Set and log why this server isn't ready on account of the upstream; "" if nothing is in the way."""
@@ -185,7 +181,7 @@ class Upstream:
         names: dict[str, list[str]] = {}
         for line in index.models:
             # MLServer says "State.READY" where Python is 3.11 or newer.
-            if line.state.rpartition(".")[2] == _READY:
+            if line.state.rpartition(".")[2] == "READY":
                 names.setdefault(line.name, []).extend(filter(None, [line.version]))
         return names
 
@@ -267,21 +263,12 @@ class Upstream:
         try:
             request = pb.ModelConfigRequest(name=name, version=version)
             config = (await self._server.ask("ModelConfig", request, pb.ModelConfigResponse, _ASK_S)).config
-        except BackendError as error:
-            if getattr(error, "status", "") != "UNIMPLEMENTED":
+        except (UpstreamFailed, UpstreamRefused) as error:
+            if error.status != "UNIMPLEMENTED":
                 raise
             config = None
-        return UpstreamVersion(version, _bytes(metadata), _bytes(config) if config is not None else b"")
+        return UpstreamVersion(version, metadata, config)
 
     async def _metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
         request = pb.ModelMetadataRequest(name=name, version=version)
         return await self._server.ask("ModelMetadata", request, pb.ModelMetadataResponse, _ASK_S)
-
-
-def _listed(reasons: Sequence[str]) -> str:
-    more = [f"and {len(reasons) - _MAX_REASONS} more"] if len(reasons) > _MAX_REASONS else []
-    return "; ".join((*reasons[:_MAX_REASONS], *more))
-
-
-def _bytes(message: pb.ModelMetadataResponse | config_pb.ModelConfig) -> bytes:
-    return message.SerializeToString(deterministic=True)

@@ -15,10 +15,10 @@ from paceline.protos import inference_pb2 as pb
 from paceline.protos import model_config_pb2 as config_pb
 from paceline.protos.datatypes import UnknownDatatypeError, by_name
 from paceline.server.errors import ConfigError
-from paceline.server.models.batch_policy import BatchDefaults, batch_policy
-from paceline.server.models.effective_config import effective_config
+from paceline.server.models.batch_policy import batch_policy
+from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.loader import LoadedVersion
-from paceline.server.models.model_config import ServingPlan
+from paceline.server.models.model_config import ServingPlan, effective_config
 from paceline.server.models.tensor_config import can_batch
 from paceline.server.models.upstream_settings import UpstreamSettings
 
@@ -29,12 +29,12 @@ _SPLITS = "paceline.split_oversized"
 
 @dataclass(frozen=True, slots=True)
 class UpstreamVersion:
-    """One version of a model: its name there ("": it has none), and its ModelMetadata and ModelConfig, serialized; the
-    latter is b"" where the server has no such RPC. Equal ones are served alike."""
+    """One version of a model: its name there ("": it has none), its ModelMetadata, and its ModelConfig, None where the
+    server has no such RPC. Equal ones are served alike."""
 
     version: str
-    metadata: bytes
-    config: bytes
+    metadata: pb.ModelMetadataResponse
+    config: config_pb.ModelConfig | None
 
 
 def bring(
@@ -51,14 +51,14 @@ def bring(
 def _version(
     name: str, listed: UpstreamVersion, server: RemoteServer, settings: UpstreamSettings, batching: BatchDefaults
 ) -> LoadedVersion:
-    metadata = pb.ModelMetadataResponse.FromString(listed.metadata)
-    config = config_pb.ModelConfig.FromString(listed.config) if listed.config else None
+    metadata, config = listed.metadata, listed.config
     own = ModelSpec(_tensors("input", metadata.inputs), _tensors("output", metadata.outputs))
     if not (own.inputs and own.outputs):
         own = ModelSpec((), ())  # each request says
     if config is not None:
         _check(config)
-        own = _with_optional(own, config)
+        optional = {one.name for one in config.input if one.optional}
+        own = replace(own, inputs=tuple(replace(one, optional=one.name in optional) for one in own.inputs))
     rows = 0 if name in settings.unbatched else _max_batch_rows(own, config, batching)
     # A limit on rows that the upstream doesn't know, or doesn't keep to, must not refuse what it would accept.
     splits = config is None or _says_it_splits(config)
@@ -68,18 +68,10 @@ def _version(
     served.MergeFrom(queueing)
     if plan.splits:  # for a server that batches in front of this one
         served.parameters[_SPLITS].string_value = "true"
-    made = effective_config(
-        served,
-        plan,
-        platform=metadata.platform,
-        file="",
-        groups=(),
-    )
+    made = effective_config(served, plan, platform=metadata.platform, file="", groups=())
     model = RemoteModel(server, name, listed.version, plan.spec, metadata.platform)
-    instances = settings.batches if rows else settings.calls
-    return LoadedVersion(
-        name, listed.version, made, plan, {}, model, tuple(model.instance(number) for number in range(instances))
-    )
+    instances = tuple(model.instance(number) for number in range(settings.batches if rows else settings.calls))
+    return LoadedVersion(name, listed.version, made, plan, {}, model, instances)
 
 
 def _tensors(kind: str, tensors: Sequence[pb.ModelMetadataResponse.TensorMetadata]) -> tuple[TensorSpec, ...]:
@@ -106,11 +98,6 @@ def _check(config: config_pb.ModelConfig) -> None:
         raise ConfigError("model_transaction_policy.decoupled of the upstream's model: expected one answer per request")
 
 
-def _with_optional(own: ModelSpec, config: config_pb.ModelConfig) -> ModelSpec:
-    optional = {one.name for one in config.input if one.optional}
-    return replace(own, inputs=tuple(replace(one, optional=one.name in optional) for one in own.inputs))
-
-
 def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batching: BatchDefaults) -> int:
     """The rows of a batch: what ModelConfig says, else the flag; 0 for models that can't batch."""
     if config is not None and (config.max_batch_size <= 0 or not _is_made_of_rows(config)):
@@ -120,7 +107,8 @@ def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batchi
     if config is not None:
         if all(one.optional for one in own.inputs):
             return 0  # what a request brings need not show how many rows it has
-        return config.max_batch_size if _leads_with_free(own) else 0
+        leads_with_free = all(one.dims[:1] == (-1,) for one in (*own.inputs, *own.outputs))
+        return config.max_batch_size if leads_with_free else 0
     return batching.max_batch_rows if can_batch(config_pb.ModelConfig(), own) else 0
 
 
@@ -129,17 +117,6 @@ def _is_made_of_rows(config: config_pb.ModelConfig) -> bool:
     if config.batch_input or config.batch_output or any(one.allow_ragged_batch for one in config.input):
         return False
     return not any(one.is_shape_tensor for tensors in (config.input, config.output) for one in tensors)
-
-
-def _leads_with_free(own: ModelSpec) -> bool:
-    return all(one.dims[:1] == (-1,) for one in (*own.inputs, *own.outputs))
-
-
-def _without_lead(tensor: TensorSpec, lead: int) -> TensorSpec:
-    """`tensor` without its first `lead` axes. In metadata, no dims may also mean that the rank isn't known; checking it
-    is left to the upstream."""
-    dims = tensor.dims[lead:]
-    return replace(tensor, dims=dims, any_rank=not dims, assumed=tensor.assumed and bool(dims))
 
 
 def _says_it_splits(config: config_pb.ModelConfig) -> bool:
@@ -167,8 +144,11 @@ def _queueing(config: config_pb.ModelConfig) -> config_pb.ModelConfig:
 def _plan(
     own: ModelSpec, rows: int, batching: BatchDefaults, queueing: config_pb.ModelConfig, *, splits: bool
 ) -> ServingPlan:
-    lead = 1 if rows else 0
-    inputs, outputs = (tuple(_without_lead(one, lead) for one in tensors) for tensors in (own.inputs, own.outputs))
-    spec = ModelSpec(inputs, outputs, batched=rows > 0)
+    def served(tensor: TensorSpec) -> TensorSpec:
+        """In metadata, no dims may also mean that the rank isn't known; checking it is left to the upstream."""
+        dims = tensor.dims[1 if rows else 0 :]
+        return replace(tensor, dims=dims, any_rank=not dims, assumed=tensor.assumed and bool(dims))
+
+    spec = ModelSpec(tuple(map(served, own.inputs)), tuple(map(served, own.outputs)), batched=rows > 0)
     policy = batch_policy(queueing, rows, merges=rows > 0, defaults=batching)
     return ServingPlan(spec, rows, policy, splits=rows > 0 and splits and spec.by_rows)

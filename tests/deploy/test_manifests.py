@@ -16,7 +16,7 @@ import yaml
 
 from paceline.clients import InferenceClient
 from paceline.server import app
-from paceline.server.models.backend_config import parse_backend_config
+from paceline.server.models.defaults import parse_backend_config
 from paceline.server.rpc.health import LIVENESS
 from tests import models
 from tests.deploy.commands import accepted

@@ -176,7 +176,7 @@ async def test_model_that_hangs_while_it_is_loaded_fails_alone(tmp_path: Path) -
             grpc.StatusCode.UNAVAILABLE,
             True,
         ), text
-        assert served.server.repository.loads, "which is still under way"
+        assert served.server.repository.hangs, "which is still under way"
         models["stuck"].gate.open()
         await eventually_async(lambda: models["stuck"].closed, "what hung closed")
         assert not models["m"].closed

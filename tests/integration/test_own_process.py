@@ -16,7 +16,7 @@ import pytest
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.config import Settings
-from paceline.server.models.backend_config import parse_backend_config
+from paceline.server.models.defaults import parse_backend_config
 from tests import models
 from tests.harness import ServerProcess
 from tests.integration.controlling import explicit, index, load, load_request, unload

@@ -14,7 +14,7 @@ from google.protobuf import text_format
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import model_config_pb2 as config_pb
 from paceline.server.config import Settings
-from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.defaults import BatchDefaults
 from tests.integration.front_memory import held_bytes, nothing_held
 from tests.integration.scripted import marked, request, send
 from tests.integration.serving import failure_of

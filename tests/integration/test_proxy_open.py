@@ -16,7 +16,7 @@ import pytest
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
-from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.defaults import BatchDefaults
 from tests.integration.scripted import marked, request
 from tests.integration.serving import Served, failure_of
 from tests.integration.upstreams import Upstream, behind, calls_behind_a_busy_upstream, double, tensors_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.server.models.backend_config import BackendConfig, parse_backend_config
+from paceline.server.models.defaults import BackendConfig, parse_backend_config
 
 
 def test_nothing_given_leaves_everything_to_the_models() -> None:

@@ -8,7 +8,8 @@ from google.protobuf import text_format
 from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 from paceline.server.errors import ConfigError
-from paceline.server.models.batch_policy import BatchDefaults, OwnSettings, batch_policy, own_settings
+from paceline.server.models.batch_policy import OwnSettings, batch_policy, own_settings
+from paceline.server.models.defaults import BatchDefaults
 
 U64_MAX = 2**64 - 1
 REJECT, DELAY = TimeoutAction.REJECT, TimeoutAction.DELAY

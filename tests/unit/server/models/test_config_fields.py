@@ -19,7 +19,8 @@ from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ServerError
-from paceline.server.models.loader import LoadDefaults, load_model
+from paceline.server.models.defaults import LoadDefaults
+from paceline.server.models.loader import load_model
 from tests.harness import REPO
 from tests.unit.server.found import find_models
 

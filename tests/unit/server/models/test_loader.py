@@ -30,9 +30,9 @@ from paceline.backends.onnx.options import OWN_PROCESS
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError, LoadHangs
-from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.layout import ModelFolder
-from paceline.server.models.loader import LoadDefaults, load_model, wanted_versions
+from paceline.server.models.loader import load_model, wanted_versions
 from tests.polling import eventually
 from tests.unit.server.found import find_models
 

@@ -9,7 +9,7 @@ from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES
 from paceline.server.errors import ConfigError
-from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.model_config import ServingPlan, plan
 
 MERGES, ALONE = 0, 1

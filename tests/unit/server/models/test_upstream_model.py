@@ -13,7 +13,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.protos import model_config_pb2 as config_pb
 from paceline.scheduler.policy import QueuePolicy, TimeoutAction
 from paceline.server.errors import ConfigError
-from paceline.server.models.batch_policy import BatchDefaults
+from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.upstream_model import UpstreamVersion, bring
 from paceline.server.models.upstream_settings import UpstreamSettings
@@ -28,9 +28,9 @@ def brought(
     for tensors, shapes in ((told.inputs, inputs), (told.outputs, outputs)):
         for name, shape in shapes.items():
             tensors.add(name=name, datatype="FP32", shape=shape)
-    made = b"" if config is None else text_format.Merge(config, config_pb.ModelConfig(name="m")).SerializeToString()
+    made = None if config is None else text_format.Merge(config, config_pb.ModelConfig(name="m"))
     upstream = UpstreamSettings("localhost:1", **settings)
-    version = UpstreamVersion("3", told.SerializeToString(), made)
+    version = UpstreamVersion("3", told, made)
     (found,) = bring("m", [version], RemoteServer("localhost:1"), upstream, FLAGS)
     return found
 
@@ -132,7 +132,7 @@ def test_tensor_name_given_twice_is_refused(kind: str) -> None:
     for tensors, name in ((told.inputs, "input"), (told.outputs, "output")):
         for _ in range(2 if name == kind else 1):
             tensors.add(name="a", datatype="FP32", shape=[-1])
-    version = UpstreamVersion("", told.SerializeToString(), b"")
+    version = UpstreamVersion("", told, None)
     with pytest.raises(ConfigError, match=f"{kind} 'a' of the upstream: expected each name once"):
         bring("m", [version], RemoteServer("localhost:1"), UpstreamSettings("localhost:1"), FLAGS)
 
