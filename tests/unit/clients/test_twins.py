@@ -1,46 +1,28 @@
-"""Both clients against a scripted peer: the same calls, answers and errors."""
+"""Both clients against a scripted peer: the same inference, answers and errors."""
 
 from __future__ import annotations
 
 import array
 import asyncio
-import inspect
-import json
-import math
 import re
-import threading
-from collections.abc import Callable, Iterator
-from fractions import Fraction
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2
 
 from paceline.clients import (
-    AsyncInferenceClient,
-    Cancelled,
-    ClientClosed,
     DeadlineExceeded,
-    IndexEntry,
-    InferenceClient,
     InferenceError,
     Internal,
     InvalidArgument,
-    ModelMetadata,
-    NotFound,
     ResponseError,
-    ServerMetadata,
-    TensorMetadata,
-    Tls,
-    Unavailable,
 )
 from paceline.clients.errors import inference_error
 from paceline.protos import inference_pb2 as pb
-from tests.ports import free_port
 from tests.unit.clients.conftest import Twin
-from tests.unit.clients.peer import Peer, Stall, echo, refuse, serving, serving_bytes
+from tests.unit.clients.peer import Peer, Stall, echo, refuse, serving_bytes
 
 MakeTwin = Callable[..., Twin]
 X = {"x": np.zeros((1, 2), np.float32)}
@@ -172,32 +154,6 @@ async def test_infer_bf16_from_uint16_sends_the_bits(twin: Twin, peer: Peer) -> 
     np.testing.assert_array_equal(result["x"], np.array([1.0, -2.0], np.float32))
 
 
-async def test_infer_all_options_reach_the_server(twin: Twin, peer: Peer) -> None:
-    await twin.infer(
-        "m",
-        {"a": [1, 2], "b": ["text"]},
-        version="2",
-        outputs=("b",),
-        request_id="r1",
-        parameters={"priority": 1, "flag": True, "scale": 0.5, "tag": "t"},
-        datatypes={"a": "INT32"},
-        metadata=(("x-one", "1"), ("x-two-bin", b"\0")),
-    )
-    request = peer.requests[0]
-    assert (request.model_name, request.model_version, request.id) == ("m", "2", "r1")
-    assert [output.name for output in request.outputs] == ["b"]
-    assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
-        ("a", "INT32", [2]),
-        ("b", "BYTES", [1]),
-    ]
-    assert request.parameters["priority"].int64_param == 1
-    assert request.parameters["flag"].bool_param is True
-    assert request.parameters["scale"].double_param == 0.5
-    assert request.parameters["tag"].string_param == "t"
-    assert peer.metadata[0]["x-one"] == "1"
-    assert peer.metadata[0]["x-two-bin"] == b"\0"
-
-
 async def test_infer_typed_answer_is_read(twin: Twin, peer: Peer) -> None:
     def typed(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
         response = pb.ModelInferResponse(model_name="m")
@@ -240,12 +196,6 @@ async def test_infer_answer_that_cannot_be_parsed_raises_internal(make_twin: Mak
             await make_twin(target).server_live()
 
 
-async def test_infer_unusable_input_raises_before_sending(twin: Twin, peer: Peer) -> None:
-    with pytest.raises(TypeError, match="input 'x'"):
-        await twin.infer("m", {"x": np.array([1j])})
-    assert peer.requests == []
-
-
 @pytest.mark.parametrize("status", [status for status in grpc.StatusCode if status is not grpc.StatusCode.OK])
 async def test_infer_each_status_raises_its_class(twin: Twin, peer: Peer, status: grpc.StatusCode) -> None:
     peer.answer = refuse(status, "why\nnot", (("retry-after", "3"), ("detail-bin", b"\1")))
@@ -278,365 +228,3 @@ async def test_infer_beyond_the_clients_timeout_raises_deadline_exceeded(make_tw
     peer.answer = Stall()
     with pytest.raises(DeadlineExceeded):
         await make_twin(peer.target, timeout_s=0.05).infer("m", X)
-
-
-async def test_timeout_left_out_or_given_or_none_reaches_the_server(make_twin: MakeTwin, peer: Peer) -> None:
-    twin = make_twin(peer.target, timeout_s=500.0)
-    await twin.server_live()
-    await twin.server_live(timeout_s=50.0)
-    await twin.server_live(timeout_s=None)
-    # No deadline is None or centuries; gRPC rounds up what it sends.
-    default_s, own_s, none_s = (left_s or 1e9 for left_s in peer.time_left_s)
-    assert 100 < default_s < 1000
-    assert 10 < own_s < 100
-    assert none_s > 1e6
-
-
-@pytest.mark.parametrize("timeout_s", [math.inf, 7.5e9, 1e10, 1e300, 10**400])
-async def test_timeout_beyond_grpcs_range_is_no_bound(make_twin: MakeTwin, peer: Peer, timeout_s: float) -> None:
-    twin = make_twin(peer.target, timeout_s=timeout_s)
-    await twin.server_live()
-    await twin.server_live(timeout_s=timeout_s)
-    await twin.wait_ready(timeout_s)
-    assert all((left_s or 1e9) > 1e6 for left_s in peer.time_left_s)
-
-
-@pytest.mark.parametrize("timeout_s", [0, 0.0, -1, -math.inf])
-async def test_timeout_that_has_passed_is_deadline_exceeded(twin: Twin, timeout_s: float) -> None:
-    await twin.wait_ready(30.0)
-    with pytest.raises(DeadlineExceeded):
-        await twin.server_live(timeout_s=timeout_s)
-    with pytest.raises(DeadlineExceeded):
-        await twin.infer("m", X, timeout_s=timeout_s)
-    with pytest.raises(DeadlineExceeded):
-        await twin.wait_ready(timeout_s)
-
-
-@pytest.mark.parametrize(
-    ("method", "arguments", "text"),
-    [
-        ("infer", {"inputs": X, "model": None}, "model: expected a str, got None"),
-        ("infer", {"inputs": X, "model": "m", "version": 1}, "version: expected a str, got 1"),
-        ("infer", {"inputs": X, "model": "m", "request_id": 7}, "request_id: expected a str, got 7"),
-        ("infer", {"inputs": X, "model": "m", "outputs": [1]}, "outputs: expected a str, got 1"),
-        ("infer", {"inputs": X, "model": "m", "outputs": None}, "outputs: expected a sequence of names, got None"),
-        ("infer", {"inputs": X, "model": "m", "outputs": 5}, "outputs: expected a sequence of names, got 5"),
-        ("infer", {"inputs": X, "model": "m", "outputs": b"y"}, "outputs: expected a sequence of names, got b'y'"),
-        ("infer", {"inputs": None, "model": "m"}, "inputs: expected a mapping by name, got NoneType"),
-        ("infer", {"inputs": {1: X["x"]}, "model": "m"}, "inputs: expected a str, got 1"),
-        ("infer", {"inputs": {b"x": X["x"]}, "model": "m"}, "inputs: expected a str, got b'x'"),
-        ("infer", {"inputs": X["x"], "model": "m"}, "inputs: expected a mapping by name, got ndarray"),
-        ("infer", {"inputs": X, "model": "m", "parameters": ["a"]}, "parameters: expected a mapping by name, got list"),
-        ("infer", {"inputs": X, "model": "m", "parameters": {1: "a"}}, "parameters: expected a str, got 1"),
-        ("infer", {"inputs": X, "model": "m", "datatypes": ["x"]}, "datatypes: expected a mapping by name, got list"),
-        ("infer", {"inputs": X, "model": "m", "datatypes": "FP32"}, "datatypes: expected a mapping by name, got str"),
-        ("infer", {"inputs": X, "model": "m", "timeout_s": "1"}, "timeout_s: expected a number of seconds.* got '1'"),
-        ("model_ready", {"model": None}, "model: expected a str, got None"),
-        ("model_ready", {"model": "m", "version": 1}, "version: expected a str, got 1"),
-        ("model_metadata", {"model": b"m"}, "model: expected a str, got b'm'"),
-        ("model_metadata", {"model": "m", "version": None}, "version: expected a str, got None"),
-        ("health", {"service": None}, "service: expected a str, got None"),
-        ("server_live", {"timeout_s": "1"}, "timeout_s: expected a number of seconds, or None, got '1'"),
-        ("server_live", {"metadata": None}, "metadata: expected pairs of key and value, got NoneType"),
-        ("server_live", {"metadata": "ab"}, "metadata: expected pairs of key and value, got str"),
-        (
-            "server_live",
-            {"metadata": ["ab"]},
-            "metadata: expected pairs of key and value, got something else among them",
-        ),
-        ("wait_ready", {"timeout_s": [1]}, r"timeout_s: expected a number of seconds, or None, got \[1\]"),
-    ],
-)
-async def test_argument_of_a_wrong_type_is_refused_by_name_before_sending(
-    twin: Twin, peer: Peer, method: str, arguments: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(TypeError, match=f"^{text}$"):
-        await getattr(twin, method)(**arguments)
-    assert peer.requests == []
-
-
-@pytest.mark.parametrize(
-    ("method", "arguments", "argument"),
-    [
-        ("infer", {"model": "\ud800", "inputs": X}, "model"),
-        ("infer", {"model": "m", "inputs": {"\ud800": X["x"]}}, "inputs"),
-        ("infer", {"model": "m", "inputs": X, "request_id": "\ud800"}, "request_id"),
-        ("infer", {"model": "m", "inputs": X, "parameters": {"p": "\ud800"}}, "parameter 'p'"),
-        ("model_ready", {"model": "m", "version": "\ud800"}, "version"),
-        ("health", {"service": "\ud800"}, "service"),
-    ],
-)
-async def test_text_that_utf8_cannot_encode_is_refused_by_name_before_sending(
-    twin: Twin, peer: Peer, method: str, arguments: dict[str, Any], argument: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"^{argument}: expected text that UTF-8 can encode, got '\\ud800'$"):
-        await getattr(twin, method)(**arguments)
-    assert peer.requests == []
-
-
-@pytest.mark.parametrize("timeout_s", [30, 30.0, np.float32(30), np.int64(30), Fraction(30)])
-async def test_timeout_of_any_numeric_type_is_accepted(make_twin: MakeTwin, peer: Peer, timeout_s: float) -> None:
-    twin = make_twin(peer.target, timeout_s=timeout_s)
-    await twin.wait_ready(timeout_s)
-    assert await twin.server_live()
-    assert await twin.server_live(timeout_s=timeout_s)
-
-
-TARGET = "target: expected a gRPC name such as '127.0.0.1:8001', got "
-SCHEME = "leave out the scheme; tls=True selects TLS"
-
-
-@pytest.mark.parametrize("client", [InferenceClient, AsyncInferenceClient])
-@pytest.mark.parametrize(
-    ("target", "settings", "error", "text"),
-    [
-        ("", {}, ValueError, "target: expected a gRPC name such as '127.0.0.1:8001', got ''"),
-        (
-            "http://h:1",
-            {},
-            ValueError,
-            f"{TARGET}'http://h:1': leave out the scheme; tls=True selects TLS",
-        ),
-        ("127.0.0.1:99999", {}, ValueError, f"{TARGET}'127.0.0.1:99999', whose port is above 65535"),
-        (None, {}, TypeError, "target: expected a str, got None"),
-        (8001, {}, TypeError, "target: expected a str, got 8001"),
-        ("h:1", {"timeout_s": "1"}, TypeError, "timeout_s: expected a number of seconds, or None, got '1'"),
-        ("h:1", {"timeout_s": ...}, TypeError, "timeout_s: expected a number of seconds, or None, got Ellipsis"),
-        ("h:1", {"tls": "ca.crt"}, TypeError, "tls: expected True, False or clients.Tls, got 'ca.crt'"),
-        ("h:1", {"token": 5}, TypeError, "token: expected a str, got int"),
-        ("h:1", {"token": b"secret"}, TypeError, "token: expected a str, got bytes"),
-        ("h:1", {"credentials": 5}, TypeError, "credentials: expected grpc.ChannelCredentials, got int"),
-        ("h:1", {"options": 5}, TypeError, "options: expected pairs of name and value, got 5"),
-        ("h:1", {"options": [("a",)]}, TypeError, "options: expected pairs of name and value, got [('a',)]"),
-        ("h:1", {"metadata": 5}, TypeError, "metadata: expected pairs of key and value, got int"),
-    ],
-)
-def test_invalid_settings_are_refused_by_name(
-    client: Any, target: Any, settings: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error) as refusal:
-        client(target, **settings)
-    assert str(refusal.value) == text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"ca": 5}, "TLS: ca: expected the path of a file, got 5"),
-        ({"ca": b"ca.crt"}, "TLS: ca: expected the path of a file, got b'ca.crt'"),
-        ({"certificate": 5, "key": 5}, "TLS: certificate: expected the path of a file, got 5"),
-        ({"server_name": 5}, "TLS: server_name: expected a str, got 5"),
-    ],
-)
-def test_tls_argument_of_a_wrong_type_is_refused_by_name(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(TypeError) as refusal:
-        Tls(**arguments)
-    assert str(refusal.value) == text
-
-
-async def test_timeout_of_nan_is_refused_before_sending(make_twin: MakeTwin, peer: Peer) -> None:
-    twin = make_twin(peer.target)
-    for method, arguments in ((twin.server_live, ()), (twin.infer, ("m", X)), (twin.wait_ready, ())):
-        with pytest.raises(ValueError, match="timeout_s: expected a number of seconds, got nan"):
-            await method(*arguments, timeout_s=math.nan)
-    with pytest.raises(ValueError, match="timeout_s"):
-        make_twin(peer.target, timeout_s=math.nan)
-    assert peer.requests == []
-
-
-async def test_metadata_of_client_and_call_both_reach_the_server(make_twin: MakeTwin, peer: Peer) -> None:
-    twin = make_twin(peer.target, metadata=(("authorization", "token"),))
-    await twin.server_live(metadata=[("x-call", "1")])
-    assert peer.metadata[0]["authorization"] == "token"
-    assert peer.metadata[0]["x-call"] == "1"
-
-
-async def test_given_options_override_the_clients_own(make_twin: MakeTwin, peer: Peer) -> None:
-    twin = make_twin(peer.target, options=[("grpc.max_receive_message_length", 10)])
-    with pytest.raises(InferenceError) as caught:
-        await twin.infer("m", X)
-    assert caught.value.status is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_server_live_and_ready_return_the_servers_answer(twin: Twin, peer: Peer) -> None:
-    peer.readiness = [False, True]
-    assert await twin.server_live() is True
-    assert await twin.server_ready() is False
-    assert await twin.server_ready() is True
-
-
-async def test_model_ready_names_model_and_version(twin: Twin, peer: Peer) -> None:
-    assert await twin.model_ready("m", "4") is True
-    assert await twin.model_ready("other") is False
-    assert [(each.name, each.version) for each in peer.requests] == [("m", "4"), ("other", "")]
-
-
-async def test_server_metadata_is_read(twin: Twin) -> None:
-    assert await twin.server_metadata() == ServerMetadata("peer", "7", ("statistics",))
-
-
-async def test_repository_index_is_read(twin: Twin, peer: Peer) -> None:
-    peer.index.models.add(name="m", version="1", state="READY")
-    peer.index.models.add(name="n", state="UNAVAILABLE", reason="broken")
-    assert await twin.repository_index() == (
-        IndexEntry("m", "1", "READY", ""),
-        IndexEntry("n", "", "UNAVAILABLE", "broken"),
-    )
-
-
-async def test_model_metadata_is_read(twin: Twin, peer: Peer) -> None:
-    peer.model = pb.ModelMetadataResponse(name="m", versions=["1", "2"], platform="p", properties={"k": "v"})
-    peer.model.inputs.add(name="x", datatype="FP32", shape=[-1, 4])
-    peer.model.outputs.add(name="y", datatype="BYTES", shape=[])
-    assert await twin.model_metadata("m") == ModelMetadata(
-        name="m",
-        versions=("1", "2"),
-        platform="p",
-        inputs=(TensorMetadata("x", "FP32", (-1, 4)),),
-        outputs=(TensorMetadata("y", "BYTES", ()),),
-        properties={"k": "v"},
-    )
-
-
-async def test_health_known_and_unknown_service(twin: Twin, peer: Peer) -> None:
-    assert await twin.health() == "SERVING"
-    peer.health.status = health_pb2.HealthCheckResponse.NOT_SERVING
-    assert await twin.health("inference.GRPCInferenceService") == "NOT_SERVING"
-    with pytest.raises(NotFound):
-        await twin.health("unknown")
-
-
-async def test_health_unknown_status_raises_response_error(twin: Twin, peer: Peer) -> None:
-    peer.health = health_pb2.HealthCheckResponse(status=99)
-    with pytest.raises(ResponseError, match="99"):
-        await twin.health()
-
-
-async def test_wait_ready_asks_until_the_server_is_ready(twin: Twin, peer: Peer) -> None:
-    peer.readiness = [False, grpc.StatusCode.UNAVAILABLE, True]
-    await twin.wait_ready(30.0)
-    assert len(peer.requests) == 3
-
-
-async def test_wait_ready_returns_when_the_server_comes_later(make_twin: MakeTwin) -> None:
-    address = _free_address()
-    waiting = asyncio.ensure_future(make_twin(address).wait_ready(30.0))
-    with serving(Peer(), address) as peer:
-        await waiting
-    assert len(peer.requests) == 1
-
-
-async def test_wait_ready_never_ready_raises_deadline_exceeded(twin: Twin, peer: Peer) -> None:
-    peer.readiness = [False]
-    with pytest.raises(DeadlineExceeded, match=r"was not ready within 0\.1 s"):
-        await twin.wait_ready(0.1)
-
-
-async def test_wait_ready_without_a_server_raises_deadline_exceeded(make_twin: MakeTwin) -> None:
-    with pytest.raises(DeadlineExceeded, match="was not ready"):
-        await make_twin(_free_address()).wait_ready(0.1)
-
-
-async def test_wait_ready_other_error_is_raised(twin: Twin, peer: Peer) -> None:
-    peer.readiness = [grpc.StatusCode.PERMISSION_DENIED]
-    with pytest.raises(InferenceError) as caught:
-        await twin.wait_ready(30.0)
-    assert caught.value.status is grpc.StatusCode.PERMISSION_DENIED
-
-
-async def test_call_without_a_server_raises_unavailable_at_once(make_twin: MakeTwin) -> None:
-    with pytest.raises(Unavailable):
-        await make_twin(_free_address()).server_live(timeout_s=30.0)
-
-
-async def test_call_without_a_server_waits_where_the_service_config_says_so(make_twin: MakeTwin) -> None:
-    service = {"methodConfig": [{"name": [{}], "waitForReady": True}]}
-    twin = make_twin(_free_address(), options=[("grpc.service_config", json.dumps(service))])
-    with pytest.raises(DeadlineExceeded):
-        await twin.server_live(timeout_s=0.2)
-
-
-async def test_close_during_a_call_raises_cancelled(twin: Twin, peer: Peer) -> None:
-    peer.answer = Stall()
-    call = asyncio.ensure_future(twin.infer("m", X))
-    assert await asyncio.to_thread(peer.answer.started.wait, 60)
-    await twin.close()
-    with pytest.raises(Cancelled):
-        await call
-
-
-async def test_closed_client_refuses_calls(twin: Twin, peer: Peer) -> None:
-    await twin.server_live()
-    await twin.close()
-    await twin.close()
-    with pytest.raises(ClientClosed, match=r"InferenceClient\('127\.0\.0\.1:\d+'\)"):
-        await twin.server_live()
-
-
-async def test_credentials_make_the_connection_secure(make_twin: MakeTwin, peer: Peer) -> None:
-    # The peer speaks plain text: a failed handshake shows that there is one.
-    twin = make_twin(peer.target, credentials=grpc.ssl_channel_credentials())
-    with pytest.raises(Unavailable):
-        await twin.server_live(timeout_s=30.0)
-
-
-async def test_context_manager_closes_at_the_end(peer: Peer) -> None:
-    async with AsyncInferenceClient(peer.target) as asynchronous:
-        assert await asynchronous.server_live()
-    with pytest.raises(ClientClosed):
-        await asynchronous.server_live()
-    with InferenceClient(peer.target) as blocking:
-        assert blocking.server_live()
-    with pytest.raises(ClientClosed):
-        blocking.server_live()
-
-
-def test_both_clients_have_the_same_methods_and_arguments() -> None:
-    def surface(client: type) -> dict[str, inspect.Signature]:
-        members = inspect.getmembers(client, inspect.isfunction)
-        return {name: inspect.signature(member) for name, member in members if not name.startswith("_")}
-
-    assert surface(InferenceClient) == surface(AsyncInferenceClient)
-    settings = dict(inspect.signature(AsyncInferenceClient).parameters)
-    assert settings.pop("transport").default == "call"
-    assert settings.pop("coalesce").default is None
-    assert settings == dict(inspect.signature(InferenceClient).parameters)
-
-
-def test_first_use_from_many_threads_opens_one_channel(peer: Peer) -> None:
-    together = threading.Barrier(4)
-    with InferenceClient(peer.target) as client:
-
-        def use() -> None:
-            together.wait()
-            client.server_live()
-
-        threads = [threading.Thread(target=use) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(peer.requests) == 4
-
-
-def test_close_by_another_thread_as_a_call_begins_raises_client_closed(peer: Peer) -> None:
-    with InferenceClient(peer.target) as client:
-
-        def closing() -> Iterator[tuple[str, str]]:
-            closer = threading.Thread(target=client.close)
-            closer.start()
-            closer.join()
-            yield "x-late", "1"
-
-        class Closing(list[tuple[str, str]]):
-            """Metadata that closes the client when it is read, which is after the call got its channel."""
-
-            def __iter__(self) -> Iterator[tuple[str, str]]:
-                return closing()
-
-        with pytest.raises(ClientClosed):
-            client.server_live(metadata=Closing())
-
-
-def _free_address() -> str:
-    return f"127.0.0.1:{free_port()}"
