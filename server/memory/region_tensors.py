@@ -172,7 +172,7 @@ class RegionTensor:
         return RegionTensor(self.what, self.region, offset, self.dtype, (stop - start, *dims))
 
     def mapped_at(self, size_bytes: int) -> int | None:
-        """The address of its first `size_bytes` bytes, for `bulk_copy`. None if there is none, or if they don't all lie
+        """The address of its first `size_bytes` bytes, for `copy_all`. None if there is none, or if they don't all lie
         in the region: beyond it is the server's own memory, which no mistake in checking the request may expose."""
         begin = self.region.mapped_at
         if begin is None or not 0 <= self._offset <= self.region.byte_size - size_bytes:

@@ -42,7 +42,7 @@ class Region(Protocol):
 
     @property
     def mapped_at(self) -> int | None:
-        """Its address, for `bulk_copy` only, since the memory may be gone; None if it has none."""
+        """Its address, for `copy_all` only, since the memory may be gone; None if it has none."""
 
     def check(self) -> None:
         """Check that the memory is still there."""

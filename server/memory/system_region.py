@@ -4,7 +4,7 @@ Lives here: keys, bounds, one object's descriptor. Must not: names of regions (`
 
 The rule: only the operating system's kernel touches the object. Its owner may truncate it at any moment, and a process
 that then touches a missing page dies of SIGBUS, which no Python program survives; `preadv` returns a short count
-instead, and so does `bulk_copy`'s call for a mapping. Both also read every byte only once, so that a client that writes
+instead, and so does `copy_all` for a mapping. Both also read every byte only once, so that a client that writes
 meanwhile can't change an index after a compute kernel has checked it: ONNX Runtime's Gather, run on a mapping that was
 written at the same time, crashed within seconds. The price is about 35 us for 600 KB, where copying a warm mapping
 takes 15.

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -132,78 +133,68 @@ class Layout:
 
     def model(self, name: str) -> ModelFolder | None:
         """The model of that name, or None. Raises OSError if a repository can't be listed."""
-        found = self._found(name)
-        return found[0] if found else None
+        return next(iter(self._found(name)), None)
 
     def _found(self, only: str | None) -> list[ModelFolder]:
         found: dict[str, list[Path]] = {}
-        for place in self._kinds:
-            for name, path in self._names_at(place, only).items():
+        for place, kind in self._kinds.items():
+            for name, path in _paths_at(place, kind, self._model_name, only).items():
                 found.setdefault(name, []).append(path)
-        return [
-            replace(
-                _model(name, paths, self._kinds.get(paths[0], _Kind.MODEL)),
-                config_name=self._config_name,
-                renamed=self._renames(paths[0]),
-            )
-            for name, paths in sorted(found.items())
-        ]
+        return [self._folder(name, paths) for name, paths in sorted(found.items())]
 
-    def _names_at(self, path: Path, only: str | None) -> dict[str, Path]:
-        """The models at one of the paths, by their names in this server; with `only`, that one alone."""
-        if not self._renames(path):
-            return _paths_at(path, self._kinds[path], only)
-        return {self._model_name: path} if only in (None, self._model_name) and exists(path) else {}
+    def _folder(self, name: str, paths: Sequence[Path]) -> ModelFolder:
+        path = paths[0]
+        kind = self._kinds.get(path, _Kind.REPOSITORY)
+        if len(paths) > 1:
+            folder = ModelFolder(name, path, {}, duplicates=tuple(paths))
+        elif (shown := in_utf8(name)) != name:
+            # Messages and configurations can't carry such a name, so nobody could ask for the model.
+            folder = ModelFolder(name, path, {}, problem=f"expected a name in UTF-8, got '{shown}'")
+        elif kind is _Kind.FILE:
+            folder = ModelFolder(name, path.parent, {1: path.parent}, file=path)
+        elif kind is _Kind.VERSION:
+            folder = ModelFolder(name, path.parent, {int(path.name): path})
+        else:
+            folder = model_folder(name, path)
+        renamed = bool(self._model_name) and kind is not _Kind.REPOSITORY
+        return replace(folder, config_name=self._config_name, renamed=renamed)
 
-    def _renames(self, path: Path) -> bool:
-        return bool(self._model_name) and self._kinds.get(path, _Kind.REPOSITORY) is not _Kind.REPOSITORY
+
+def _paths_at(place: Path, kind: _Kind, model_name: str = "", only: str | None = None) -> dict[str, Path]:
+    """The models at one of the paths, by name, which is `model_name` for one that isn't in a repository; with `only`,
+    that one alone."""
+    if kind is _Kind.REPOSITORY:
+        names = [name for name in os.listdir(place) if only in (None, name) and not is_ignored(name)]
+        return {name: place / name for name in names if _is_folder(place / name)}
+    name = model_name or {_Kind.FILE: place.stem, _Kind.VERSION: place.parent.name}.get(kind, place.name)
+    return {name: place} if only in (None, name) and exists(place) else {}
 
 
 def model_folder(name: str, path: Path) -> ModelFolder:
     """The model `name` in the folder `path`."""
     try:
         entries = _entries(path)
-        numbered = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and is_folder(entry)}
-        only = None if numbered else _only_version(path, entries)
+        versions = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and is_folder(entry)}
+        taken, has_versions = set(versions.values()), bool(versions)
+        if not has_versions and (_has_model_file(path) or any(map(_is_onnx_file, entries))):
+            versions = {1: path}
+        elif not has_versions and _is_export(path):
+            versions = {1: path / EXPORT_FOLDER}
     except OSError as error:
         return ModelFolder(name, path, {}, problem=_problem(path, error))
-    taken = set(numbered.values())
-    strays = tuple(entry for entry in entries if entry not in taken and _is_stray(entry, among_versions=only is None))
-    return ModelFolder(name, path, numbered if only is None else {1: only}, strays=strays)
+    among_versions = has_versions or not versions
+    strays = tuple(entry for entry in entries if entry not in taken and _is_stray(entry, among_versions))
+    return ModelFolder(name, path, versions, strays=strays)
 
 
-def _only_version(path: Path, entries: Sequence[Path]) -> Path | None:
-    """Where the files are in a model's folder without version folders."""
-    if _has_model_file(path) or any(map(_is_onnx_file, entries)):
-        return path
-    return path / EXPORT_FOLDER if _is_export(path) else None
-
-
-def _is_stray(entry: Path, *, among_versions: bool) -> bool:
+def _is_stray(entry: Path, among_versions: bool) -> bool:
     """Whether `entry` may be meant as a version: its name is a number, or it is a folder among those of versions that
     has no other use. If it can't be examined it is none, as only a warning depends on that."""
     if entry.name.isdigit():
         return True
-    if not among_versions or entry.name in _OTHER_FOLDERS:
-        return False
-    try:
-        return is_folder(entry)
-    except OSError:
-        return False
-
-
-def _model(name: str, paths: Sequence[Path], kind: _Kind) -> ModelFolder:
-    path = paths[0]
-    if len(paths) > 1:
-        return ModelFolder(name, path, {}, duplicates=tuple(paths))
-    if (shown := in_utf8(name)) != name:
-        # Messages and configurations can't carry such a name, so nobody could ask for the model.
-        return ModelFolder(name, path, {}, problem=f"expected a name in UTF-8, got '{shown}'")
-    if kind is _Kind.FILE:
-        return ModelFolder(name, path.parent, {1: path.parent}, file=path)
-    if kind is _Kind.VERSION:
-        return ModelFolder(name, path.parent, {int(path.name): path})
-    return model_folder(name, path)
+    with suppress(OSError):
+        return among_versions and entry.name not in _OTHER_FOLDERS and is_folder(entry)
+    return False
 
 
 def _settled(path: Path) -> tuple[Path, _Kind]:
@@ -222,7 +213,12 @@ def _settled(path: Path) -> tuple[Path, _Kind]:
             return place, _Kind.VERSION
         if place.name == EXPORT_FOLDER and _is_export(place.parent):
             return place.parent, _Kind.MODEL
-    if _is_model(path, names):
+    # A single model has a configuration, a model file, or a version folder with a model file.
+    if (
+        not names.isdisjoint((CONFIG_FILE, *_MODEL_FILES))
+        or any(_VERSION.fullmatch(name) and _has_any_model_file(path / name) for name in names)
+        or _is_export(path)
+    ):
         return place, _Kind.MODEL
     files = [entry for entry in entries if _is_onnx_file(entry)]
     if len(files) == 1 and not any(map(_is_folder, entries)):
@@ -244,17 +240,6 @@ def _is_onnx_file(entry: Path) -> bool:
     return entry.suffix == ".onnx" and is_file(entry)
 
 
-def _is_model(path: Path, names: set[str]) -> bool:
-    """Whether a folder is a single model's: it has a configuration, a model file, or a version folder with a model
-    file, which may have any name if it is ONNX."""
-    return (
-        CONFIG_FILE in names
-        or not names.isdisjoint(_MODEL_FILES)
-        or any(_VERSION.fullmatch(name) and _has_any_model_file(path / name) for name in names)
-        or _is_export(path)
-    )
-
-
 def _is_export(path: Path) -> bool:
     """Whether a folder is as Hugging Face has them. Without the first file, it may be a repository whose model is
     called `onnx`."""
@@ -270,20 +255,12 @@ def _is_version_of_a_model(place: Path) -> bool:
 
 
 def _has_any_model_file(folder: Path) -> bool:
+    """Of any name, if it is ONNX."""
     return _has_model_file(folder) or (is_folder(folder) and any(map(_is_onnx_file, _entries(folder))))
 
 
 def _has_model_file(folder: Path) -> bool:
     return any(exists(folder / name) for name in _MODEL_FILES)
-
-
-def _paths_at(path: Path, kind: _Kind, only: str | None = None) -> dict[str, Path]:
-    """The models at one of the paths, by name; with `only`, that one alone."""
-    if kind is _Kind.REPOSITORY:
-        names = [name for name in os.listdir(path) if only in (None, name) and not is_ignored(name)]
-        return {name: path / name for name in names if _is_folder(path / name)}
-    name = {_Kind.FILE: path.stem, _Kind.VERSION: path.parent.name}.get(kind, path.name)
-    return {name: path} if only in (None, name) and exists(path) else {}
 
 
 def _is_folder(entry: Path) -> bool:

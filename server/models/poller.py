@@ -90,7 +90,9 @@ class Poller:
         try:
             found = await asyncio.to_thread(self._look)
         except OSError as error:
-            self._complain(str(error))
+            if self._complaint != (complaint := str(error)):
+                _log.warning("the repositories can't be read, so models stay as they are: %s", complaint)
+            self._complaint = complaint
             return False
         self._complaint = ""
         changed = {name for name in {*found, *self._done} if found.get(name) != self._done.get(name)}
@@ -98,21 +100,17 @@ class Poller:
         settled = {name for name in changed if found.get(name) == self._seen.get(name)}
         self._seen = found
         for name in sorted(settled):
-            self._begin(name, found.get(name))
+            self._done.pop(name, None)
+            if name in found:
+                self._done[name] = found[name]
+            task = self._under_way[name] = asyncio.create_task(self._follow(name, found.get(name)), name=name)
+            task.add_done_callback(lambda task: self._under_way.pop(task.get_name()))
         self._repository.take_note([sight.folder for sight in found.values()])
         return bool(changed - settled)
 
     async def ended(self) -> None:
         """Return when no load and no unload is in progress any more."""
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
-
-    def _begin(self, name: str, sight: Sight | None) -> None:
-        self._done.pop(name, None)
-        if sight is not None:
-            self._done[name] = sight
-        task = asyncio.create_task(self._follow(name, sight))
-        self._under_way[name] = task
-        task.add_done_callback(lambda _: self._under_way.pop(name))
 
     async def _follow(self, name: str, sight: Sight | None) -> None:
         try:
@@ -141,17 +139,10 @@ class Poller:
     def _look(self) -> dict[str, Sight]:
         return {folder.name: Sight(folder, fingerprint(folder)) for folder in self._layout.models()}
 
-    def _complain(self, what: str) -> None:
-        if what != self._complaint:
-            _log.warning("the repositories can't be read, so models stay as they are: %s", what)
-        self._complaint = what
-
 
 def fingerprint(folder: ModelFolder) -> Fingerprint:
     """Every file of a model with its times of change and size, except hidden ones. Links are followed. Blocks."""
-    if folder.file is not None:
-        return frozenset([_file(folder.file)])
-    return frozenset(_file(path) for path in _files(folder.path))
+    return frozenset(map(_file, _files(folder.path) if folder.file is None else [folder.file]))
 
 
 def _files(top: Path) -> Iterator[Path]:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
-from paceline.backends.base import ModelInstance, ProvidesBuffers, Slot
+from paceline.backends.base import ModelInstance
 from paceline.backends.errors import (
     InstanceError,
     InstanceLost,
@@ -28,8 +28,7 @@ from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.open_codec import OpenCodec
-from paceline.server.memory.output_writing import writing_outputs
-from paceline.server.memory.reading import ExecuteInputs, reading, reading_by
+from paceline.server.memory.reading import ExecuteInputs, over_shared_memory
 from paceline.server.memory.regions import Regions
 from paceline.server.models.instances import Instances
 from paceline.server.models.loader import LoadedVersion
@@ -129,11 +128,7 @@ class ServedModel:
         """The plain `execute` if nothing can be in shared memory: then nobody pays for looking."""
         if regions is None:
             return cast("ExecuteInputs", instance.execute)
-        if isinstance(instance, Slot):
-            execute = reading_by(instance, self.spec)
-        else:
-            execute = reading(instance.execute, self.spec, instance if isinstance(instance, ProvidesBuffers) else None)
-        return writing_outputs(execute) if self.writes_outputs else execute
+        return over_shared_memory(instance, self.spec)
 
     def start(self) -> None:
         """Accept requests, on the running event loop, and appear in the metrics."""

@@ -37,31 +37,24 @@ def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
     if not (config.input and config.output) or without_datatype(config):
         return None
     lead = (-1,) if config.max_batch_size else ()
-    scattered = _scattered(config)
+    scattered, named = _scattered(config), {one.name for one in config.input}
     inputs = [
         replace(_whole("input", one, lead, flat=one.allow_ragged_batch), optional=one.optional) for one in config.input
     ]
     outputs = (_whole("output", one, lead, flat=one.name in scattered) for one in config.output)
-    return ModelSpec((*inputs, *_declared_by_batch_inputs(config)), tuple(outputs))
-
-
-def _declared_by_batch_inputs(config: pb.ModelConfig) -> Iterable[TensorSpec]:
-    """The inputs that the model must have for them, unless they contradict themselves, which `served_spec` finds."""
-    named = {one.name for one in config.input}
-    for one in config.batch_input:
-        datatype = CONFIG_DATATYPES.get(one.data_type)
-        dims = (-1, -1) if _batch_input_kind(one) is BatchInputKind.ITEM_SHAPE else _FLAT
-        for name in sorted({*one.target_name} - named):
-            if datatype is not None:
-                named.add(name)
-                yield TensorSpec(name, datatype, dims)
+    for made in config.batch_input:  # which the model must have too; what contradicts itself, `served_spec` finds
+        datatype = CONFIG_DATATYPES.get(made.data_type)
+        dims = (-1, -1) if _batch_input_kind(made) is BatchInputKind.ITEM_SHAPE else _FLAT
+        if datatype is not None:
+            inputs += [TensorSpec(name, datatype, dims) for name in sorted({*made.target_name} - named)]
+            named.update(made.target_name)
+    return ModelSpec(tuple(inputs), tuple(outputs))
 
 
 def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> TensorSpec:
     dims = tuple(one.reshape.shape if one.HasField("reshape") else one.dims)
-    return TensorSpec(
-        one.name, _datatype(kind, one, ""), _FLAT if flat else dims if one.is_shape_tensor else (*lead, *dims)
-    )
+    whole = dims if one.is_shape_tensor else (*lead, *dims)
+    return TensorSpec(one.name, _datatype(kind, one, ""), _FLAT if flat else whole)
 
 
 def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
@@ -102,15 +95,11 @@ def _against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[st
     outputs = [one for one in own.outputs if cut.get(one.name, not config.output)]
     for kind, tensors in (("input", inputs), ("output", outputs)):
         for tensor in tensors:
-            if tensor.dims[:1] != (-1,) and not (tensor.any_rank and config.max_batch_size > 0):
-                yield f"{kind} '{tensor.name}' {_axes(tensor)}"
-
-
-def _axes(tensor: TensorSpec) -> str:
-    if tensor.any_rank:
-        return "may have any number of axes"
-    verb = "is declared with" if tensor.assumed else "has"
-    return f"{verb} a first dimension of {tensor.dims[0]}" if tensor.dims else f"{verb} no dimensions"
+            if tensor.dims[:1] == (-1,) or (tensor.any_rank and config.max_batch_size > 0):
+                continue
+            verb = "is declared with" if tensor.assumed else "has"
+            axes = f"{verb} a first dimension of {tensor.dims[0]}" if tensor.dims else f"{verb} no dimensions"
+            yield f"{kind} '{tensor.name}' {'may have any number of axes' if tensor.any_rank else axes}"
 
 
 def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:
@@ -214,27 +203,18 @@ def _completed(
     given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
     mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
     if kind == "output":
-        mine = _dims_to_check(mine, given, is_doubtful=own.assumed and not own.dims)
-    _check_dims(where, given, mine, field, lead)
-    return dims, reshape
-
-
-def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field: str, lead: int) -> None:
-    if not fits(dims, mine) or min(dims, default=0) < -1:
+        # What a model says about its outputs isn't binding: ONNX Runtime accepts wrong sizes, and scalars that aren't,
+        # as is possible if the model says so and no trial has shown it. So free dims are always accepted.
+        if own.assumed and not own.dims:
+            mine = (-1,) * len(given)
+        mine = tuple(-1 if one == -1 else dim for dim, one in zip(mine, given, strict=False)) + mine[len(given) :]
+    if not fits(given, mine) or min(given, default=0) < -1:
         hint = {
             (1, 1): "; dims don't include the batch axis",
             (0, -1): "; without a batch axis, dims are the whole shape",
-        }.get((lead, len(dims) - len(mine)), "")
-        raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(dims)}{hint}")
-
-
-def _dims_to_check(mine: tuple[int, ...], given: tuple[int, ...], *, is_doubtful: bool) -> tuple[int, ...]:
-    """What to check the dims `given` of an output against. What a model says about its outputs isn't binding: ONNX
-    Runtime accepts wrong sizes, and scalars that aren't (`is_doubtful`: it says so, and no trial has shown it). So free
-    dims in `given` are always accepted."""
-    if is_doubtful:
-        return (-1,) * len(given)
-    return tuple(-1 if one == -1 else dim for dim, one in zip(mine, given, strict=False)) + mine[len(given) :]
+        }.get((lead, len(given) - len(mine)), "")
+        raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(given)}{hint}")
+    return dims, reshape
 
 
 def _check_reshape(where: str, dims: tuple[int, ...], reshape: tuple[int, ...]) -> None:
@@ -300,14 +280,10 @@ def _batch_inputs(
             if datatype != mine[name].datatype:
                 raise ConfigError(f"{where}: expected data_type of the model, {mine[name].datatype}, got {datatype}")
             made = (-1, len(source.model_dims)) if kind is BatchInputKind.ITEM_SHAPE else _FLAT
-            _check_target(where, mine[name].dims_of(len(made)), made)
+            if not fits(made, dims := mine[name].dims_of(len(made))):
+                raise ConfigError(f"{where}: expected a model whose input takes shape {list(made)}, got {list(dims)}")
             seen.add(name)
         yield BatchInput(kind, tuple(one.target_name), datatype, source.name)
-
-
-def _check_target(where: str, dims: tuple[int, ...], made: tuple[int, ...]) -> None:
-    if not fits(made, dims):
-        raise ConfigError(f"{where}: expected a model whose input takes shape {list(made)}, got {list(dims)}")
 
 
 def _batch_input_kind(one: pb.BatchInput) -> BatchInputKind:
@@ -331,19 +307,15 @@ def _batch_outputs(
                 raise ConfigError(f"{where}: expected one of the outputs in the configuration, {list(declared)}")
             if name in seen:
                 raise ConfigError(f"{where}: expected each output once, got it twice")
-            _check_scattered(where, declared[name], source)
+            # A free dim takes its size from the same axis of the source, which must have one.
+            dims, axes = declared[name].model_dims, len(source.model_dims)
+            if declared[name].shape_tensor or -1 in dims[axes:]:
+                raise ConfigError(
+                    f"{where}: expected an output with a batch axis and with dims of -1 only among the first {axes} as "
+                    f"in source_input '{source.name}', got {list(dims)}"
+                )
             seen.add(name)
         yield BatchOutput(tuple(one.target_name), source.name)
-
-
-def _check_scattered(where: str, target: TensorSpec, source: TensorSpec) -> None:
-    """A free dim takes its size from the same axis of the source, which must have one."""
-    beyond = [axis for axis, dim in enumerate(target.model_dims) if dim == -1 and axis >= len(source.model_dims)]
-    if target.shape_tensor or beyond:
-        raise ConfigError(
-            f"{where}: expected an output with a batch axis and with dims of -1 only among the first "
-            f"{len(source.model_dims)} as in source_input '{source.name}', got {list(target.model_dims)}"
-        )
 
 
 def _source(field: str, one: pb.BatchInput | pb.BatchOutput, inputs: Sequence[TensorSpec], batched: bool) -> TensorSpec:

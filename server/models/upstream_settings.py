@@ -6,7 +6,6 @@ Lives here: these flags, their checks, the settings made of them. Must not: call
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -122,38 +121,25 @@ def upstream_flags(command: Serve) -> Serve:
     return flagged
 
 
-def _check_none_given(names: Iterable[str]) -> None:
-    """Raises click.UsageError for flags about an upstream where there is none: models would be served that nobody has
-    asked for, or without what was meant to protect them."""
-    context = click.get_current_context()
-    for name in names:
-        if context.get_parameter_source(name) in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
-            raise click.UsageError(f"--{name.replace('_', '-')} needs --upstream")
-
-
 def _settings(given: Given, *, has_tokens: bool) -> UpstreamSettings | None:
     if given["upstream"] is None:
-        _check_none_given(given)
+        # Otherwise models would be served that nobody has asked for, or without what was meant to protect them.
+        source_of = click.get_current_context().get_parameter_source
+        for name in given:
+            if source_of(name) in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
+                raise click.UsageError(f"--{name.replace('_', '-')} needs --upstream")
         return None
-    token_file = given["upstream_token_file"]
-    headers = _headers(given["upstream_header"], has_tokens, token_file)
-    tracing_headers = _names("upstream-trace-header", given["upstream_trace_header"])
-    tls = _tls(given)
-    _check_target(given["upstream"])
-    return UpstreamSettings(
+    same = ("unbatched", "batches", "calls", "connections", "timeout_secs", "health_secs", "token_file")
+    settings = UpstreamSettings(
         target=given["upstream"],
         models=given["upstream_model"],
-        unbatched=given["upstream_unbatched"],
-        batches=given["upstream_batches"],
-        calls=given["upstream_calls"],
-        connections=given["upstream_connections"],
-        timeout_secs=given["upstream_timeout_secs"],
-        health_secs=given["upstream_health_secs"],
-        headers=headers,
-        tracing_headers=tracing_headers,
-        tls=tls,
-        token_file=token_file,
+        headers=_headers(given["upstream_header"], has_tokens, given["upstream_token_file"]),
+        tracing_headers=_names("upstream-trace-header", given["upstream_trace_header"]),
+        tls=_tls(given),
+        **{name: given[f"upstream_{name}"] for name in same},
     )
+    _check_target(settings.target)
+    return settings
 
 
 def _check_target(target: str) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from paceline.server.memory.bulk_copy import copy_all
+from paceline.server.memory.copying import copy_all
 from paceline.server.memory.system_region import open_system_region
 from tests.shared_objects import shared_object
 

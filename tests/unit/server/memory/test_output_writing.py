@@ -12,7 +12,7 @@ import pytest
 from paceline.backends.base import DeviceTensor, Execution
 from paceline.backends.spec import Array, Tensors
 from paceline.server.memory.cuda_region import CudaRegion, CudaRegions
-from paceline.server.memory.output_writing import writing_outputs
+from paceline.server.memory.reading import writing_outputs
 from paceline.server.memory.region_tensors import Inputs, Span, TargetedInputs
 from tests.unit.backends.cuda.fake_driver import HANDLE, Driver
 from tests.wire import rows_of_floats
