@@ -30,7 +30,6 @@ import grpc
 from bench import models
 from paceline.server.app import Server
 from paceline.server.config import Settings
-from paceline.server.fronts.calls import CallContext
 from paceline.server.loop import new_loop
 
 __all__ = ["Way", "middle", "one_by_one", "together"]
@@ -101,9 +100,19 @@ def together(requests: int) -> list[Way]:
 
         async def ask() -> None:
             read = map(handler.request_deserializer, [_request()] * requests)
-            await asyncio.gather(*(handler.unary_unary(one, CallContext((), None)) for one in read))
+            await asyncio.gather(*(handler.unary_unary(one, _Context()) for one in read))
 
         return _counted(calls, requests, lambda: _on(loop, ask()))
+
+
+class _Context:
+    """What is used of gRPC's context of a call."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> float | None:
+        return None
 
 
 def _request() -> bytes:

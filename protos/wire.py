@@ -36,11 +36,11 @@ RAW_OUTPUT_TAG: Final = bytes([6 << 3 | 2])
 
 
 class RequestFields(NamedTuple):
-    """A serialized ModelInferRequest: `head`, all of it except the id and the tensors; the `id` in UTF-8, and where it
-    begins (0 if there is none); and where the entries of raw_input_contents begin and end. Requests of equal heads are
-    equal but for id and tensors."""
+    """A serialized ModelInferRequest: its `signature`, all of it except the id and the tensors; the `id` in UTF-8, and
+    where it begins (0 if there is none); and where the entries of raw_input_contents begin and end. Requests of equal
+    signatures are equal but for id and tensors."""
 
-    head: bytes
+    signature: bytes
     id: bytes
     id_at: int
     raw: list[tuple[int, int]]
@@ -53,7 +53,7 @@ def scan_request(data: bytes) -> RequestFields | None:
     sizes."""
     at, end, previous = 0, len(data), 0
     id_at = id_value_at = id_end = 0
-    head_end = end
+    signature_end = end
     raw: list[tuple[int, int]] = []
     try:
         for _ in range(_MAX_FIELDS):
@@ -71,7 +71,7 @@ def scan_request(data: bytes) -> RequestFields | None:
                 at += 1
             if tag == _RAW_TAG:
                 if not raw:
-                    head_end = start
+                    signature_end = start
                 raw.append((at, at + length))
             elif tag == _ID_TAG:
                 id_at, id_value_at, id_end = start, at, at + length
@@ -86,8 +86,8 @@ def scan_request(data: bytes) -> RequestFields | None:
     if at != end:
         return None
     if id_end:
-        return RequestFields(data[:id_at] + data[id_end:head_end], data[id_value_at:id_end], id_value_at, raw)
-    return RequestFields(data[:head_end], b"", 0, raw)
+        return RequestFields(data[:id_at] + data[id_end:signature_end], data[id_value_at:id_end], id_value_at, raw)
+    return RequestFields(data[:signature_end], b"", 0, raw)
 
 
 @lru_cache(maxsize=4_096)

@@ -7,16 +7,17 @@ don't pay for it. Must not: checks that any model needs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
+from paceline.server.codec.answers import Answerable, Envelope
 from paceline.server.codec.classification import Labels
 from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
-from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.known_requests import Group, Targets
+from paceline.server.codec.parameters import RequestOptions
 from paceline.server.codec.reshaping import to_client, to_model
-from paceline.server.codec.shortcuts import Envelope
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.memory.regions import Regions
 
@@ -39,7 +40,7 @@ def codec_for(
 
 
 class AdaptingCodec(ModelCodec):
-    """A codec whose `decode` returns inputs in the model's shapes, MISSING standing for those left out, and whose
+    """A codec whose `read` returns inputs in the model's shapes, MISSING standing for those left out, and whose
     `encode` takes results in the model's shapes and leaves out of the response what is MISSING in them.
 
     The key also contains which optional inputs were given, and shape and hash of the content of each shape tensor.
@@ -55,17 +56,17 @@ class AdaptingCodec(ModelCodec):
         regions: Regions | None = None,
     ) -> None:
         super().__init__(model, version, spec, max_batch_rows, labels, regions)
-        self.short_way = None
         self._shape_tensors = [index for index, tensor in enumerate(spec.inputs) if tensor.shape_tensor]
         self._optional = [index for index, tensor in enumerate(spec.inputs) if tensor.optional]
         self._reshaped = [index for index, tensor in enumerate(spec.inputs) if tensor.reshape is not None]
         self._reshaped_outputs = [index for index, tensor in enumerate(spec.outputs) if tensor.reshape is not None]
 
-    def decode(self, request: AnyRequest) -> DecodedRequest:
-        decoded = super().decode(request)
-        inputs = list(decoded.inputs)
+    def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
+        """Reads `first` alone: what is in its tensors may keep it apart from others."""
+        group = super().read(first)
+        inputs = list(group.inputs[0])
         key = (
-            decoded.options.key,
+            group.options.key,
             tuple(inputs[index] is MISSING for index in self._optional),
             tuple(_content(cast("Array", inputs[index])) for index in self._shape_tensors),
         )
@@ -73,20 +74,22 @@ class AdaptingCodec(ModelCodec):
             array = inputs[index]
             if array is not MISSING:
                 inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
-        return DecodedRequest(tuple(inputs), replace(decoded.options, key=key), decoded.targets)
+        return Group.of_one(replace(group.options, key=key), tuple(inputs), group.targets[0])
 
-    def encode(
-        self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
-    ) -> AnyResponse:
-        shown = list(results)
+    def encode(self, requests: Sequence[Answerable]) -> list[AnyResponse | Exception]:
+        return super().encode([self._shown(request) for request in requests])
+
+    def _shown(self, request: Answerable) -> _Shown:
+        """The request with results as its client sees them."""
+        options, shown = request.options, list(request.value)
+        assert options is not None
         for index in self._reshaped_outputs:
-            tensor, array = self._spec.outputs[index], results[index]
+            tensor, array = self._spec.outputs[index], shown[index]
             if array is not MISSING:
                 lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
                 shown[index] = array.reshape(to_client(tensor, array.shape, lead))
-        there = tuple(index for index in decoded.options.outputs if shown[index] is not MISSING)
-        narrowed = DecodedRequest(decoded.inputs, replace(decoded.options, outputs=there), decoded.targets)
-        return super().encode(request, narrowed, shown, envelope)
+        there = tuple(index for index in options.outputs if shown[index] is not MISSING)
+        return _Shown(request.message, replace(options, outputs=there), shown, request.targets, request.envelope)
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         if not self._max_batch_rows:
@@ -99,6 +102,16 @@ class AdaptingCodec(ModelCodec):
         if not stacked:
             raise self._invalid("expected at least one input with a leading batch dimension, got none")
         return super()._rows([tensor for tensor, _ in stacked], [shape for _, shape in stacked])
+
+
+class _Shown(NamedTuple):
+    """A request to answer, `Answerable`."""
+
+    message: AnyRequest
+    options: RequestOptions
+    value: Tensors
+    targets: Targets
+    envelope: Envelope | None
 
 
 def _content(array: Array) -> Hashable:

@@ -1,19 +1,20 @@
 """Between wire messages and the arrays that models take.
 
 Lives here: every check of a request against its model, so that nothing faulty is ever queued; and encoding responses.
-Must not: wait for anything, or know about batches. The rule: what `decode` returns can be stacked with any other
-request of equal key, if their rows together fit a batch.
+Most requests are known, and most responses plain: these are read by `known_requests` and made by `answers`. Must not:
+wait for anything, or know about batches. The rule: what `read` returns can be stacked with any other request of equal
+key, if their rows together fit a batch.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from paceline.backends.base import DeviceTensor
 from paceline.backends.errors import ExecutionError
-from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.spec import MISSING, Array, ModelSpec, TensorSpec
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from paceline.protos.parsing import ensure_room
@@ -27,11 +28,10 @@ from paceline.protos.tensors import (
     encode_raw,
     raw_buffer,
 )
+from paceline.server.codec.answers import Answerable, AnswerPlans
 from paceline.server.codec.classification import Labels, class_count, classes_of
-from paceline.server.codec.decoded import DecodedRequest, RequestOptions
-from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
-from paceline.server.codec.short_way import ShortWay
-from paceline.server.codec.shortcuts import Envelope
+from paceline.server.codec.known_requests import Group, KnownRequests, Targets
+from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, RequestParameters, parse_parameters
 from paceline.server.codec.wire_request import AnyRequest, WireRequest
 from paceline.server.errors import AnswerTooLarge, InvalidRequest
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
@@ -91,9 +91,8 @@ class ModelCodec:
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._all_outputs = tuple(range(len(spec.outputs)))
-        self._short = ShortWay(model, version, spec, self._memory, regions)
-        # For callers with many requests at a time: what `decode` and `encode` do, for requests that are alike.
-        self.short_way: ShortWay | None = self._short
+        self._known = KnownRequests(spec, regions)
+        self._answers = AnswerPlans(model, version, spec)
         # How many axes of each input come before its dims.
         self._lead = [0 if tensor.shape_tensor or not max_batch_rows else 1 for tensor in spec.inputs]
         # Inputs that are stacked and whose sizes the configuration leaves open. Sizes of other inputs don't keep
@@ -105,22 +104,23 @@ class ModelCodec:
         ]
 
     # hot path: see bench/
-    def decode(self, request: AnyRequest) -> DecodedRequest:
-        """Check `request` against the model and read its tensors.
+    def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
+        """Check `first` against the model and read its tensors, and those of as many of `more` as ask for the same and
+        are known.
 
         Raises InvalidRequest, RegionNotFound, or NotSupported for extensions that this build lacks or that are switched
-        off; all name the model and the tensor.
+        off; all are about `first`, and name the model and the tensor.
         """
-        if not isinstance(request, WireRequest):
-            return self._decode(request)
-        decoded = self._short.decode(request)
-        if decoded is None:
-            message = request.message()
-            decoded = self._decode(message)
-            self._short.learn(request.mold.head, message, decoded)
-        return decoded
+        if not isinstance(first, WireRequest):
+            return self._parse(first)
+        group = self._known.read(first, more)
+        if group is None:
+            message = first.message()
+            group = self._parse(message)
+            self._known.learn(first.form.signature, message, group)
+        return group
 
-    def _decode(self, request: ModelInferRequest) -> DecodedRequest:
+    def _parse(self, request: ModelInferRequest) -> Group:
         parameters = self._parameters(request) if request.parameters else NO_PARAMETERS
         outputs, targets = self._wanted_outputs(request)
         if parameters.typed_outputs:
@@ -140,25 +140,30 @@ class ModelCodec:
         free = tuple(inputs[index].shape[lead:] for index in self._free)
         classes = self._wanted_classes(request, outputs) if request.outputs else None
         plain = not (classes or parameters.typed_outputs or parameters.batch_info)
-        return DecodedRequest(inputs, RequestOptions(rows, free, outputs, parameters, classes, plain=plain), targets)
+        return Group.of_one(RequestOptions(rows, free, outputs, parameters, classes, plain=plain), inputs, targets)
 
-    def encode(
-        self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
-    ) -> AnyResponse:
-        """The response with the wanted outputs: raw, or in typed contents if the request asked for them. Outputs that
-        belong in shared memory are written there, in the order asked for, if all of them fit. A response returned as
-        bytes is in `envelope`.
+    # hot path: see bench/
+    def encode(self, requests: Sequence[Answerable]) -> list[AnyResponse | Exception]:
+        """The response to each request, with the outputs that its `options` ask for: raw, or in typed contents. Outputs
+        that have `targets` are written there, in the order asked for, if all of them fit. A response that is bytes is
+        in the request's `envelope`.
 
-        Raises ExecutionError for elements that no message can carry, AnswerTooLarge for more of them than a message can
-        carry, InvalidRequest for classes of too large an output and for shared memory that is too small or gone, and
-        MemoryError. The backend has checked what else could be wrong.
+        In place of a response: ExecutionError for elements that no message can carry, AnswerTooLarge for more of them
+        than a message can carry, InvalidRequest for classes of too large an output and for shared memory that is too
+        small or gone, and MemoryError. The backend has checked what else could be wrong.
         """
-        if isinstance(request, WireRequest) and decoded.options.plain:
-            short = self._short.encode(request.id, decoded, results, envelope)
-            if short is not None:
-                return short
-        options = decoded.options
-        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
+        responses: list[AnyResponse | Exception] = []
+        for request, answer in zip(requests, self._answers.answers(requests), strict=True):
+            try:
+                responses.append(answer if answer is not None else self._message(request))
+            except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
+                responses.append(error)
+        return responses
+
+    def _message(self, request: Answerable) -> ModelInferResponse:
+        request_id, options, results, targets = request.message.id, request.options, request.value, request.targets
+        assert options is not None
+        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request_id)
         writes: list[Write] = []
         raw: list[bytes] = []
         left_bytes = LARGEST_RESPONSE_BYTES
@@ -168,9 +173,9 @@ class ModelCodec:
                 array, datatype = self._classes(tensor, array, options.classes[index]), _BYTES
             output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
             try:
-                if decoded.targets and index in decoded.targets:
+                if targets and index in targets:
                     data = array if isinstance(array, DeviceTensor) else raw_buffer(array, datatype)
-                    writes.append((output, decoded.targets[index], data))
+                    writes.append((output, targets[index], data))
                     if not options.parameters.typed_outputs:
                         raw.append(b"")
                 elif options.parameters.typed_outputs:
@@ -233,7 +238,7 @@ class ModelCodec:
             )
         return tuple(tensor.shape)
 
-    def _wanted_outputs(self, request: ModelInferRequest) -> tuple[tuple[int, ...], Mapping[int, Span]]:
+    def _wanted_outputs(self, request: ModelInferRequest) -> tuple[tuple[int, ...], Targets]:
         """The indices of the outputs asked for, and where those belong that go into shared memory."""
         if not request.outputs:
             return self._all_outputs, NOWHERE

@@ -7,25 +7,26 @@ all tensors have the same number of rows, axis 0 is taken as the batch axis, unl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
+
+import numpy as np
 
 from paceline.backends.errors import ExecutionError
 from paceline.backends.remote_messages import OpenResult, OpenTensor
-from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from paceline.protos.datatypes import by_name
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from paceline.protos.tensors import TensorError, encode_contents, encode_raw
 from paceline.scheduler.errors import ExecutionFailed
+from paceline.server.codec.answers import Answerable
 from paceline.server.codec.codec import ModelCodec
-from paceline.server.codec.decoded import DecodedRequest
-from paceline.server.codec.shortcuts import Envelope
-from paceline.server.codec.splitting import joined
+from paceline.server.codec.known_requests import Group
 from paceline.server.codec.wire_request import AnyRequest, message_of
 from paceline.server.errors import InvalidRequest
 
-__all__ = ["OpenCodec"]
+__all__ = ["OpenCodec", "joined"]
 
 _MAX_TENSORS = 1_024
 """The most inputs of a request, and the most outputs. A MB of them would keep the event loop busy for a second."""
@@ -40,17 +41,15 @@ class OpenCodec:
     """Decodes and encodes whatever the protocol allows. `max_batch_rows` is the most rows of a request; 0: there are no
     rows, and each request travels alone."""
 
-    short_way = None
-
     def __init__(self, model: str, version: str, max_batch_rows: int) -> None:
         self._model = model
         self._version = version
         self._max_batch_rows = max_batch_rows
         self._codecs: dict[Hashable, tuple[ModelSpec, ModelCodec]] = {}
 
-    def decode(self, request: AnyRequest) -> DecodedRequest:
-        """Read the tensors; the result's `options.spec` describes them. Raises InvalidRequest."""
-        message = message_of(request)
+    def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
+        """Read the tensors of `first` alone; the result's `options.spec` describes them. Raises InvalidRequest."""
+        message = message_of(first)
         if (most := max(len(message.inputs), len(message.outputs))) > _MAX_TENSORS:
             raise InvalidRequest(f"model '{self._model}': expected at most {_MAX_TENSORS} tensors, got {most}")
         batched = self._max_batch_rows > 0 and _has_rows(message)
@@ -60,20 +59,30 @@ class OpenCodec:
             tuple(one.name for one in message.outputs),
         )
         spec, codec = self._codecs.get(layout) or self._learn(layout, message, batched)
-        decoded = codec.decode(message)
+        group = codec.read(message)
         # A request that travels alone has a key that no other request has.
-        key = layout, decoded.options.key if batched else object()
-        return DecodedRequest(decoded.inputs, replace(decoded.options, key=key, spec=spec))
+        key = layout, group.options.key if batched else object()
+        return group._replace(options=replace(group.options, key=key, spec=spec))
 
-    def encode(
-        self, request: AnyRequest, decoded: DecodedRequest, results: Any, envelope: Envelope | None = None
-    ) -> ModelInferResponse:
-        """The response with all of `results`. Raises ExecutionError for elements that no message can carry."""
-        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
-        for name, datatype, array in results:
+    def encode(self, requests: Sequence[Answerable]) -> list[ModelInferResponse | Exception]:
+        """The response to each request, with all of its results. In place of one: ExecutionError for elements that no
+        message can carry, or MemoryError."""
+        responses: list[ModelInferResponse | Exception] = []
+        for request in requests:
+            try:
+                responses.append(self._message(request))
+            except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
+                responses.append(error)
+        return responses
+
+    def _message(self, request: Answerable) -> ModelInferResponse:
+        options = request.options
+        assert options is not None
+        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.message.id)
+        for name, datatype, array in cast("OpenResult", request.value):
             output = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
             try:
-                if decoded.options.parameters.typed_outputs:
+                if options.parameters.typed_outputs:
                     output.contents.CopyFrom(encode_contents(array, by_name(datatype)))
                 else:
                     response.raw_output_contents.append(encode_raw(array, by_name(datatype)))
@@ -122,3 +131,13 @@ def _has_rows(message: ModelInferRequest) -> bool:
     """Whether there are tensors, and each has a first axis, all of the same size."""
     rows = {one.shape[0] if one.shape else 0 for one in message.inputs}
     return len(rows) == 1 and min(rows) > 0
+
+
+def joined(number: int, parts: Sequence[Array]) -> Array:
+    """The parts of output `number` as one array. Raises ExecutionFailed if they don't fit."""
+    try:
+        return np.concatenate(parts)
+    except ValueError:
+        shapes = [list(part.shape) for part in parts]
+        what = f"the parts of a split request can't be joined: output {number} has shapes {shapes}"
+        raise ExecutionFailed(what) from None

@@ -1,4 +1,4 @@
-"""The `parameters` of an inference request, checked.
+"""What an inference request asks for besides its tensors: its `parameters`, checked, and what follows for its batch.
 
 Lives here: which keys mean something, which are reserved, and of what type they must be. Everything else is accepted
 as it is, as the protocol leaves parameters to each server. Source of names and types: Triton's "parameters" and
@@ -8,14 +8,24 @@ as it is, as the protocol leaves parameters to each server. Source of names and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.backends.spec import ModelSpec
 from paceline.protos.inference_pb2 import InferParameter
 from paceline.server.errors import InvalidRequest
 
-__all__ = ["CANCEL", "KNOWN", "NO_PARAMETERS", "UNORDERED", "RequestParameters", "is_reserved", "parse_parameters"]
+__all__ = [
+    "CANCEL",
+    "KNOWN",
+    "NO_PARAMETERS",
+    "UNORDERED",
+    "RequestOptions",
+    "RequestParameters",
+    "is_reserved",
+    "parse_parameters",
+]
 
 UNORDERED = "paceline_unordered"
 """On a request of a stream: its answer need not wait for those before it."""
@@ -60,6 +70,23 @@ class RequestParameters:
 
 
 NO_PARAMETERS = RequestParameters()
+
+
+@dataclass(slots=True)
+class RequestOptions:
+    """What a request asks for, apart from its tensors. Requests of equal `key` may share a batch. `outputs` are the
+    indices of the wanted outputs, in the order asked for; `classes` has, by index, those of which only some classes are
+    wanted, and how many. `spec` describes the request's tensors if its model doesn't. `size_bytes` is the size of all
+    its inputs, -1 if that has to be counted. `plain`: nothing but raw outputs is wanted."""
+
+    rows: int
+    key: Hashable
+    outputs: tuple[int, ...]
+    parameters: RequestParameters
+    classes: Mapping[int, int] | None = None
+    spec: ModelSpec | None = None
+    size_bytes: int = -1
+    plain: bool = True
 
 
 def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParameters:

@@ -45,7 +45,7 @@ def passed_on_by(request: AnyRequest, passed: PassedHeaders) -> PassedOn:
 def _is_plain(request: AnyRequest) -> bool:
     """Whether there are no parameters, of the request or of its tensors."""
     if isinstance(request, WireRequest):
-        return request.mold.plain
+        return request.form.plain
     return (
         not request.parameters
         and not any(one.parameters for one in request.inputs)

@@ -1,11 +1,12 @@
-"""Requests like earlier ones, for which no message needs to be parsed.
+"""Reading requests from their bytes; those like earlier ones without parsing them.
 
 Clients send the same again and again: model, names, datatypes, shapes and parameters stay, id and tensors change. What
-stays is the *head* (`protos.wire`). The first request with a head is parsed and checked like any other. Later ones are
-only split into fields, and those cast in the same mold, with ids and tensors of the same length, are merely compared
-with it. By the head, their model's codec knows what to do with the tensors (`server.codec.shortcuts`).
+stays is the *signature* (`protos.wire`). The first request with a signature is parsed and checked like any other. Later
+ones are only split into fields, and those of the same *form*, with ids and tensors of the same lengths, are merely
+compared with it. By the signature, their model's codec knows what to do with the tensors
+(`server.codec.known_requests`).
 
-Lives here: telling which requests are alike. Must not: know models.
+Lives here: telling which requests have a signature and a form in common. Must not: know models.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from paceline.server.bounded_cache import BoundedCache
 from paceline.server.errors import InvalidRequest, MessageTooLarge, ServerError
 from paceline.server.limits import Limits
 
-__all__ = ["AnyRequest", "Mold", "RequestReader", "Unread", "WireRequest", "message_of", "parsed"]
+__all__ = ["AnyRequest", "Form", "RequestReader", "Unread", "WireRequest", "message_of", "parsed"]
 
-_LONGEST_HEAD = 4_096
-_MOLDS_OF_ONE_LENGTH = 4
+_LONGEST_SIGNATURE = 4_096
+_FORMS_OF_ONE_LENGTH = 4
 _PART_BYTES = 32
 _LENGTH_BYTES = 4
 
@@ -40,7 +41,7 @@ _Named = tuple[str, str, Mapping[str, InferParameter]]
 
 
 @dataclass(slots=True, eq=False)
-class Mold:
+class Form:
     """What requests have in common that differ in nothing but the values of id and tensors, which have the same
     lengths.
 
@@ -54,19 +55,19 @@ class Mold:
     id_at: int
     id_end: int
     raw: list[tuple[int, int]]
-    head: bytes
+    signature: bytes
     named: _Named
     plain: bool
     note: Any = None
 
     @classmethod
-    def of(cls, data: bytes, fields: RequestFields, named: _Named, plain: bool) -> Mold:
-        """The mold of the request in `data`."""
+    def of(cls, data: bytes, fields: RequestFields, named: _Named, plain: bool) -> Form:
+        """The form of the request in `data`."""
         id_end = fields.id_at + len(fields.id)
         starts = [0, id_end, *(end for _, end in fields.raw)]
         ends = [fields.id_at, *(start for start, _ in fields.raw), len(data)]
         parts = tuple((start, data[start:end]) for start, end in zip(starts, ends, strict=True) if start < end)
-        return cls(parts, fields.id_at, id_end, fields.raw, fields.head, named, plain)
+        return cls(parts, fields.id_at, id_end, fields.raw, fields.signature, named, plain)
 
     @property
     def size_bytes(self) -> int:
@@ -75,15 +76,15 @@ class Mold:
 
 
 class WireRequest:
-    """A serialized ModelInferRequest with the head of one that protobuf has parsed."""
+    """A serialized ModelInferRequest with the signature of one that protobuf has parsed."""
 
-    __slots__ = ("data", "id", "model_name", "model_version", "mold", "parameters")
+    __slots__ = ("data", "form", "id", "model_name", "model_version", "parameters")
 
-    def __init__(self, data: bytes, request_id: str, mold: Mold) -> None:
+    def __init__(self, data: bytes, request_id: str, form: Form) -> None:
         self.data = data
         self.id = request_id
-        self.mold = mold
-        self.model_name, self.model_version, self.parameters = mold.named
+        self.form = form
+        self.model_name, self.model_version, self.parameters = form.named
 
     def message(self) -> ModelInferRequest:
         """The request as protobuf sees it."""
@@ -127,21 +128,21 @@ class RequestReader:
 
     def __init__(self, max_elements: int = Limits().request_elements) -> None:
         self._max_elements = max_elements
-        # By heads.
+        # By signatures.
         self._known = BoundedCache[bytes, tuple[_Named, bool]]()
         # By the lengths of requests, the latest first.
-        self._molds = BoundedCache[int, tuple[Mold, ...]]()
+        self._forms = BoundedCache[int, tuple[Form, ...]]()
 
     # hot path: see bench/
     def __call__(self, data: bytes) -> AnyRequest | Unread:
         """The request in `data`, or why it isn't read."""
-        for mold in self._molds.get(len(data), ()):
-            for start, part in mold.parts:
+        for form in self._forms.get(len(data), ()):
+            for start, part in form.parts:
                 if not data.startswith(part, start):
                     break
             else:
                 try:
-                    return WireRequest(data, data[mold.id_at : mold.id_end].decode(), mold)
+                    return WireRequest(data, data[form.id_at : form.id_end].decode(), form)
                 except UnicodeDecodeError:
                     return self._parse(data)  # for protobuf's error text
         return self._read_fields(data)
@@ -151,18 +152,18 @@ class RequestReader:
         fields = scan_request(data)
         if fields is None:
             return self._parse(data)
-        known = self._known.get(fields.head)
+        known = self._known.get(fields.signature)
         if known is None:
             return self._parse_first(data, fields)
         try:
             request_id = fields.id.decode()
         except UnicodeDecodeError:
             return self._parse(data)
-        mold = Mold.of(data, fields, *known)
-        if mold.size_bytes <= _LONGEST_HEAD:
-            others = self._molds.get(len(data), ())[: _MOLDS_OF_ONE_LENGTH - 1]
-            self._molds.remember(len(data), (mold, *others), mold.size_bytes)
-        return WireRequest(data, request_id, mold)
+        form = Form.of(data, fields, *known)
+        if form.size_bytes <= _LONGEST_SIGNATURE:
+            others = self._forms.get(len(data), ())[: _FORMS_OF_ONE_LENGTH - 1]
+            self._forms.remember(len(data), (form, *others), form.size_bytes)
+        return WireRequest(data, request_id, form)
 
     def _parse(self, data: bytes) -> ModelInferRequest | Unread:
         most = self._max_elements
@@ -185,7 +186,7 @@ class RequestReader:
             of_tensors = [one.parameters for one in request.inputs] + [one.parameters for one in request.outputs]
             plain = not (parameters or any(of_tensors))
             named = request.model_name, request.model_version, parameters
-            self._known.remember(fields.head, (named, plain), len(fields.head))
+            self._known.remember(fields.signature, (named, plain), len(fields.signature))
         return request
 
 
@@ -196,7 +197,7 @@ def _text_elements(request: ModelInferRequest) -> int:
 
 
 def _may_come_again(request: ModelInferRequest, fields: RequestFields) -> bool:
-    """Whether more requests are likely to have this head; not if tensors are in it."""
-    if len(fields.head) > _LONGEST_HEAD:
+    """Whether more requests are likely to have this signature; not if tensors are in it."""
+    if len(fields.signature) > _LONGEST_SIGNATURE:
         return False
     return bool(fields.raw) or not any(tensor.HasField("contents") for tensor in request.inputs)

@@ -16,7 +16,7 @@ from paceline.server.errors import STATUS_OF
 from paceline.server.fronts import protocol
 from paceline.server.fronts.calls import Aborted
 from paceline.server.fronts.inference import Replies
-from paceline.server.rpc.answering import Context
+from paceline.server.rpc.calls import Context
 
 __all__ = ["forwarded"]
 
@@ -29,7 +29,7 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
             return await answer(data, context)
         except Aborted as aborted:
             refusal = context.abort(aborted.code, aborted.text)
-        # As in `server.rpc.answering`: what this raises keeps this frame alive.
+        # As in `server.rpc.calls`: what this raises keeps this frame alive.
         del data, context
         await refusal
         raise AssertionError("abort returned")

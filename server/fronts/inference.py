@@ -23,8 +23,8 @@ from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.answers import notify
 from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.request import AnyRequest
-from paceline.server.call_facts import NO_PASSED_HEADERS, answer_deadline_ns
-from paceline.server.codec.batch_facts import add_batch_facts
+from paceline.server.call_facts import NO_PASSED_HEADERS
+from paceline.server.codec.answers import add_batch_facts
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters
 from paceline.server.codec.passing import passed_on_by
@@ -34,7 +34,7 @@ from paceline.server.errors import ServerError, ServerStopping
 from paceline.server.fronts import protocol
 from paceline.server.fronts.calls import Aborted
 from paceline.server.fronts.catalogue import LookUp, Model
-from paceline.server.requests.in_flight import InFlight
+from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
 
 __all__ = ["RemoteInference", "Replies"]
 
@@ -179,11 +179,11 @@ class RemoteInference:
             self._replies.send_whole(flight)
             return
         try:
-            decoded = model.codec.decode(request)
+            read = model.codec.read(request)
         except (ServerError, ValueError):
             self._replies.send_whole(flight)
             return
-        options = decoded.options
+        options = read.options
         parameters = options.parameters
         if parameters.typed_outputs or options.classes:
             self._replies.send_whole(flight)
@@ -192,11 +192,11 @@ class RemoteInference:
             deadline_ns = min(deadline_ns, answer_deadline_ns(parameters.deadline_ns / 1e9, flight.arrived_ns))
         self._replies.refuse_if_full()
         # The codec has no regions, so none of them is in clients' shared memory.
-        parcel = self._link.pack(cast("Tensors", decoded.inputs))
+        parcel = self._link.pack(cast("Tensors", read.inputs[0]))
         if parcel is None:
             self._link.send((protocol.REFUSED, model.handle))
             raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
-        flight.decoded = decoded
+        flight.options = options
         self._replies.submit(
             flight,
             model.handle,
@@ -269,7 +269,11 @@ def _answer(flight: InFlight, result: _Reply) -> AnyResponse:
         return flight.envelope.around(result) if flight.envelope is not None else result
     outputs, facts = result
     model = flight.model
-    answer: AnyResponse = model.codec.encode(flight.message, flight.decoded, outputs, flight.envelope)
+    flight.value = outputs
+    made: list[AnyResponse | Exception] = model.codec.encode((flight,))
+    (answer,) = made
+    if isinstance(answer, Exception):
+        raise answer
     if isinstance(answer, pb.ModelInferResponse) and facts is not None:
         add_batch_facts(answer, model.batch_id_prefix, facts)
     return answer

@@ -24,10 +24,10 @@ from paceline.protos.tensors import TensorError, encode_raw
 from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.observer import Drop
 from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
-from paceline.server.codec.batch_facts import batch_facts_of
+from paceline.server.codec.answers import batch_facts_of
 from paceline.server.codec.codec import tensor_bytes
-from paceline.server.codec.decoded import DecodedRequest, RequestOptions
-from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters
+from paceline.server.codec.known_requests import Group
+from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, RequestParameters
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
 from paceline.server.errors import AnswerTooLarge
@@ -187,7 +187,7 @@ class FrontSession:
         number = whole.number
         self._waited_for.pop(number, None)
         if whole.answer is None and not whole.failed:
-            self._inference.conclude(whole, self._make_answer)
+            self._inference.conclude((whole,), self._make_answers)
         if whole.answer is not None and not whole.failed:
             try:
                 self._send_answer(number, serialized(whole.answer))
@@ -195,14 +195,19 @@ class FrontSession:
                 self.fail(number, error)
         self._notify_if_quiet()
 
-    def _make_answer(self, whole: _Whole, results: Tensors) -> None:
-        """Raises ExecutionError for outputs that aren't what the model declares, and QueueFull for an answer too large
-        for any front."""
-        encode(whole, results)
-        assert whole.answer is not None
-        data = whole.answer = serialized(whole.answer)
-        if len(data) > self._link.size_bytes // 2:
-            raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+    def _make_answers(self, wholes: Sequence[_Whole]) -> Sequence[Exception | None]:
+        """As `encode`; also QueueFull for an answer too large for any front."""
+        errors = encode(wholes)
+        for number, (whole, error) in enumerate(zip(wholes, errors, strict=True)):
+            if error is None and whole.answer is not None:
+                try:
+                    data = whole.answer = serialized(whole.answer)
+                except Exception as raised:  # noqa: BLE001 - the front's caller must get it
+                    errors[number] = raised
+                    continue
+                if len(data) > self._link.size_bytes // 2:
+                    errors[number] = QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+        return errors
 
     # hot path
     def _send_answer(self, number: int, data: bytes) -> None:
@@ -236,12 +241,12 @@ class FrontSession:
             self._link.send((protocol.STALE, number))
             return
         parameters = RequestParameters(*parameter_values) if parameter_values else NO_PARAMETERS
-        decoded = DecodedRequest(inputs, RequestOptions(rows, key, outputs, parameters))
+        group = Group.of_one(RequestOptions(rows, key, outputs, parameters), inputs)
         request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
         submitted = _Submitted(self, number, request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
         try:
             passed_on = PassedOn(*passed_on_values) if passed_on_values else NOTHING_PASSED_ON
-            self._inference.take(submitted, model, decoded, self._on_results, passed_on)
+            self._inference.take(submitted, model, group, self._on_results, passed_on)
         except Exception as error:  # noqa: BLE001 - the front's caller must get an answer
             self.fail(number, error)
             return
@@ -250,10 +255,20 @@ class FrontSession:
     # hot path
     def _on_results(self, done: list[_Submitted]) -> None:
         """Requests have results, or errors instead."""
-        for submitted in done:
-            if self._waited_for.pop(submitted.number, None) is not None:
-                self._inference.conclude(submitted, self._send_result)
+        wanted = [one for one in done if self._waited_for.pop(one.number, None) is not None]
+        self._inference.conclude(wanted, self._send_results)
         self._notify_if_quiet()
+
+    # hot path
+    def _send_results(self, done: Sequence[_Submitted]) -> Sequence[Exception | None]:
+        errors: list[Exception | None] = []
+        for submitted in done:
+            try:
+                self._send_result(submitted, submitted.value)
+                errors.append(None)
+            except Exception as error:  # noqa: BLE001 - the front's caller must get it
+                errors.append(error)
+        return errors
 
     # hot path
     def _send_result(self, submitted: _Submitted, results: Tensors) -> None:
@@ -262,8 +277,8 @@ class FrontSession:
         Raises ExecutionError or AnswerTooLarge, as the codec would, for what no message can carry, and QueueFull for
         what no front could take.
         """
-        assert submitted.decoded is not None
-        number, options = submitted.number, submitted.decoded.options
+        number, options = submitted.number, submitted.options
+        assert options is not None
         outputs = [MISSING] * len(results)
         for index in options.outputs:
             outputs[index] = results[index]
@@ -381,9 +396,9 @@ class _Whole(_Numbered):
 
 def _check_sendable(submitted: _Submitted, outputs: Sequence[Array]) -> None:
     """Raise ExecutionError, in the codec's words, for outputs that no message can carry."""
-    model, decoded = submitted.model, submitted.decoded
-    assert decoded is not None
-    for index in decoded.options.outputs:
+    model, options = submitted.model, submitted.options
+    assert options is not None
+    for index in options.outputs:
         tensor, array = model.spec.outputs[index], outputs[index]
         if array is MISSING or not array.dtype.hasobject:
             continue

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from paceline.backends.base import DeviceTensor
-from paceline.backends.spec import ModelSpec, Tensors
+from paceline.backends.spec import ModelSpec
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from paceline.protos.tensors import TensorError, decode_raw, element_count, raw_buffer
-from paceline.server.errors import GpuLost, InvalidRequest, NotSupported, RegionNotFound
+from paceline.protos.tensors import TensorError, decode_raw, element_count
+from paceline.server.errors import InvalidRequest, NotSupported, RegionNotFound
 from paceline.server.memory.region_tensors import BYTE_SIZE, OFFSET, REGION, Input, RegionTensor, Span, span_of
 from paceline.server.memory.regions import Regions
 
@@ -113,21 +113,6 @@ class ClientMemory:
             except InvalidRequest as error:
                 raise self._invalid(output.name, str(error)) from None
             set_shared_memory_parameters(output, span, len(data))
-
-    # hot path for requests that want it
-    def write_results(self, targets: Mapping[int, Span], results: Tensors, types: Sequence[Datatype]) -> bool:
-        """Write results to where they belong, unless they are there already. False if they can't be written: `write`
-        has the error texts."""
-        rest = {index: results[index] for index in targets if not isinstance(results[index], DeviceTensor)}
-        buffers = {index: raw_buffer(array, types[index]) for index, array in rest.items()}
-        if any(len(data) > targets[index].byte_size for index, data in buffers.items()):
-            return False
-        try:
-            for index, data in buffers.items():
-                targets[index].region.write(data, targets[index].offset)
-        except (InvalidRequest, GpuLost):
-            return False
-        return True
 
     def _too_small(self, output: str, needed: int, span: Span) -> InvalidRequest:
         return self._invalid(

@@ -1,7 +1,10 @@
 """Inference requests, from message to message, whichever RPC brought them.
 
-Lives here: the order of the steps. Must not: checks (codec), look-ups (repository), what the batcher is told
-(submitting), waiting policy (batcher), or anything that belongs to one RPC alone.
+Requests that have arrived together are read together, submitted together, and answered together if they were in one
+batch; a lone one is a group of one.
+
+Lives here: the order of the steps, and what the batcher is told. Must not: checks (codec), look-ups (repository),
+waiting policy (batcher), or anything that belongs to one RPC alone.
 """
 
 from __future__ import annotations
@@ -9,27 +12,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
+from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.shares import Share
 from paceline.backends.spec import Tensors
 from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.errors import SchedulerError
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.request import OnAnswers
-from paceline.server.call_facts import answer_deadline_ns
-from paceline.server.codec.batch_facts import add_batch_facts, batch_facts_of
-from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.answers import add_batch_facts, batch_facts_of
+from paceline.server.codec.codec import memory_bytes
+from paceline.server.codec.known_requests import Group
+from paceline.server.codec.open_codec import OpenCodec
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
-from paceline.server.codec.short_way import AlikeRequests
-from paceline.server.codec.wire_request import WireRequest
 from paceline.server.errors import ServerStopping
+from paceline.server.memory.region_tensors import TargetedInputs
 from paceline.server.models.repository import Repository, ServedModel
-from paceline.server.requests.in_flight import InFlight
+from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
+from paceline.server.requests.parts import Parts
 from paceline.server.requests.quiet import until_quiet
-from paceline.server.requests.submitting import ready, ready_remote, submit
 from paceline.server.telemetry.log import debugging
 from paceline.server.telemetry.tracing import Tracer
 from paceline.server.telemetry.watching import RequestWatch
@@ -43,8 +48,8 @@ _MESSAGE = attrgetter("message")
 _MAX_MADE_BYTES = 2**17
 """If a batch's outputs have at most this many bytes, all answers are made before the first one leaves."""
 
-Answer = Callable[[Any, Tensors], None]
-"""Answers a request in flight, given its results."""
+Answer = Callable[[Sequence[Any]], Sequence[Exception | None]]
+"""Answers requests in flight that have results. Returns for each why it has no answer, None if it has."""
 
 
 class Inference:
@@ -74,60 +79,80 @@ class Inference:
 
     # hot path: see bench/
     def _start(self, flights: list[InFlight]) -> None:
-        """Check requests that have arrived, all for one model, and hand them to its batcher. Consecutive requests that
-        differ only in id, tensors and deadline are handed over together."""
-        started = 0
-        while started < len(flights):
-            group = flights[started : started + (self._read_group(flights, started) or 1)]
-            started += len(group)
-            if any(flight.ended for flight in group):
-                for flight in group:
-                    if flight.ended:
-                        self._count_withdrawn(flight)
-                group = [flight for flight in group if not flight.ended]
-            if group:
-                self._check_and_submit(group)
+        """Read requests that have arrived, all for one model, and hand them to its batcher, in groups of those that
+        differ only in id, tensors and deadline. What is wrong with the first of a group ends that request alone."""
+        if any(flight.ended for flight in flights):
+            for flight in flights:
+                if flight.ended:
+                    self._count_withdrawn(flight)
+            flights = [flight for flight in flights if not flight.ended]
+        if self._spans is not None or debugging.on:
+            for flight in flights:
+                flight.trail = RequestWatch(flight.message, flight.parent, self._spans, flight.arrived_ns)
+        place = 0
+        while place < len(flights):
+            first = flights[place]
+            try:
+                model = first.model or self._look_up(first)
+                if model.remote:
+                    # What else they take along may keep them apart.
+                    passed_on = passed_on_by(first.message, first.passed)
+                    group = model.codec.read(first.message)
+                else:
+                    passed_on = NOTHING_PASSED_ON
+                    group = model.codec.read(first.message, map(_MESSAGE, islice(flights, place + 1, None)))
+                together = flights[place : place + len(group.inputs)]
+                refusals = self._submit(together, group, self._on_done, passed_on)
+            except Exception as error:  # noqa: BLE001 - the caller must get an answer
+                self._refuse(first, error)
+                place += 1
+                continue
+            for flight, refusal in zip(together, refusals, strict=False):
+                if refusal is not None:
+                    self._refuse(flight, refusal)
+            place += len(together)
 
     # hot path: see bench/
-    def _read_group(self, flights: list[InFlight], first: int) -> int:
-        """Decode the consecutive `flights`, from `first` on, that differ only in id, tensors and deadline. Returns how
-        many there are; 0 if the first one has to be read by itself."""
-        model = flights[first].model
-        if len(flights) == 1 or model is None or model.remote or self._spans is not None or debugging.on:
-            return 0
-        if model.codec.short_way is None:
-            return 0
-        try:
-            alike: AlikeRequests | None = model.codec.short_way.decode_alike(
-                map(_MESSAGE, islice(flights, first, None))
-            )
-        except Exception:  # noqa: BLE001 - logged; each request is decoded by itself
-            _log.exception("decoding requests together failed; decoding them one by one")
-            return 0
-        if alike is None:
-            return 0
-        ready(islice(flights, first, None), model, alike.options, zip(alike.inputs, alike.targets, strict=True))
-        return len(alike.inputs)
-
-    # hot path: see bench/
-    def _check_and_submit(self, group: list[InFlight]) -> None:
-        """Check requests that weren't read as a group, and submit all of `group`. Those that are refused end."""
-        try:
-            if group[0].decoded is None:
-                self._check(group[0])
-            refusals = submit(group, group[0].model, self._on_done)
-        except Exception as error:  # noqa: BLE001 - the caller must get an answer
-            if len(group) == 1:
-                self._refuse(group[0], error)
-                return
-            _log.exception("submitting requests together failed; submitting them one by one")
-            for flight in group:
-                if not (flight.waits or flight.ended):
-                    self._check_and_submit([flight])
-            return
-        for flight, refusal in zip(group, refusals, strict=False):
-            if refusal is not None:
-                self._refuse(flight, refusal)
+    def _submit(
+        self, flights: Sequence[InFlight], group: Group, on_answers: OnAnswers, passed_on: PassedOn
+    ) -> Sequence[SchedulerError | None]:
+        """Hand `flights`, which were read as `group`, to their model's batcher, which calls `on_answers` when they have
+        ended. Returns as `Batcher.submit`. A request of more rows than a batch may have is executed in parts."""
+        model: ServedModel = flights[0].model
+        options = group.options
+        parameters = options.parameters
+        for flight, inputs, targets in zip(flights, group.inputs, group.targets, strict=True):
+            if parameters.deadline_ns:
+                own_ns = answer_deadline_ns(parameters.deadline_ns / 1e9, flight.arrived_ns)
+                flight.deadline_ns = min(flight.deadline_ns, own_ns)
+            if flight.trail is not None:
+                flight.trail.on_taken(model.version, options.rows)
+                flight.tag = flight.trail
+            flight.on_answers = on_answers
+            flight.options, flight.targets = options, targets
+            flight.payload, flight.rows, flight.key = inputs, options.rows, options.key
+            flight.size_bytes = options.size_bytes if options.size_bytes >= 0 else sum(map(memory_bytes, inputs))
+            flight.priority, flight.timeout_ns = parameters.priority, parameters.timeout_ns
+            if targets and model.writes_outputs and any(one.region.kind == "cuda" for one in targets.values()):
+                # The instance's thread leaves outputs in a GPU's memory.
+                flight.payload = TargetedInputs.to(targets, inputs)
+            if model.remote:
+                # Inputs are never in shared memory here: that and another server exclude each other.
+                flight.payload = RemoteRequest(
+                    cast("Tensors", inputs),
+                    options.outputs,
+                    flight.deadline_ns,
+                    flight.message.id,
+                    *passed_on,
+                    spec=options.spec,
+                )
+                flight.key = options.key, passed_on.key
+        if 0 < model.max_batch_rows < options.rows:
+            join = model.codec.join if isinstance(model.codec, OpenCodec) else None
+            for flight in flights:
+                model.in_parts(Parts(flight, model.batcher, join).task)
+            return ()
+        return model.batcher.submit(flights)
 
     def _refuse(self, flight: InFlight, error: BaseException) -> None:
         """A request ends before it is queued."""
@@ -136,51 +161,28 @@ class Inference:
             flight.on_done()
 
     # hot path: see bench/
-    def _check(self, flight: InFlight) -> None:
-        """Look a request's model up, and read the request as that demands. Raises what is wrong with it."""
-        message = flight.message
-        if self._spans is not None or debugging.on:
-            flight.trail = RequestWatch(message, flight.parent, self._spans, flight.arrived_ns)
-        model = flight.model or self._look_up(flight)
-        decoded: DecodedRequest = model.codec.decode(message)
-        if decoded.options.parameters.deadline_ns:
-            own_ns = answer_deadline_ns(decoded.options.parameters.deadline_ns / 1e9, flight.arrived_ns)
-            flight.deadline_ns = min(flight.deadline_ns, own_ns)
-        if flight.trail is not None:
-            flight.trail.on_taken(model.version, decoded.options.rows)
-        if model.remote:
-            ready_remote(flight, model, decoded, passed_on_by(message, flight.passed))
-        else:
-            ready((flight,), model, decoded.options, ((decoded.inputs, decoded.targets),))
-
-    # hot path: see bench/
     def take(
         self,
         flight: InFlight,
         model: ServedModel,
-        decoded: DecodedRequest,
+        group: Group,
         on_answers: OnAnswers,
         passed_on: PassedOn = NOTHING_PASSED_ON,
     ) -> None:
-        """Hand a request that was looked up and checked elsewhere to its model's batcher. `on_answers` is called with
-        requests that have ended, and has to call `conclude` for each. `passed_on` is for another server, if one
-        executes the request. Raises errors that are found now."""
+        """Hand a request that was looked up and read elsewhere, as a `group` of one, to its model's batcher.
+        `on_answers` is called with requests that have ended, and has to call `conclude` with them. `passed_on` is for
+        another server, if one executes the request. Raises errors that are found now."""
         flight.model = model
         if self._spans is not None or debugging.on:
             request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=flight.message.id)
             flight.trail = RequestWatch(request, flight.parent, self._spans, flight.arrived_ns)
-            flight.trail.on_taken(model.version, decoded.options.rows)
         if not self.serving:
             refusal = self._refusal(model)
             if flight.trail is not None:
                 flight.trail.on_failure(refusal)
             raise refusal
         try:
-            if model.remote:
-                ready_remote(flight, model, decoded, passed_on)
-            else:
-                ready((flight,), model, decoded.options, ((decoded.inputs, decoded.targets),))
-            for error in submit([flight], model, on_answers):
+            for error in self._submit((flight,), group, on_answers, passed_on):
                 if error is not None:
                     raise error
         except Exception as error:
@@ -195,84 +197,57 @@ class Inference:
 
     # hot path: see bench/
     def _on_done(self, flights: list[InFlight]) -> None:
-        """Submitted requests have ended. Small answers are made now, all of a batch together."""
-        try:
-            self._answer_alike(flights)
-        except Exception:  # noqa: BLE001 - logged; those without an answer follow one by one
-            _log.exception("answering a batch's requests together failed; answering them one by one")
-        for flight in flights:
-            if flight.gone:
-                continue
-            if flight.counted:
-                pass  # it has its answer
-            elif not flight.answered:
-                self.finish(flight)
-            elif type(results := flight.value) is Share and results.outputs.size_bytes <= _MAX_MADE_BYTES:
-                self._answer(flight, results, encode)
+        """Submitted requests have ended. Small answers are made now, all of a batch together; large ones follow one by
+        one, each when it can leave."""
+        wanted = [flight for flight in flights if not flight.gone]
+        self.conclude([flight for flight in wanted if not flight.answered or _is_small(flight.value)], encode)
+        for flight in wanted:
             flight.on_done()
 
+    def finish(self, flight: InFlight) -> None:
+        """Make the answer of a request that has ended, or call its `on_failure`."""
+        self.conclude((flight,), encode)
+
     # hot path: see bench/
-    def _answer_alike(self, flights: list[InFlight]) -> None:
-        """Make the answers to requests that have shares of the same batch's outputs, if these are small and the
-        requests want nothing else, be it in the response or in shared memory."""
-        model = flights[0].model
-        if len(flights) == 1 or model.codec.short_way is None or self._tracer.active:
+    def conclude(self, flights: Sequence[InFlight], answer: Answer) -> None:
+        """Answer and count requests of one model that have ended. `answer` gets those with results. For the others, and
+        those that it can't answer, their own `on_failure` is called."""
+        answered = [flight for flight in flights if flight.answered]
+        if len(answered) < len(flights):
+            for flight in flights:
+                if not flight.answered:
+                    self._fail(flight, asyncio.CancelledError() if flight.cancelled() else flight.exception())
+        if not answered:
             return
-        decoded = outputs = envelope = answers = None
-        answered = []
-        for flight in flights:
-            if flight.gone or flight.trail is not None or type(flight.message) is not WireRequest:
-                continue
-            share = flight.value if flight.answered else None
-            if type(share) is not Share:
-                continue
-            if flight.decoded is not decoded or share.outputs is not outputs or flight.envelope is not envelope:
-                decoded, outputs, envelope = flight.decoded, share.outputs, flight.envelope
-                assert decoded is not None
-                may = decoded.options.plain and outputs.size_bytes <= _MAX_MADE_BYTES
-                answers = model.codec.short_way.answers(decoded, share, envelope) if may else None
-            answer = answers.answer(flight.message.id, share.start) if answers is not None else None
-            if answer is not None:
-                flight.answer = answer
-                answered.append(flight)
+        errors = answer(answered)
+        if any(errors):
+            for flight, error in zip(answered, errors, strict=True):
+                if error is not None:
+                    self._fail(flight, error)
+            answered = [flight for flight, error in zip(answered, errors, strict=True) if error is None]
+            error = None  # its traceback may lead here
+        for flight in answered if self._tracer.active or self._spans is not None or debugging.on else ():
+            self._record(flight)
         now_ns = time.monotonic_ns()
-        model.statistics.on_successes([now_ns - flight.arrived_ns for flight in answered])
+        flights[0].model.statistics.on_successes([now_ns - flight.arrived_ns for flight in answered])
         for flight in answered:
             flight.counted = True
             flight.let_go()
 
-    def finish(self, flight: InFlight) -> None:
-        """Make the answer of a request that has ended, or call its `on_failure`."""
-        self.conclude(flight, encode)
-
-    # hot path: see bench/
-    def conclude(self, flight: InFlight, answer: Answer) -> None:
-        """Answer and count a request that has ended. `answer` gets its results; if that raises, or there are none, the
-        request's own `on_failure` is called."""
-        if flight.cancelled():
-            self._fail(flight, asyncio.CancelledError())
-        elif (error := flight.exception()) is not None:
-            self._fail(flight, error)
-        else:
-            self._answer(flight, flight.result(), answer)
-
-    # hot path: see bench/
-    def _answer(self, flight: InFlight, results: Tensors, answer: Answer) -> None:
+    def _record(self, flight: InFlight) -> None:
+        """Tell whoever wants to know about every request that this one has its answer."""
+        model = flight.model
         try:
-            answer(flight, results)
-            model = flight.model
             if flight.trail is not None:
                 flight.trail.on_success(flight.facts)
             if self._tracer.active and (facts := flight.facts) is not None:
                 self._tracer.record(model.name, model.version, flight.message.id, flight.arrived_ns, facts)
-            model.statistics.on_success(time.monotonic_ns() - flight.arrived_ns)
-            flight.counted = True
-            flight.let_go()
-        except Exception as error:  # noqa: BLE001 - passed to the caller
-            self._fail(flight, error)
+        except Exception:  # noqa: BLE001 - logged; the request has its answer
+            _log.exception("recording a request failed; traces and logs may lack it")
 
-    def _fail(self, flight: InFlight, error: BaseException) -> None:
+    def _fail(self, flight: InFlight, error: BaseException | None) -> None:
         """Count the failure and call `on_failure`. Doesn't raise: others are owed their answers."""
+        assert error is not None
         flight.answer = None
         flight.let_go()
         try:
@@ -320,12 +295,24 @@ class Inference:
         return error
 
 
+def _is_small(results: Tensors) -> bool:
+    return type(results) is Share and results.outputs.size_bytes <= _MAX_MADE_BYTES
+
+
 # hot path: see bench/
-def encode(flight: InFlight, results: Tensors) -> None:
-    """Make the answer of `flight`. Raises as `ModelCodec.encode`."""
-    model, decoded = flight.model, flight.decoded
-    assert decoded is not None
-    answer = model.codec.encode(flight.message, decoded, results, flight.envelope)
-    if decoded.options.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and flight.facts:
-        add_batch_facts(answer, model.batch_id_prefix, batch_facts_of(flight.facts))
-    flight.answer = answer
+def encode(flights: Sequence[InFlight]) -> list[Exception | None]:
+    """Make the answers of requests of one model that have results. Returns for each why it has none, as
+    `ModelCodec.encode`, None if it has one."""
+    model = flights[0].model
+    errors: list[Exception | None] = []
+    for flight, answer in zip(flights, model.codec.encode(flights), strict=True):
+        if isinstance(answer, Exception):
+            errors.append(answer)
+            continue
+        errors.append(None)
+        flight.answer = answer
+        if isinstance(answer, pb.ModelInferResponse):
+            assert flight.options is not None
+            if flight.options.parameters.batch_info and flight.facts:
+                add_batch_facts(answer, model.batch_id_prefix, batch_facts_of(flight.facts))
+    return errors

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.models.repository import Repository
-from paceline.server.rpc.answering import Context, answering
+from paceline.server.rpc.calls import Context, answering
 
 __all__ = ["Configuration"]
 

@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from paceline.server.rpc.admission import Admission, Calls, Ended, Refused
-from paceline.server.rpc.answering import Context, status_and_text
+from paceline.server.rpc.calls import Context, status_and_text
 from paceline.server.rpc.restrictions import Restriction, group_of
 from paceline.server.rpc.tokens import Tokens
 

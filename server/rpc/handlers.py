@@ -35,7 +35,7 @@ def handler_of(method: MethodDescriptor, behaviour: Callable[..., Awaitable[obje
     make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
     request = GetMessageClass(method.input_type)
     if request is pb.ModelInferRequest:
-        return make(behaviour, RequestReader(max_elements), serialized)
+        return make(behaviour, RequestReader(max_elements), None)  # its answers are bytes
     return make(behaviour, partial(parsed, request, max_elements=max_elements), serialized)
 
 

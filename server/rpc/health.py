@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.server.rpc.answering import Context
+from paceline.server.rpc.calls import Context
 
 __all__ = ["LIVENESS", "HealthService"]
 

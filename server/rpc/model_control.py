@@ -25,7 +25,7 @@ from paceline.server.models.load_request import (
 )
 from paceline.server.models.model_record import IndexLine, ModelState
 from paceline.server.models.repository import Repository
-from paceline.server.rpc.answering import Context, answering
+from paceline.server.rpc.calls import Context, answering
 
 __all__ = ["ModelControl"]
 

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from paceline.protos import inference_pb2, model_config_pb2
-from paceline.server.rpc.answering import Context
+from paceline.server.rpc.calls import Context
 from paceline.server.rpc.gate import Registry
 
 __all__ = ["INFERENCE_SERVICE", "SERVICES", "Reflection"]

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from paceline.protos import inference_pb2 as pb
 from paceline.server.errors import InvalidRequest, ModelNotFound, ModelNotReady, NotSupported
 from paceline.server.models.repository import Repository
-from paceline.server.rpc.answering import Context, answering
+from paceline.server.rpc.calls import Context, answering
 from paceline.server.telemetry import log
 from paceline.server.telemetry.log import LogSettings
 from paceline.server.telemetry.tracing import Tracer

@@ -15,7 +15,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.server.limits import Limits
 from paceline.server.models.repository import Repository, ServedModel
 from paceline.server.requests.inference import Inference
-from paceline.server.rpc.answering import Context, answering
+from paceline.server.rpc.calls import Context, answering
 from paceline.server.rpc.gate import Handler, Registry
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
 

@@ -16,7 +16,7 @@ from paceline.server.errors import NotSupported, RegionNotFound
 from paceline.server.memory.cuda_region import CudaRegion, CudaRegions
 from paceline.server.memory.regions import Region, Regions
 from paceline.server.memory.system_region import SystemRegion, open_system_region
-from paceline.server.rpc.answering import Context, answering
+from paceline.server.rpc.calls import Context, answering
 
 __all__ = ["SharedMemory"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from paceline.protos import inference_pb2 as pb
 from paceline.server.models.model_record import version_order
 from paceline.server.models.repository import Repository, ServedModel
-from paceline.server.rpc.answering import Context, answering
+from paceline.server.rpc.calls import Context, answering
 from paceline.server.telemetry.model_statistics import BatchTotals, VersionStatistics
 
 __all__ = ["StatisticsService", "statistics_message"]

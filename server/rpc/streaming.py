@@ -20,12 +20,21 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
+from paceline.server.codec.answers import Envelope
 from paceline.server.codec.parameters import CANCEL, UNORDERED
-from paceline.server.codec.shortcuts import Envelope
 from paceline.server.codec.wire_request import AnyRequest, Unread, WireRequest, message_of
 from paceline.server.requests.in_flight import InferenceSteps, InFlight
-from paceline.server.rpc.answering import Context, answering, status_and_text
-from paceline.server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
+from paceline.server.rpc.calls import (
+    Context,
+    HeaderForwarding,
+    HeaderPassing,
+    add_headers,
+    answering,
+    deadline_of,
+    header,
+    status_and_text,
+    traceparent_of,
+)
 
 __all__ = ["FINAL", "STATUS", "Streaming"]
 
@@ -193,7 +202,7 @@ class _Stream:
     # hot path: see bench/
     def _take(self, request: AnyRequest | Unread) -> None:
         unordered = False
-        if type(request) is not WireRequest or not request.mold.plain:
+        if type(request) is not WireRequest or not request.form.plain:
             if isinstance(request, Unread):
                 slot = self._slot(_NO_REQUEST)
                 self._ordered.append(slot)

@@ -6,14 +6,19 @@ which are in `server.requests.inference` or `server.fronts.inference`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.wire_request import AnyRequest, message_of
 from paceline.server.requests.in_flight import Call, InferenceSteps
-from paceline.server.rpc.answering import Context, answering
-from paceline.server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
-from paceline.server.rpc.handlers import serialized
+from paceline.server.rpc.calls import (
+    Context,
+    HeaderForwarding,
+    HeaderPassing,
+    add_headers,
+    answering,
+    traceparent_of,
+)
 
 __all__ = ["UnaryInference"]
 
@@ -35,11 +40,10 @@ class UnaryInference:
 
     # hot path: see bench/
     @answering
-    async def ModelInfer(self, request: AnyRequest, context: Context) -> bytes:
+    def ModelInfer(self, request: AnyRequest, context: Context) -> Awaitable[bytes]:
         if self._forwarding is not None:
             request = message_of(request)
             add_headers(request, self._forwarding.headers(context))
         parent = traceparent_of(context) if self._inference.reads_parents else None
         passed = self._passing.passed(context) if self._passing is not None else NO_PASSED_HEADERS
-        answer = await Call(self._inference, request, deadline_of(context), parent, passed).response()
-        return serialized(answer)  # where errors get a status
+        return Call(self._inference, request, context.time_remaining(), parent, passed).response()

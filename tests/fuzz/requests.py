@@ -15,7 +15,7 @@ from paceline.backends.spec import MISSING, Tensors
 from paceline.protos.datatypes import DATATYPES
 from paceline.protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 from paceline.protos.tensors import TensorError, decode_contents, decode_raw, encode_raw
-from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.known_requests import Group
 from paceline.server.codec.parameters import parse_parameters
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest, message_of
 from paceline.server.errors import ServerError
@@ -23,6 +23,7 @@ from paceline.server.memory.regions import Regions
 from paceline.server.memory.system_region import open_system_region
 from paceline.server.rpc.calls import HeaderForwarding, add_headers
 from paceline.server.rpc.handlers import serialized
+from tests.codecs import encoded
 from tests.fuzz.judging import Finding, Target, refused
 from tests.fuzz.models import MAX_ROWS, FuzzedModel, open_model
 from tests.shared_objects import SharedObject
@@ -99,13 +100,13 @@ def _outcome(model: FuzzedModel, request: AnyRequest) -> object:
     A request that is admitted can be executed, alone and beside another of its key, with the same outcome.
     """
     try:
-        decoded = model.codec.decode(request)
+        decoded = model.codec.read(request)
         alone = _executed(model, decoded, 1)[0]
         if model.spec.batched and 2 * decoded.options.rows <= MAX_ROWS:
             for both in _executed(model, decoded, 2):
                 if not _equal(both, alone):
                     raise Finding(f"alone {alone}, in a batch {both}")
-        data = serialized(model.codec.encode(request, decoded, alone))
+        data = serialized(encoded(model.codec, request, decoded, alone))
     except Finding:
         raise
     except Exception as error:  # noqa: BLE001 - `refused` tells them apart
@@ -114,9 +115,9 @@ def _outcome(model: FuzzedModel, request: AnyRequest) -> object:
     return ModelInferResponse.FromString(data).SerializeToString(deterministic=True)
 
 
-def _executed(model: FuzzedModel, decoded: DecodedRequest, times: int) -> list[Tensors]:
+def _executed(model: FuzzedModel, decoded: Group, times: int) -> list[Tensors]:
     results = []
-    for one in model.execute([decoded.inputs] * times, 0).results:
+    for one in model.execute([decoded.inputs[0]] * times, 0).results:
         if isinstance(one, Exception):
             raise one
         results.append(one)

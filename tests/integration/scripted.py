@@ -93,8 +93,10 @@ def marks(array: Array) -> list[float]:
     return [float(mark) for mark in array[:, 0].tolist()]
 
 
-def mark_of(answer: pb.ModelInferResponse) -> float:
+def mark_of(answer: pb.ModelInferResponse | bytes) -> float:
     """The mark, which all elements of the answer's only output must have."""
+    if isinstance(answer, bytes):
+        answer = pb.ModelInferResponse.FromString(answer)
     (data,) = answer.raw_output_contents
     found = set(np.frombuffer(data, "<f4").tolist())
     assert len(found) == 1, found

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
+from paceline.backends.packed import Packed
 from paceline.protos import inference_pb2 as pb
-from paceline.server.codec.decoded import DecodedRequest
 from paceline.server.codec.wire_request import RequestReader
 from paceline.server.errors import ModelNotFound
 from paceline.server.requests.in_flight import Call
@@ -203,11 +203,11 @@ async def test_tensors_are_released_though_nobody_reads_the_answers(tmp_path: Pa
             await asyncio.Event().wait()
 
     gc.collect()
-    others = _alive(DecodedRequest)
+    others = _alive(Packed)
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         stream = asyncio.create_task(served.server._streaming.ModelStreamInfer(None, Deaf(map(request, range(8)))))
         await eventually_async(lambda: sum(map(len, script.seen)) == 8, "all are executed")
-        await eventually_async(lambda: _alive(DecodedRequest) == others, "answers are made")
+        await eventually_async(lambda: _alive(Packed) == others, "answers are made")
         stream.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stream

@@ -8,9 +8,7 @@ from typing import Any
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from paceline.protos import inference_pb2 as pb
-from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
-from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.requests.in_flight import Call, InferenceSteps
 from paceline.server.rpc.handlers import serialized
@@ -38,6 +36,6 @@ class Context:
         self.written.append(pb.ModelStreamInferResponse.FromString(serialized(message)))
 
 
-async def called(inference: InferenceSteps, request: AnyRequest, deadline_ns: int = NEVER) -> AnyResponse:
+async def called(inference: InferenceSteps, request: AnyRequest) -> bytes:
     """The answer to a request sent as its own call."""
-    return await Call(inference, request, deadline_ns, None, NO_PASSED_HEADERS).response()
+    return await Call(inference, request, None, None, NO_PASSED_HEADERS).response()

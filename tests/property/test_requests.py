@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.datatypes import DATATYPES
 from paceline.server.memory.regions import Regions
+from paceline.server.rpc.handlers import serialized
+from tests.codecs import encoded
 from tests.fuzz.judging import judged
 from tests.fuzz.models import MAX_ROWS, SPECS, open_model
 from tests.fuzz.targets import target
@@ -94,11 +96,10 @@ def test_valid_requests_are_answered_with_their_own_tensors(
     for name in wanted:
         request.outputs.add(name=name)
     model = open_model("rows", Regions(1))
-    decoded = model.codec.decode(request)
-    results = model.execute([decoded.inputs], 0).results[0]
+    decoded = model.codec.read(request)
+    results = model.execute([decoded.inputs[0]], 0).results[0]
     assert not isinstance(results, Exception)
-    response = model.codec.encode(request, decoded, results)
-    assert isinstance(response, pb.ModelInferResponse)
+    response = pb.ModelInferResponse.FromString(serialized(encoded(model.codec, request, decoded, results)))
     assert response.id == "7"
     assert [output.name for output in response.outputs] == wanted
     expected = {"x": raw_bytes(floats), "y": raw_bytes(strings)}

@@ -31,4 +31,4 @@ def test_scan_finds_tensors_of_any_length(size: int) -> None:
     assert fields.id == message.id.encode()
     del message.raw_input_contents[:]
     message.id = ""
-    assert fields.head == message.SerializeToString()
+    assert fields.signature == message.SerializeToString()

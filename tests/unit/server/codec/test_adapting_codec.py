@@ -9,8 +9,9 @@ from paceline.backends.spec import MISSING, ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.codec.adapting_codec import AdaptingCodec, codec_for
 from paceline.server.codec.codec import ModelCodec
-from paceline.server.codec.decoded import DecodedRequest
+from paceline.server.codec.known_requests import Group
 from paceline.server.errors import InvalidRequest
+from tests.codecs import encoded_as_message
 from tests.wire import Array, infer
 
 PLAIN = TensorSpec("a", "FP32", (2,))
@@ -29,8 +30,8 @@ def floats(*shape: int) -> Array:
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
 
-def decoded(made: ModelCodec, **inputs: Array) -> DecodedRequest:
-    return made.decode(infer("m", inputs))
+def decoded(made: ModelCodec, **inputs: Array) -> Group:
+    return made.read(infer("m", inputs))
 
 
 def refusal(made: ModelCodec, **inputs: Array) -> str:
@@ -57,7 +58,7 @@ def test_codec_for_other_models_is_an_adapting_one(tensor: TensorSpec) -> None:
 def test_reshape_input_is_a_view_in_the_models_shape(
     tensor: TensorSpec, given: tuple[int, ...], seen: tuple[int, ...]
 ) -> None:
-    (array,) = decoded(codec(tensor), **{tensor.name: floats(*given)}).inputs
+    (array,) = decoded(codec(tensor), **{tensor.name: floats(*given)}).inputs[0]
 
     assert array.shape == seen
     assert array.tobytes() == floats(*given).tobytes()
@@ -67,9 +68,9 @@ def test_reshape_input_is_a_view_in_the_models_shape(
 def test_reshape_without_a_batch_axis_applies_to_the_whole_shape() -> None:
     made = codec(RESHAPED, outputs=(RESHAPED,), rows=0)
     request = infer("m", {"r": floats(4, 3)})
-    response = made.encode(request, made.decode(request), [floats(2, 2, 5)])
+    response = encoded_as_message(made, request, made.read(request), [floats(2, 2, 5)])
 
-    assert made.decode(request).inputs[0].shape == (2, 2, 3)
+    assert made.read(request).inputs[0][0].shape == (2, 2, 3)
     assert list(response.outputs[0].shape) == [4, 5]
 
 
@@ -84,7 +85,7 @@ def test_reshape_output_is_returned_in_the_clients_shape(typed: bool) -> None:
     made = codec(PLAIN, outputs=(RESHAPED, SCALAR))
     request = infer("m", {"a": floats(3, 2)}, parameters={"binary_data_output": not typed})
 
-    response = made.encode(request, made.decode(request), [floats(3, 2, 2, 5), floats(3)])
+    response = encoded_as_message(made, request, made.read(request), [floats(3, 2, 2, 5), floats(3)])
 
     assert [list(one.shape) for one in response.outputs] == [[3, 4, 5], [3, 1]]
     if typed:
@@ -97,7 +98,7 @@ def test_reshape_of_a_shape_tensor_output_applies_to_the_whole_shape() -> None:
     made = codec(PLAIN, outputs=(TensorSpec("s", "INT64", (4,), reshape=(2, 2), shape_tensor=True),))
     request = infer("m", {"a": floats(3, 2)})
 
-    response = made.encode(request, made.decode(request), [np.array([[1, 2], [3, 4]])])
+    response = encoded_as_message(made, request, made.read(request), [np.array([[1, 2], [3, 4]])])
 
     assert list(response.outputs[0].shape) == [4]
     assert response.raw_output_contents[0] == np.array([1, 2, 3, 4]).tobytes()
@@ -106,16 +107,16 @@ def test_reshape_of_a_shape_tensor_output_applies_to_the_whole_shape() -> None:
 def test_optional_input_left_out_is_marked_missing_at_its_position() -> None:
     made = codec(OPTIONAL, PLAIN)
 
-    assert decoded(made, a=floats(2, 2)).inputs[0] is MISSING
-    assert decoded(made, a=floats(2, 2)).inputs[1].shape == (2, 2)
-    assert decoded(made, o=floats(2, 3), a=floats(2, 2)).inputs[0].shape == (2, 3)
+    assert decoded(made, a=floats(2, 2)).inputs[0][0] is MISSING
+    assert decoded(made, a=floats(2, 2)).inputs[0][1].shape == (2, 2)
+    assert decoded(made, o=floats(2, 3), a=floats(2, 2)).inputs[0][0].shape == (2, 3)
 
 
 def test_optional_input_with_a_reshape_is_marked_missing_too_if_left_out() -> None:
     made = codec(TensorSpec("r", "FP32", (4, -1), optional=True, reshape=(2, 2, -1)), PLAIN)
 
-    assert decoded(made, a=floats(2, 2)).inputs[0] is MISSING
-    assert decoded(made, r=floats(2, 4, 3), a=floats(2, 2)).inputs[0].shape == (2, 2, 2, 3)
+    assert decoded(made, a=floats(2, 2)).inputs[0][0] is MISSING
+    assert decoded(made, r=floats(2, 4, 3), a=floats(2, 2)).inputs[0][0].shape == (2, 2, 2, 3)
 
 
 def test_optional_input_does_not_stand_in_for_a_required_one() -> None:
@@ -149,7 +150,7 @@ def test_optional_output_left_out_by_the_model_is_not_in_the_response(left_out: 
     made = codec(PLAIN, outputs=(left_out, PLAIN))
     request = infer("m", {"a": floats(1, 2)})
 
-    response = made.encode(request, made.decode(request), [MISSING, floats(1, 2)])
+    response = encoded_as_message(made, request, made.read(request), [MISSING, floats(1, 2)])
 
     assert [one.name for one in response.outputs] == ["a"]
     assert len(response.raw_output_contents) == 1
@@ -161,7 +162,7 @@ def test_shape_tensor_has_no_batch_dimension_and_does_not_count_rows() -> None:
     one = decoded(made, s=np.array([7, 8, 9]), a=floats(2, 2))
 
     assert one.options.rows == 2
-    assert one.inputs[0].tolist() == [7, 8, 9]
+    assert one.inputs[0][0].tolist() == [7, 8, 9]
     assert refusal(made, s=np.array([[7, 8]] * 2), a=floats(2, 2)) == (
         "unexpected shape for input 's' for model 'm': expected [-1], got [2, 2]"
     )
@@ -210,4 +211,4 @@ def test_typed_contents_of_a_reshaped_input_are_reshaped_too() -> None:
     tensor = request.inputs.add(name="z", datatype="FP32", shape=[2, 1])
     tensor.contents.fp32_contents.extend([4, 5])
 
-    assert codec(SCALAR).decode(request).inputs[0].tolist() == [4, 5]
+    assert codec(SCALAR).read(request).inputs[0][0].tolist() == [4, 5]

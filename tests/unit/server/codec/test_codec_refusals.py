@@ -32,13 +32,13 @@ def good() -> Request:
 
 def refusal(request: Request, spec: ModelSpec = SPEC, max_rows: int = 8) -> str:
     with pytest.raises(InvalidRequest) as caught:
-        ModelCodec("m", "1", spec, max_rows).decode(request)
+        ModelCodec("m", "1", spec, max_rows).read(request)
     return str(caught.value)
 
 
 def refused(change: Change) -> str:
     request = good()
-    ModelCodec("m", "1", SPEC, 8).decode(request)
+    ModelCodec("m", "1", SPEC, 8).read(request)
     change(request)
     return refusal(request)
 
@@ -302,7 +302,7 @@ def test_decode_typed_outputs_must_fit_into_contents_only_if_they_are_asked_for(
     request = good()
     request.parameters["binary_data_output"].bool_param = False
     request.outputs.add(name="x")
-    assert ModelCodec("m", "1", SPEC, 8).decode(request).options.parameters.typed_outputs
+    assert ModelCodec("m", "1", SPEC, 8).read(request).options.parameters.typed_outputs
 
 
 SWITCHED_OFF = "'shared_memory_region' is switched off; start the server with --allow-client-shm=true to switch it on"
@@ -312,7 +312,7 @@ def test_decode_output_into_shared_memory_is_not_supported_where_switched_off() 
     request = good()
     request.outputs.add(name="x").parameters["shared_memory_region"].string_param = "1"
     with pytest.raises(NotSupported) as caught:
-        ModelCodec("m", "1", SPEC, 8).decode(request)
+        ModelCodec("m", "1", SPEC, 8).read(request)
     assert str(caught.value) == f"model 'm': output 'x': {SWITCHED_OFF}"
 
 
@@ -336,15 +336,15 @@ def test_decode_input_in_shared_memory_is_not_supported_where_switched_off() -> 
     del request.raw_input_contents[0]
     request.inputs[0].parameters["shared_memory_region"].string_param = "region"
     with pytest.raises(NotSupported) as caught:
-        ModelCodec("m", "1", SPEC, 8).decode(request)
+        ModelCodec("m", "1", SPEC, 8).read(request)
     assert str(caught.value) == f"model 'm': input 'a': {SWITCHED_OFF}"
 
 
 def test_decode_works_after_a_refused_request() -> None:
     codec = ModelCodec("m", "1", SPEC, 8)
     with pytest.raises(InvalidRequest):
-        codec.decode(Request())
-    assert codec.decode(good()).options.rows == 1
+        codec.read(Request())
+    assert codec.read(good()).options.rows == 1
 
 
 MIB = 2**20
@@ -383,7 +383,7 @@ def test_refusal_of_very_many_small_fields_takes_little_memory(more: bytes, text
         request = reader(data + more)
         assert not isinstance(request, Exception)
         with pytest.raises(InvalidRequest, match=text):
-            codec.decode(request)
+            codec.read(request)
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

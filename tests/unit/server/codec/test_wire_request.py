@@ -56,7 +56,7 @@ def test_hundreds_of_different_heads_take_little_memory(make: Callable[[int], by
         assert isinstance(first, pb.ModelInferRequest)
         assert isinstance(again, WireRequest)
         if make is many_parameters:
-            codec.decode(again)
+            codec.read(again)
     assert rss_bytes() - before_bytes < _MAX_BYTES
 
 
@@ -66,7 +66,7 @@ def test_parameters_of_a_head_are_those_of_its_first_request() -> None:
     again = reader(many_parameters(7))
     assert isinstance(again, WireRequest)
     assert again.parameters == again.message().parameters
-    assert not again.mold.plain
+    assert not again.form.plain
 
 
 @pytest.mark.parametrize("where", ["", "inputs", "outputs"])
@@ -78,7 +78,7 @@ def test_request_is_plain_if_neither_it_nor_any_of_its_tensors_has_parameters(wh
     for _ in range(2):
         again = reader(message.SerializeToString())
     assert isinstance(again, WireRequest)
-    assert again.mold.plain is (not where)
+    assert again.form.plain is (not where)
 
 
 @pytest.mark.parametrize("known", ["ab", "other"], ids=["of a known length", "of another length"])

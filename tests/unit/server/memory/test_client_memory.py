@@ -15,6 +15,7 @@ from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRe
 from paceline.server.errors import InvalidRequest
 from paceline.server.memory.regions import Regions
 from paceline.server.memory.system_region import open_system_region
+from tests.codecs import encoded
 from tests.shared_objects import SharedObject, request_shared_output, shared_object
 from tests.wire import infer, rows_of_floats
 
@@ -49,7 +50,7 @@ def learned(codec: ModelCodec, message: pb.ModelInferRequest) -> AnyRequest:
     for _ in range(3):
         request = read(message.SerializeToString())
         assert not isinstance(request, Exception)
-        codec.decode(request)
+        codec.read(request)
     assert isinstance(request, WireRequest)
     return request
 
@@ -59,7 +60,7 @@ def test_output_for_truncated_memory_is_refused_before_anything_is_queued(
 ) -> None:
     memory.resize(0)
     with pytest.raises(InvalidRequest, match=GONE):
-        codec.decode(wanted_there())
+        codec.read(wanted_there())
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "of a batch"])
@@ -67,17 +68,17 @@ def test_output_for_memory_truncated_meanwhile_is_refused_and_not_reported_as_wr
     codec: ModelCodec, memory: SharedObject, batched: bool
 ) -> None:
     request = learned(codec, wanted_there())
-    decoded = codec.decode(request)
+    decoded = codec.read(request)
     memory.resize(0)
     results = Share(Outputs([rows_of_floats(2)] * 2), 1, 2) if batched else (rows_of_floats(1),) * 2
     with pytest.raises(InvalidRequest, match=GONE):
-        codec.encode(request, decoded, results)
+        encoded(codec, request, decoded, results)
 
 
 def test_output_that_turns_out_too_large_is_refused_and_writes_nothing(codec: ModelCodec, memory: SharedObject) -> None:
     request = learned(codec, wanted_there())
     with pytest.raises(InvalidRequest, match=r"^model 'm': output 'x': .* at least 12 bytes .*, got 8$"):
-        codec.encode(request, codec.decode(request), (np.ones((1, 3), np.float32), rows_of_floats(1)))
+        encoded(codec, request, codec.read(request), (np.ones((1, 3), np.float32), rows_of_floats(1)))
     assert memory.get(64) == bytes(64)
 
 
@@ -88,7 +89,7 @@ def test_outputs_in_memory_and_in_the_response_are_each_where_they_were_requeste
     message.outputs.add(name="y")
     request = learned(codec, message)
     x, y = rows_of_floats(1), rows_of_floats(1, first=5)
-    answer = codec.encode(request, codec.decode(request), (x, y))
+    answer = encoded(codec, request, codec.read(request), (x, y))
     assert isinstance(answer, bytes)
     assert list(pb.ModelInferResponse.FromString(answer).raw_output_contents) == [b"", y.tobytes()]
     assert memory.get(8) == x.tobytes()

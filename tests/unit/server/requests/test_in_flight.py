@@ -17,10 +17,10 @@ from paceline.scheduler.policy import NEVER, BatchPolicy
 from paceline.scheduler.request import BatchFacts
 from paceline.scheduler.testing import ManualClock, StepRunner
 from paceline.server.call_facts import NO_PASSED_HEADERS
-from paceline.server.codec.splitting import Parts
 from paceline.server.models.repository import Repository
 from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inference import Inference
+from paceline.server.requests.parts import Parts
 from paceline.server.telemetry.metrics import Metrics
 from tests.wire import rows_of_floats
 
@@ -35,8 +35,8 @@ async def test_split_request_given_up_as_one_of_its_parts_fails_leaves_no_unhand
     batcher: Batcher[Any, Any] = Batcher(BatchPolicy(max_batch_rows=4, isolate_failures=False), [runner], clock=clock)
     batcher.start()
     flight = InFlight(pb.ModelInferRequest(), NEVER, None, NO_PASSED_HEADERS)
-    flight.rows = 8
-    whole = Parts(flight, batcher, (rows_of_floats(8),)).task
+    flight.rows, flight.payload = 8, (rows_of_floats(8),)
+    whole = Parts(flight, batcher).task
     while not runner.busy:
         await asyncio.sleep(0)
     runner.fail(ExecutionError("bad part"))

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from paceline.server.errors import InvalidRequest
-from paceline.server.rpc.answering import status_and_text
+from paceline.server.rpc.calls import status_and_text
 
 MAX_BYTES = 3_000
 PRINTABLE = bytes(set(range(0x20, 0x7F)) - {ord("%")}).decode()

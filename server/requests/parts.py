@@ -11,18 +11,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from paceline.backends.spec import Array, Tensors
+from paceline.backends.remote_messages import RemoteRequest
+from paceline.backends.spec import Tensors
 from paceline.scheduler.answers import notify
 from paceline.scheduler.batcher import Batcher
-from paceline.scheduler.errors import ExecutionFailed
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Request
-from paceline.server.codec.decoded import Payload
-from paceline.server.memory.region_tensors import Inputs
+from paceline.server.codec.open_codec import joined
+from paceline.server.requests.in_flight import Payload
 
-__all__ = ["Parts", "joined"]
+__all__ = ["Parts"]
+
+WholeRequest = Request[Payload, Tensors]
 
 _MANY = 2**31
 
@@ -30,25 +30,16 @@ _Join = Callable[[Sequence[Any], Sequence[int]], Any]  # results as another serv
 
 
 class Parts:
-    """Executes the request `whole`, with `inputs`, in parts as large as batches may be; to the request it stands for
-    the batcher.
+    """Executes the request `whole` in parts as large as batches may be; to the request it stands for the batcher.
 
-    `payload_of` makes the batcher's payload of a part's inputs, which by default is these inputs. `join` joins results
-    that aren't plain arrays; it also gets the rows of each part. If a part fails, the request fails with its error, and
-    the other parts are cancelled. `task` ends when all parts have.
+    `join` joins results that aren't plain arrays; it also gets the rows of each part. If a part fails, the request
+    fails with its error, and the other parts are cancelled. `task` ends when all parts have.
     """
 
-    def __init__(
-        self,
-        whole: AnyRequest,
-        batcher: Batcher[Payload, Tensors],
-        inputs: Inputs,
-        payload_of: Callable[[Inputs], Payload] | None = None,
-        join: _Join | None = None,
-    ) -> None:
+    def __init__(self, whole: WholeRequest, batcher: Batcher[Payload, Tensors], join: _Join | None = None) -> None:
         self._whole = whole
         whole.batcher = self
-        self.task = asyncio.ensure_future(_execute(whole, batcher, inputs, payload_of, join))
+        self.task = asyncio.ensure_future(_execute(whole, batcher, join))
         self.task.add_done_callback(self._on_end)
 
     def on_cancel(self, request: AnyRequest) -> None:
@@ -73,22 +64,18 @@ class Parts:
 
 
 async def _execute(
-    whole: AnyRequest,
-    batcher: Batcher[Payload, Tensors],
-    inputs: Inputs,
-    payload_of: Callable[[Inputs], Payload] | None,
-    join: _Join | None,
+    whole: WholeRequest, batcher: Batcher[Payload, Tensors], join: _Join | None
 ) -> tuple[Tensors, AnyRequest]:
     """The joined results, and the last part."""
+    payload = whole.payload
     limit, rows = batcher.policy.max_batch_rows, whole.rows
     shares = [min(limit, rows - start) for start in range(0, rows, limit)]
     parts: list[AnyRequest] = []
     ended = asyncio.Event()
     try:
         for start, share in zip(range(0, rows, limit), shares, strict=True):
-            payload: Inputs = tuple(array[start : start + share] for array in inputs)
             part: AnyRequest = Request(
-                payload_of(payload) if payload_of else payload,
+                _rows_of(payload, start, start + share),
                 share,
                 whole.key,
                 size_bytes=whole.size_bytes * share // rows,
@@ -97,7 +84,6 @@ async def _execute(
                 deadline_ns=whole.deadline_ns,
                 tag=whole.tag,
             )
-            del payload
             part.on_answers = lambda requests: ended.set()
             await _until_fewer(_parts_at_once(batcher.policy, part.size_bytes, part.priority), parts, ended)
             for refusal in batcher.submit([part]):
@@ -111,10 +97,17 @@ async def _execute(
             parts.pop().cancel()
         # The error's traceback has this frame, which must not lead back to the error, and keep shared memory open.
         part = whole = None  # type: ignore[assignment]
-        inputs = ()
+        payload = ()
         raise
     joint = join(results, shares) if join else [joined(*column) for column in enumerate(zip(*results, strict=True))]
     return joint, parts[-1]
+
+
+def _rows_of(payload: Payload, start: int, stop: int) -> Payload:
+    """These rows of each input; views. Of a request to another server, the parts have no id."""
+    if isinstance(payload, RemoteRequest):
+        return payload._replace(inputs=tuple(array[start:stop] for array in payload.inputs), id="")
+    return tuple(array[start:stop] for array in payload)
 
 
 def _parts_at_once(policy: BatchPolicy, bytes_of_part: int, priority: int) -> int:
@@ -141,13 +134,3 @@ async def _until_fewer(unfinished: int, parts: Sequence[AnyRequest], ended: asyn
             return
         ended.clear()
         await ended.wait()
-
-
-def joined(number: int, parts: Sequence[Array]) -> Array:
-    """The parts of output `number` as one array. Raises ExecutionFailed if they don't fit."""
-    try:
-        return np.concatenate(parts)
-    except ValueError:
-        shapes = [list(part.shape) for part in parts]
-        what = f"the parts of a split request can't be joined: output {number} has shapes {shapes}"
-        raise ExecutionFailed(what) from None

@@ -1,4 +1,4 @@
-"""Alike requests take the short way without any visible difference: same arrays, same answers, same errors."""
+"""Known requests aren't parsed, without any visible difference: same arrays, same answers, same errors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from paceline.protos.datatypes import DATATYPES, by_name
 from paceline.protos.tensors import encode_raw
 from paceline.protos.wire import delimited, scan_request, varint
 from paceline.server.codec.adapting_codec import codec_for
+from paceline.server.codec.answers import Envelope
 from paceline.server.codec.codec import ModelCodec, tensor_bytes
-from paceline.server.codec.decoded import DecodedRequest
-from paceline.server.codec.shortcuts import Envelope
+from paceline.server.codec.known_requests import Group
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest, RegionNotFound, ServerError
 from paceline.server.memory.region_tensors import RegionTensor
 from paceline.server.memory.regions import Regions
 from paceline.server.memory.system_region import open_system_region
 from paceline.server.rpc.handlers import serialized
+from tests.codecs import encoded, encoded_as_message
 from tests.shared_objects import SharedObject, add_shared_input, held_by, request_shared_output, shared_object
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -72,7 +73,7 @@ def test_scan_separates_a_messages_head_from_its_id_and_tensors(message: pb.Mode
     assert fields is not None
     assert fields.id == message.id.encode()
     assert [data[start:end] for start, end in fields.raw] == list(message.raw_input_contents)
-    head = pb.ModelInferRequest.FromString(fields.head)
+    head = pb.ModelInferRequest.FromString(fields.signature)
     assert (head.id, list(head.raw_input_contents)) == ("", [])
     head.id = message.id
     head.raw_input_contents.extend(message.raw_input_contents)
@@ -87,7 +88,7 @@ def test_scan_of_any_other_bytes_agrees_with_protobuf_or_gives_up(source: Any, c
         return
     try:
         message = pb.ModelInferRequest.FromString(data)
-        head = pb.ModelInferRequest.FromString(fields.head)
+        head = pb.ModelInferRequest.FromString(fields.signature)
     except DecodeError:
         return
     assert fields.id == message.id.encode()
@@ -170,25 +171,25 @@ def shape_of(draw: st.DrawFn, tensor: TensorSpec, rows: int, spec: ModelSpec) ->
     return (rows, *dims) if spec.batched else tuple(dims)
 
 
-def outcome(codec: ModelCodec, request: AnyRequest) -> DecodedRequest | str:
+def outcome(codec: ModelCodec, request: AnyRequest) -> Group | str:
     try:
-        return codec.decode(request)
+        return codec.read(request)
     except InvalidRequest as error:
         return str(error)
 
 
-def apart_from_inputs(decoded: DecodedRequest) -> Any:
-    size_bytes = sum(map(tensor_bytes, decoded.inputs))
+def apart_from_inputs(decoded: Group) -> Any:
+    size_bytes = sum(map(tensor_bytes, decoded.inputs[0]))
     assert decoded.options.size_bytes in (-1, size_bytes)
-    return replace(decoded.options, size_bytes=size_bytes), decoded.targets
+    return replace(decoded.options, size_bytes=size_bytes), decoded.targets[0]
 
 
-def assert_same(one: DecodedRequest | str, other: DecodedRequest | str) -> None:
+def assert_same(one: Group | str, other: Group | str) -> None:
     if isinstance(one, str) or isinstance(other, str):
         assert one == other
         return
     assert apart_from_inputs(one) == apart_from_inputs(other)
-    for left, right in zip(one.inputs, other.inputs, strict=True):
+    for left, right in zip(one.inputs[0], other.inputs[0], strict=True):
         assert type(left) is type(right)
         if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
             assert (left.dtype, left.shape) == (right.dtype, right.shape)
@@ -196,7 +197,7 @@ def assert_same(one: DecodedRequest | str, other: DecodedRequest | str) -> None:
 
 
 @given(st.data())
-def test_alike_requests_are_decoded_and_answered_as_if_each_were_the_first(data: st.DataObject) -> None:
+def test_known_requests_are_read_and_answered_as_if_each_were_the_first(data: st.DataObject) -> None:
     draw = data.draw
     spec = draw(models())
     rows = draw(st.integers(1, 3)) if spec.batched else 1
@@ -226,14 +227,14 @@ def test_alike_requests_are_decoded_and_answered_as_if_each_were_the_first(data:
         if isinstance(decoded, str) or isinstance(expected, str):
             continue
         results = tuple(some(draw, tensor, shape_of(draw, tensor, rows, spec)) for tensor in spec.outputs)
-        answer = serialized(codec.encode(read, decoded, results))
-        whole = fresh.encode(message, expected, results)
+        answer = serialized(encoded(codec, read, decoded, results))
+        whole = encoded_as_message(fresh, message, expected, results)
         assert pb.ModelInferResponse.FromString(answer) == whole
         if spec.batched and not any(one.shape_tensor for one in spec.outputs):
             share = among_others(draw, results, rows)
-            answer = serialized(codec.encode(read, decoded, share))
+            answer = serialized(encoded(codec, read, decoded, share))
             assert pb.ModelInferResponse.FromString(answer) == whole
-            packed = codec.encode(read, decoded, share, IN_STREAM)
+            packed = encoded(codec, read, decoded, share, IN_STREAM)
             if isinstance(packed, bytes):
                 assert pb.ModelStreamInferResponse.FromString(packed).infer_response == with_more(whole)
 
@@ -266,28 +267,28 @@ def float_codec() -> ModelCodec:
     return ModelCodec("m", "1", ModelSpec((TensorSpec("x", "FP32", (2,)),), (TensorSpec("y", "FP32", (2,)),), True), 8)
 
 
-def test_third_request_of_a_head_needs_no_message_and_no_copy() -> None:
+def test_third_request_of_a_signature_needs_no_message_and_no_copy() -> None:
     reader, codec = RequestReader(), float_codec()
     assert isinstance(reader(floats(1, 2)), pb.ModelInferRequest)
     for number in range(3):
         data = floats(number, 7, request_id=f"r{number}")
         request = reader(data)
         assert isinstance(request, WireRequest)
-        decoded = codec.decode(request)
-        assert decoded.inputs[0].tolist() == [[number, 7]]  # type: ignore[union-attr]
-        answer = codec.encode(request, decoded, (np.full((1, 2), number, "<f4"),))
+        decoded = codec.read(request)
+        assert decoded.inputs[0][0].tolist() == [[number, 7]]  # type: ignore[union-attr]
+        answer = encoded(codec, request, decoded, (np.full((1, 2), number, "<f4"),))
         assert not isinstance(answer, pb.ModelInferResponse)
         parsed = pb.ModelInferResponse.FromString(answer)
         assert (parsed.id, parsed.model_name, list(parsed.outputs[0].shape)) == (f"r{number}", "m", [1, 2])
         in_stream = pb.ModelStreamInferResponse.FromString(IN_STREAM.around(answer))
         assert in_stream.infer_response == with_more(parsed)
-    array = decoded.inputs[0]
+    array = decoded.inputs[0][0]
     assert isinstance(array, np.ndarray)
     assert array.base is data
     assert not array.flags.writeable
 
 
-def test_number_of_remembered_heads_is_bounded() -> None:
+def test_number_of_remembered_signatures_is_bounded() -> None:
     reader, codec = (
         RequestReader(),
         ModelCodec("m", "1", ModelSpec((TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),), True), 8),
@@ -296,11 +297,11 @@ def test_number_of_remembered_heads_is_bounded() -> None:
         for _ in range(2):
             request = reader(floats(*([0.0] * size), shape=(1, size)))
             assert not isinstance(request, ServerError)
-            codec.encode(request, codec.decode(request), (np.zeros((1, size), "<f4"),))
+            encoded(codec, request, codec.read(request), (np.zeros((1, size), "<f4"),))
     assert len(reader._known) <= 1_000
-    assert len(codec._short._plans) <= 1_000
-    assert len(codec._short._layouts) <= 1_000
-    assert len(codec._short._answer_plans) <= 1_000
+    assert len(codec._known._plans) <= 1_000
+    assert len(codec._known._layouts) <= 1_000
+    assert len(codec._answers._plans) <= 1_000
 
 
 def test_number_of_remembered_id_lengths_is_bounded() -> None:
@@ -309,13 +310,13 @@ def test_number_of_remembered_id_lengths_is_bounded() -> None:
         for _ in range(3):
             request = reader(floats(1, 2, request_id="i" * length))
             assert not isinstance(request, ServerError)
-            answer = codec.encode(request, codec.decode(request), (np.zeros((1, 2), "<f4"),))
+            answer = encoded(codec, request, codec.read(request), (np.zeros((1, 2), "<f4"),))
             assert pb.ModelInferResponse.FromString(serialized(answer)).id == "i" * length
-    (plan,) = codec._short._answer_plans.values()
+    (plan,) = codec._answers._plans.values()
     assert len(plan.starts) == 64
 
 
-def test_id_that_is_not_utf8_is_refused_on_the_short_way_too() -> None:
+def test_id_that_is_not_utf8_is_refused_in_known_requests_too() -> None:
     reader = RequestReader()
     reader(floats(1, 2, request_id="ab"))
     good = floats(1, 2, request_id="ab")
@@ -323,7 +324,7 @@ def test_id_that_is_not_utf8_is_refused_on_the_short_way_too() -> None:
     assert isinstance(reader(good.replace(b"ab", b"\xff\xfe")), InvalidRequest)
 
 
-def test_contents_beside_raw_contents_are_refused_whatever_is_known_of_their_head() -> None:
+def test_contents_beside_raw_contents_are_refused_whatever_is_known_of_their_signature() -> None:
     reader, codec = RequestReader(), float_codec()
     both = pb.ModelInferRequest.FromString(floats(1, 2))
     both.inputs[0].contents.fp32_contents.extend((3, 4))
@@ -333,10 +334,10 @@ def test_contents_beside_raw_contents_are_refused_whatever_is_known_of_their_hea
         request = reader(both.SerializeToString())
         assert not isinstance(request, ServerError)
         with pytest.raises(InvalidRequest, match="expected either contents or raw_input_contents"):
-            codec.decode(request)
+            codec.read(request)
         request = reader(typed.SerializeToString())
         assert not isinstance(request, ServerError)
-        assert content_of(codec.decode(request).inputs[0])[-1] == [[3, 4]]
+        assert content_of(codec.read(request).inputs[0][0])[-1] == [[3, 4]]
 
 
 def test_results_with_another_memory_layout_than_on_the_wire_are_answered_correctly() -> None:
@@ -344,9 +345,9 @@ def test_results_with_another_memory_layout_than_on_the_wire_are_answered_correc
     reader(floats(1, 2))
     request = reader(floats(1, 2))
     assert isinstance(request, WireRequest)
-    decoded = codec.decode(request)
+    decoded = codec.read(request)
     for result in (np.array([[1, 2]], ">f4"), np.array([[1, 9, 2, 9]], "<f4")[:, ::2]):
-        answer = pb.ModelInferResponse.FromString(serialized(codec.encode(request, decoded, (result,))))
+        answer = pb.ModelInferResponse.FromString(serialized(encoded(codec, request, decoded, (result,))))
         assert answer.raw_output_contents[0] == struct.pack("<2f", 1, 2)
 
 
@@ -378,13 +379,15 @@ def content_of(one: Array | RegionTensor) -> tuple[Any, ...]:
     return type(one), array.dtype, array.shape, array.tolist()
 
 
-def outcome_of(codec: ModelCodec, request: AnyRequest, result: Array, memory: SharedObject) -> list[Any]:
+def outcome_of(
+    codec: ModelCodec, request: AnyRequest, result: Array, memory: SharedObject, encode: Callable[..., Any]
+) -> list[Any]:
     """What happens to a request that isn't stacked: its inputs, all else that is read, the answer, the memory then."""
-    decoded = settled(lambda: codec.decode(request))
+    decoded = settled(lambda: codec.read(request))
     if isinstance(decoded, str):
         return [decoded]
-    inputs = [settled(lambda one=one: content_of(one)) for one in decoded.inputs]
-    answer = settled(lambda: serialized(codec.encode(request, decoded, (result,))))
+    inputs = [settled(lambda one=one: content_of(one)) for one in decoded.inputs[0]]
+    answer = settled(lambda: serialized(encode(codec, request, decoded, (result,))))
     if isinstance(answer, bytes):
         answer = pb.ModelInferResponse.FromString(answer)
     return [inputs, apart_from_inputs(decoded), answer, memory.get(REGION_BYTES)]
@@ -404,7 +407,7 @@ CONTENTS = {
     output_bytes=st.sampled_from([7, 8, 16, 300]),
     changes=st.lists(st.sampled_from(["as it was", "gone", "smaller", "cut short"]), min_size=3, max_size=6),
 )
-def test_alike_requests_in_shared_memory_are_treated_as_if_each_were_the_first(
+def test_known_requests_in_shared_memory_are_treated_as_if_each_were_the_first(
     kind: str, input_at: int | None, output_at: int | None, output_bytes: int, changes: list[str]
 ) -> None:
     inputs = (TensorSpec("x", kind, (2,)), TensorSpec("z", "INT8", (1,)))
@@ -428,15 +431,16 @@ def test_alike_requests_in_shared_memory_are_treated_as_if_each_were_the_first(
             assert not isinstance(read, ServerError)
             assert isinstance(read, WireRequest) == (number > 0)
             ways = []
-            for one, asked in ((codec, read), (ModelCodec("m", "1", spec, 8, regions=regions), message)):
+            fresh = ModelCodec("m", "1", spec, 8, regions=regions)
+            for one, asked, encode in ((codec, read, encoded), (fresh, message, encoded_as_message)):
                 there = CUT_BYTES if change == "cut short" else REGION_BYTES
                 memory.put(bytes(there))  # both ways find the same, though the first may have overwritten it
                 memory.put(content[: max(0, there - (input_at or 0))], input_at or 0)
-                ways.append(outcome_of(one, asked, np.array([[number, 5]], "<f4"), memory))
+                ways.append(outcome_of(one, asked, np.array([[number, 5]], "<f4"), memory, encode))
             assert ways[0] == ways[1]
 
 
-def test_third_request_of_a_head_in_shared_memory_needs_no_message() -> None:
+def test_third_request_of_a_signature_in_shared_memory_needs_no_message() -> None:
     regions, reader = Regions(4), RequestReader()
     spec = ModelSpec((TensorSpec("x", "FP32", (2,)),), (TensorSpec("y", "FP32", (2,)),), True)
     codec = ModelCodec("m", "1", spec, 8, regions=regions)
@@ -448,10 +452,10 @@ def test_third_request_of_a_head_in_shared_memory_needs_no_message() -> None:
             request_shared_output(message, "y", "r", 8, 8)
             request = reader(message.SerializeToString())
             assert not isinstance(request, ServerError)
-            decoded = codec.decode(request)
-            answer = codec.encode(request, decoded, (np.array([[number, 5]], "<f4"),))
+            decoded = codec.read(request)
+            answer = encoded(codec, request, decoded, (np.array([[number, 5]], "<f4"),))
         assert isinstance(request, WireRequest)
-        assert request.mold.head in codec._short._plans
+        assert request.form.signature in codec._known._plans
         assert not isinstance(answer, pb.ModelInferResponse)
         assert memory.get(8, 8) == struct.pack("<2f", 2, 5)
         regions.clear()
@@ -459,7 +463,7 @@ def test_third_request_of_a_head_in_shared_memory_needs_no_message() -> None:
         assert held_by() == (1, 0)  # that of the test: no plan keeps a region open
 
 
-def test_heads_that_contain_tensors_are_not_remembered() -> None:
+def test_signatures_that_contain_tensors_are_not_remembered() -> None:
     message = pb.ModelInferRequest(model_name="m")
     message.inputs.add(name="x", datatype="FP32", shape=(1, 2)).contents.fp32_contents.extend([1, 2])
     reader = RequestReader()

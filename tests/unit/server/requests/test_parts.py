@@ -17,7 +17,7 @@ from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from paceline.scheduler.request import Request
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
-from paceline.server.codec.splitting import Parts
+from paceline.server.requests.parts import Parts
 from tests.unit.scheduler.workbench import submit
 from tests.wire import Array, rows_of_floats
 
@@ -32,7 +32,7 @@ class Bench:
 
     def submit(self, *inputs: Array, size_bytes: int = 0) -> Request[Any, Any]:
         whole: Request[Any, Any] = Request(inputs, inputs[0].shape[0], "k", size_bytes=size_bytes)
-        Parts(whole, self.batcher, inputs)
+        Parts(whole, self.batcher)
         return whole
 
     @property
