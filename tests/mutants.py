@@ -168,7 +168,7 @@ MUTANTS = (
     ),
     Mutant(
         "each answer has its own rows of a batch's outputs",
-        "server/codec/shortcuts.py",
+        "server/codec/answers.py",
         "            begin = row * row_bytes\n            return b",
         "            begin = 0 * row_bytes\n            return b",
         (*_CODEC, *_REQUESTS),
@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         "each request is counted once, also when many are answered together",
         "server/requests/inference.py",
-        "        model.statistics.on_successes([now_ns - flight.arrived_ns for flight in answered])\n",
-        "        model.statistics.on_successes([now_ns - flight.arrived_ns for flight in answered[1:]])\n",
+        ".statistics.on_successes([now_ns - flight.arrived_ns for flight in answered])\n",
+        ".statistics.on_successes([now_ns - flight.arrived_ns for flight in answered[1:]])\n",
         _REQUESTS,
     ),
     Mutant(

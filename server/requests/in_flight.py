@@ -135,9 +135,9 @@ class InFlight(Request[Payload, Tensors]):
 
 
 class Call(InFlight):
-    """A request with its own RPC, whose coroutine awaits `response`. Its caller gives up in `remaining_s` seconds (None:
-    never). The requests of a batch are started together, and their answers are made together, so the coroutine has
-    little left to do when it is woken between others of gRPC's."""
+    """A request with its own RPC, whose coroutine awaits `response`. Its caller gives up in `remaining_s`; None: never.
+    The requests of a batch are started together, and their answers are made together, so the coroutine has little left
+    to do when it is woken between others of gRPC's."""
 
     __slots__ = ("_done", "_inference", "_problem")
 

@@ -89,23 +89,28 @@ class Inference:
         if self._spans is not None or debugging.on:
             for flight in flights:
                 flight.trail = RequestWatch(flight.message, flight.parent, self._spans, flight.arrived_ns)
-        place = 0
+        place = alone_until = 0
         while place < len(flights):
-            first = flights[place]
+            first, together = flights[place], flights[place : place + 1]
+            if first.waits or first.ended:
+                place += 1  # it was submitted before something failed
+                continue
             try:
                 model = first.model or self._look_up(first)
-                if model.remote:
-                    # What else they take along may keep them apart.
-                    passed_on = passed_on_by(first.message, first.passed)
-                    group = model.codec.read(first.message)
-                else:
-                    passed_on = NOTHING_PASSED_ON
-                    group = model.codec.read(first.message, map(_MESSAGE, islice(flights, place + 1, None)))
+                # What else they take along to another server may keep them apart.
+                passed_on = passed_on_by(first.message, first.passed) if model.remote else NOTHING_PASSED_ON
+                alone = model.remote or place < alone_until
+                more = () if alone else map(_MESSAGE, islice(flights, place + 1, None))
+                group = model.codec.read(first.message, more)
                 together = flights[place : place + len(group.inputs)]
                 refusals = self._submit(together, group, self._on_done, passed_on)
             except Exception as error:  # noqa: BLE001 - the caller must get an answer
-                self._refuse(first, error)
-                place += 1
+                if len(together) > 1:
+                    _log.exception("submitting requests together failed; submitting them one by one")
+                    alone_until = place + len(together)
+                else:
+                    self._refuse(first, error)
+                    place += 1
                 continue
             for flight, refusal in zip(together, refusals, strict=False):
                 if refusal is not None:

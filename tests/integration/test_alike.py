@@ -17,7 +17,6 @@ from paceline.backends.memory import MemoryBackend, MemoryModel
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.errors import QueueFull
-from paceline.scheduler.policy import NEVER
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest
@@ -196,7 +195,7 @@ async def test_passed_deadline_fails_only_its_own_request(tmp_path: Path, script
         await sender.learn(sender.of(0))
         await sender.stream(*(sender.of(0) for _ in range(8)))
         inference = served.server._inference
-        calls = [called(inference, sender.of(mark), NEVER if mark % 2 else 1) for mark in range(6)]
+        calls = [called(inference, sender.of(mark), None if mark % 2 else 0.0) for mark in range(6)]
         done = await asyncio.gather(*calls, return_exceptions=True)
         for mark, answer in enumerate(done):
             if mark % 2:

@@ -147,7 +147,6 @@ async def test_requests_that_arrived_before_an_unload_or_a_stop_are_answered(
             assert await served.server.stop(5)
         for mark, call in enumerate(calls):
             answer = await call
-            assert isinstance(answer, pb.ModelInferResponse)
             assert mark_of(answer) == mark
 
 

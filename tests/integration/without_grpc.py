@@ -36,6 +36,6 @@ class Context:
         self.written.append(pb.ModelStreamInferResponse.FromString(serialized(message)))
 
 
-async def called(inference: InferenceSteps, request: AnyRequest) -> bytes:
+async def called(inference: InferenceSteps, request: AnyRequest, remaining_s: float | None = None) -> bytes:
     """The answer to a request sent as its own call."""
-    return await Call(inference, request, None, None, NO_PASSED_HEADERS).response()
+    return await Call(inference, request, remaining_s, None, NO_PASSED_HEADERS).response()
