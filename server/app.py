@@ -338,7 +338,7 @@ class Server:
                 lambda: regions.refused if regions else 0,
             ),
             "models": LimitShown(
-                lambda: limits.models, lambda: len(self.repository.places), lambda: self.repository.refused_loads
+                lambda: limits.models, lambda: self.repository.places, lambda: self.repository.refused_loads
             ),
         }
         shown = [({"limit": name}, one) for name, one in limits_shown.items()]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from paceline.backends.cuda.codes import BROKEN, code_of
 from paceline.backends.cuda.memory import CudaMemories, CudaMemory
 from paceline.backends.errors import DeviceError
 from paceline.backends.spec import Array
-from paceline.server.errors import GpuLost, InvalidRequest, ServerError
+from paceline.server.errors import GpuLost, InvalidRequest
+from paceline.server.memory.regions import Region
 
 __all__ = ["CudaRegion", "CudaRegions"]
 
@@ -31,8 +33,9 @@ _LAST = 2**31 - 1
 """The driver takes 32 bits, and would take a larger number for another device."""
 
 
-class CudaRegion:
-    """The first `byte_size` bytes of an allocation, which stays open as long as somebody holds the region."""
+class CudaRegion(Region):
+    """The first `byte_size` bytes of an allocation, which stays open as long as somebody holds the region. What is open
+    can't become smaller."""
 
     kind = "cuda"
 
@@ -43,31 +46,17 @@ class CudaRegion:
         self._memory = memory
         self._made_by = made_by
 
-    @property
-    def mapped_at(self) -> None:
-        """None: it isn't in the host's memory."""
-
-    def check(self) -> None:
-        """Nothing to check: what is open can't become smaller."""
-
     def address_on(self, gpu: int) -> int | None:
         return self._memory.address if gpu == self.device else None
 
     def read_into(self, target: Array, offset: int) -> None:
-        """Fill `target`, which is C-contiguous, with what begins at `offset`. Blocks; raises InvalidRequest or
-        GpuLost."""
-        try:
+        with self._made_by.failures(f"shared memory region '{self.name}' can't be read"):
             self._memory.read(target.ctypes.data, target.nbytes, offset)
-        except DeviceError as error:
-            raise self._made_by.failure(error, f"shared memory region '{self.name}' can't be read") from None
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
-        """Put `data` at `offset`. Blocks; raises InvalidRequest or GpuLost."""
         source = np.frombuffer(data, np.uint8)
-        try:
+        with self._made_by.failures(f"shared memory region '{self.name}' can't be written"):
             self._memory.write(source.ctypes.data, source.nbytes, offset)
-        except DeviceError as error:
-            raise self._made_by.failure(error, f"shared memory region '{self.name}' can't be written") from None
 
 
 class CudaRegions:
@@ -89,26 +78,27 @@ class CudaRegions:
         GpuLost.
         """
         where = f"failed to register CUDA shared memory region '{name}': invalid args"
-        if device < 0:
-            raise InvalidRequest(f"{where}: expected a device_id of at least 0, got {device}")
-        if device > _LAST:
-            raise InvalidRequest(f"{where}: expected a device_id of at most {_LAST}, got {device}")
+        if not 0 <= device <= _LAST:
+            bound = "at least 0" if device < 0 else f"at most {_LAST}"
+            raise InvalidRequest(f"{where}: expected a device_id of {bound}, got {device}")
         if byte_size < 1:
             raise InvalidRequest(f"{where}: expected at least 1 byte, got {byte_size}")
-        try:
+        with self.failures(where):
             memory = self._memories.open(handle, device)
-        except DeviceError as error:
-            raise self.failure(error, where) from None
         if byte_size > memory.byte_size:
             raise InvalidRequest(f"{where}: expected up to the {memory.byte_size} bytes of its memory, got {byte_size}")
         return CudaRegion(name, device, byte_size, memory, self)
 
-    def failure(self, error: DeviceError, what: str) -> ServerError:
-        """The exception to raise for the driver's `error`, which is why `what`."""
-        if code_of(error) not in _LOST:
-            return InvalidRequest(f"{what}: {error}")
-        if not self.lost:
-            self.lost = str(error)
-            _log.error("CUDA shared memory is lost until the server restarts: %s", error)
-            self.on_loss()
-        return GpuLost(f"{what}: {error}; the server has to restart")
+    @contextmanager
+    def failures(self, what: str) -> Iterator[None]:
+        """Raise InvalidRequest or GpuLost for the driver's errors in the block, which are why `what`."""
+        try:
+            yield
+        except DeviceError as error:
+            if code_of(error) not in _LOST:
+                raise InvalidRequest(f"{what}: {error}") from None
+            if not self.lost:
+                self.lost = str(error)
+                _log.error("CUDA shared memory is lost until the server restarts: %s", error)
+                self.on_loss()
+            raise GpuLost(f"{what}: {error}; the server has to restart") from None

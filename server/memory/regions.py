@@ -7,7 +7,7 @@ Lives here: what a region is to everybody else, and the registry. Must not: how 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from paceline.backends.spec import Array
@@ -25,36 +25,36 @@ _SHOWN = 64
 T = TypeVar("T")
 
 
-class Region(Protocol):
+class Region:
     """Memory of a client that requests read from and write to. Whoever holds the region may use it; it is given back
     when nobody does. All methods may be called on any thread, and raise InvalidRequest if the client has taken the
-    memory away, GpuLost if its GPU is lost."""
+    memory away, GpuLost if its GPU is lost. `mapped_at` is its address, for `copy_all` only, since the memory may be
+    gone; None if it has none."""
 
-    @property
-    def kind(self) -> str:
-        """`system` or `cuda`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def byte_size(self) -> int: ...
+    kind: str
+    """`system` or `cuda`."""
+    name: str
+    byte_size: int
 
     @property
     def mapped_at(self) -> int | None:
-        """Its address, for `copy_all` only, since the memory may be gone; None if it has none."""
+        return None
 
     def check(self) -> None:
         """Check that the memory is still there."""
 
     def address_on(self, gpu: int) -> int | None:
         """Its address, if it is that GPU's memory; else None."""
+        return None
 
     def read_into(self, target: Array, offset: int) -> None:
-        """Fill `target`, which is C-contiguous, from `offset`. Blocks for the copy."""
+        """Fill `target`, which is C-contiguous, from `offset`. Blocks for the copy. Some of `target` may be filled if
+        it raises."""
+        raise NotImplementedError
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Put `data` at `offset`. Blocks for the copy."""
+        raise NotImplementedError
 
 
 # hot path for requests that use some
@@ -122,17 +122,25 @@ class Regions:
         self._registered[region.name] = region
 
     # hot path for requests that use one
-    def find(self, name: str) -> Region:
-        """The region `name`. Raises RegionNotFound."""
+    def get(self, name: str) -> Region | None:
+        """The region `name`; None if there is none."""
+        return self._registered.get(name) or self._leaving.get(name)
+
+    def find(self, name: str, kind: str = "") -> Region:
+        """The same. Raises RegionNotFound, also if it is of another `kind` than that, if one is given."""
         region = self.get(name)
         if region is None:
-            raise RegionNotFound(f"Unable to find shared memory region: '{name}'; {self._some()}")
+            names = sorted(self._registered)
+            more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+            which = f"{kind} shared" if kind else "shared"
+            raise RegionNotFound(
+                f"Unable to find {which} memory region: '{name}'; registered are {names[:_MAX_LISTED]}{more}"
+            )
+        if kind not in ("", region.kind):
+            raise RegionNotFound(
+                f"expected the name of a {kind} shared memory region, got '{region.name}', which is a {region.kind} one"
+            )
         return region
-
-    # hot path for requests that use one
-    def get(self, name: str) -> Region | None:
-        """The same, None if there is none."""
-        return self._registered.get(name) or self._leaving.get(name)
 
     # hot path for requests that use some
     def known(self, about: object, find: Callable[[Regions], T | None]) -> T | None:
@@ -150,13 +158,10 @@ class Regions:
         """Unregister the region `name`, or all of `kind` if it is "". An unknown name is fine too. Raises
         RegionNotFound if the region is of another kind."""
         self._known.clear()
-        for one in [name] if name else list(self._registered):
-            region = self._registered.get(one)
-            if region is not None and (name or region.kind == kind):
-                _refuse_other_kind(region, kind)
-                self._leaving[one] = self._registered.pop(one)
-                # The loop variable would keep a region that nobody uses until the next one.
-                del region
+        for one in [name] if name else [*self._registered]:
+            if one in self._registered and (name or self._registered[one].kind == kind):
+                self._leaving[one] = self.find(one, kind)
+                del self._registered[one]
 
     def clear(self) -> None:
         """Unregister all."""
@@ -165,23 +170,6 @@ class Regions:
 
     def of_kind(self, kind: str, name: str = "") -> list[Region]:
         """All regions of `kind`, including those that are leaving, or the one called `name`. Raises RegionNotFound."""
-        if not name:
-            return [one for one in ({**self._leaving, **self._registered}).values() if one.kind == kind]
-        region = self.get(name)
-        if region is None:
-            raise RegionNotFound(f"Unable to find {kind} shared memory region: '{name}'; {self._some()}")
-        _refuse_other_kind(region, kind)
-        return [region]
-
-    def _some(self) -> str:
-        names = sorted(self._registered)
-        if len(names) <= _MAX_LISTED:
-            return f"registered are {names}"
-        return f"registered are {names[:_MAX_LISTED]} and {len(names) - _MAX_LISTED} more"
-
-
-def _refuse_other_kind(region: Region, kind: str) -> None:
-    if region.kind != kind:
-        raise RegionNotFound(
-            f"expected the name of a {kind} shared memory region, got '{region.name}', which is a {region.kind} one"
-        )
+        if name:
+            return [self.find(name, kind)]
+        return [one for one in ({**self._leaving, **self._registered}).values() if one.kind == kind]

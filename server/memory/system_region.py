@@ -25,6 +25,7 @@ import numpy as np
 from paceline.backends.spec import Array
 from paceline.server.errors import InvalidRequest
 from paceline.server.memory.copying import copy_parts, parts_of
+from paceline.server.memory.regions import Region
 
 __all__ = ["RESERVED_PREFIX", "SystemRegion", "object_name", "open_system_region"]
 
@@ -38,7 +39,7 @@ _end_of = ctypes.PyDLL(None).lseek
 _end_of.restype, _end_of.argtypes = ctypes.c_int64, [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
 
 
-class SystemRegion:
+class SystemRegion(Region):
     """`byte_size` bytes of an object, from `offset`. The descriptor is closed when nobody holds the region any more:
     requests that use it keep it open, whatever becomes of its registration, its name or its owner."""
 
@@ -62,13 +63,9 @@ class SystemRegion:
     def _mapping(self) -> mmap.mmap | None:
         """A mapping of the range and, since mappings begin at a page boundary, of what precedes it in its page. None if
         it can't be mapped."""
+        length, offset = self._lead + self.byte_size, self.offset - self._lead
         try:
-            return mmap.mmap(
-                self._descriptor,
-                self._lead + self.byte_size,
-                prot=mmap.PROT_READ,
-                offset=self.offset - self._lead,
-            )
+            return mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ, offset=offset)
         except (OSError, ValueError):  # no room for it, or the object was truncated
             return None
 
@@ -82,15 +79,9 @@ class SystemRegion:
         if size < self.offset + self.byte_size:
             raise self._cut_short(size)
 
-    def address_on(self, gpu: int) -> None:
-        """None: it is no GPU's memory."""
-
     # hot path: 1 us and the copy, the interpreter free for other threads meanwhile
     def read_into(self, target: Array, offset: int) -> None:
-        """Fill `target`, which is C-contiguous, with what begins at `offset` in the region. Blocks for the copy.
-
-        Raises InvalidRequest if the object ends too early; then some of `target` may have been filled.
-        """
+        """Raises InvalidRequest if the object ends too early."""
         rest, at = target.reshape(-1).view(_UINT8), self.offset + offset
         step = -(-len(rest) // parts_of(len(rest)))
         if step == len(rest):
@@ -111,11 +102,8 @@ class SystemRegion:
         return True
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
-        """Put `data` at `offset` in the region. Blocks for the copy.
-
-        Raises InvalidRequest if the object has become too small, or memory for it runs out. An object that is truncated
-        between check and write grows again, which harms nobody but its owner.
-        """
+        """Raises InvalidRequest if the object has become too small, or memory for it runs out. An object that is
+        truncated between check and write grows again, which harms nobody but its owner."""
         self.check()
         at = self.offset + offset
         try:
@@ -139,7 +127,13 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int) -> Syst
 
     Raises InvalidRequest for a key that names no shared memory object, or a range that isn't in it.
     """
-    descriptor = _open(name, key)
+    # By path, as shm_open does, but without the standard library's private module. Only this way are links refused; and
+    # opening a pipe, for instance, doesn't block.
+    path = _FOLDER / object_name(name, key)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidRequest(f"Unable to open shared memory region: '{key}': {error.strerror}") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -173,13 +167,3 @@ def object_name(name: str, key: str) -> str:
             f"'{RESERVED_PREFIX}'"
         )
     return file
-
-
-def _open(name: str, key: str) -> int:
-    """Opens by path, as shm_open does, but without the standard library's private module. Only this way are links
-    refused; and opening a pipe, for instance, doesn't block."""
-    path = _FOLDER / object_name(name, key)
-    try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise InvalidRequest(f"Unable to open shared memory region: '{key}': {error.strerror}") from None

@@ -6,7 +6,6 @@ Lives here: states, and nothing that waits. Must not: load anything, or know wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
@@ -138,29 +137,21 @@ class ModelRecord(Generic[V]):
 
     def lines(self) -> list[IndexLine]:
         """The index's lines: one per version, by number, or one without a version if none is known."""
-        versions = dict(self._versions())
         if self.duplicates and not (self.serving or self.leaving or self.loading):
             return [IndexLine(self.name, "", ModelState.UNAVAILABLE, DUPLICATE_NAME)]
+        served = ModelState.READY, self.failure and f"the last load failed: {self.failure}"
+        if self.unreachable_reason:
+            served = ModelState.UNAVAILABLE, self.unreachable_reason
+        versions = {
+            **{version: (ModelState.UNAVAILABLE, reason) for version, reason in self.gone.items()},
+            **dict.fromkeys(self.leaving, (ModelState.UNLOADING, "")),
+            **dict.fromkeys(self.loading or (), (ModelState.LOADING, "")),
+            **dict.fromkeys(self.serving, served),
+        }
         if versions:
-            return [
-                IndexLine(self.name, version, *versions[version]) for version in sorted(versions, key=version_order)
-            ]
+            return [IndexLine(self.name, one, *versions[one]) for one in sorted(versions, key=version_order)]
         reason = self.failure or (UNLOADED if self.unloaded else "")
         return [IndexLine(self.name, "", self.state, reason if self.state is ModelState.UNAVAILABLE else "")]
-
-    def _versions(self) -> Iterator[tuple[str, tuple[ModelState, str]]]:
-        """Versions with state and reason; if one occurs twice, the last holds."""
-        for version, reason in self.gone.items():
-            yield version, (ModelState.UNAVAILABLE, reason)
-        for version in self.leaving:
-            yield version, (ModelState.UNLOADING, "")
-        for version in self.loading or ():
-            yield version, (ModelState.LOADING, "")
-        for version in self.serving:
-            if self.unreachable_reason:
-                yield version, (ModelState.UNAVAILABLE, self.unreachable_reason)
-                continue
-            yield version, (ModelState.READY, self.failure and f"the last load failed: {self.failure}")
 
     def _replace(self, versions: dict[str, V]) -> list[V]:
         self.leaving.extend(self.serving)

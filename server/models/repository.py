@@ -42,6 +42,7 @@ _log = logging.getLogger("paceline.server.repository")
 
 _UNKNOWN = "Request for unknown model"
 """What Triton's clients look for, whatever is wrong with the model."""
+_MAX_LISTED = 5
 
 
 class Repository:
@@ -67,8 +68,6 @@ class Repository:
         self._shared_limits = shared_limits
         self._max_models = max_models
         self.refused_loads = 0
-        self.places: set[str] = set()
-        """The names that hold one of `max_models` places: those that serve, and those that are being loaded."""
         self._regions = regions
         self._tracer = tracer
         self.on_change: Callable[[], None] = lambda: None
@@ -96,7 +95,7 @@ class Repository:
         if not self._strict_readiness:
             return True
         missing = self.waits_for or any(record.missing for record in self._records.values())
-        return not missing and all(model.can_execute for model in self.models)
+        return not missing and all(model.instances.can_execute for model in self.models)
 
     @property
     def why_not_ready(self) -> str:
@@ -107,14 +106,16 @@ class Repository:
             return self.waits_for
         if failed := ", ".join(f"'{name}'" for name in self.failures):
             return f"models failed to load: {failed}"
-        unable = ", ".join(f"'{model.name}'" for model in self.models if not model.can_execute)
+        unable = ", ".join(f"'{model.name}'" for model in self.models if not model.instances.can_execute)
         return f"models have no instance left: {unable}" if unable else "models are loading"
 
     @property
     def why_not_live(self) -> str:
         """Why the process should be restarted: a model has lost its devices, and can't get them back in this one."""
         return "; ".join(
-            f"model '{model.name}': {model.unrecoverable_reason}" for model in self.models if model.unrecoverable_reason
+            f"model '{model.name}': {model.instances.unrecoverable_reason}"
+            for model in self.models
+            if model.instances.unrecoverable_reason
         )
 
     @property
@@ -128,17 +129,21 @@ class Repository:
         return [model for record in self._records.values() for model in record.serving.values()]
 
     @property
+    def places(self) -> int:
+        """The number of models that serve or are being loaded, regardless of versions."""
+        return sum(bool(record.serving) or record.loading is not None for record in self._records.values())
+
+    @property
     def hangs(self) -> bool:
         """Whether a thread is loading something, or there are executions that may never end: neither can be
         interrupted."""
-        return self._loads.under_way or any(model.hangs for model in (*self.models, *self.leaving, *self._hung))
+        versions = (*self.models, *self.leaving, *self._hung)
+        return self._loads.under_way or any(one.instances.hangs for one in versions)
 
     # hot path
     def get(self, name: str, version: str) -> ServedModel:
-        """What serves `version` of model `name`; the latest for "" or "-1".
-
-        Raises ModelNotFound, ModelNotReady, or InvalidRequest for a version that is no number.
-        """
+        """What serves `version` of model `name`; the latest for "" or "-1". Raises ModelNotFound, ModelNotReady, or
+        InvalidRequest for a version that is no number."""
         model = self.served.get((name, version))
         if model is None:
             raise self._why_not(name, version)
@@ -152,7 +157,7 @@ class Repository:
         """Whether `get` would find it, and it can execute. Raises ModelNotFound for a name that is unknown, once all
         names are known, and for an unknown version of a model that serves; or InvalidRequest."""
         try:
-            return self.get(name, version).can_execute
+            return self.get(name, version).instances.can_execute
         except ModelNotReady:
             return False
         except ModelNotFound:
@@ -252,7 +257,8 @@ class Repository:
         task = asyncio.create_task(self._operate(name, operation))
         self._operations.add(task)
         task.add_done_callback(self._operations.discard)
-        task.add_done_callback(_retrieve)
+        # Its caller may be gone, and asyncio would complain about an error that nobody has retrieved.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -275,14 +281,11 @@ class Repository:
             record.operations -= 1
             if record.state is None and record.forgettable:
                 self._forget(name)
-            self._forget_strangers()
+            # Callers who may load choose names; those known from failed loads alone are forgotten beyond `max_models`.
+            strangers = [name for name, record in self._records.items() if record.stranger]
+            for stranger in strangers[: -self._max_models]:
+                self._forget(stranger)
             self.on_change()
-
-    def _forget_strangers(self) -> None:
-        """Callers who may load choose names; those known from failed loads alone are forgotten beyond `max_models`."""
-        strangers = [name for name, record in self._records.items() if record.stranger]
-        for name in strangers[: -self._max_models]:
-            self._forget(name)
 
     def _forget(self, name: str) -> None:
         """Forget the model and all that is kept by its name, as the number of names is unbounded."""
@@ -293,23 +296,28 @@ class Repository:
     async def _load(
         self, record: ModelRecord[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]
     ) -> None:
+        has_place = record.serving or self.places < self._max_models
         record.loading = []
         self.on_change()
         try:
-            self._take_place(record.name)
+            if not has_place:
+                self.refused_loads += 1
+                raise TooManyModels(record.name, self._max_models)
             models = self._started(await bring())
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
             record.loading = None
-            self._release_place(record)
             raise
         except TooManyModels as error:
             record.fail_load(error.reason)
             raise
         except Exception as error:  # whatever it is, it is this model's and not the others'
-            reason = _reason(record.name, error)
+            if isinstance(error, (BackendError, ServerError)):
+                reason = error_text(error).removeprefix(f"model '{record.name}': ")
+            else:
+                reason = f"{type(error).__name__}: {error_text(error)}"
+                _log.error("model '%s' failed to load with an unexpected error", record.name, exc_info=error)
             record.fail_load(reason)
-            self._release_place(record)
             raise LoadFailed(record.name, reason) from error
         before = record.end_load({model.version: model for model in models})
         self._serve(record.name, models, before)
@@ -318,20 +326,8 @@ class Repository:
             was, now = ([model.version for model in some] for some in (before, models))
             _log.info("model '%s': versions %s replace versions %s", record.name, now, was)
 
-    def _take_place(self, name: str) -> None:
-        """Raise TooManyModels if there is no place for one more."""
-        if name not in self.places and len(self.places) >= self._max_models:
-            self.refused_loads += 1
-            raise TooManyModels(name, self._max_models)
-        self.places.add(name)
-
-    def _release_place(self, record: ModelRecord[ServedModel]) -> None:
-        if not record.serving:
-            self.places.discard(record.name)
-
     async def _unload(self, record: ModelRecord[ServedModel]) -> None:
         before = record.unload()
-        self._release_place(record)
         self._serve(record.name, [], before)
         self._retire(record, before)
         _log.info("model '%s' unloaded", record.name)
@@ -374,7 +370,7 @@ class Repository:
         try:
             await _stop(model)
         finally:
-            self._hung = [one for one in (*self._hung, model) if one.hangs]
+            self._hung = [one for one in (*self._hung, model) if one.instances.hangs]
             del self.leaving[model]
             record.drained(model.version)
             self.on_change()
@@ -385,7 +381,8 @@ class Repository:
             return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {self.waits_for}")
         if record is None:
             known = sorted(known for known, one in self._records.items() if one.serving or one.missing)
-            return ModelNotFound(f"{_UNKNOWN}: '{name}' is not found; this server has {_some(known)}")
+            more = f" and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else ""
+            return ModelNotFound(f"{_UNKNOWN}: '{name}' is not found; this server has {known[:_MAX_LISTED]}{more}")
         if record.missing:
             reason = record.unreachable_reason or record.failure or ModelState.LOADING.value
             return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {reason}")
@@ -406,21 +403,3 @@ async def _stop(model: ServedModel) -> None:
         await model.stop()
     except Exception:  # noqa: BLE001 - the backend's; the other models must be stopped too
         _log.exception("model '%s' version %s could not be closed", model.name, model.version)
-
-
-def _reason(model: str, error: Exception) -> str:
-    """Why a load failed, in words for whoever asked for it."""
-    if isinstance(error, (BackendError, ServerError)):
-        return error_text(error).removeprefix(f"model '{model}': ")
-    _log.error("model '%s' failed to load with an unexpected error", model, exc_info=error)
-    return f"{type(error).__name__}: {error_text(error)}"
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Its caller may be gone, and asyncio would complain about an error that nobody has retrieved."""
-    if not task.cancelled():
-        task.exception()
-
-
-def _some(names: list[str]) -> str:
-    return str(names) if len(names) <= 5 else f"{names[:5]} and {len(names) - 5} more"

@@ -78,19 +78,30 @@ class ServedModel:
         self.statistics = VersionStatistics()
         self._partial = 0
         self._whole = asyncio.Event()
-        self._instances = Instances(
-            loaded, lambda instance: self._execute_of(instance, regions), self.statistics, on_change
-        )
+
+        def execute_of(instance: ModelInstance) -> ExecuteInputs:
+            # The plain `execute` if nothing can be in shared memory: then nobody pays for looking.
+            return (
+                over_shared_memory(instance, self.spec)
+                if regions is not None
+                else cast("ExecuteInputs", instance.execute)
+            )
+
+        self.instances = Instances(loaded, execute_of, self.statistics, on_change)
+        # The statistics alone if batches aren't traced: then nobody pays for looking.
+        observer: Observer = self.statistics
+        if tracer is not None and tracer.spans is not None:
+            observer = tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
         self.batcher: Batcher[Any, Tensors] = Batcher(  # `Payload`, of which its instances take one kind
             loaded.plan.policy,
-            self._instances.runners,
-            observer=self._observer(tracer),
+            self.instances.runners,
+            observer=observer,
             blames=_blame_for,
-            replacer=self._instances,
+            replacer=self.instances,
             shared_limits=shared_limits,
-            instance_of=self._instances.instance_of,
+            instance_of=self.instances.instance_of,
         )
-        self._instances.batcher = self.batcher
+        self.instances.batcher = self.batcher
         self._metrics = metrics
         self._shown = VersionMetrics(
             self.name,
@@ -102,38 +113,10 @@ class ServedModel:
             tags=loaded.plan.metric_tags,
         )
 
-    @property
-    def can_execute(self) -> bool:
-        """Whether any of its instances can execute."""
-        return self._instances.can_execute
-
-    @property
-    def hangs(self) -> bool:
-        """Whether it has threads that may never end, or instances that aren't closed yet, or never can be. What hangs
-        is closed if it ends after all."""
-        return self._instances.hangs
-
-    @property
-    def unrecoverable_reason(self) -> str:
-        """Why none of its instances will execute again in this process; "" if some may."""
-        return self._instances.unrecoverable_reason
-
-    def _observer(self, tracer: Tracer | None) -> Observer:
-        """The statistics alone if batches aren't traced: then nobody pays for looking."""
-        if tracer is None or tracer.spans is None:
-            return self.statistics
-        return tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
-
-    def _execute_of(self, instance: ModelInstance, regions: Regions | None) -> ExecuteInputs:
-        """The plain `execute` if nothing can be in shared memory: then nobody pays for looking."""
-        if regions is None:
-            return cast("ExecuteInputs", instance.execute)
-        return over_shared_memory(instance, self.spec)
-
     def start(self) -> None:
         """Accept requests, on the running event loop, and appear in the metrics."""
         self.batcher.start()
-        self._instances.start()
+        self.instances.start()
         self._metrics.add(self._shown)
 
     def in_parts(self, whole: asyncio.Task[object]) -> None:
@@ -155,7 +138,7 @@ class ServedModel:
         self.batcher.close()
         self._metrics.remove(self._shown)
         # Closing a session may take as long as a load.
-        await self._instances.close()
+        await self.instances.close()
 
     def abandon(self) -> None:
         """Answer all waiting requests with BatcherClosed. Instances that execute keep their memory until the process

@@ -182,7 +182,7 @@ async def test_replacement_that_is_lost_over_its_sample_is_closed_and_another_is
         model.faults.raise_next(BROKEN, times=2)
         await failure_of(served.infer(ONE))
         await eventually_async(lambda: model.batches[3:] == [(1, 1)], "a sample of the next attempt")
-        await eventually_async(lambda: served.server.repository.models[0].can_execute, "an instance again")
+        await eventually_async(lambda: served.server.repository.models[0].instances.can_execute, "an instance again")
         assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
         assert model.open_instances == 2  # the lost one, and the one that executes
     assert f"model 'm': replacing an instance failed: failed to run warmup sample 's': {BROKEN}" in caplog.messages
@@ -246,7 +246,9 @@ async def test_replacement_for_which_there_is_no_thread_is_closed_and_another_is
         async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
             model.faults.raise_next(BROKEN)
             assert await failure_of(served.infer(ONE)) == (grpc.StatusCode.INTERNAL, f"model 'm': {BROKEN}")
-            await eventually_async(lambda: served.server.repository.models[0].can_execute, "an instance again")
+            await eventually_async(
+                lambda: served.server.repository.models[0].instances.can_execute, "an instance again"
+            )
             for _ in range(3):
                 answer = await served.infer(ONE, timeout_s=60)
                 assert answer.raw_output_contents[0] == ONE.raw_input_contents[0]
@@ -271,7 +273,9 @@ async def test_instance_lost_while_no_threads_can_start_is_replaced_once_they_ca
             with without_threads():
                 code, _ = await failure_of(served.infer(ONE))
             assert code is grpc.StatusCode.UNAVAILABLE
-            await eventually_async(lambda: served.server.repository.models[0].can_execute, "an instance again")
+            await eventually_async(
+                lambda: served.server.repository.models[0].instances.can_execute, "an instance again"
+            )
             assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
             await eventually_async(lambda: model.open_instances == 1, "the lost one's end")
             assert served.server.repository.ready
