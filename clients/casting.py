@@ -72,32 +72,22 @@ def cast(array: Array, datatype: Datatype) -> Array:
     can't hold.
     """
     if datatype.name == "BYTES":
-        return _to_bytes(array)
+        if not array.size:
+            return array.astype(object)  # numpy takes an empty list for one of floats
+        if array.dtype.kind not in "OSU":
+            raise TypeError(f"BYTES takes bytes or str, got {array.dtype}")
+        for item in array.flat if array.dtype.kind == "O" else ():
+            if not isinstance(item, bytes | str):
+                raise TypeError(f"BYTES takes bytes or str, got {type(item).__name__}")
+        return array
     if datatype.name == "BF16":
-        return _to_bf16(array)
-    if array.dtype == datatype.dtype:
-        return array
-    return _to_number(array, datatype)
-
-
-def _to_bytes(array: Array) -> Array:
-    if not array.size:
-        return array.astype(object)  # numpy takes an empty list for one of floats
-    if array.dtype.kind not in "OSU":
-        raise TypeError(f"BYTES takes bytes or str, got {array.dtype}")
-    for item in array.flat if array.dtype.kind == "O" else ():
-        if not isinstance(item, bytes | str):
-            raise TypeError(f"BYTES takes bytes or str, got {type(item).__name__}")
-    return array
-
-
-def _to_bf16(array: Array) -> Array:
-    if array.dtype.name == "bfloat16" or (array.dtype.kind, array.dtype.itemsize) == ("u", 2):
-        return array
-    singles = cast(array, by_name("FP32"))
-    bits = bf16_from_float32(singles)
-    _refuse_overflow(singles, (bits & _BF16_MAGNITUDE) != _BF16_INFINITY, "BF16")
-    return bits
+        if array.dtype.name == "bfloat16" or (array.dtype.kind, array.dtype.itemsize) == ("u", 2):
+            return array
+        singles = cast(array, by_name("FP32"))
+        bits = bf16_from_float32(singles)
+        _refuse_overflow(singles, (bits & _BF16_MAGNITUDE) != _BF16_INFINITY, "BF16")
+        return bits
+    return array if array.dtype == datatype.dtype else _to_number(array, datatype)
 
 
 def _to_number(array: Array, datatype: Datatype) -> Array:
@@ -109,19 +99,12 @@ def _to_number(array: Array, datatype: Datatype) -> Array:
         return _to_float(array, datatype)
     if array.dtype.kind == "f" and not np.all(np.isfinite(array) & (np.trunc(array) == array)):
         raise ValueError(f"{datatype.name} takes whole numbers, got {array.dtype} with others among them")
-    _refuse_out_of_range(array, datatype)
-    return array.astype(datatype.dtype)
-
-
-def _refuse_out_of_range(array: Array, datatype: Datatype) -> None:
     # As Python integers: numpy compares int64 with uint64 as floats.
-    low, high = (0, 1) if datatype.dtype.kind == "b" else _limits(datatype.dtype)
+    limits = None if datatype.dtype.kind == "b" else np.iinfo(datatype.dtype)
+    low, high = (0, 1) if limits is None else (int(limits.min), int(limits.max))
     if array.size and not (low <= int(array.min()) and int(array.max()) <= high):
         raise ValueError(f"{datatype.name} takes {low} to {high}, got {array.min()} to {array.max()}")
-
-
-def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
-    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    return array.astype(datatype.dtype)
 
 
 def _to_float(array: Array, datatype: Datatype) -> Array:
@@ -129,18 +112,13 @@ def _to_float(array: Array, datatype: Datatype) -> Array:
         floats: Array = array.astype(datatype.dtype)
     _refuse_overflow(array, np.isfinite(floats), datatype.name)
     if array.dtype.kind in "iu":
-        _refuse_rounded(array, floats, datatype)
+        large = np.abs(floats) >= 2.0 ** (np.finfo(datatype.dtype).nmant + 1)  # those below are exact
+        for integer, as_float in zip(array[large].tolist(), floats[large].tolist(), strict=True):
+            if integer != as_float:
+                raise ValueError(f"{datatype.name} can't hold {integer}: too many digits")
     return floats
 
 
 def _refuse_overflow(array: Array, stays_finite: Array, name: str) -> None:
     if np.any(np.isfinite(array) & ~stays_finite):
         raise ValueError(f"{name} can't hold {array.min()} to {array.max()}: out of range")
-
-
-def _refuse_rounded(array: Array, floats: Array, datatype: Datatype) -> None:
-    exact = 2.0 ** (np.finfo(datatype.dtype).nmant + 1)
-    large = np.abs(floats) >= exact
-    for integer, as_float in zip(array[large].tolist(), floats[large].tolist(), strict=True):
-        if integer != as_float:
-            raise ValueError(f"{datatype.name} can't hold {integer}: too many digits")

@@ -12,7 +12,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Final
@@ -27,7 +27,10 @@ from paceline.clients.errors import (
     InvalidArgument,
     ResourceExhausted,
     ResponseError,
-    inference_error,
+    closed,
+    fail,
+    no_answer,
+    own,
 )
 from paceline.clients.messages import MAX_TENSOR_BYTES, InferResult
 from paceline.protos.inference_pb2 import ModelInferRequest
@@ -52,20 +55,19 @@ _ITS_ANSWER: Final = re.compile(r"\boutputs\b|CLIENT: Received|SERVER: Sent")
 _TOO_LATE: Final = "the deadline can't be met"
 
 
+@dataclass(slots=True, eq=False)
 class _Member:
     """One caller's inference. `task` is that of the last request that it was a part of."""
 
-    __slots__ = ("answer", "request", "rows", "size_bytes", "task", "until_s")
-
-    def __init__(self, request: ModelInferRequest, rows: int, until_s: float | None) -> None:
-        self.request = request
-        self.rows = rows
-        self.size_bytes = sum(map(len, request.raw_input_contents))
-        self.until_s = until_s
-        self.task: asyncio.Task[Sequence[_Member]] | None = None
-        self.answer: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
+    request: ModelInferRequest
+    rows: int
+    size_bytes: int
+    until_s: float | None
+    answer: asyncio.Future[InferResult]
+    task: asyncio.Task[Sequence[_Member]] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Group:
     """Inferences that may share a request: those that wait, in order, and the requests in flight.
 
@@ -75,12 +77,11 @@ class _Group:
     back, the group is short (`is_short`).
     """
 
-    def __init__(self, most_rows: int) -> None:
-        self.waiting: deque[_Member] = deque()
-        self.tasks: dict[asyncio.Task[Sequence[_Member]], Sequence[_Member]] = {}
-        self.flush_is_due = False
-        self.most_rows = most_rows
-        self.is_short = False
+    most_rows: int
+    waiting: deque[_Member] = field(default_factory=deque)
+    tasks: dict[asyncio.Task[Sequence[_Member]], Sequence[_Member]] = field(default_factory=dict)
+    flush_is_due: bool = False
+    is_short: bool = False
 
     def shrink(self, members: Sequence[_Member]) -> None:
         """Halve the rows of the next request: there was no room, or no time, for several `members` in one."""
@@ -93,7 +94,7 @@ class _Group:
         size_bytes = member.request.ByteSize()
         for other in self.waiting if self.is_short else ():
             if other.request.ByteSize() >= size_bytes:
-                _fail(other, _own(refusal))
+                fail(other.answer, own(refusal))
 
     def grow(self, most_rows: int) -> None:
         """A request was answered: the next may have more rows again, up to `most_rows`."""
@@ -123,16 +124,21 @@ class Coalescer:
 
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> InferResult:
         """The answer to `request`, as `Send` would give it."""
-        rows = _rows(request)
+        counts = {tensor.shape[0] if tensor.shape else 0 for tensor in request.inputs}
+        rows = counts.pop() if len(counts) == 1 else 0  # else the inputs have no rows in common
         if not 0 < rows < self._max_rows:
             return await self._send(request, timeout_s)
         loop = asyncio.get_running_loop()
-        member = _Member(request, rows, None if timeout_s is None else loop.time() + timeout_s)
+        until_s = None if timeout_s is None else loop.time() + timeout_s
+        size_bytes = sum(map(len, request.raw_input_contents))
+        member = _Member(request, rows, size_bytes, until_s, loop.create_future())
         key = _key(request)
         group = self._groups.setdefault(key, _Group(self._max_rows))
         group.waiting.append(member)
         self._flush_soon(key, group)
-        alarm = None if timeout_s is None else loop.call_later(timeout_s, _expire, member, timeout_s)
+        alarm: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            alarm = loop.call_later(timeout_s, lambda: fail(member.answer, no_answer(timeout_s)))
         try:
             return await member.answer
         finally:
@@ -146,7 +152,7 @@ class Coalescer:
         tasks = [task for group in self._groups.values() for task in group.tasks]
         for group in self._groups.values():
             for member in chain(group.waiting, *group.tasks.values()):
-                _fail(member, Cancelled(grpc.StatusCode.CANCELLED, "the client was closed during the call"))
+                fail(member.answer, closed())
             group.waiting.clear()
         for task in tasks:
             task.cancel()
@@ -201,7 +207,7 @@ class Coalescer:
         group.waiting.extendleft(reversed(again))
         for member in () if again else members:
             # A task ends before its members have their answers only if it was cancelled, or because of a bug here.
-            _fail(member, error or Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled"))
+            fail(member.answer, error or Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled"))
         self._flush_soon(key, group)
 
     def _leave(self, group: _Group, member: _Member) -> None:
@@ -209,9 +215,10 @@ class Coalescer:
         task = member.task
         if task is None or task.done():
             return
-        members = group.tasks[task]
+        members, answer = group.tasks[task], member.answer
         if all(one.answer.done() for one in members):
-            if len(members) > 1 and _has_expired(member):
+            has_given_up = answer.cancelled() or not isinstance(answer.exception(), DeadlineExceeded)
+            if len(members) > 1 and not has_given_up:
                 group.shrink(members)
             task.cancel()
 
@@ -220,16 +227,22 @@ class Coalescer:
         try:
             await self._ask(members)
         except InferenceError as error:
-            if len(members) > 1 and (_is_due_to_its_size(error) or _is_too_late_together(error)):
+            are_several = len(members) > 1
+            # Requests of fewer rows may be accepted.
+            is_too_large = isinstance(error, ResourceExhausted) and _SIZE.search(error.message) is not None
+            # Fewer rows may be in time: paceline says so before it has done anything. A request that expired in a queue
+            # has waited as long as it would have alone, and had better not wait again.
+            is_too_late = isinstance(error, DeadlineExceeded) and _TOO_LATE in error.message
+            if are_several and (is_too_large or is_too_late):
                 group.shrink(members)
                 return [member for member in members if not member.answer.done()]
-            if _is_due_to_its_size(error) and not _ITS_ANSWER.search(error.message):
+            if is_too_large and not _ITS_ANSWER.search(error.message):
                 group.refuse_alike(members[0], error)
-            if len(members) > 1 and _is_due_to_what_is_in_it(error):
+            if are_several and isinstance(error, (InvalidArgument, Internal)):  # some of the rows may be at fault
                 await asyncio.gather(*(self._ask_alone(member) for member in members if not member.answer.done()))
             else:
                 for member in members:
-                    _fail(member, _own(error) if len(members) > 1 else error)
+                    fail(member.answer, own(error) if are_several else error)
         else:
             group.grow(self._max_rows)
         return ()
@@ -238,24 +251,23 @@ class Coalescer:
         try:
             await self._ask([member])
         except InferenceError as error:
-            _fail(member, error)
+            fail(member.answer, error)
 
     async def _ask(self, members: Sequence[_Member]) -> None:
         """Answer the members. Raises InferenceError."""
         try:
-            result = await self._send(_merged(members), _timeout_s(members))
+            # Members with earlier deadlines than the last have alarms of their own.
+            bounds_s = [member.until_s for member in members if member.until_s is not None]
+            timeout_s = None
+            if len(bounds_s) == len(members):
+                timeout_s = max(0.0, max(bounds_s) - asyncio.get_running_loop().time())
+            result = await self._send(_merged(members), timeout_s)
             for member, share in zip(members, _shares(result, members), strict=True):
                 if not member.answer.done():
                     member.answer.set_result(share)
         except ResponseError as error:
             for member in members:
-                _fail(member, ResponseError(str(error)))
-
-
-def _rows(request: ModelInferRequest) -> int:
-    """The number of rows, if all inputs have the same, else 0."""
-    counts = {tensor.shape[0] if tensor.shape else 0 for tensor in request.inputs}
-    return counts.pop() if len(counts) == 1 else 0
+                fail(member.answer, ResponseError(str(error)))
 
 
 def _key(request: ModelInferRequest) -> Hashable:
@@ -284,15 +296,6 @@ def _merged(members: Sequence[_Member]) -> ModelInferRequest:
     return merged
 
 
-def _timeout_s(members: Sequence[_Member]) -> float | None:
-    """The time until the last member's deadline, in seconds; None if one has none. Members with earlier deadlines have
-    alarms of their own."""
-    until_s = [member.until_s for member in members]
-    if any(one is None for one in until_s):
-        return None
-    return max(0.0, max(one for one in until_s if one is not None) - asyncio.get_running_loop().time())
-
-
 def _shares(result: InferResult, members: Sequence[_Member]) -> list[InferResult]:
     """Each member's result, with its rows of the outputs. Raises ResponseError if an output doesn't have the rows that
     were sent."""
@@ -312,42 +315,3 @@ def _shares(result: InferResult, members: Sequence[_Member]) -> list[InferResult
         shares.append(replace(result, id=member.request.id, outputs=outputs))
         start += member.rows
     return shares
-
-
-def _is_due_to_what_is_in_it(error: InferenceError) -> bool:
-    """Whether some of the rows may be at fault."""
-    return isinstance(error, (InvalidArgument, Internal))
-
-
-def _is_due_to_its_size(error: InferenceError) -> bool:
-    """Whether requests of fewer rows may be accepted."""
-    return isinstance(error, ResourceExhausted) and _SIZE.search(error.message) is not None
-
-
-def _is_too_late_together(error: InferenceError) -> bool:
-    """Whether fewer rows may be in time: paceline says so before it has done anything. A request that expired in a
-    queue has waited as long as it would have alone, and had better not wait again."""
-    return isinstance(error, DeadlineExceeded) and _TOO_LATE in error.message
-
-
-def _has_expired(member: _Member) -> bool:
-    """Whether the member's own alarm has gone off."""
-    answer = member.answer
-    return answer.done() and not answer.cancelled() and isinstance(answer.exception(), DeadlineExceeded)
-
-
-def _own(error: InferenceError) -> InferenceError:
-    """A copy of the error for one caller: the traceback of a shared one grows."""
-    own = inference_error(error.status, error.message, error.trailing_metadata)
-    own.__cause__ = error
-    return own
-
-
-def _fail(member: _Member, error: BaseException) -> None:
-    if not member.answer.done():
-        member.answer.set_exception(error)
-
-
-def _expire(member: _Member, timeout_s: float) -> None:
-    text = f"no answer within {timeout_s:g} s"
-    _fail(member, DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, text))

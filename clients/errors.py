@@ -21,6 +21,7 @@ Nothing here sends anything, and no other module of this package chooses an exce
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -40,7 +41,11 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",
+    "closed",
+    "fail",
     "inference_error",
+    "no_answer",
+    "own",
     "rpc_failure",
     "unreadable",
 ]
@@ -145,3 +150,26 @@ def rpc_failure(error: grpc.RpcError) -> InferenceError:
 def unreadable() -> Internal:
     """The error that grpc raises for an answer that isn't a message; grpc.aio returns None for it."""
     return Internal(grpc.StatusCode.INTERNAL, "Exception deserializing response!")
+
+
+def closed() -> Cancelled:
+    """The error of those who wait while the client is closed."""
+    return Cancelled(grpc.StatusCode.CANCELLED, "the client was closed during the call")
+
+
+def no_answer(timeout_s: float) -> DeadlineExceeded:
+    """The error of those whose timeout has passed."""
+    return DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {timeout_s:g} s")
+
+
+def own(error: InferenceError) -> InferenceError:
+    """A copy of the error for one of several callers: the traceback of a shared one grows."""
+    copied = inference_error(error.status, error.message, error.trailing_metadata)
+    copied.__cause__ = error
+    return copied
+
+
+def fail(answer: asyncio.Future[Any], error: BaseException) -> None:
+    """Give the error to who waits for the answer, if there is none yet."""
+    if not answer.done():
+        answer.set_exception(error)

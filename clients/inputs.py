@@ -82,22 +82,28 @@ def _read_input(argument: str) -> dict[str, GivenTensor]:
     name, separator, value = argument.partition("=")
     # Unlike `Path.is_file`, this returns False for JSON of any length, rather than raising.
     if separator and not os.path.isfile(argument):
-        return {name: _read_value(name, value)}
+        return {name: GivenTensor(_read_value(name, value))}
     suffix = Path(argument).suffix
     if suffix == ".npz":
-        return {key: GivenTensor(array) for key, array in _load(argument, _numpy_archive).items()}
+        arrays = _load(argument, _numpy_file)
+        if isinstance(arrays, np.ndarray):
+            raise InputError(f"{argument}: expected an archive of named arrays; give a single array as NAME=FILE.npy")
+        return {key: GivenTensor(array) for key, array in arrays.items()}
     if suffix == ".json":
         return _tensors_in(argument, _load(argument, _json_file))
     raise InputError(f"--input {argument!r}: expected NAME=FILE.npy, NAME=JSON, FILE.npz or FILE.json")
 
 
-def _read_value(name: str, value: str) -> GivenTensor:
+def _read_value(name: str, value: str) -> Array:
     if value.endswith(".npy"):
-        return GivenTensor(_load(value, _numpy_array))
+        array = _load(value, _numpy_file)
+        if not isinstance(array, np.ndarray):
+            raise InputError(f"{value}: expected one array; give archives without NAME=")
+        return array
     if value.endswith(".json"):
-        return GivenTensor(_array_of(name, _load(value, _json_file)))
+        return _array_of(name, _load(value, _json_file))
     try:
-        return GivenTensor(_array_of(name, _json(value)))
+        return _array_of(name, _json(value))
     except json.JSONDecodeError as error:
         raise InputError(
             f"input {name!r}: neither FILE.npy nor JSON ({error}); text is quoted, as in '{name}=\"text\"'"
@@ -114,21 +120,11 @@ def _load(path: str, load: Callable[[Path], T]) -> T:
         raise InputError(f"{path}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
-def _numpy_array(path: Path) -> Array:
-    with path.open("rb") as file:
-        loaded = np.load(file, allow_pickle=False)
-        if not isinstance(loaded, np.ndarray):
-            raise ValueError("expected one array; give archives without NAME=")
-        return loaded
-
-
-def _numpy_archive(path: Path) -> dict[str, Array]:
+def _numpy_file(path: Path) -> Array | dict[str, Array]:
     # numpy leaves a file open if it opens it itself and finds that it isn't an archive.
     with path.open("rb") as file:
         loaded = np.load(file, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            raise ValueError("expected an archive of named arrays; give a single array as NAME=FILE.npy")
-        return dict(loaded.items())
+        return loaded if isinstance(loaded, np.ndarray) else dict(loaded.items())
 
 
 def _json_file(path: Path) -> Any:
@@ -178,24 +174,20 @@ def _rest_tensors(path: str, document: dict[str, Any], listed: Sequence[dict[str
         missing = [key for key in ("name", "datatype", "shape", "data") if key not in entry]
         if missing:
             raise InputError(f"{path}: an input lacks {', '.join(missing)}")
-        if not isinstance(entry["name"], str):
-            raise InputError(f"{path}: expected the name of an input as text, got {entry['name']!r}")
-        if entry["name"] in tensors:
-            raise InputError(f"{path}: input {entry['name']!r} is given twice")
-        tensors[entry["name"]] = _rest_tensor(entry)
+        name, shape = entry["name"], entry["shape"]
+        if not isinstance(name, str):
+            raise InputError(f"{path}: expected the name of an input as text, got {name!r}")
+        if name in tensors:
+            raise InputError(f"{path}: input {name!r} is given twice")
+        # The data may be flat or nested, whatever the shape.
+        array = _array_of(name, entry["data"])
+        if not isinstance(shape, list) or not all(isinstance(dim, int) and dim >= 0 for dim in shape):
+            raise InputError(f"input {name!r}: expected a list of sizes as its shape, got {shape!r}")
+        try:
+            tensors[name] = GivenTensor(array.reshape(shape), entry["datatype"])
+        except ValueError as error:
+            raise InputError(f"input {name!r}: {array.size} values for shape {shape}") from error
     return tensors
-
-
-def _rest_tensor(entry: Mapping[str, Any]) -> GivenTensor:
-    # The data may be flat or nested, whatever the shape.
-    name, shape = entry["name"], entry["shape"]
-    array = _array_of(name, entry["data"])
-    if not isinstance(shape, list) or not all(isinstance(dim, int) and dim >= 0 for dim in shape):
-        raise InputError(f"input {name!r}: expected a list of sizes as its shape, got {shape!r}")
-    try:
-        return GivenTensor(array.reshape(shape), entry["datatype"])
-    except ValueError as error:
-        raise InputError(f"input {name!r}: {array.size} values for shape {shape}") from error
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
@@ -222,11 +214,21 @@ def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: Rand
     if unknown:
         raise InputError(f"model {model.name!r} has no input {unknown[0]!r}; it takes {', '.join(expected)}")
     prepared = TypedInputs({}, {})
-    for name, tensor in given.items():
-        wanted = tensor.datatype or (expected[name].datatype if name in expected else None)
-        _add(prepared, name, tensor.array, wanted)
-    if random is not None:
-        _add_random(prepared, model, random)
+    for name, one in given.items():
+        wanted = one.datatype or (expected[name].datatype if name in expected else None)
+        _add(prepared, name, one.array, wanted)
+    if random is None:
+        return prepared
+    if not model.inputs:
+        raise InputError(f"the server names no inputs of model {model.name!r}, so --random can't generate any")
+    open_inputs = [tensor for tensor in model.inputs if tensor.name not in given]
+    useless = random.shapes.keys() - {tensor.name for tensor in open_inputs}
+    if useless:
+        raise InputError(f"--shape {min(useless)}: model {model.name!r} has no such input, or it is already given")
+    generator = np.random.default_rng(random.seed)
+    for tensor in open_inputs:
+        shape = random.shapes[tensor.name] if tensor.name in random.shapes else _shape(tensor, random.rows)
+        _add(prepared, tensor.name, _random_array(tensor.datatype, shape, generator), tensor.datatype)
     return prepared
 
 
@@ -237,19 +239,6 @@ def _add(prepared: TypedInputs, name: str, array: Array, wanted: str | None) -> 
     except (TypeError, ValueError) as error:
         raise InputError(f"input {name!r}: {error}") from error
     prepared.datatypes[name] = datatype.name
-
-
-def _add_random(prepared: TypedInputs, model: ModelMetadata, random: RandomInputs) -> None:
-    if not model.inputs:
-        raise InputError(f"the server names no inputs of model {model.name!r}, so --random can't generate any")
-    open_inputs = [tensor for tensor in model.inputs if tensor.name not in prepared.arrays]
-    useless = random.shapes.keys() - {tensor.name for tensor in open_inputs}
-    if useless:
-        raise InputError(f"--shape {min(useless)}: model {model.name!r} has no such input, or it is already given")
-    generator = np.random.default_rng(random.seed)
-    for tensor in open_inputs:
-        shape = random.shapes[tensor.name] if tensor.name in random.shapes else _shape(tensor, random.rows)
-        _add(prepared, tensor.name, _random_array(tensor.datatype, shape, generator), tensor.datatype)
 
 
 def _shape(tensor: TensorMetadata, rows: int | None) -> tuple[int, ...]:

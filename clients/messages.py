@@ -8,7 +8,6 @@ the protocol raises ResponseError.
 from __future__ import annotations
 
 from collections.abc import Iterator, KeysView, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from paceline.clients.casting import Array, cast, datatype_of, to_array
 from paceline.clients.errors import ResponseError
 from paceline.protos import tensors
-from paceline.protos.datatypes import Datatype, UnknownDatatypeError, by_name
+from paceline.protos.datatypes import UnknownDatatypeError, by_name
 from paceline.protos.inference_pb2 import (
     InferParameter,
     ModelInferRequest,
@@ -161,7 +160,9 @@ def infer_request(
     room_bytes = MAX_TENSOR_BYTES
     for name, value in given.items():
         room_bytes -= _add_input(request, name, value, wanted.get(name), room_bytes)
-    for name in _output_names(outputs):
+    if isinstance(outputs, str | bytes) or not np.iterable(outputs):
+        raise TypeError(f"outputs: expected a sequence of names, got {outputs!r}")
+    for name in outputs:
         request.outputs.add(name=checked_text("outputs", name))
     for name, parameter in _by_name("parameters", parameters or {}).items():
         request.parameters[name].CopyFrom(_parameter(name, parameter))
@@ -176,18 +177,17 @@ def plain_inputs(inputs: Inputs, datatypes: Mapping[str, str] | None) -> list[st
         items = inputs.items()
     except AttributeError:
         return []  # `infer_request` says what is wrong
-    given = datatypes or ()
-    return [
-        name for name, value in items if not isinstance(value, np.ndarray) and name not in given and _is_plain(value)
-    ]
-
-
-def _is_plain(value: npt.ArrayLike) -> bool:
-    first: Any = value
-    while isinstance(first, list | tuple) and first:
-        first = first[0]
-    # An empty list may be one of anything.
-    return isinstance(first, int | float | range | list | tuple | np.number) and not isinstance(value, np.generic)
+    given, plain = datatypes or (), []
+    for name, value in items:
+        if isinstance(value, (np.ndarray, np.generic)) or name in given:
+            continue
+        first: Any = value
+        while isinstance(first, list | tuple) and first:
+            first = first[0]
+        # An empty list may be one of anything.
+        if isinstance(first, int | float | range | list | tuple | np.number):
+            plain.append(name)
+    return plain
 
 
 def checked_text(argument: str, value: str) -> str:
@@ -204,7 +204,12 @@ def checked_text(argument: str, value: str) -> str:
 def _add_input(request: ModelInferRequest, name: str, value: npt.ArrayLike, wanted: str | None, room_bytes: int) -> int:
     """Adds the input to `request`; returns how many bytes the tensor has."""
     try:
-        array, datatype = _wire_array(to_array(value), wanted)
+        array = to_array(value)
+        if wanted is None:
+            datatype = datatype_of(array)
+        else:
+            datatype = by_name(wanted)
+            array = cast(array, datatype)
         _check_room(array.size * datatype.item_bytes, room_bytes)
         raw = tensors.encode_raw(array, datatype)
         _check_room(len(raw), room_bytes)
@@ -221,26 +226,12 @@ def _check_room(size_bytes: int, room_bytes: int) -> None:
         raise ValueError(f"expected at most {room_bytes} bytes, as much as the request has room for, got {size_bytes}")
 
 
-def _wire_array(array: Array, wanted: str | None) -> tuple[Array, Datatype]:
-    if wanted is None:
-        return array, datatype_of(array)
-    datatype = by_name(wanted)
-    return cast(array, datatype), datatype
-
-
 def _by_name(argument: str, values: Mapping[str, T]) -> dict[str, T]:
     try:
         items = values.items()
     except AttributeError:
         raise TypeError(f"{argument}: expected a mapping by name, got {type(values).__name__}") from None
     return {checked_text(argument, name): value for name, value in items}
-
-
-def _output_names(outputs: Sequence[str]) -> Sequence[str]:
-    if not isinstance(outputs, str | bytes):
-        with suppress(TypeError):
-            return tuple(outputs)
-    raise TypeError(f"outputs: expected a sequence of names, got {outputs!r}")
 
 
 def _parameter(name: str, value: ParameterValue | np.generic) -> InferParameter:
@@ -251,16 +242,12 @@ def _parameter(name: str, value: ParameterValue | np.generic) -> InferParameter:
         return InferParameter(string_param=checked_text(f"parameter {name!r}", plain))
     if isinstance(plain, float):
         return InferParameter(double_param=plain)
-    if isinstance(plain, int):
-        return _integer_parameter(name, plain)
-    raise TypeError(f"parameter {name!r}: expected bool, int, float or str, got {type(value).__name__}")
-
-
-def _integer_parameter(name: str, value: int) -> InferParameter:
+    if not isinstance(plain, int):
+        raise TypeError(f"parameter {name!r}: expected bool, int, float or str, got {type(value).__name__}")
     try:
-        return InferParameter(int64_param=value) if value <= _INT64_MAX else InferParameter(uint64_param=value)
+        return InferParameter(int64_param=plain) if plain <= _INT64_MAX else InferParameter(uint64_param=plain)
     except ValueError as error:
-        raise ValueError(f"parameter {name!r}: {value} does not fit into 64 bits") from error
+        raise ValueError(f"parameter {name!r}: {plain} does not fit into 64 bits") from error
 
 
 def infer_result(response: ModelInferResponse) -> InferResult:
@@ -285,6 +272,11 @@ def infer_result(response: ModelInferResponse) -> InferResult:
     )
 
 
+def _plain(parameter: InferParameter) -> Any:
+    chosen = parameter.WhichOneof("parameter_choice")
+    return None if chosen is None else getattr(parameter, chosen)
+
+
 def _output_array(model: str, output: ModelInferResponse.InferOutputTensor, raw: bytes | None) -> Array:
     try:
         datatype = by_name(output.datatype)
@@ -296,8 +288,3 @@ def _output_array(model: str, output: ModelInferResponse.InferOutputTensor, raw:
     except (tensors.TensorError, UnknownDatatypeError) as error:
         raise ResponseError(f"model {model!r}, output {output.name!r}: {error}") from error
     return tensors.float32_from_bf16(array) if datatype.name == "BF16" else array
-
-
-def _plain(parameter: InferParameter) -> Any:
-    chosen = parameter.WhichOneof("parameter_choice")
-    return None if chosen is None else getattr(parameter, chosen)

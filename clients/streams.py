@@ -11,9 +11,8 @@ because the server is stopping: the server hasn't looked at them.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine
-from functools import partial
+from contextlib import suppress
 from itertools import count
 from typing import Any, Final, TypeVar
 
@@ -22,12 +21,14 @@ import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from paceline.clients.errors import (
-    Cancelled,
-    DeadlineExceeded,
     InferenceError,
     ResourceExhausted,
     Unavailable,
+    closed,
+    fail,
     inference_error,
+    no_answer,
+    own,
     rpc_failure,
     unreadable,
 )
@@ -47,8 +48,6 @@ _REFUSED_S: Final = 1.0
 _TOO_LARGE: Final = "larger than max"
 _UNORDERED: Final = "paceline_unordered"
 _DEADLINE: Final = "paceline_deadline_us"
-_OURS: Final = (_UNORDERED, _DEADLINE)
-"""Parameters that a request gets on a stream."""
 _CANCEL: Final = "paceline_cancel"
 _STATUS: Final = "paceline_status"
 _FINAL: Final = "triton_final_response"
@@ -102,10 +101,7 @@ class Streams:
         """
         now_s = asyncio.get_running_loop().time
         began_s, left_s = now_s(), timeout_s
-        own_id, own, moved = request.id, ModelInferRequest(), False
-        for name in _OURS:
-            if name in request.parameters:
-                own.parameters[name].CopyFrom(request.parameters[name])
+        given, moved = ModelInferRequest(id=request.id, parameters=request.parameters), False
         while (stream := self._stream(now_s())) is not None:
             try:
                 return await stream.infer(request, left_s)
@@ -118,10 +114,9 @@ class Streams:
                 if moved:
                     raise stopping.error from None
                 moved = True
-            request.id = own_id
-            for name in _OURS:
-                request.parameters.pop(name, None)
-            request.MergeFrom(own)
+            request.id = given.id
+            request.ClearField("parameters")
+            request.MergeFrom(given)
             left_s = None if timeout_s is None else max(0.0, timeout_s - (now_s() - began_s))
         raise NoStream(left_s)
 
@@ -155,8 +150,7 @@ class _Stream:
         self._ids = count(1)
         self._waiting: dict[str, asyncio.Future[ModelStreamInferResponse]] = {}
         # Requests to send, and ids of requests to cancel.
-        self._unsent: deque[ModelInferRequest | str] = deque()
-        self._sleeping: asyncio.Future[None] | None = None
+        self._unsent: asyncio.Queue[ModelInferRequest | str] = asyncio.Queue()
         self._status: asyncio.Future[grpc.aio.AioRpcError] = self._loop.create_future()
         call.add_done_callback(self._note_status)
         self._reading = self._loop.create_task(self._read())
@@ -170,19 +164,21 @@ class _Stream:
         return len(self._waiting)
 
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
-        own_id, request.id = request.id, self._wire_id(request.id)
+        own_id, number = request.id, next(self._ids)
+        # Unique on this stream, and with the caller's in it, to be found in logs and traces.
+        request.id = f"{number}:{own_id}" if own_id else str(number)
         request.parameters[_UNORDERED].bool_param = True
         answer: asyncio.Future[ModelStreamInferResponse] = self._loop.create_future()
         alarm: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             _tell_deadline(request, max(1, int(timeout_s * 1e6)))
-            alarm = self._loop.call_later(timeout_s, _expire, answer, timeout_s)
+            alarm = self._loop.call_later(timeout_s, lambda: fail(answer, no_answer(timeout_s)))
         self._waiting[request.id] = answer
-        self._send(request)
+        self._unsent.put_nowait(request)
         try:
             message = await answer
         except asyncio.CancelledError:
-            self._send(request.id)
+            self._unsent.put_nowait(request.id)
             raise
         finally:
             del self._waiting[request.id]
@@ -190,52 +186,33 @@ class _Stream:
                 alarm.cancel()
         return _answer(message, own_id)
 
-    def _wire_id(self, own_id: str) -> str:
-        """An id that is unique on this stream and contains the caller's, to be found in logs and traces."""
-        number = next(self._ids)
-        return f"{number}:{own_id}" if own_id else str(number)
-
     async def close(self) -> None:
         self._call.cancel()
         await asyncio.wait((self._reading, self._writing))
 
-    def _send(self, what: ModelInferRequest | str) -> None:
-        self._unsent.append(what)
-        self._wake()
-
-    def _wake(self) -> None:
-        sleeping, self._sleeping = self._sleeping, None
-        if sleeping is not None and not sleeping.done():
-            sleeping.set_result(None)
-
     async def _write(self) -> None:
         """Write until the stream ends; `_read` notices the end."""
-        try:
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):
             while True:
-                while self._unsent:
-                    what = self._unsent.popleft()
-                    if isinstance(what, str):
-                        what = ModelInferRequest(id=what)
-                        what.parameters[_CANCEL].bool_param = True
-                    elif what.id not in self._waiting:
-                        continue  # given up before its turn came
+                what = await self._unsent.get()
+                if isinstance(what, str):
+                    what = ModelInferRequest(id=what)
+                    what.parameters[_CANCEL].bool_param = True
                     await self._call.write(what)
-                what = ""
-                self._sleeping = self._loop.create_future()
-                await self._sleeping
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            pass
+                elif what.id in self._waiting:  # else given up before its turn came
+                    await self._call.write(what)
+                what = ""  # which keeps no tensors alive
 
     async def _read(self) -> None:
         """Hand out answers until the stream ends, and then the reason to all requests that still wait."""
-        reason: Callable[[], InferenceError] = _ended
+        reason: InferenceError = Unavailable(grpc.StatusCode.UNAVAILABLE, "the server ended the stream")
         has_answered = False
         try:
             while (message := await self._call.read()) is not EOF:
                 has_answered = True
                 if message is None:
                     # Not a message that can be read: nobody can tell whose answer it was.
-                    reason = unreadable
+                    reason = unreadable()
                     self._call.cancel()
                     break
                 answer = self._waiting.get(message.infer_response.id)
@@ -243,15 +220,19 @@ class _Stream:
                     answer.set_result(message)
         except grpc.aio.AioRpcError as error:
             status = await self._true_status(error)
-            reason = partial(_broken, status)
-            self.was_refused = not has_answered and _is_refusal(status)
+            no_room = status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE not in (status.details() or "")
+            self.was_refused = not has_answered and no_room
+            reason = rpc_failure(status)
+            if _of_a_write(status):
+                text = "the stream ended while a request was being sent"
+                reason = Unavailable(grpc.StatusCode.UNAVAILABLE, text)
+            reason.__cause__ = status
         except asyncio.CancelledError:
-            reason = _closed
+            reason = closed()
         self.ended = True
         self._writing.cancel()
         for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(reason())
+            fail(answer, own(reason))
 
     def _note_status(self, call: Any) -> None:
         """Keep the status that the call has now: a write that fails because the stream has ended may replace it."""
@@ -300,11 +281,6 @@ def _at_once(coroutine: Coroutine[Any, Any, _T]) -> _T:
     raise RuntimeError("grpc.aio calls done what isn't")
 
 
-def _is_refusal(status: grpc.aio.AioRpcError) -> bool:
-    """Whether `status` says that there is no room for a stream."""
-    return status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE not in (status.details() or "")
-
-
 def _of_a_write(error: grpc.aio.AioRpcError) -> bool:
     """Whether grpc.aio made this status up because it couldn't write (https://github.com/grpc/grpc/issues/36066)."""
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
@@ -322,27 +298,3 @@ def _answer(message: ModelStreamInferResponse, request_id: str) -> ModelInferRes
     response.id = request_id
     response.parameters.pop(_FINAL, None)
     return response
-
-
-def _expire(answer: asyncio.Future[Any], timeout_s: float) -> None:
-    if not answer.done():
-        text = f"no answer within {timeout_s:g} s"
-        answer.set_exception(DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, text))
-
-
-def _ended() -> InferenceError:
-    return Unavailable(grpc.StatusCode.UNAVAILABLE, "the server ended the stream")
-
-
-def _closed() -> InferenceError:
-    return Cancelled(grpc.StatusCode.CANCELLED, "the client was closed during the call")
-
-
-def _broken(error: grpc.aio.AioRpcError) -> InferenceError:
-    if _of_a_write(error):
-        text = "the stream ended while a request was being sent"
-        failure: InferenceError = Unavailable(grpc.StatusCode.UNAVAILABLE, text)
-    else:
-        failure = rpc_failure(error)
-    failure.__cause__ = error
-    return failure
