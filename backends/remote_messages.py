@@ -18,9 +18,8 @@ from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
 from paceline.protos.datatypes import UnknownDatatypeError, by_name
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from paceline.protos.parsing import parse
 from paceline.protos.tensors import TensorError, decode_contents, decode_raw, raw_buffer
-from paceline.protos.wire import RAW_INPUT_TAG, varint
+from paceline.protos.wire import RAW_INPUT_TAG, parse, varint
 
 __all__ = [
     "Headers",

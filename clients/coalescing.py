@@ -77,6 +77,7 @@ class _Group:
     back, the group is short (`is_short`).
     """
 
+    key: Hashable
     most_rows: int
     waiting: deque[_Member] = field(default_factory=deque)
     tasks: dict[asyncio.Task[Sequence[_Member]], Sequence[_Member]] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class _Group:
         self.is_short = True
         self.most_rows = max(1, min(self.most_rows, sum(member.rows for member in members) // 2))
 
-    def refuse_alike(self, member: _Member, refusal: InferenceError) -> None:
+    def refuse_with(self, member: _Member, refusal: InferenceError) -> None:
         """Fail others along with `member`, for which there was no room even alone. In a short group, those that wait
         and are no smaller would fare no better, and a full server isn't asked for each of them."""
         size_bytes = member.request.ByteSize()
@@ -101,11 +102,6 @@ class _Group:
         if self.is_short:
             self.most_rows = min(most_rows, self.most_rows + max(1, self.most_rows // 4))
             self.is_short = self.most_rows < most_rows
-
-    @property
-    def may_send(self) -> bool:
-        """Whether a request that isn't full may join those in flight; in a short group, this goes for full ones too."""
-        return len(self.tasks) < (1 if self.is_short else _UNDER_WAY)
 
 
 class Coalescer:
@@ -133,9 +129,9 @@ class Coalescer:
         size_bytes = sum(map(len, request.raw_input_contents))
         member = _Member(request, rows, size_bytes, until_s, loop.create_future())
         key = _key(request)
-        group = self._groups.setdefault(key, _Group(self._max_rows))
+        group = self._groups.setdefault(key, _Group(key, self._max_rows))
         group.waiting.append(member)
-        self._flush_soon(key, group)
+        self._flush_soon(group)
         alarm: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             alarm = loop.call_later(timeout_s, lambda: fail(member.answer, no_answer(timeout_s)))
@@ -159,12 +155,12 @@ class Coalescer:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _flush_soon(self, key: Hashable, group: _Group) -> None:
+    def _flush_soon(self, group: _Group) -> None:
         if not group.flush_is_due:
             group.flush_is_due = True
-            asyncio.get_running_loop().call_soon(self._flush, key, group)
+            asyncio.get_running_loop().call_soon(self._flush, group)
 
-    def _flush(self, key: Hashable, group: _Group) -> None:
+    def _flush(self, group: _Group) -> None:
         """Send what needn't wait."""
         group.flush_is_due = False
         loop = asyncio.get_running_loop()
@@ -173,10 +169,10 @@ class Coalescer:
             group.tasks[task] = members
             for member in members:
                 member.task = task
-            task.add_done_callback(partial(self._on_done, key, group))
+            task.add_done_callback(partial(self._on_done, group))
         is_known = group.is_short and len(self._groups) <= _MAX_SHORT
         if not group.waiting and not group.tasks and not is_known:
-            self._groups.pop(key, None)
+            self._groups.pop(group.key, None)
 
     def _next(self, group: _Group) -> list[_Member]:
         """The members of the next request; none while it has to wait."""
@@ -195,12 +191,13 @@ class Coalescer:
                 rows += members[-1].rows
                 size_bytes += members[-1].size_bytes
                 is_whole = rows >= group.most_rows
-        if (is_whole and not group.is_short) or group.may_send:
+        # Whether it may join those in flight. In a short group, full ones wait too.
+        if len(group.tasks) < (1 if group.is_short else _UNDER_WAY) or (is_whole and not group.is_short):
             return members
         waiting.extendleft(reversed(members))
         return []
 
-    def _on_done(self, key: Hashable, group: _Group, task: asyncio.Task[Sequence[_Member]]) -> None:
+    def _on_done(self, group: _Group, task: asyncio.Task[Sequence[_Member]]) -> None:
         members = group.tasks.pop(task)
         error = None if task.cancelled() else task.exception()
         again = () if task.cancelled() or error else task.result()
@@ -208,7 +205,7 @@ class Coalescer:
         for member in () if again else members:
             # A task ends before its members have their answers only if it was cancelled, or because of a bug here.
             fail(member.answer, error or Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled"))
-        self._flush_soon(key, group)
+        self._flush_soon(group)
 
     def _leave(self, group: _Group, member: _Member) -> None:
         """The member's caller has an answer, or has given up; a request that nobody waits for is cancelled."""
@@ -217,8 +214,8 @@ class Coalescer:
             return
         members, answer = group.tasks[task], member.answer
         if all(one.answer.done() for one in members):
-            has_given_up = answer.cancelled() or not isinstance(answer.exception(), DeadlineExceeded)
-            if len(members) > 1 and not has_given_up:
+            has_expired = not answer.cancelled() and isinstance(answer.exception(), DeadlineExceeded)
+            if len(members) > 1 and has_expired:
                 group.shrink(members)
             task.cancel()
 
@@ -237,7 +234,7 @@ class Coalescer:
                 group.shrink(members)
                 return [member for member in members if not member.answer.done()]
             if is_too_large and not _ITS_ANSWER.search(error.message):
-                group.refuse_alike(members[0], error)
+                group.refuse_with(members[0], error)
             if are_several and isinstance(error, (InvalidArgument, Internal)):  # some of the rows may be at fault
                 await asyncio.gather(*(self._ask_alone(member) for member in members if not member.answer.done()))
             else:
@@ -310,8 +307,7 @@ def _shares(result: InferResult, members: Sequence[_Member]) -> list[InferResult
             )
     shares, start = [], 0
     for member in members:
-        own = slice(start, start + member.rows)
-        outputs = {name: array[own] for name, array in result.outputs.items()}
+        outputs = {name: array[start : start + member.rows] for name, array in result.outputs.items()}
         shares.append(replace(result, id=member.request.id, outputs=outputs))
         start += member.rows
     return shares

@@ -83,23 +83,22 @@ def checked_metadata(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
     and grpc.aio would each fail in a way of its own, and on a stream everybody who shares it would fail."""
     if isinstance(metadata, Mapping | str | bytes) or not isinstance(metadata, Iterable):
         raise TypeError(f"metadata: expected pairs of key and value, got {type(metadata).__name__}")
-    return tuple(map(_checked_pair, metadata))
-
-
-def _checked_pair(pair: tuple[str, str | bytes]) -> tuple[str, str | bytes]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise TypeError("metadata: expected pairs of key and value, got something else among them")
-    key, value = pair
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise ValueError(f"metadata: expected keys of lower case letters, digits, '_', '.' and '-', got {key!r}")
-    is_binary = key.endswith("-bin")
-    if not isinstance(value, bytes if is_binary else (str, bytes)):
-        wanted = "bytes" if is_binary else "str or bytes"
-        raise TypeError(f"metadata {key!r}: expected {wanted}, got {type(value).__name__}")
-    text = value.decode("latin-1") if isinstance(value, bytes) else value
-    if not is_binary and not _TEXT.fullmatch(text):
-        raise ValueError(f"metadata {key!r}: expected printable ASCII; a key that ends in '-bin' takes any bytes")
-    return key, value
+    pairs = []
+    for pair in metadata:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError("metadata: expected pairs of key and value, got something else among them")
+        key, value = pair
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise ValueError(f"metadata: expected keys of lower case letters, digits, '_', '.' and '-', got {key!r}")
+        is_binary = key.endswith("-bin")
+        if not isinstance(value, bytes if is_binary else (str, bytes)):
+            wanted = "bytes" if is_binary else "str or bytes"
+            raise TypeError(f"metadata {key!r}: expected {wanted}, got {type(value).__name__}")
+        text = value.decode("latin-1") if isinstance(value, bytes) else value
+        if not is_binary and not _TEXT.fullmatch(text):
+            raise ValueError(f"metadata {key!r}: expected printable ASCII; a key that ends in '-bin' takes any bytes")
+        pairs.append((key, value))
+    return tuple(pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,16 @@ def infer_result(response: ModelInferResponse) -> InferResult:
     for index, output in enumerate(response.outputs):
         if output.name in outputs:
             raise ResponseError(f"model {response.model_name!r} answered twice with output {output.name!r}")
-        outputs[output.name] = _output_array(response.model_name, output, raw[index] if raw else None)
+        try:
+            datatype = by_name(output.datatype)
+            array = (
+                tensors.decode_raw(raw[index], datatype, output.shape)
+                if raw
+                else tensors.decode_contents(output.contents, datatype, output.shape)
+            )
+        except (tensors.TensorError, UnknownDatatypeError) as error:
+            raise ResponseError(f"model {response.model_name!r}, output {output.name!r}: {error}") from error
+        outputs[output.name] = tensors.float32_from_bf16(array) if datatype.name == "BF16" else array
     return InferResult(
         model_name=response.model_name,
         model_version=response.model_version,
@@ -275,16 +284,3 @@ def infer_result(response: ModelInferResponse) -> InferResult:
 def _plain(parameter: InferParameter) -> Any:
     chosen = parameter.WhichOneof("parameter_choice")
     return None if chosen is None else getattr(parameter, chosen)
-
-
-def _output_array(model: str, output: ModelInferResponse.InferOutputTensor, raw: bytes | None) -> Array:
-    try:
-        datatype = by_name(output.datatype)
-        array = (
-            tensors.decode_contents(output.contents, datatype, output.shape)
-            if raw is None
-            else tensors.decode_raw(raw, datatype, output.shape)
-        )
-    except (tensors.TensorError, UnknownDatatypeError) as error:
-        raise ResponseError(f"model {model!r}, output {output.name!r}: {error}") from error
-    return tensors.float32_from_bf16(array) if datatype.name == "BF16" else array

@@ -99,9 +99,7 @@ def _json_value(value: Any) -> Any:
     # JSON has no such numbers; these spellings are protobuf's.
     if not isinstance(value, float) or math.isfinite(value):
         return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def save_npz(path: Path, outputs: Mapping[str, Array]) -> None:
@@ -109,7 +107,12 @@ def save_npz(path: Path, outputs: Mapping[str, Array]) -> None:
 
     Raises OSError, and ValueError for elements of BYTES that end in NUL, which numpy would cut off.
     """
-    storable = {name: _storable(name, array) for name, array in outputs.items()}
+    storable = dict(outputs)
+    for name, array in outputs.items():
+        if array.dtype.kind == "O":
+            if any(item.endswith(b"\0") for item in array.flat):
+                raise ValueError(f"output {name!r} has elements that end in NUL, which .npz can't hold")
+            storable[name] = array.astype(np.bytes_)
     # numpy.savez takes names as keywords, which rules out "file".
     with ZipFile(path, "w") as archive:
         for name, array in storable.items():
@@ -117,33 +120,15 @@ def save_npz(path: Path, outputs: Mapping[str, Array]) -> None:
                 np.lib.format.write_array(member, array, allow_pickle=False)
 
 
-def _storable(name: str, array: Array) -> Array:
-    if array.dtype.kind != "O":
-        return array
-    if any(item.endswith(b"\0") for item in array.flat):
-        raise ValueError(f"output {name!r} has elements that end in NUL, which .npz can't hold")
-    return array.astype(np.bytes_)
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Latencies of the calls that succeeded, in nanoseconds; failures counted by the name of their status."""
+    """How many calls succeeded, and how many failed, by the name of their status. `percentiles_ms` are of the latencies
+    of those that succeeded, by percent; there are none if no call did."""
 
-    latencies_ns: tuple[int, ...]
+    ok: int
     errors: Mapping[str, int]
-    elapsed_ns: int
-
-    @property
-    def ok(self) -> int:
-        return len(self.latencies_ns)
-
-    def per_second(self) -> float:
-        """Calls that succeeded per second."""
-        return self.ok / (self.elapsed_ns / 1e9)
-
-    def percentile_ms(self, percent: float) -> float:
-        """That percentile (0 to 100) of the latencies, in milliseconds; at least one call must have succeeded."""
-        return float(np.percentile(self.latencies_ns, percent)) / 1e6
+    ok_per_second: float
+    percentiles_ms: Mapping[int, float]
 
 
 def run_repeated(call: Callable[[], object], report: Report, *, repeat: int, concurrency: int) -> Outcome:
@@ -179,11 +164,14 @@ def run_repeated(call: Callable[[], object], report: Report, *, repeat: int, con
                 report(sum(map(len, of_threads)), time.perf_counter_ns() - started_ns)
         finally:
             is_over.set()
+    elapsed_s = (time.perf_counter_ns() - started_ns) / 1e9
     outcomes = list(chain.from_iterable(of_threads))
+    latencies_ns = [outcome for outcome in outcomes if isinstance(outcome, int)]
     return Outcome(
-        latencies_ns=tuple(outcome for outcome in outcomes if isinstance(outcome, int)),
+        ok=len(latencies_ns),
         errors=Counter(outcome for outcome in outcomes if isinstance(outcome, str)),
-        elapsed_ns=time.perf_counter_ns() - started_ns,
+        ok_per_second=len(latencies_ns) / elapsed_s,
+        percentiles_ms={p: float(np.percentile(latencies_ns, p)) / 1e6 for p in _PERCENTS if latencies_ns},
     )
 
 
@@ -191,20 +179,16 @@ def outcome_text(outcome: Outcome) -> str:
     """One line: how many calls succeeded, how many failed and how, how fast."""
     parts = [f"ok {outcome.ok}", f"errors {sum(outcome.errors.values())}"]
     parts += [f"{status} {count}" for status, count in sorted(outcome.errors.items())]
-    parts.append(f"{outcome.per_second():.1f} requests/s")
-    parts += [f"p{percent} {outcome.percentile_ms(percent):.3f} ms" for percent in _PERCENTS if outcome.ok]
+    parts.append(f"{outcome.ok_per_second:.1f} requests/s")
+    parts += [f"p{percent} {latency_ms:.3f} ms" for percent, latency_ms in outcome.percentiles_ms.items()]
     return "  ".join(parts)
 
 
 def outcome_json(outcome: Outcome) -> str:
     """The same as a JSON object; percentiles are there only if a call succeeded."""
-    document: dict[str, Any] = {
-        "ok": outcome.ok,
-        "errors": dict(outcome.errors),
-        "requests_per_second": outcome.per_second(),
-    }
-    document |= {f"p{percent}_ms": outcome.percentile_ms(percent) for percent in _PERCENTS if outcome.ok}
-    return json.dumps(document)
+    latencies_ms = {f"p{percent}_ms": latency_ms for percent, latency_ms in outcome.percentiles_ms.items()}
+    document = {"ok": outcome.ok, "errors": outcome.errors, "requests_per_second": outcome.ok_per_second}
+    return json.dumps(document | latencies_ms)
 
 
 @contextmanager

@@ -110,7 +110,9 @@ class Streams:
                     raise
                 self._refused_until_s = now_s() + _REFUSED_S
             except _Stopping as stopping:
-                self._leave(stream)
+                if stream in self._streams:
+                    self._streams.remove(stream)
+                    self._left = [*(one for one in self._left if not one.ended), stream]
                 if moved:
                     raise stopping.error from None
                 moved = True
@@ -129,11 +131,6 @@ class Streams:
             return least
         streams.append(_Stream(self._open_call()))
         return streams[-1]
-
-    def _leave(self, stream: _Stream) -> None:
-        if stream in self._streams:
-            self._streams.remove(stream)
-            self._left = [*(one for one in self._left if not one.ended), stream]
 
     async def close(self) -> None:
         """End all streams; requests that still wait raise Cancelled."""

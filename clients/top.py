@@ -16,7 +16,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import TextIO
 
@@ -74,52 +75,43 @@ def top(metrics: str, interval_s: float, once: bool, access: ConnectionOptions) 
     if sys.stdout is None:
         raise Unusable("standard output is closed, so nothing can be shown")
     with one_line_errors(access):
-        scraper = _Scraper(url, access)
+        handlers = [] if access.tls is None else [urllib.request.HTTPSHandler(context=access.tls.context())]
+        scrape = partial(_scrape, urllib.request.build_opener(*handlers), url, access.token)
         if once:
-            before = scraper.scrape()
+            before = scrape()
             time.sleep(interval_s)
-            click.echo(table(before, scraper.scrape()))
+            click.echo(table(before, scrape()))
             return
         with contextlib.suppress(KeyboardInterrupt), _screen(sys.stdout):
-            _watch(scraper, interval_s, sys.stdout)
+            _watch(scrape, url, interval_s, sys.stdout)
 
 
 class _ScrapeError(ClientError):
     """No metrics could be read; the message says why."""
 
 
-class _Scraper:
-    """Asks for the metrics at `url`, an HTTP or HTTPS one. Raises ValueError for TLS files that can't be used."""
-
-    def __init__(self, url: str, access: ConnectionOptions) -> None:
-        self.url = url
-        handlers = [] if access.tls is None else [urllib.request.HTTPSHandler(context=access.tls.context())]
-        self._opener = urllib.request.build_opener(*handlers)
-        self._headers = [] if access.token is None else [authorization(access.token)]
-
-    def scrape(self) -> Snapshot:
-        """The server's metrics now. Raises _ScrapeError."""
-        url = self.url
-        request = urllib.request.Request(url)
-        for key, value in self._headers:
-            # If the server redirects elsewhere, the token must not go there.
-            request.add_unredirected_header(key, value)
-        try:
-            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
-                text = response.read(_MAX_BYTES).decode()
-            return parse(text, time.monotonic())
-        except urllib.error.HTTPError as error:
-            with error:
-                raise _ScrapeError(f"no metrics at {url}: HTTP status {error.code}") from None
-        except urllib.error.URLError as error:
-            raise _ScrapeError(f"no answer from {url}: {error.reason}") from None
-        except (OSError, http.client.HTTPException) as error:
-            what = printable(str(error)) or type(error).__name__
-            if isinstance(error, http.client.BadStatusLine) and str(error).startswith("\0"):  # as HTTP/2 does
-                what = "this looks like a gRPC port; metrics are usually on 8002"
-            raise _ScrapeError(f"no answer from {url}: {what}") from None
-        except ValueError as error:
-            raise _ScrapeError(f"no metrics at {url}: {printable(str(error))}") from None
+def _scrape(opener: urllib.request.OpenerDirector, url: str, token: str | None) -> Snapshot:
+    """The metrics at `url` now. Raises _ScrapeError."""
+    request = urllib.request.Request(url)
+    if token is not None:
+        # If the server redirects elsewhere, the token must not go there.
+        request.add_unredirected_header(*authorization(token))
+    try:
+        with opener.open(request, timeout=_TIMEOUT_S) as response:
+            text = response.read(_MAX_BYTES).decode()
+        return parse(text, time.monotonic())
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _ScrapeError(f"no metrics at {url}: HTTP status {error.code}") from None
+    except urllib.error.URLError as error:
+        raise _ScrapeError(f"no answer from {url}: {error.reason}") from None
+    except (OSError, http.client.HTTPException) as error:
+        what = printable(str(error)) or type(error).__name__
+        if isinstance(error, http.client.BadStatusLine) and str(error).startswith("\0"):  # as HTTP/2 does
+            what = "this looks like a gRPC port; metrics are usually on 8002"
+        raise _ScrapeError(f"no answer from {url}: {what}") from None
+    except ValueError as error:
+        raise _ScrapeError(f"no metrics at {url}: {printable(str(error))}") from None
 
 
 @contextlib.contextmanager
@@ -155,26 +147,23 @@ def _screen(out: TextIO) -> Iterator[None]:
             signal.signal(number, what)
 
 
-def _watch(scraper: _Scraper, interval_s: float, out: TextIO) -> None:
+def _watch(scrape: Callable[[], Snapshot], url: str, interval_s: float, out: TextIO) -> None:
     """Look again and again. Where `out` is no terminal, tables follow each other."""
     before: Snapshot | None = None
     while True:
         began_s = time.monotonic()
         try:
-            now = scraper.scrape()
+            now = scrape()
             what, before = table(before, now), now
         except _ScrapeError as error:
             what = f"{error}; trying again every {interval_s:g} s"
-        _show(f"{time.strftime('%H:%M:%S')}  {scraper.url}\n{what}", out)
+        text = f"{time.strftime('%H:%M:%S')}  {url}\n{what}"
+        if out.isatty():
+            columns, lines = shutil.get_terminal_size()
+            shown = [line[:columns] for line in text.splitlines()[: lines - 1]]
+            text = _HOME + "".join(f"{line}{_END_LINE}\n" for line in shown) + _END_SCREEN
+        else:
+            text += "\n\n"
+        out.write(text)
+        out.flush()
         time.sleep(max(0.0, began_s + interval_s - time.monotonic()))
-
-
-def _show(text: str, out: TextIO) -> None:
-    if out.isatty():
-        columns, lines = shutil.get_terminal_size()
-        shown = [line[:columns] for line in text.splitlines()[: lines - 1]]
-        text = _HOME + "".join(f"{line}{_END_LINE}\n" for line in shown) + _END_SCREEN
-    else:
-        text += "\n\n"
-    out.write(text)
-    out.flush()

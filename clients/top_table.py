@@ -107,10 +107,16 @@ def table(before: Snapshot | None, now: Snapshot) -> str:
     changes = [(key, _since(model, base.models.get(key))) for key, model in now.models.items()]
     # The busiest first, then by name and version.
     changes.sort(key=lambda item: (-item[1].succeeded - item[1].failed, item[0][0], item[0][1].zfill(10)))
+    summary = _summary([change for _, change in changes], base, now, seconds)
+    if not changes:
+        return f"{summary}\n\nno models"
     rows = [(printable(name), printable(version), *_cells(change, seconds)) for (name, version), change in changes]
-    lines = [_summary([change for _, change in changes], base, now, seconds), ""]
-    lines += _aligned([_HEADINGS, *rows]) if rows else ["no models"]
-    return "\n".join(lines)
+    (width, *widths) = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
+    lines = [
+        "  ".join([name.ljust(width), *(cell.rjust(wide) for cell, wide in zip(cells, widths, strict=True))])
+        for name, *cells in (_HEADINGS, *rows)
+    ]
+    return "\n".join([summary, "", *lines])
 
 
 def quantile(share: float, histogram: Histogram) -> float | None:
@@ -185,14 +191,3 @@ def _time(us: float | None) -> str:
         if us >= size:
             return f"{us / size:.3g} {unit}"
     return f"{us:.0f} us"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[0] = row[0].ljust(widths[0])
-        lines.append("  ".join(cells))
-    return lines

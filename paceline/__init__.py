@@ -13,32 +13,11 @@ neither gRPC nor numpy.
 
 from __future__ import annotations
 
+# ruff: noqa: F403, F405 - type checkers know the names from there
+
 TYPE_CHECKING = False  # `typing` is slow to import, and signals are lost until the command has begun
 if TYPE_CHECKING:
-    from paceline.clients import (
-        AsyncInferenceClient,
-        Cancelled,
-        ClientClosed,
-        ClientError,
-        DeadlineExceeded,
-        IndexEntry,
-        InferenceClient,
-        InferenceError,
-        InferResult,
-        Internal,
-        InvalidArgument,
-        ModelMetadata,
-        NotFound,
-        PermissionDenied,
-        ResourceExhausted,
-        ResponseError,
-        ServerMetadata,
-        TensorMetadata,
-        Tls,
-        Unauthenticated,
-        Unavailable,
-        Unimplemented,
-    )
+    from paceline.clients import *
 
 __all__ = [
     "AsyncInferenceClient",

@@ -37,26 +37,24 @@ class Datatype:
     contents_field: str | None
 
 
-def _row(name: str, dtype: str, contents_field: str | None) -> Datatype:
-    kind = np.dtype(dtype)
-    return Datatype(name, kind, 0 if kind.hasobject else kind.itemsize, contents_field)
-
-
-_ROWS: Final = (
-    _row("BOOL", "?", "bool_contents"),
-    _row("UINT8", "u1", "uint_contents"),
-    _row("UINT16", "<u2", "uint_contents"),
-    _row("UINT32", "<u4", "uint_contents"),
-    _row("UINT64", "<u8", "uint64_contents"),
-    _row("INT8", "i1", "int_contents"),
-    _row("INT16", "<i2", "int_contents"),
-    _row("INT32", "<i4", "int_contents"),
-    _row("INT64", "<i8", "int64_contents"),
-    _row("FP16", "<f2", None),
-    _row("FP32", "<f4", "fp32_contents"),
-    _row("FP64", "<f8", "fp64_contents"),
-    _row("BF16", "<u2", None),
-    _row("BYTES", "O", "bytes_contents"),
+_ROWS: Final = tuple(
+    Datatype(name, dtype, 0 if dtype.hasobject else dtype.itemsize, contents_field)
+    for name, dtype, contents_field in (
+        ("BOOL", np.dtype("?"), "bool_contents"),
+        ("UINT8", np.dtype("u1"), "uint_contents"),
+        ("UINT16", np.dtype("<u2"), "uint_contents"),
+        ("UINT32", np.dtype("<u4"), "uint_contents"),
+        ("UINT64", np.dtype("<u8"), "uint64_contents"),
+        ("INT8", np.dtype("i1"), "int_contents"),
+        ("INT16", np.dtype("<i2"), "int_contents"),
+        ("INT32", np.dtype("<i4"), "int_contents"),
+        ("INT64", np.dtype("<i8"), "int64_contents"),
+        ("FP16", np.dtype("<f2"), None),
+        ("FP32", np.dtype("<f4"), "fp32_contents"),
+        ("FP64", np.dtype("<f8"), "fp64_contents"),
+        ("BF16", np.dtype("<u2"), None),
+        ("BYTES", np.dtype("O"), "bytes_contents"),
+    )
 )
 
 DATATYPES: Final[Mapping[str, Datatype]] = MappingProxyType({row.name: row for row in _ROWS})

@@ -18,7 +18,6 @@ import importlib.metadata
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -38,48 +37,35 @@ class GenerateError(Exception):
     """protoc failed, or its output is not what the rewriting expects; the message says which and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rewrite:
-    """Replaces `old` by `new` in a generated file, where `old` has to occur exactly once."""
-
-    old: str
-    new: str
-
-
-_DEFAULT_POOL: Final = (
-    Rewrite(
-        "from google.protobuf import descriptor_pool as _descriptor_pool\n",
-        "from paceline.protos import pool as _pool\n",
-    ),
-    Rewrite("from google.protobuf import symbol_database as _symbol_database\n", ""),
-    Rewrite("_sym_db = _symbol_database.Default()\n", ""),
-    Rewrite("_descriptor_pool.Default().AddSerializedFile(", "_pool.POOL.AddSerializedFile("),
-)
-
-
-def _builder(module: str) -> Rewrite:
-    return Rewrite(
-        f"_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, '{module}_pb2', _globals)",
-        f"_pool.build_module(DESCRIPTOR, 'paceline.protos.{module}_pb2', _globals)",
+def _default_pool(module: str) -> Sequence[tuple[str, str]]:
+    """What takes a generated module out of protobuf's default pool."""
+    return (
+        (
+            "from google.protobuf import descriptor_pool as _descriptor_pool\n",
+            "from paceline.protos import pool as _pool\n",
+        ),
+        ("from google.protobuf import symbol_database as _symbol_database\n", ""),
+        ("_sym_db = _symbol_database.Default()\n", ""),
+        ("_descriptor_pool.Default().AddSerializedFile(", "_pool.POOL.AddSerializedFile("),
+        (
+            f"_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, '{module}_pb2', _globals)",
+            f"_pool.build_module(DESCRIPTOR, 'paceline.protos.{module}_pb2', _globals)",
+        ),
     )
 
 
-def _absolute_import(statement: str) -> Rewrite:
-    return Rewrite(f"\n{statement}", f"\nfrom paceline.protos {statement}")
+_INFERENCE: Final = ("import inference_pb2 as", "from paceline.protos import inference_pb2 as")
+_MODEL_CONFIG: Final = ("import model_config_pb2 as", "from paceline.protos import model_config_pb2 as")
 
-
-REWRITES: Final[Mapping[str, Sequence[Rewrite]]] = {
-    "inference_pb2.py": (
-        *_DEFAULT_POOL,
-        _builder("inference"),
-        _absolute_import("import model_config_pb2 as model__config__pb2\n"),
-    ),
-    "inference_pb2.pyi": (Rewrite("import model_config_pb2 as", "from paceline.protos import model_config_pb2 as"),),
-    "inference_pb2_grpc.py": (_absolute_import("import inference_pb2 as inference__pb2\n"),),
-    "model_config_pb2.py": (*_DEFAULT_POOL, _builder("model_config")),
+REWRITES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
+    "inference_pb2.py": (*_default_pool("inference"), _MODEL_CONFIG),
+    "inference_pb2.pyi": (_MODEL_CONFIG,),
+    "inference_pb2_grpc.py": (_INFERENCE,),
+    "model_config_pb2.py": _default_pool("model_config"),
     "model_config_pb2.pyi": (),
 }
-"""The generated files that are kept, and what is changed in each. model_config_pb2_grpc.py is not kept: no service."""
+"""The generated files that are kept, and the texts that are replaced in each, every one of which has to occur exactly
+once. model_config_pb2_grpc.py is not kept: no service."""
 
 _LEFTOVERS: Final = ("_descriptor_pool", "_sym_db", "_symbol_database", "BuildTopDescriptorsAndMessages")
 
@@ -89,14 +75,14 @@ def rewrite(name: str, text: str) -> str:
 
     Raises GenerateError when an expected text does not occur exactly once, or something of the default pool is left.
     """
-    for step in REWRITES[name]:
-        found = text.count(step.old)
+    for old, new in REWRITES[name]:
+        found = text.count(old)
         if found != 1:
             raise GenerateError(
-                f"{name}: expected 1 of {step.old!r} in protoc's output, got {found}; "
+                f"{name}: expected 1 of {old!r} in protoc's output, got {found}; "
                 "adapt REWRITES in protos/generate.py to what this protoc writes"
             )
-        text = text.replace(step.old, step.new)
+        text = text.replace(old, new)
     for word in _LEFTOVERS:
         if word in text:
             raise GenerateError(f"{name}: {word!r} is left after rewriting; adapt REWRITES in protos/generate.py")
@@ -105,20 +91,19 @@ def rewrite(name: str, text: str) -> str:
 
 def generate(proto_dir: Path = PROTOS_DIR) -> dict[str, str]:
     """Returns the text of every generated file by its name; writes nothing but a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        _run_protoc(proto_dir, Path(folder))
-        return {name: rewrite(name, _read(Path(folder) / name) or "") for name in REWRITES}
-
-
-def _run_protoc(proto_dir: Path, output_dir: Path) -> None:
-    require_tools(_tools_version())
+    try:
+        require_tools(importlib.metadata.version("grpcio-tools"))
+    except importlib.metadata.PackageNotFoundError:
+        require_tools("none")
     from grpc_tools import protoc  # type: ignore[import-untyped]  # here, since only development installs have it
 
-    outputs = [f"--{kind}_out={output_dir}" for kind in ("python", "pyi", "grpc_python")]
-    sources = [str(proto_dir / f"{module}.proto") for module in MODULES]
-    status = protoc.main(["protoc", f"-I{proto_dir}", *outputs, *sources])
-    if status != 0:
-        raise GenerateError(f"protoc: expected exit status 0, got {status}; its complaint is above")
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
+        sources = [str(proto_dir / f"{module}.proto") for module in MODULES]
+        status = protoc.main(["protoc", f"-I{proto_dir}", *outputs, *sources])
+        if status != 0:
+            raise GenerateError(f"protoc: expected exit status 0, got {status}; its complaint is above")
+        return {name: rewrite(name, (Path(folder) / name).read_text("utf-8")) for name in REWRITES}
 
 
 def require_tools(installed: str) -> None:
@@ -127,36 +112,22 @@ def require_tools(installed: str) -> None:
         raise GenerateError(f"grpcio-tools: expected {TOOLS_VERSION}, got {installed}; install the pinned one")
 
 
-def _tools_version() -> str:
-    try:
-        return importlib.metadata.version("grpcio-tools")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
 def compare(expected: Mapping[str, str], folder: Path = PROTOS_DIR) -> list[str]:
     """Returns the lines of a unified diff from the files in `folder` to `expected`; empty when they agree.
 
     A generated file that should not be there counts as a difference.
     """
-    names = sorted({*expected, *(path.name for path in folder.glob("*_pb2*.py*") if path.is_file())})
+    present = {path.name: path.read_text("utf-8") for path in folder.glob("*_pb2*.py*") if path.is_file()}
     lines: list[str] = []
-    for name in names:
-        lines += _diff(name, _read(folder / name), expected.get(name))
+    for name in sorted({*expected, *present}):
+        if name not in present:
+            lines.append(f"{name}: missing")
+        elif name not in expected:
+            lines.append(f"{name}: not made from any .proto file")
+        else:
+            before, after = present[name].splitlines(), expected[name].splitlines()
+            lines += difflib.unified_diff(before, after, f"{name} (present)", f"{name} (expected)", lineterm="")
     return lines
-
-
-def _diff(name: str, present: str | None, expected: str | None) -> list[str]:
-    if present is None:
-        return [f"{name}: missing"]
-    if expected is None:
-        return [f"{name}: not made from any .proto file"]
-    before, after = present.splitlines(), expected.splitlines()
-    return list(difflib.unified_diff(before, after, f"{name} (present)", f"{name} (expected)", lineterm=""))
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,21 +140,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GenerateError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return _check(files) if check else _write(files)
-
-
-def _check(files: Mapping[str, str]) -> int:
-    difference = compare(files)
-    if not difference:
-        return 0
-    print("\n".join(difference))
-    print(f"error: the generated files in protos/ are not what the .proto files give; run `{COMMAND}`", file=sys.stderr)
-    return 1
-
-
-def _write(files: Mapping[str, str]) -> int:
-    for name, text in files.items():
-        (PROTOS_DIR / name).write_text(text, encoding="utf-8")
+    if not check:
+        for name, text in files.items():
+            (PROTOS_DIR / name).write_text(text, encoding="utf-8")
+    elif difference := compare(files):
+        print("\n".join(difference))
+        print(
+            f"error: the generated files in protos/ are not what the .proto files give; run `{COMMAND}`",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -41,8 +41,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 MAX_RANK: Final = 64
 MAX_ELEMENTS: Final = (2**63 - 1) // 8
 
-# The datatypes narrower than the 32 bits of protobuf's smallest integers: only their values need a range check.
-_NARROW_BYTES: Final = (1, 2)
+_LEAST_INTEGER_BYTES: Final = 4
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_ELEMENT_BYTES: Final = 2**32 - 1
@@ -92,7 +91,10 @@ def decode_raw(data: bytes | memoryview, datatype: Datatype, shape: Sequence[int
     shape = tuple(shape)
     count = element_count(shape)
     if type(data) is not bytes:
-        data = _read_only(data)
+        try:
+            data = memoryview(data).toreadonly().cast("B")
+        except TypeError as error:
+            raise TensorError(f"expected contiguous bytes, got a buffer that is not: {error}") from None
     if not datatype.item_bytes:
         return _decode_elements(bytes(data), count, shape)
     expected = count * datatype.item_bytes
@@ -100,22 +102,9 @@ def decode_raw(data: bytes | memoryview, datatype: Datatype, shape: Sequence[int
         raise TensorError(f"expected {expected} bytes for {datatype.name} of shape {list(shape)}, got {len(data)}")
     # The constructor does in one call what np.frombuffer and reshape do in two.
     array: Array = np.ndarray(shape, datatype.dtype, data)
-    if datatype.dtype.kind == "b":
-        _refuse_bad_bools(array)
-    return array
-
-
-def _read_only(data: bytes | memoryview) -> memoryview:
-    try:
-        return memoryview(data).toreadonly().cast("B")
-    except TypeError as error:
-        raise TensorError(f"expected contiguous bytes, got a buffer that is not: {error}") from None
-
-
-def _refuse_bad_bools(array: Array) -> None:
-    highest = int(np.max(array.view(_UINT8), initial=0))
-    if highest > 1:
+    if datatype.dtype.kind == "b" and (highest := int(np.max(array.view(_UINT8), initial=0))) > 1:
         raise TensorError(f"expected 0 or 1 in each byte of BOOL, got {highest}")
+    return array
 
 
 def _decode_elements(data: bytes, count: int, shape: Sequence[int]) -> Array:
@@ -172,7 +161,7 @@ def _little_endian(array: Array, datatype: Datatype) -> Array:
     if dtype == datatype.dtype:
         return array
     if datatype.name == "BF16" and dtype.name == "bfloat16":
-        return _bf16_bits(array)
+        return np.ascontiguousarray(array).view(datatype.dtype).reshape(array.shape)
     if (dtype.kind, dtype.itemsize) == (datatype.dtype.kind, datatype.dtype.itemsize):
         return array.astype(datatype.dtype)
     raise TensorError(f"expected an array of {datatype.dtype.name} for {datatype.name}, got {dtype}")
@@ -181,19 +170,17 @@ def _little_endian(array: Array, datatype: Datatype) -> Array:
 def _elements(array: Array) -> list[bytes]:
     if array.dtype.kind not in "OSU":
         raise TensorError(f"expected an array of bytes or str for BYTES, got {array.dtype}")
-    return [
-        element if isinstance(element, bytes) else _utf8(element, index)
-        for index, element in enumerate(array.ravel().tolist())
-    ]
-
-
-def _utf8(element: object, index: int) -> bytes:
-    if not isinstance(element, str):
-        raise TensorError(f"expected bytes or str in element {index} of BYTES, got {type(element).__name__}")
-    try:
-        return element.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise TensorError(f"expected text that UTF-8 can encode in element {index} of BYTES, got {error}") from None
+    elements: list[Any] = array.ravel().tolist()
+    for index, element in enumerate(elements):
+        if isinstance(element, bytes):
+            continue
+        if not isinstance(element, str):
+            raise TensorError(f"expected bytes or str in element {index} of BYTES, got {type(element).__name__}")
+        try:
+            elements[index] = element.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TensorError(f"expected text that UTF-8 can encode in element {index} of BYTES, got {error}") from None
+    return elements
 
 
 def _encode_elements(elements: list[bytes]) -> bytes:
@@ -231,8 +218,12 @@ def decode_contents(contents: InferTensorContents, datatype: Datatype, shape: Se
         return packed.view(datatype.dtype).reshape(shape).copy()
     # A varint of one byte is the value.
     values = packed if len(packed) == count else _varints(packed)
-    if datatype.item_bytes in _NARROW_BYTES and datatype.dtype.kind in "iu":
-        _check_narrow(values, datatype, field)
+    # Only datatypes narrower than the 32 bits of protobuf's smallest integers need a check of their range.
+    if datatype.item_bytes < _LEAST_INTEGER_BYTES and datatype.dtype.kind in "iu":
+        limits = np.iinfo(datatype.dtype)
+        bad = values[(values < limits.min) | (values > limits.max)]
+        if bad.size:
+            raise TensorError(f"expected {limits.min} to {limits.max} in {field} for {datatype.name}, got {bad[0]}")
     return values.astype(datatype.dtype).reshape(shape)
 
 
@@ -264,13 +255,6 @@ def _contents_field(datatype: Datatype) -> str:
     if datatype.contents_field is None:
         raise TensorError(f"expected the raw form for {datatype.name}, got typed contents, which cannot carry it")
     return datatype.contents_field
-
-
-def _check_narrow(values: Array, datatype: Datatype, field: str) -> None:
-    limits = np.iinfo(datatype.dtype)
-    bad = values[(values < limits.min) | (values > limits.max)]
-    if bad.size:
-        raise TensorError(f"expected {limits.min} to {limits.max} in {field} for {datatype.name}, got {bad[0]}")
 
 
 def encode_contents(array: Array, datatype: Datatype) -> InferTensorContents:
@@ -309,7 +293,3 @@ def float32_from_bf16(array: Array) -> Array:
     bits = _little_endian(array, DATATYPES["BF16"])
     widened = np.ascontiguousarray(bits).astype(_UINT32) << np.uint32(16)
     return widened.view(_FLOAT32).reshape(array.shape)
-
-
-def _bf16_bits(array: Array) -> Array:
-    return np.ascontiguousarray(array).view(DATATYPES["BF16"].dtype).reshape(array.shape)

@@ -17,7 +17,6 @@ from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import MISSING, Array, ModelSpec, TensorSpec
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from paceline.protos.parsing import ensure_room
 from paceline.protos.tensors import (
     MAX_RANK,
     TensorError,
@@ -28,6 +27,7 @@ from paceline.protos.tensors import (
     encode_raw,
     raw_buffer,
 )
+from paceline.protos.wire import ensure_room
 from paceline.server.codec.answers import Answerable, AnswerPlans
 from paceline.server.codec.classification import Labels, class_count, classes_of
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets

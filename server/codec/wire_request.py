@@ -18,11 +18,17 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from paceline.protos.field_count import MAX_FIELDS, TooManyElements, TooManyFields, check_fields
 from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest
-from paceline.protos.parsing import parse
 from paceline.protos.tensors import MAX_RANK
-from paceline.protos.wire import RequestFields, scan_request
+from paceline.protos.wire import (
+    MAX_FIELDS,
+    RequestFields,
+    TooManyElements,
+    TooManyFields,
+    check_fields,
+    parse,
+    scan_request,
+)
 from paceline.server.bounded_cache import BoundedCache
 from paceline.server.errors import InvalidRequest, MessageTooLarge, ServerError
 from paceline.server.limits import Limits

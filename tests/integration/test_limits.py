@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.backends.memory import MemoryModel
 from paceline.protos import inference_pb2 as pb
-from paceline.protos.field_count import MAX_FIELDS
+from paceline.protos.wire import MAX_FIELDS
 from paceline.server.config import Settings
 from paceline.server.limits import Connections, Limits
 from tests.harness import REPO

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.protos import inference_pb2 as pb
-from paceline.protos.field_count import MAX_FIELDS, TooManyElements, TooManyFields, check_fields
-from paceline.protos.wire import delimited
+from paceline.protos.wire import MAX_FIELDS, TooManyElements, TooManyFields, check_fields, delimited
 
 INPUTS, CONTENTS, TEXTS = b"\x2a", b"\x2a", b"\x42"
 MANY = MAX_FIELDS + 1

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from paceline.protos import inference_pb2 as pb
-from paceline.protos.parsing import parse
+from paceline.protos.wire import parse
 from tests.rlimits import room_for
 
 LARGE_BYTES = 256 * 2**20

@@ -26,9 +26,9 @@ from paceline.backends.errors import (
 )
 from paceline.backends.trial import _TimeIsUp
 from paceline.protos.datatypes import UnknownDatatypeError
-from paceline.protos.field_count import TooManyElements, TooManyFields
 from paceline.protos.generate import GenerateError
 from paceline.protos.tensors import TensorError
+from paceline.protos.wire import TooManyElements, TooManyFields
 from paceline.scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,

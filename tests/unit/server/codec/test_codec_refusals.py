@@ -9,7 +9,7 @@ import pytest
 
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
-from paceline.protos.field_count import MAX_FIELDS
+from paceline.protos.wire import MAX_FIELDS
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.wire_request import RequestReader
 from paceline.server.errors import InvalidRequest, NotSupported
