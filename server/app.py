@@ -39,10 +39,9 @@ from paceline.server.models.poller import Poller
 from paceline.server.models.repository import Repository
 from paceline.server.models.upstream import Upstream
 from paceline.server.requests.inference import Inference
-from paceline.server.rpc.admission import Usage
 from paceline.server.rpc.calls import header_rules
 from paceline.server.rpc.configuration import Configuration
-from paceline.server.rpc.gate import Handler
+from paceline.server.rpc.gate import Handler, Usage
 from paceline.server.rpc.listener import Listener, check_access
 from paceline.server.rpc.model_control import ModelControl
 from paceline.server.rpc.remote_settings import RemoteSettings

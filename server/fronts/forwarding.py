@@ -11,11 +11,10 @@ from typing import Any
 
 from paceline.backends.transport.link import Link
 from paceline.scheduler.errors import QueueFull
-from paceline.scheduler.request import Request
 from paceline.server.errors import STATUS_OF
 from paceline.server.fronts import protocol
 from paceline.server.fronts.calls import Aborted
-from paceline.server.fronts.inference import Replies
+from paceline.server.fronts.inference import Replies, Reply
 from paceline.server.rpc.calls import Context
 
 __all__ = ["forwarded"]
@@ -42,7 +41,7 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
         remaining_s = context.time_remaining()
         deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
         headers = tuple((key, value) for key, value in context.invocation_metadata())
-        reply: Request[None, bytes] = Request(None, 0, None)
+        reply = Reply(None, 0, None)
         link.send((protocol.CALL, replies.expect(reply), rpc, deadline_ns, headers, data))
         try:
             answered = await reply

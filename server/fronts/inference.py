@@ -22,7 +22,7 @@ from paceline.backends.transport.link import Link
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.answers import notify
 from paceline.scheduler.errors import QueueFull
-from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.request import AnyRequest, Request
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.answers import add_batch_facts
 from paceline.server.codec.codec import AnyResponse
@@ -36,7 +36,7 @@ from paceline.server.fronts.calls import Aborted
 from paceline.server.fronts.catalogue import LookUp, Model
 from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
 
-__all__ = ["RemoteInference", "Replies"]
+__all__ = ["RemoteInference", "Replies", "Reply"]
 
 _MAX_UNSENT_BYTES = 64 * 2**20
 """Messages that the engine doesn't take: it hangs, and new callers are better refused than kept waiting."""
@@ -55,16 +55,22 @@ _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
 )
 
 
+class Reply(Request[None, bytes]):
+    """The reply to an RPC other than inference. `number` is what the engine knows it by."""
+
+    __slots__ = ("number",)
+
+    number: int
+
+
 class Replies:
     """All replies that a front waits for: requests, and other RPCs."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self.last_number = 0
-        self._waiting: dict[int, AnyRequest] = {}
-        self._numbers: dict[AnyRequest, int] = {}
-        # Those that were decoded here, in case the engine has them sent again.
-        self._decoded: dict[int, InFlight] = {}
+        # By the numbers that they have.
+        self._waiting: dict[int, InFlight | Reply] = {}
 
     def refuse_if_full(self) -> None:
         """Raise QueueFull if the engine doesn't take messages."""
@@ -74,33 +80,30 @@ class Replies:
             )
 
     # hot path
-    def expect(self, request: AnyRequest) -> int:
+    def expect(self, request: InFlight | Reply) -> int:
         """Wait for the reply to `request`. Returns its number, which must be sent along."""
-        self.last_number = number = self.last_number + 1
-        self._waiting[number] = request
-        self._numbers[request] = number
+        self.last_number = request.number = self.last_number + 1
+        self._waiting[request.number] = request
         request.batcher = self
-        return number
+        return request.number
 
     # hot path
     def submit(self, flight: InFlight, *fields: Any) -> None:
         """Have the engine execute a decoded request, which `fields` describe."""
-        number = self.expect(flight)
-        self._decoded[number] = flight
-        self._link.send((protocol.SUBMIT, number, *fields))
+        self._link.send((protocol.SUBMIT, self.expect(flight), *fields))
 
     # hot path
     def send_whole(self, flight: InFlight) -> None:
         """Have the engine do everything. Raises QueueFull."""
         self.refuse_if_full()
-        self._send_whole(self.expect(flight), flight)
+        self.expect(flight)
+        self._send_whole(flight)
 
     def on_cancel(self, request: AnyRequest) -> None:
         """The caller of `request` has gone: the engine is told, and then its source."""
-        if (number := self._numbers.pop(request, None)) is not None:
-            self._decoded.pop(number, None)
-            del self._waiting[number]
-            self._link.send((protocol.CANCEL, number))
+        assert isinstance(request, InFlight | Reply)
+        if self._waiting.pop(request.number, None) is not None:
+            self._link.send((protocol.CANCEL, request.number))
         asyncio.get_running_loop().call_soon(notify, [request])
 
     # hot path
@@ -110,13 +113,10 @@ class Replies:
         kind, number = message[:2]
         if kind == protocol.STALE:
             # The model that it was decoded for is gone, and there may be another of its name.
-            if (flight := self._decoded.pop(number, None)) is not None:
-                self._send_whole(number, flight)
+            if isinstance(flight := self._waiting.get(number), InFlight):
+                self._send_whole(flight)
             return None
-        self._decoded.pop(number, None)
-        request = self._waiting.pop(number, None)
-        if request is not None:
-            del self._numbers[request]
+        request: AnyRequest | None = self._waiting.pop(number, None)
         if kind == protocol.RESULT:
             # Even if nobody waits: only memory of what is unpacked is given back.
             outputs = self._link.unpack(message[2])
@@ -140,12 +140,12 @@ class Replies:
         return request
 
     # hot path
-    def _send_whole(self, number: int, flight: InFlight) -> None:
+    def _send_whole(self, flight: InFlight) -> None:
         message, passed = flight.message, flight.passed
         data = message.data if isinstance(message, WireRequest) else message.SerializeToString()
         headers = None if passed is NO_PASSED_HEADERS else tuple(passed)
         times = flight.arrived_ns, flight.deadline_ns
-        self._link.send((protocol.INFER, number, *times, flight.parent, headers, data))
+        self._link.send((protocol.INFER, flight.number, *times, flight.parent, headers, data))
 
 
 class RemoteInference:

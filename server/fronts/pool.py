@@ -33,7 +33,7 @@ from paceline.server.fronts.process import Greeting
 from paceline.server.fronts.session import FrontSession, Handlers
 from paceline.server.models.repository import Repository
 from paceline.server.requests.inference import Inference
-from paceline.server.rpc.admission import Usage
+from paceline.server.rpc.gate import Usage
 from paceline.server.telemetry import log
 from paceline.server.telemetry.metrics import Family
 

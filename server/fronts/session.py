@@ -37,7 +37,7 @@ from paceline.server.fronts.handles import Handles
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inference import Inference, encode
-from paceline.server.rpc.admission import Usage
+from paceline.server.rpc.gate import Usage
 from paceline.server.rpc.handlers import serialized
 
 __all__ = ["FrontSession"]

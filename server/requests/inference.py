@@ -70,7 +70,7 @@ class Inference:
         """A request has arrived. It is started when its batcher is about to decide, with others that arrived with it;
         at once if no model is found or the server doesn't serve."""
         message = flight.message
-        model = self._repository.find(message.model_name, message.model_version)
+        model = self._repository.served.get((message.model_name, message.model_version))
         if model is None or not self.serving:
             self._start([flight])
         else:

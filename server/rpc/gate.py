@@ -1,10 +1,14 @@
 """What comes before any RPC: who may call, and whether one more call may be in progress.
 
-Lives here: refusing calls before their message is read, having admitted calls counted (`server.rpc.admission`), and
-reading their requests or answering if none comes. Must not: know what RPCs do, or check requests. All handlers of a
-server are registered here, so that none can be reached past it.
+All handlers of a server are registered here, so that none can be reached past it. Calls are refused before their
+message is read, which may be of any size.
 
-The message of a refused call isn't read: it may be of any size.
+A call whose message hasn't arrived has cost its client a few bytes, and costs the server a place. So such calls never
+keep those of another connection out, however many there are: a connection behind which thousands of callers stand may
+have all places, until another one needs some.
+
+Lives here: refusing calls, counting those in progress, finding those that give up their place, and reading a call's one
+request or answering if none comes. Must not: know what RPCs do, or check requests.
 """
 
 from __future__ import annotations
@@ -12,18 +16,21 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from enum import Enum
+from typing import NamedTuple, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from paceline.server.rpc.admission import Admission, Calls, Ended, Refused
 from paceline.server.rpc.calls import Context, status_and_text
 from paceline.server.rpc.restrictions import Restriction, group_of
 from paceline.server.rpc.tokens import Tokens
 
-__all__ = ["Gate", "Handler", "Registry"]
+__all__ = ["Admission", "Calls", "Ended", "Gate", "Handler", "Probes", "Refused", "Registry", "Usage"]
+
+_MAX_PROBES = 1_024
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 Service: TypeAlias = "grpc.GenericRpcHandler[object, object]"
@@ -50,6 +57,138 @@ would stand behind: thousands may arrive at once, and each takes a moment even t
 
 _NO_REQUEST = "expected one request message, got none"
 _NO_TOKEN = "expected the header 'authorization: Bearer TOKEN' with a token that this server knows"
+
+Task = asyncio.Task[object]
+"""gRPC handles each call in its own task: it picks the handler, has the request read, and ends once the answer has been
+sent or nobody wants it any more. A handler sees less than that, and callers may be slow to send a request and to take
+an answer, and both have to be kept meanwhile."""
+
+
+class Refused(Enum):
+    """Why a call didn't get through."""
+
+    UNAUTHENTICATED = "unauthenticated"
+    RESTRICTED = "restricted"
+    RPCS = "rpcs"
+    STREAMS = "streams"
+    NO_MESSAGE = "no_message"
+
+
+class Ended(Enum):
+    """Why a call without a message was ended; what its task is cancelled with."""
+
+    TOO_LATE = "too late"
+    GAVE_WAY = "gave way"
+
+
+class Usage(NamedTuple):
+    """Calls and streams in progress, how many were refused, in the order of `Refused`, and how many connections there
+    may be."""
+
+    rpcs: int = 0
+    streams: int = 0
+    refused: tuple[int, ...] = (0,) * len(Refused)
+    max_connections: int = 0
+
+    @property
+    def refused_by_reason(self) -> dict[str, int]:
+        return {reason.value: count for reason, count in zip(Refused, self.refused, strict=True)}
+
+    def plus(self, other: Usage) -> Usage:
+        """The sum of both."""
+        refused = tuple(map(sum, zip(self.refused, other.refused, strict=True)))
+        connections = self.max_connections + other.max_connections
+        return Usage(self.rpcs + other.rpcs, self.streams + other.streams, refused, connections)
+
+
+class Calls:
+    """At most `most` calls at a time. Those that `enter` with their connection haven't brought a message until
+    `arrived`; one whose task is cancelled with `Ended` gets no other notice."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.count = 0
+        # By connection, each with when it entered; the earliest first.
+        self._without_message: dict[str, dict[Task, int]] = defaultdict(dict)
+
+    def hold(self, task: Task) -> bool:
+        """Give a call that needn't bring a message a place until it ends; False if there is none."""
+        if self.count >= self.most:
+            return False
+        self.count += 1
+        task.add_done_callback(self._leave)
+        return True
+
+    # hot path
+    def enter(self, task: Task, connection: str, now_ns: int) -> bool:
+        """Give a call that has just begun a place until it ends; False if there is none."""
+        if self.count >= self.most and not self._make_room(connection):
+            return False
+        self.count += 1
+        task.add_done_callback(self._leave)
+        self._without_message[connection][task] = now_ns
+        return True
+
+    # hot path
+    def arrived(self, task: Task, connection: str) -> None:
+        """The call's message is there, or won't come."""
+        calls = self._without_message[connection]
+        calls.pop(task, None)
+        if not calls:
+            del self._without_message[connection]
+
+    def end_overdue(self, before_ns: int) -> None:
+        """End the calls that entered before then, and haven't brought a message."""
+        for calls in list(self._without_message.values()):
+            overdue = [task for task, entered_ns in calls.items() if entered_ns < before_ns]
+            for task in overdue:
+                del calls[task]
+                task.cancel(Ended.TOO_LATE)
+
+    def _make_room(self, connection: str) -> bool:
+        """Have the connection with the most calls without a message give up the latest of them, unless it is this one
+        or would have fewer than this one then."""
+        largest = max(self._without_message.values(), key=len, default={})
+        if len(largest) < len(self._without_message.get(connection, ())) + 2:
+            return False
+        task, _ = largest.popitem()
+        task.remove_done_callback(self._leave)
+        self._leave(task)
+        task.cancel(Ended.GAVE_WAY)
+        return True
+
+    def _leave(self, task: Task) -> None:
+        self.count -= 1
+
+
+class Probes(Calls):
+    """Calls that are never refused for those that wait for an answer: they leave once their message is there."""
+
+    def arrived(self, task: Task, connection: str) -> None:
+        super().arrived(task, connection)
+        if task.remove_done_callback(self._leave):
+            self._leave(task)
+
+
+class Admission:
+    """Calls in progress, and those refused, to be used on the event loop only. `max_rpcs` bounds calls with one request
+    and one answer, `max_streams` the calls of each RPC with more."""
+
+    def __init__(self, max_rpcs: int, max_streams: int) -> None:
+        self.rpcs = Calls(max_rpcs)
+        self.probes = Probes(_MAX_PROBES)
+        self.streams: dict[str, Calls] = defaultdict(lambda: Calls(max_streams))
+        self.refused = dict.fromkeys(Refused, 0)
+
+    def end_overdue(self, before_ns: int) -> None:
+        """End all calls that began before then, and haven't brought the message that they have to bring."""
+        for calls in (self.rpcs, self.probes, *self.streams.values()):
+            calls.end_overdue(before_ns)
+
+    def usage(self) -> Usage:
+        """The totals, as a front reports them to the engine."""
+        streams = sum(calls.count for calls in self.streams.values())
+        return Usage(self.rpcs.count, streams, tuple(self.refused[reason] for reason in Refused))
 
 
 class Registry(Protocol):

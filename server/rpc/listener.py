@@ -16,9 +16,8 @@ from grpc_health.v1 import health_pb2_grpc
 from paceline.server.addresses import host_and_port, socket_path
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
-from paceline.server.rpc.admission import Admission, Usage
 from paceline.server.rpc.connection_room import ConnectionRoom
-from paceline.server.rpc.gate import Gate, Registry
+from paceline.server.rpc.gate import Admission, Gate, Registry, Usage
 from paceline.server.rpc.health import HealthService
 from paceline.server.rpc.reflection import INFERENCE_SERVICE, Reflection
 from paceline.server.rpc.tls import Certificates, TlsFiles

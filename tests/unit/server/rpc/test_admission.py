@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.rpc.admission import Calls, Ended, Probes, Usage
+from paceline.server.rpc.gate import Calls, Ended, Probes, Usage
 
 
 class Call:

@@ -8,8 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline.server.rpc.admission import Admission
-from paceline.server.rpc.gate import Gate
+from paceline.server.rpc.gate import Admission, Gate
 from paceline.server.rpc.streaming import Streaming
 
 SHORT = (grpc.StatusCode.RESOURCE_EXHAUSTED, "the server is short of memory: no room for what this request needs")
