@@ -101,9 +101,9 @@ class Replies:
 
     def on_cancel(self, request: AnyRequest) -> None:
         """The caller of `request` has gone: the engine is told, and then its source."""
-        assert isinstance(request, InFlight | Reply)
-        if self._waiting.pop(request.number, None) is not None:
-            self._link.send((protocol.CANCEL, request.number))
+        number = cast("InFlight | Reply", request).number
+        if self._waiting.pop(number, None) is not None:
+            self._link.send((protocol.CANCEL, number))
         asyncio.get_running_loop().call_soon(notify, [request])
 
     # hot path
