@@ -16,6 +16,8 @@ WORKERS ?= $(or $(shell nproc >/dev/null 2>&1 && expr $$(nproc) + 1),auto)
 RIVALS := mlserver kserve pytriton
 # What test-gpu collects: a given ENV needn't have what the other tests import.
 GPU_TESTS := $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+# What the site consists of: the pages, and the files that they link to.
+PAGES := '*.md' LICENSE docs deploy examples protos
 # How long make fuzz runs, over all its targets.
 SECONDS_OF_FUZZING ?= 600
 # Pinned, and outside the virtual environment: only make fuzz needs it, and not every platform has it.
@@ -29,7 +31,7 @@ LOCK_IMAGE := .venv-lock/bin/uv pip compile --quiet --universal --python-version
 export ORT_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check protos bench bench-gpu bench-quick bench-rivals dist lock witness witness-kserve fuzz mutants clean
+.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-rivals dist lock witness witness-kserve fuzz mutants clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -55,6 +57,16 @@ check: $(READY) ## check lint, types, imports, generated code, lock file, wheel
 	$(BIN)/python -m paceline.protos.generate --check
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py tests/unit/test_packaging.py
 
+docs: .docs/ready ## build the documents as a site into site/: a broken link fails
+	rm -rf .docs/pages site
+	mkdir -p .docs/pages
+	git ls-files -z --cached --others --exclude-standard -- $(PAGES) | tar -c --null -T - | tar -x -C .docs/pages
+	NO_COLOR=1 .docs/venv/bin/zensical build --strict --clean
+.docs/ready: docs/site.lock
+	$(PYTHON) -m venv --clear .docs/venv
+	.docs/venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $<
+	@touch $@
+
 dist: $(READY) ## build a wheel and a source distribution into dist/
 	$(BIN)/python -m hatchling build
 
@@ -76,7 +88,7 @@ bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< && touch $@ || \
 	    echo "no $*: it will be left out"
 
-lock: ## regenerate requirements.lock and the image's locks from pyproject.toml
+lock: ## regenerate requirements.lock, the image's locks and the site's
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet uv
 	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
@@ -85,6 +97,8 @@ lock: ## regenerate requirements.lock and the image's locks from pyproject.toml
 	    --extra otel pyproject.toml deploy/container/cpu.in -o deploy/container/cpu.lock
 	$(LOCK_IMAGE) --extra cuda --extra otel pyproject.toml -o deploy/container/cuda.lock
 	$(LOCK_IMAGE) deploy/container/build.in -o deploy/container/build.lock
+	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	    --no-annotate --no-header docs/site.in -o docs/site.lock
 	rm -rf .venv-lock
 
 witness: $(READY) ## install third-party programs that tests use: buf, grpc-js, perf_analyzer, promtool, faketime, hadolint, kubectl, the image's environment
@@ -109,7 +123,7 @@ fuzz: $(READY) ## search for inputs that break a decoder: make fuzz SECONDS_OF_F
 	PYTHONPATH=.witness/atheris $(BIN)/python -m tests.fuzz --seconds $(SECONDS_OF_FUZZING) $(ARGS)
 
 clean: ## remove everything that the other targets create
-	rm -rf $(VENV) .venv-lock .witness .fuzz .bench examples/node/node_modules bench/results models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lock .witness .fuzz .bench .docs site examples/node/node_modules bench/results models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/ready: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("paceline needs Python 3.11 or newer, this is " + sys.version)'

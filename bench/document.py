@@ -1,4 +1,4 @@
-"""docs/performance.md, made from results: `python -m bench.document`.
+"""docs/measurements.md, made from results: `python -m bench.document`.
 
 Lives here: the document's text. Must not: measure, or judge otherwise than the scenarios do. Equal results give an
 equal document; what was missed comes before what was reached.
@@ -20,20 +20,20 @@ from tests.harness import REPO
 
 __all__ = ["DOCUMENT", "FIGURES", "RESULTS", "main", "markdown"]
 
-DOCUMENT = REPO / "docs" / "performance.md"
-RESULTS = REPO / "docs" / "performance.json"
+DOCUMENT = REPO / "docs" / "measurements.md"
+RESULTS = REPO / "docs" / "measurements.json"
 FIGURES = REPO / "docs" / "figures"
 
-_HEAD = """# Performance
+_HEAD = """# Measurements
 
 <!-- Made by `python -m bench.document` from the JSON of the same name; changes made here are lost. -->
 
-[bench/scenarios](../bench/scenarios) defines what is measured, [bench/README.md](../bench/README.md) how. Each ratio
-compares two measurements of the same round, made one after the other on the same machine. Shown is the median of the
-rounds, with the lowest and the highest in brackets. Requests per second differ from machine to machine; ratios carry
-over better.
+What these figures come to is told in [performance.md](performance.md); `bench/scenarios` defines what is measured,
+[bench/README.md](../bench/README.md) how. Each ratio compares two measurements of the same round, made one after the
+other on the same machine. Shown is the median of the rounds, with the lowest and the highest in brackets. Requests per
+second differ from machine to machine; ratios carry over better.
 """
-_NO_GPU = "Nothing here was measured on a GPU: see [performance-gpu.md](performance-gpu.md)."
+_NO_GPU = "Nothing here was measured on a GPU: see [measurements-gpu.md](measurements-gpu.md)."
 _GPU = """What the missed bounds come from, and what else was seen, is told in
 [the way to the GPU](decisions/0005-the-way-to-the-gpu.md#what-an-h200-has-shown)."""
 _CHAPTERS = (
@@ -96,7 +96,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.document", description="Write docs/performance.md, its figures and its JSON of results."
+        prog="python -m bench.document", description="Write docs/measurements.md, its figures and its JSON of results."
     )
     parser.add_argument(
         "results",
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[RESULTS],
         help="JSON files of runs; of a scenario in several, the last",
     )
-    parser.add_argument("--name", default="performance", help="document name (default: %(default)s)")
+    parser.add_argument("--name", default="measurements", help="document name (default: %(default)s)")
     parser.add_argument("--date", help="when it was measured (default: what the results say, or nothing)")
     got = parser.parse_args(arguments)
     try:

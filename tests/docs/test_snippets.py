@@ -29,6 +29,7 @@ RUN = (
     "mkdir",
     "openssl",
     "paceline",
+    "python -c",
     "python -m grpc_tools.protoc",
     "python examples",
     ".venv/bin/paceline",
@@ -56,7 +57,10 @@ NOT_RUN = {
     "protoc -I protos --go_out": "needs protoc's plugins for Go",
     "npm ci": "needs the network, and is run where that has been: conformance/test_node_client.py",
     "node": "needs Node.js, and is run where it is: conformance/test_node_client.py",
+    ". .venv/bin/activate": "is done for the reader",
     "skl2onnx": "needs scikit-learn",
+    "import skl2onnx": "needs scikit-learn",
+    "import torch": "needs PyTorch",
 }
 """Beginnings of commands and of Python that aren't run, with the reason."""
 

@@ -363,13 +363,29 @@ def test_operations_has_each_status_with_messages_that_callers_get() -> None:
     assert {name for row in rows for name in row[0].split(", ")} == statuses
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (REPO / "docs").glob("*.md")))
-def test_links_lead_to_existing_files_and_headings(name: str) -> None:
-    path = REPO / "docs" / name
-    for target, anchor in re.findall(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]+))?\)", path.read_text(encoding="utf-8")):
-        found = path.parent / target if target else path
-        assert found.exists(), target
-        if anchor:
-            headings = re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
-            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            assert anchor in slugs, f"{target}#{anchor}"
+# ---- docs/performance.md, docs/figures/worth.svg ---------------------------------------------------------------------
+
+
+def numbers(text: str) -> set[str]:
+    """Numbers as they are printed, without commas."""
+    return {found.replace(",", "") for found in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
+
+
+def shown_figures() -> list[str]:
+    """What the tables of docs/performance.md say of measurements, and the lengths of the chart's bars."""
+    rows = [line for line in (REPO / "docs" / "performance.md").read_text(encoding="utf-8").splitlines() if "|" in line]
+    cells = [cell for row in rows for cell in row.strip("|").split("|")[1:]]
+    chart = re.findall(r">([\d,]+)</text>", (REPO / "docs" / "figures" / "worth.svg").read_text(encoding="utf-8"))
+    return sorted(numbers(" ".join([*cells, *chart])), key=float)
+
+
+def test_figures_are_those_that_were_measured() -> None:
+    measured = {
+        float(number)
+        for page in ("measurements", "measurements-gpu")
+        for number in numbers((REPO / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    }
+    shown = shown_figures()
+    assert {"1597", "1530", "208", "0.85", "16.21"} <= set(shown)
+    unknown = [one for one in shown if float(one) not in {round(each, len(one.partition(".")[2])) for each in measured}]
+    assert unknown == []
