@@ -11,17 +11,18 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
-from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from paceline.server.codec.answers import Answerable, Envelope
 from paceline.server.codec.classification import Labels
 from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
 from paceline.server.codec.known_requests import Group, Targets
 from paceline.server.codec.parameters import RequestOptions
-from paceline.server.codec.reshaping import to_client, to_model
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.memory.regions import Regions
 
-__all__ = ["AdaptingCodec", "codec_for"]
+__all__ = ["AdaptingCodec", "codec_for", "to_client", "to_model"]
+
+Shape = tuple[int, ...]
 
 
 def codec_for(
@@ -119,3 +120,22 @@ def _content(array: Array) -> Hashable:
     requests."""
     content = repr(array.ravel().tolist()).encode() if array.dtype.hasobject else array.tobytes()
     return array.shape, hashlib.blake2b(content, digest_size=16).digest()
+
+
+def to_model(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
+    """The model's shape for a client's by `reshape` in its configuration; the first `lead` axes stay as they are. Free
+    dims pair up in order; loading has checked that they can."""
+    return shape if tensor.reshape is None else _converted(shape, lead, tensor.dims, tensor.reshape)
+
+
+def to_client(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
+    """The client's shape for a model's; the first `lead` axes stay as they are. A model's scalar may have extra axes of
+    size one."""
+    if tensor.reshape is None:
+        return shape
+    return _converted(shape if tensor.reshape else shape[:lead], lead, tensor.reshape, tensor.dims)
+
+
+def _converted(shape: Shape, lead: int, source: Shape, target: Shape) -> Shape:
+    free = iter([size for size, dim in zip(shape[lead:], source, strict=True) if dim == -1])
+    return (*shape[:lead], *(next(free) if dim == -1 else dim for dim in target))

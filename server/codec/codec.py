@@ -31,7 +31,7 @@ from paceline.protos.wire import ensure_room
 from paceline.server.codec.answers import Answerable, AnswerPlans
 from paceline.server.codec.classification import Labels, class_count, classes_of
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
-from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, RequestParameters, parse_parameters
+from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, parse_parameters
 from paceline.server.codec.wire_request import AnyRequest, WireRequest
 from paceline.server.errors import AnswerTooLarge, InvalidRequest
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
@@ -90,7 +90,6 @@ class ModelCodec:
         self._outputs = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
-        self._all_outputs = tuple(range(len(spec.outputs)))
         self._known = KnownRequests(spec, regions)
         self._answers = AnswerPlans(model, version, spec)
         # How many axes of each input come before its dims.
@@ -121,17 +120,25 @@ class ModelCodec:
         return group
 
     def _parse(self, request: ModelInferRequest) -> Group:
-        parameters = self._parameters(request) if request.parameters else NO_PARAMETERS
+        try:
+            parameters = parse_parameters(request.parameters) if request.parameters else NO_PARAMETERS
+        except InvalidRequest as error:
+            raise self._invalid(str(error)) from None
         outputs, targets = self._wanted_outputs(request)
-        if parameters.typed_outputs:
-            self._check_typed(outputs)
+        for index in outputs if parameters.typed_outputs else ():
+            if self._output_types[index].contents_field is None:
+                raise self._invalid(
+                    f"output '{self._spec.outputs[index].name}': expected binary_data_output to be true or left "
+                    f"out, as typed contents can't carry {self._output_types[index].name}, got false"
+                )
         order = self._input_order(request)
-        shapes = [self._shape(tensor) for tensor in request.inputs]
+        for tensor in request.inputs:
+            if len(tensor.shape) > _MAX_DIMS:
+                what = f"expected at most {MAX_RANK} dimensions, got {len(tensor.shape)}"
+                raise self._invalid(f"input '{tensor.name}': shape: {what}")
+        shapes = [tuple(tensor.shape) for tensor in request.inputs]
         rows = self._rows(request.inputs, shapes)
-        spans = [
-            self._span_checked(tensor, shape, index)
-            for tensor, shape, index in zip(request.inputs, shapes, order, strict=True)
-        ]
+        spans = [*map(self._span_checked, request.inputs, shapes, order)]
         inputs = self._arrays(request, shapes, order, spans)
         if targets:
             self._memory.check_targets(targets, rows)
@@ -173,7 +180,7 @@ class ModelCodec:
                 array, datatype = self._classes(tensor, array, options.classes[index]), _BYTES
             output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
             try:
-                if targets and index in targets:
+                if index in targets:
                     data = array if isinstance(array, DeviceTensor) else raw_buffer(array, datatype)
                     writes.append((output, targets[index], data))
                     if not options.parameters.typed_outputs:
@@ -204,12 +211,6 @@ class ModelCodec:
             raise AnswerTooLarge(self._model)
         return left_bytes - size_bytes
 
-    def _parameters(self, request: ModelInferRequest) -> RequestParameters:
-        try:
-            return parse_parameters(request.parameters)
-        except InvalidRequest as error:
-            raise self._invalid(str(error)) from None
-
     def _input_order(self, request: ModelInferRequest) -> list[int]:
         """For each input of the message, its place in the spec. Raises InvalidRequest for unknown or repeated inputs,
         and if one is missing that isn't optional."""
@@ -231,17 +232,10 @@ class ModelCodec:
                 raise self._invalid(f"missing inputs {missing}: expected {needed}, got {got}")
         return order
 
-    def _shape(self, tensor: InputTensor) -> tuple[int, ...]:
-        if len(tensor.shape) > _MAX_DIMS:
-            raise self._invalid(
-                f"input '{tensor.name}': shape: expected at most {MAX_RANK} dimensions, got {len(tensor.shape)}"
-            )
-        return tuple(tensor.shape)
-
     def _wanted_outputs(self, request: ModelInferRequest) -> tuple[tuple[int, ...], Targets]:
         """The indices of the outputs asked for, and where those belong that go into shared memory."""
         if not request.outputs:
-            return self._all_outputs, NOWHERE
+            return tuple(range(len(self._outputs))), NOWHERE
         wanted: dict[int, None] = {}
         targets: dict[int, Span] = {}
         for output in request.outputs:
@@ -253,15 +247,12 @@ class ModelCodec:
                 )
             if index in wanted:
                 raise self._invalid(f"output '{output.name}' is requested more than once")
-            if output.parameters and (span := self._target(output)) is not None:
+            # `class_count` refuses both together.
+            may = output.parameters and "classification" not in output.parameters
+            if may and (span := self._memory.span("output", output)) is not None:
                 targets[index] = span
             wanted[index] = None
         return tuple(wanted), targets
-
-    def _target(self, output: ModelInferRequest.InferRequestedOutputTensor) -> Span | None:
-        if "classification" in output.parameters:
-            return None  # `class_count` refuses both together
-        return self._memory.span("output", output)
 
     def _wanted_classes(self, request: ModelInferRequest, outputs: Sequence[int]) -> Mapping[int, int] | None:
         """How many classes are wanted, by index of the output; None if of no output."""
@@ -280,14 +271,6 @@ class ModelCodec:
             return classes_of(array, count, self._labels.get(tensor.name, ()), by_rows=by_rows)
         except InvalidRequest as error:
             raise self._invalid(f"output '{tensor.name}': {error}") from None
-
-    def _check_typed(self, outputs: Sequence[int]) -> None:
-        for index in outputs:
-            if self._output_types[index].contents_field is None:
-                raise self._invalid(
-                    f"output '{self._spec.outputs[index].name}': expected binary_data_output to be true or left "
-                    f"out, as typed contents can't carry {self._output_types[index].name}, got false"
-                )
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         """The size of the batch axis, agreed on by all inputs; 1 if the model has none."""
@@ -363,7 +346,9 @@ class ModelCodec:
                 if span is not None:
                     array = self._memory.input(tensor, shape, index, span)
                 elif not raw:
-                    array = self._from_contents(tensor, shape, datatype)
+                    if not tensor.HasField("contents") and element_count(shape):
+                        raise TensorError("expected data in contents or raw_input_contents, got neither")
+                    array = decode_contents(tensor.contents, datatype, shape)
                 elif tensor.HasField("contents"):
                     raise TensorError(_BOTH)
                 else:
@@ -375,26 +360,17 @@ class ModelCodec:
             arrays[index] = array
         return tuple(arrays)
 
-    def _from_contents(self, tensor: InputTensor, shape: tuple[int, ...], datatype: Datatype) -> Array:
-        if not tensor.HasField("contents") and element_count(shape):
-            raise TensorError("expected data in contents or raw_input_contents, got neither")
-        return decode_contents(tensor.contents, datatype, shape)
-
     def _invalid(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"model '{self._model}': {what}")
 
 
-def tensor_bytes(array: Input) -> int:
-    """The bytes of a tensor in raw form."""
-    return _bytes(array, _LENGTH_BYTES)
-
-
 def memory_bytes(array: Input) -> int:
     """The bytes that an input takes in memory, or will once it is read, to count against a queue's bound."""
-    return _bytes(array, _ELEMENT_BYTES)
+    return tensor_bytes(array, _ELEMENT_BYTES)
 
 
-def _bytes(array: Input, for_each_text: int) -> int:
+def tensor_bytes(array: Input, for_each_text: int = _LENGTH_BYTES) -> int:
+    """The bytes of a tensor in raw form; or in another one that takes so many for each text besides its own."""
     if isinstance(array, RegionTensor) or not array.dtype.hasobject:
         return array.nbytes
     return for_each_text * array.size + sum(map(len, array.flat))

@@ -37,7 +37,7 @@ from paceline.backends.worker_thread import WorkerThread
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES, by_name
 from paceline.protos.tensors import TensorError, decode_raw, element_count
-from paceline.server.codec.reshaping import to_model
+from paceline.server.codec.adapting_codec import to_model
 from paceline.server.errors import ConfigError, LoadHangs
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
 from paceline.server.models.model_config import ServingPlan
