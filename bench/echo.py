@@ -24,9 +24,8 @@ from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add
 
 # The product's own choices, imported rather than repeated: a floor under other conditions would be no floor.
 from paceline.server.limits import Limits
-from paceline.server.loop import new_loop
 from paceline.server.memory import huge_pages
-from paceline.server.tuning import keep_freed_memory
+from paceline.server.tuning import keep_freed_memory, new_loop
 
 __all__ = ["Echo", "run"]
 

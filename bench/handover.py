@@ -26,11 +26,9 @@ from paceline.scheduler.answers import notify
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.wire_request import AnyRequest, RequestReader
-from paceline.server.fronts.catalogue import LookUp
-from paceline.server.fronts.handles import Handles
+from paceline.server.fronts.catalogue import Handles, LookUp
 from paceline.server.fronts.inference import RemoteInference, Replies
 from paceline.server.fronts.session import FrontSession
-from paceline.server.loop import new_loop
 from paceline.server.models.layout import Layout
 from paceline.server.models.load_queue import LoadQueue
 from paceline.server.models.repository import Repository
@@ -38,6 +36,7 @@ from paceline.server.requests.in_flight import InferenceSteps, InFlight
 from paceline.server.requests.inference import Inference
 from paceline.server.rpc.handlers import serialized
 from paceline.server.telemetry.metrics import Metrics
+from paceline.server.tuning import new_loop
 from tests.harness import write_identity
 
 __all__ = ["main"]

@@ -30,7 +30,7 @@ import grpc
 from bench import models
 from paceline.server.app import Server
 from paceline.server.config import Settings
-from paceline.server.loop import new_loop
+from paceline.server.tuning import new_loop
 
 __all__ = ["Way", "middle", "one_by_one", "together"]
 

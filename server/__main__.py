@@ -1,19 +1,73 @@
-"""The command `paceline`."""
+"""The command `paceline`, and what its process does before anything else.
 
+Lives here: a parent for the server, if it would be process 1; descriptors 0, 1 and 2; settings of libraries that read
+them when they are imported. Must not: import what takes time at the top. Until `leave_process_one` has run, signals are
+lost.
+"""
+
+# The part of `signal` in C: that module would take half as long again as all of Python's start until here.
+import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
 
-from paceline.server.process_one import leave_process_one
-from paceline.server.standard_streams import open_standard_streams
+__all__ = ["leave_process_one", "main"]
 
-__all__ = ["main"]
+_SI_KERNEL = 0x80
+"""Where a signal comes from: the terminal, in our case, which sends it to all processes in it by itself."""
+
+
+def leave_process_one() -> None:
+    """Return in a new process if this one is process 1, which then waits for it, hands signals on to it, reaps orphans
+    and ends with its status. Otherwise do nothing.
+
+    Containers make whatever they run process 1. The kernel discards signals for it that it has no handler for, so
+    SIGTERM wouldn't end a server that is still importing. And whatever loses its parent becomes a child of process 1,
+    and stays as a zombie if that doesn't ask for its status.
+    """
+    if os.getpid() != 1:
+        return
+    # Blocked signals aren't discarded, whichever process they are for: they wait.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    server = os.fork()
+    if server == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while True:
+        arrived = signal.sigwaitinfo(signal.valid_signals())
+        if arrived.si_signo == signal.SIGCHLD:
+            _reap(server)
+        elif arrived.si_code != _SI_KERNEL:
+            os.kill(server, arrived.si_signo)
+
+
+def _reap(server: int) -> None:
+    """Release all children that have ended; end like `server` if it is among them. One signal may stand for several."""
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == 0:
+            return
+        if ended == server:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _open_standard_streams() -> None:
+    """Open `/dev/null` as each of descriptors 0, 1 and 2 that is closed, as supervisors and shells may leave them
+    (`<&-`), before anything else is opened. Otherwise that would get the
+    number, and what native code writes to stderr would go to a client. libuv aborts when it closes such a socket."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # Opening takes the lowest free number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def main() -> None:
     """Run the command."""
     leave_process_one()
     # Before anything else: even importing ctypes may open a file for good: libffi 3.8 keeps its own library open.
-    open_standard_streams()
+    _open_standard_streams()
     from paceline.server.memory import huge_pages
     from paceline.server.tuning import excluded_from_gc
 

@@ -10,52 +10,45 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from pathlib import Path
 
 from paceline.backends import registry
 from paceline.backends.base import Backend
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import DeviceError, LoadError
 from paceline.scheduler.waiting import SharedQueueLimits
-from paceline.server.addresses import host_and_port, listen, socket_path
+from paceline.server.addresses import host_and_port, reason_of, refuse_unless_free, socket_path
 from paceline.server.config import ControlMode, Settings
 from paceline.server.errors import StartError
-from paceline.server.first_load import load_first
 from paceline.server.fronts.pool import FRONT_METRICS, FrontPool, StartFront, start_front
-from paceline.server.health import Health, HealthService
+from paceline.server.health import Health, LoopProbe, status_page
 from paceline.server.memory.cuda_region import CudaRegions
 from paceline.server.memory.regions import Regions
 from paceline.server.models.defaults import LoadDefaults
-from paceline.server.models.layout import Layout
+from paceline.server.models.layout import Layout, ModelFolder
 from paceline.server.models.load_queue import LoadQueue
 from paceline.server.models.poller import Poller
 from paceline.server.models.repository import Repository
 from paceline.server.models.upstream import Upstream
 from paceline.server.requests.inference import Inference
 from paceline.server.rpc.calls import header_rules
-from paceline.server.rpc.configuration import Configuration
-from paceline.server.rpc.gate import Handler, Usage
+from paceline.server.rpc.gate import Handler
 from paceline.server.rpc.listener import Listener, check_access
-from paceline.server.rpc.model_control import ModelControl
+from paceline.server.rpc.model_rpcs import ModelRpcs
 from paceline.server.rpc.remote_settings import RemoteSettings
 from paceline.server.rpc.service import InferenceService, RpcGroup
 from paceline.server.rpc.shared_memory import SharedMemory
-from paceline.server.rpc.statistics_service import StatisticsService
 from paceline.server.rpc.streaming import Streaming
 from paceline.server.rpc.unary_inference import UnaryInference
-from paceline.server.rpc.unix_socket import SocketFile
-from paceline.server.status_page import status_page
 from paceline.server.telemetry.gpu_metrics import GpuCollector, open_nvml
 from paceline.server.telemetry.metrics import LIMITS, REFUSED_CALLS, Families, LimitShown, Metrics
 from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
-from paceline.server.telemetry.probes import LoopProbe
 from paceline.server.telemetry.tracing import Tracer
 
 __all__ = ["Server", "product_version"]
@@ -83,24 +76,6 @@ def product_version() -> str:
         return "0+unknown"
 
 
-def _refuse_port_in_use(settings: Settings) -> None:
-    """Raise StartError before minutes go into loading, with the system's own reason, which gRPC doesn't pass on."""
-    address, port = settings.grpc_address, settings.grpc_port
-    if (path := socket_path(address)) is not None:
-        SocketFile(path, settings.grpc_socket_mode).check()
-        return
-    try:
-        for opened in listen(address, port):
-            opened.close()
-    except OSError as error:
-        raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {_reason(error)}") from None
-
-
-def _reason(error: OSError) -> str | None:
-    """The system's reason alone: Python adds the address. Errors of the name service have numbers of their own."""
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-
-
 def _regions(settings: Settings) -> Regions | None:
     if not settings.allow_client_shm:
         return None
@@ -110,14 +85,11 @@ def _regions(settings: Settings) -> Regions | None:
 
 def _made_once(make: Callable[[str], Backend]) -> Callable[[str], Backend]:
     """`make`, called once per name: all who ask for a name get the same backend, even at the same time, as loads do."""
-    made: dict[str, Backend] = {}
-    lock = threading.Lock()
+    made, lock = cache(make), threading.Lock()
 
     def one(name: str) -> Backend:
         with lock:
-            if name not in made:
-                made[name] = make(name)
-            return made[name]
+            return made(name)
 
     return one
 
@@ -134,23 +106,6 @@ def _load_defaults(settings: Settings) -> LoadDefaults:
         int(settings.execution_timeout_secs * 1e9),
         allow_python_models=settings.allow_python_models,
     )
-
-
-class _GrpcEndpoint(HealthService, Protocol):
-    """What speaks gRPC with clients: in this process, or in several others."""
-
-    async def open(self, port: int) -> int: ...
-
-    def announce_end(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-    async def stop(self, grace_s: float) -> None: ...
-
-    @property
-    def usage(self) -> Usage: ...
-
-    def give_way(self) -> int: ...
 
 
 class Server:
@@ -201,9 +156,7 @@ class Server:
         self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
         self._remote_settings = RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings)
         groups: list[RpcGroup] = [
-            StatisticsService(self.repository),
-            Configuration(self.repository),
-            ModelControl(self.repository, self._layout, settings.model_control_mode),
+            ModelRpcs(self.repository, self._layout, settings.model_control_mode),
             self._shared_memory,
             self._remote_settings,
             UnaryInference(self._inference, forwarding, passing),
@@ -218,7 +171,9 @@ class Server:
             settings.limits.request_elements,
         )
         self._endpoint: MetricsEndpoint | None = None
-        self._grpc: _GrpcEndpoint = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
+        self._grpc: FrontPool | Listener = self._fronts() or Listener(
+            settings, self._service.add_to, self._streaming.close
+        )
         self._health = Health(self.repository, self._cuda, self._metrics, self._grpc)
         self._show_limits()
         self.grpc_port = 0
@@ -236,9 +191,9 @@ class Server:
         """Load the models and accept requests. Raises StartError; then nothing is left running."""
         try:
             self._open_metrics()
-            _refuse_port_in_use(self._settings)
+            refuse_unless_free(self._settings.grpc_address, self._settings.grpc_port, self._settings.grpc_socket_mode)
             check_access(self._settings)
-            self._start_tracer()
+            self._tracer.start()
             await self._show_gpus()
             await self._shared_memory.look_for_gpus()
             await self._load()
@@ -351,19 +306,15 @@ class Server:
         # Who asks for a Unix socket wants nobody from elsewhere.
         of_grpc = settings.grpc_address if socket_path(settings.grpc_address) is None else "127.0.0.1"
         address = settings.metrics_address or of_grpc
+        page = LoopProbe(
+            asyncio.get_running_loop(),
+            lambda: status_page(settings.server_id, product_version(), self.repository.index()),
+        )
         try:
-            self._endpoint = MetricsEndpoint(
-                self._metrics, address, settings.metrics_port, self._health.probes(), self._page()
-            )
+            self._endpoint = MetricsEndpoint(self._metrics, address, settings.metrics_port, self._health.probes(), page)
         except OSError as error:
             where = host_and_port(address, settings.metrics_port)
-            raise StartError(f"metrics can't listen on {where}: {_reason(error)}") from None
-
-    def _page(self) -> Callable[[], str]:
-        return LoopProbe(
-            asyncio.get_running_loop(),
-            lambda: status_page(self._settings.server_id, product_version(), self.repository.index()),
-        )
+            raise StartError(f"metrics can't listen on {where}: {reason_of(error)}") from None
 
     async def _show_gpus(self) -> None:
         """Add metrics of GPUs; on a thread, since finding them takes up to a second."""
@@ -375,26 +326,42 @@ class Server:
             _log.debug("no GPU metrics: %s", error)
 
     async def _load(self) -> None:
+        """Load the models that are to serve from the start. Raises StartError if there is nothing to load from, or if a
+        failure is to end the start."""
         if self._upstream is not None:
             await self._upstream.start()
             return
-        self._share_threads()
-        await load_first(self._settings, self._layout, self.repository, self.poller)
-
-    def _start_tracer(self) -> None:
+        given, mode = self._settings.backend_config, self._settings.model_control_mode
         try:
-            self._tracer.start()
-        except OSError as error:
-            raise StartError(f"--trace-config: {error}") from None
-
-    def _share_threads(self) -> None:
-        given = self._settings.backend_config
-        if not given.shared_threads:
-            return
-        try:
-            registry.share_threads(given.intra_op_threads, given.inter_op_threads)
+            if given.shared_threads:
+                registry.share_threads(given.intra_op_threads, given.inter_op_threads)
         except LoadError as error:
             raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
+        self._layout.open(may_be_empty=mode is not ControlMode.NONE)
+        try:
+            if mode is ControlMode.POLL:
+                await self.poller.start()
+            else:
+                folders = self._layout.models()
+                self.repository.take_note(folders)
+                await self.repository.load_all(self._wanted(folders))
+        except OSError as error:
+            raise StartError(f"{error.filename}: {error.strerror}") from None
+        failures = [f"model '{name}': {reason}" for name, reason in self.repository.failures.items()]
+        none_serves = mode is ControlMode.NONE and not self.repository.models
+        if failures and (self._settings.exit_on_error or none_serves):
+            raise StartError(f"failed to load {'; '.join(failures)}")
+        for failure in failures:
+            _log.error("failed to load %s; the other models are served", failure)
+
+    def _wanted(self, folders: Sequence[ModelFolder]) -> Sequence[ModelFolder]:
+        """All, or in mode EXPLICIT those whose names were given."""
+        names = self._settings.load_models
+        if self._settings.model_control_mode is ControlMode.NONE or names == ("*",):
+            return folders
+        there = {folder.name: folder for folder in folders}
+        absent = f"no model of that name in {self._layout}"
+        return [there.get(name) or ModelFolder(name, Path(name), {}, problem=absent) for name in dict.fromkeys(names)]
 
     async def _stop_all(self, grace_s: float = _MIN_FINAL_STOP_S) -> None:
         self.repository.abandon()

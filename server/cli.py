@@ -19,7 +19,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import click
 from click.core import ParameterSource
@@ -32,28 +32,31 @@ from paceline.server.errors import StartError
 from paceline.server.flags import (
     ADDRESS,
     AMOUNT,
+    COUNT,
     GRPC_ADDRESS,
     MODE,
+    NATURAL,
+    PORT,
     POSITIVE_AMOUNT,
     TEXT,
     Given,
+    Section,
+    SectionedCommand,
     Value,
     flag,
     network_flags,
     network_settings,
+    usage_errors,
 )
-from paceline.server.kserve import models_to_serve
-from paceline.server.loop import SWITCH_INTERVAL_S, new_loop
-from paceline.server.model_path import ModelPath
+from paceline.server.model_path import ModelPath, models_to_serve
 from paceline.server.models.defaults import BackendConfig, BatchDefaults, parse_backend_config
 from paceline.server.models.load_request import remove_all
 from paceline.server.models.upstream_settings import upstream_flags
-from paceline.server.rpc.tokens import line_of, new_token
-from paceline.server.sections import Section, SectionedCommand
+from paceline.server.rpc.credentials import line_of, new_token
 from paceline.server.telemetry import log
 from paceline.server.telemetry.log_output import exit_now, take_stderr
 from paceline.server.telemetry.trace_settings import TraceConfig, parse_trace_config
-from paceline.server.tuning import excluded_from_gc, keep_freed_memory, take_descriptors
+from paceline.server.tuning import SWITCH_INTERVAL_S, excluded_from_gc, keep_freed_memory, new_loop, take_descriptors
 
 __all__ = ["main"]
 
@@ -64,8 +67,6 @@ _LEVELS = ["none", "low", "medium", "high"]
 _LAST_STEPS_S, _TRACES_END_S = 4.0, 6.0
 """How long the end takes at most once requests have had their time: the last answers, and writing the last traces. Each
 step has bounds of its own, which add up to less."""
-
-T = TypeVar("T")
 
 
 class _Commands(click.Group):
@@ -144,10 +145,7 @@ _frontends, _starting = partial(flag, Section.FRONTENDS), partial(flag, Section.
 _observing = partial(flag, Section.OBSERVING)
 
 
-@main.command(
-    cls=_Serve,
-    context_settings={"auto_envvar_prefix": "PACELINE"},
-)
+@main.command(cls=_Serve, context_settings={"auto_envvar_prefix": "PACELINE"})
 @click.argument("paths", nargs=-1, type=_MODEL_PATH)
 @_models(
     "model-repository",
@@ -168,8 +166,8 @@ _observing = partial(flag, Section.OBSERVING)
 @_models(
     "load-model", (), "A model to load at the start, in mode explicit; only '*': all.", multiple=True, metavar="NAME"
 )
-@_models("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
-@_models("model-load-retry-count", 0, "How often to retry a load that fails.", type=click.IntRange(0))
+@_models("model-load-thread-count", 4, "Models to load at the same time.", type=COUNT)
+@_models("model-load-retry-count", 0, "How often to retry a load that fails.", type=NATURAL)
 @_models("model-config-name", "", "Read configs/NAME.pbtxt in a model's folder, if it exists, as its configuration.")
 @_models(
     "disable-auto-complete-config",
@@ -184,10 +182,8 @@ _observing = partial(flag, Section.OBSERVING)
     multiple=True,
     metavar="BACKEND,KEY=VALUE",
 )
-@_models(
-    "allow-python-models", False, "Whether models may be Python code, which runs in separate processes.", type=bool
-)
-@_models("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server.", type=bool)
+@_models("allow-python-models", False, "Whether models may be Python code, which runs in separate processes.")
+@_models("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server.")
 @_batching(
     "max-batch-size",
     None,
@@ -203,16 +199,16 @@ _observing = partial(flag, Section.OBSERVING)
     "execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: no limit.", type=AMOUNT
 )
 @_access("grpc-address", "0.0.0.0", "Address to listen on for gRPC, or a Unix socket, unix:PATH.", type=GRPC_ADDRESS)
-@_access("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
+@_access("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=PORT)
 @_access("grpc-socket-mode", "600", "Permissions of the Unix socket, in octal.", type=MODE, metavar="MODE")
 @network_flags
-@_access("allow-remote-settings", False, "Whether RPCs may change log and trace settings.", type=bool)
-@_requests("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=click.IntRange(1))
+@_access("allow-remote-settings", False, "Whether RPCs may change log and trace settings.")
+@_requests("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=COUNT)
 @_requests("grpc-message-timeout-secs", 300.0, "s until a call's one request has arrived; 0: no limit.", type=AMOUNT)
 @_requests("grpc-header-forward-pattern", "", "Headers that become request parameters, as a regular expression.")
 @_requests("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
-@_requests("allow-client-shm", False, "Whether clients may register shared memory.", type=bool)
-@_requests("max-client-shm-regions", 256, "Shared memory regions registered at the same time.", type=click.IntRange(1))
+@_requests("allow-client-shm", False, "Whether clients may register shared memory.")
+@_requests("max-client-shm-regions", 256, "Shared memory regions registered at the same time.", type=COUNT)
 @_frontends("frontends", 1, "Processes that handle gRPC; 1: the one with the models does.", type=click.IntRange(1, 64))
 @_frontends(
     "frontend-memory-mb",
@@ -220,26 +216,20 @@ _observing = partial(flag, Section.OBSERVING)
     "MiB of tensors in transit from each frontend to the models, and as many on the way back.",
     type=click.IntRange(1, 1_048_576),
 )
-@_frontends(
-    "frontend-timeout-secs", 30, "Silence after which a frontend is replaced; 0: never.", type=click.IntRange(0)
-)
-@_starting(
-    "exit-on-error", False, "Exit if any model fails to load at the start, instead of serving the others.", type=bool
-)
-@_starting("strict-readiness", True, "Be ready only while every model that should serve is ready.", type=bool)
+@_frontends("frontend-timeout-secs", 30, "Silence after which a frontend is replaced; 0: never.", type=NATURAL)
+@_starting("exit-on-error", False, "Exit if any model fails to load at the start, instead of serving the others.")
+@_starting("strict-readiness", True, "Be ready only while every model that should serve is ready.")
 @_starting(
     "drain-grace-secs", 0.0, "How long to accept requests while stopping, after reporting not ready.", type=AMOUNT
 )
 @_starting("exit-timeout-secs", 30.0, "How long accepted requests may take at the end.", type=AMOUNT)
 @_starting("id", "paceline", "Server name in its metadata.", type=TEXT)
-@_observing("allow-metrics", True, "Whether to open the metrics port, which has the HTTP probes too.", type=bool)
+@_observing("allow-metrics", True, "Whether to open the metrics port, which has the HTTP probes too.")
 @_observing(
     "metrics-address", None, "Address for metrics; by default gRPC's, 127.0.0.1 if that is a socket.", type=ADDRESS
 )
-@_observing(
-    "metrics-port", 8002, "Port for /metrics, /livez and /readyz; 0 takes a free one.", type=click.IntRange(0, 65535)
-)
-@_observing("allow-gpu-metrics", True, "Whether metrics include the GPUs that models may use.", type=bool)
+@_observing("metrics-port", 8002, "Port for /metrics, /livez and /readyz; 0 takes a free one.", type=PORT)
+@_observing("allow-gpu-metrics", True, "Whether metrics include the GPUs that models may use.")
 @_observing("log-level", "info", "Lowest level to log.", type=click.Choice(["debug", "info", "warning", "error"]))
 @_observing("log-format", "text", "Format of log lines.", type=click.Choice(["text", "json"]))
 @_observing(
@@ -293,25 +283,18 @@ def _within_cpus(settings: Settings) -> Settings:
 def token(name: str) -> None:
     """Create a token for NAME, and the line of --grpc-token-file that makes it valid."""
     secret = new_token()
-    try:
+    with usage_errors():
         line = line_of(name, secret)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
     click.echo(f"token, only for its user: {secret}\nline for the token file: {line}")
-
-
-def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]) -> T:
-    try:
-        return parse(given)
-    except ValueError as error:
-        raise click.UsageError(f"{flag}: {error}") from None
 
 
 def _settings(paths: Sequence[Path], given: Given) -> Settings:
     """The settings that the flags give, many under the flags' own names. Raises click.UsageError."""
     mode, upstream = ControlMode(given["model_control_mode"]), given["upstream"]
     repositories = given["model_repository"]
-    served, name = _models_to_serve((*paths, *repositories), given["model_name"]) if upstream is None else ((), "")
+    with usage_errors():
+        found = None if upstream else models_to_serve((*paths, *repositories), given["model_name"], os.environ)
+    served, name = found or ((), "")
     if not (served or upstream):
         raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
     if upstream is not None and (paths or repositories or mode is not ControlMode.NONE or given["allow_client_shm"]):
@@ -320,7 +303,10 @@ def _settings(paths: Sequence[Path], given: Given) -> Settings:
     _check_pattern(given["grpc_header_forward_pattern"])
     if Path(given["model_config_name"]).name != given["model_config_name"]:
         raise click.UsageError(f"--model-config-name: expected the name of a file, got '{given['model_config_name']}'")
-    backends = _parsed("--backend-config", parse_backend_config, given["backend_config"])
+    with usage_errors("--backend-config"):
+        backends = parse_backend_config(given["backend_config"])
+    with usage_errors("--trace-config"):
+        trace = parse_trace_config(given["trace_config"])
     others = {
         "paths": served,
         "model_name": name,
@@ -330,7 +316,7 @@ def _settings(paths: Sequence[Path], given: Given) -> Settings:
         "server_id": given["id"],
         "backend_config": backends,
         "auto_complete": not given["disable_auto_complete_config"],
-        "trace": _parsed("--trace-config", parse_trace_config, given["trace_config"]),
+        "trace": trace,
         "batching": _batch_defaults(backends, given),
         **network_settings(given),
     }
@@ -338,21 +324,11 @@ def _settings(paths: Sequence[Path], given: Given) -> Settings:
 
 
 def _batch_defaults(backends: BackendConfig, given: Given) -> BatchDefaults:
-    rows = _first_given(given["max_batch_size"], backends.max_batch_rows, BatchDefaults().max_batch_rows)
+    among = given["max_batch_size"], backends.max_batch_rows, BatchDefaults().max_batch_rows
+    rows = next(value for value in among if value is not None)
     delays = (given[name] for name in ("max_queue_delay_microseconds", "max_latency", "max_batch_time"))
     flags = [(f"--{name.replace('_', '-')}", field) for name, field in _BATCHING.items() if given[name] is not None]
     return BatchDefaults(rows, _delay_ns(*delays), int((given["timeout"] or 0) * 1e9), tuple(flags))
-
-
-def _models_to_serve(paths: Sequence[Path], model_name: str) -> tuple[tuple[Path, ...], str]:
-    try:
-        return models_to_serve(paths, model_name, os.environ)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-
-
-def _first_given(*values: int | None) -> int:
-    return next(value for value in values if value is not None)
 
 
 def _delay_ns(microseconds: int | None, milliseconds: float | None, seconds: float | None) -> int:

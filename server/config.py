@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.server.limits import Connections, Limits
 from paceline.server.models.defaults import BackendConfig, BatchDefaults
 from paceline.server.models.upstream_settings import UpstreamSettings
-from paceline.server.rpc.restrictions import Restriction
+from paceline.server.rpc.credentials import Restriction
 from paceline.server.rpc.tls import TlsFiles
 from paceline.server.telemetry.trace_settings import TraceConfig
 

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,21 +48,14 @@ def cgroup_limit(root: Path = Path("/")) -> tuple[float, str]:
 
 
 def _limits(folder: Path) -> Iterator[tuple[float, str]]:
-    for name, read in (("cpu.max", _of_version_2), ("cpu.cfs_quota_us", _of_version_1)):
-        try:
-            yield read(folder / name), str(folder / name)
-        except (OSError, ValueError, ZeroDivisionError):
-            continue  # the other version, no limit ("max"), or the outermost group, which has none
-
-
-def _of_version_2(file: Path) -> float:
-    quota, period = file.read_text().split()
-    return int(quota) / int(period)
-
-
-def _of_version_1(file: Path) -> float:
-    quota = int(file.read_text())
-    return quota / int(file.with_name("cpu.cfs_period_us").read_text()) if quota > 0 else math.inf
+    file = folder / "cpu.max"  # version 2
+    with suppress(OSError, ValueError, ZeroDivisionError):  # the other version, no limit ("max"), or the outermost
+        quota, period = map(int, file.read_text().split())
+        yield quota / period, str(file)
+    file = folder / "cpu.cfs_quota_us"  # version 1
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = int(file.read_text()), int(file.with_name("cpu.cfs_period_us").read_text())
+        yield quota / period if quota > 0 else math.inf, str(file)
 
 
 def _folders(root: Path) -> Iterator[Path]:
@@ -79,19 +73,11 @@ def _folders(root: Path) -> Iterator[Path]:
             is_its = kind == "cgroup" and {"cpu"} <= {*controllers.split(",")} & {*options.split(",")}
             if is_its or (kind == "cgroup2" and not controllers):
                 _, _, _, top, place, *_ = before.split()
-                yield from _upwards(root / _unescaped(place).lstrip("/"), _below(path, _unescaped(top)))
-
-
-def _below(path: str, top: str) -> str:
-    """`path` as seen where the group `top` is mounted; a container may see paths of its host that it can't reach."""
-    inside = os.path.relpath(path, top)
-    return "." if inside.startswith("..") else inside
-
-
-def _upwards(top: Path, inside: str) -> Iterator[Path]:
-    folder = top / inside
-    yield folder
-    yield from (parent for parent in folder.parents if parent.is_relative_to(top))
+                top_folder = root / _unescaped(place).lstrip("/")
+                # As seen where the group `top` is mounted; a container may see paths of its host that it can't reach.
+                inside = os.path.relpath(path, _unescaped(top))
+                folder = top_folder / ("." if inside.startswith("..") else inside)
+                yield from (one for one in (folder, *folder.parents) if one.is_relative_to(top_folder))
 
 
 def _unescaped(text: str) -> str:

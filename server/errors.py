@@ -23,7 +23,7 @@ StartError           the server can't start; one line for the console
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import grpc
@@ -63,31 +63,6 @@ from paceline.scheduler.errors import (
 )
 from paceline.scheduler.runner import ThreadLost
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
-
-__all__ = [
-    "STATUS_OF",
-    "AnswerTooLarge",
-    "ConfigError",
-    "Ending",
-    "GpuLost",
-    "InternalError",
-    "InvalidRequest",
-    "LoadFailed",
-    "LoadHangs",
-    "MessageTooLarge",
-    "ModelNotFound",
-    "ModelNotReady",
-    "NotSupported",
-    "RegionExists",
-    "RegionNotFound",
-    "ServerError",
-    "ServerStopping",
-    "StartError",
-    "TooManyModels",
-    "TooManyRegions",
-    "error_text",
-    "status_of",
-]
 
 
 class ServerError(Exception):
@@ -202,64 +177,35 @@ class StartError(Exception):
     """The server can't start; the message is the whole story, in one line."""
 
 
-STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    TensorError: grpc.StatusCode.INVALID_ARGUMENT,
-    UnknownDatatypeError: grpc.StatusCode.INVALID_ARGUMENT,
-    RequestTooLarge: grpc.StatusCode.INVALID_ARGUMENT,
-    ModelNotFound: grpc.StatusCode.NOT_FOUND,
-    ModelNotReady: grpc.StatusCode.UNAVAILABLE,
-    ServerStopping: grpc.StatusCode.UNAVAILABLE,
-    # As gRPC itself does for messages that are too large.
-    MessageTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    AnswerTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    RegionNotFound: grpc.StatusCode.NOT_FOUND,
-    RegionExists: grpc.StatusCode.ALREADY_EXISTS,
-    TooManyRegions: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    GpuLost: grpc.StatusCode.UNAVAILABLE,
-    BatcherClosed: grpc.StatusCode.UNAVAILABLE,
-    NoInstance: grpc.StatusCode.UNAVAILABLE,
-    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
-    DeadlineUnreachable: grpc.StatusCode.DEADLINE_EXCEEDED,
-    asyncio.CancelledError: grpc.StatusCode.CANCELLED,
-    InternalError: grpc.StatusCode.INTERNAL,
-    NotSupported: grpc.StatusCode.UNIMPLEMENTED,
-    ExecutionFailed: grpc.StatusCode.INTERNAL,
-    # Not a status that clients retry elsewhere: what makes one server hang would make the next hang too.
-    ExecutionTimeout: grpc.StatusCode.INTERNAL,
-    ExecutionError: grpc.StatusCode.INTERNAL,
-    UnfitOutputs: grpc.StatusCode.INTERNAL,
-    InstanceError: grpc.StatusCode.INTERNAL,
-    OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    MemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unequipped: grpc.StatusCode.INTERNAL,
-    # Not a status that clients retry elsewhere: tensors can break a device, and would break the next one too.
-    InstanceLost: grpc.StatusCode.INTERNAL,
-    DeviceLost: grpc.StatusCode.INTERNAL,
-    StalePlan: grpc.StatusCode.INTERNAL,
-    # Only if the upstream's own status isn't known, see status_of.
-    UpstreamFailed: grpc.StatusCode.UNAVAILABLE,
-    UpstreamRefused: grpc.StatusCode.INTERNAL,
-    # Not a status that clients retry elsewhere: what ends one process would end the next.
-    ProcessError: grpc.StatusCode.INTERNAL,
-    ProcessEndedBeforeBatch: grpc.StatusCode.INTERNAL,
-    ThreadLost: grpc.StatusCode.INTERNAL,
-    LoadError: grpc.StatusCode.INTERNAL,
-    NoDriver: grpc.StatusCode.INTERNAL,
-    DriverFailed: grpc.StatusCode.INTERNAL,
-    DeviceError: grpc.StatusCode.INTERNAL,
-    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
-    LoadHangs: grpc.StatusCode.INTERNAL,
-    LoadFailed: grpc.StatusCode.INVALID_ARGUMENT,
-    TooManyModels: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    TooFewDescriptors: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    # The bases, for classes yet to come.
-    SchedulerError: grpc.StatusCode.INTERNAL,
-    BackendError: grpc.StatusCode.INTERNAL,
-    ServerError: grpc.StatusCode.INTERNAL,
-}
+_CLASSES: Mapping[grpc.StatusCode, Sequence[type[BaseException]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (
+        InvalidRequest, TensorError, UnknownDatatypeError, RequestTooLarge, ConfigError, LoadFailed,
+    ),
+    grpc.StatusCode.NOT_FOUND: (ModelNotFound, RegionNotFound),
+    grpc.StatusCode.ALREADY_EXISTS: (RegionExists,),
+    grpc.StatusCode.UNAVAILABLE: (
+        ModelNotReady, ServerStopping, BatcherClosed, NoInstance, GpuLost,
+        UpstreamFailed,  # only if the upstream's own status isn't known, see status_of
+    ),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (
+        MessageTooLarge, AnswerTooLarge,  # as gRPC itself does for messages that are too large
+        QueueFull, TooManyRegions, TooManyModels, TooFewDescriptors, OutOfMemory, MemoryError,
+    ),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlineExceeded, QueueTimeout, DeadlineUnreachable),
+    grpc.StatusCode.CANCELLED: (asyncio.CancelledError,),
+    grpc.StatusCode.UNIMPLEMENTED: (NotSupported,),
+    grpc.StatusCode.INTERNAL: (
+        InternalError, ExecutionFailed, ExecutionError, UnfitOutputs, InstanceError, Unequipped, StalePlan, ThreadLost,
+        LoadError, LoadHangs, NoDriver, DriverFailed, DeviceError,
+        UpstreamRefused,  # only if the upstream's own status isn't known, see status_of
+        # Not a status that clients retry elsewhere: what makes one server hang would make the next hang too, tensors
+        # that break a device would break the next one, and what ends one process would end the next.
+        ExecutionTimeout, InstanceLost, DeviceLost, ProcessError, ProcessEndedBeforeBatch,
+        SchedulerError, BackendError, ServerError,  # the bases, for classes yet to come
+    ),
+}  # fmt: skip
+STATUS_OF = {kind: status for status, kinds in _CLASSES.items() for kind in kinds}
+"""The status of each class; the closest base of an error counts."""
 
 
 def status_of(error: BaseException) -> grpc.StatusCode | None:

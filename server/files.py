@@ -1,7 +1,6 @@
-"""Paths of files that users name, checked before anything is opened, and as others may read them.
+"""Files that users name, checked before anything is opened, watched for changes, and told as others may read them.
 
-Lives here: what every reader of such a file has to check first, and what everybody does who tells its name. Must not:
-open or read files.
+Lives here: what every reader of such a file has to do. Must not: read files.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import errno
 import stat
 from pathlib import Path
 
-__all__ = ["check_file", "in_utf8"]
+__all__ = ["WatchedFiles", "check_file", "in_utf8", "why"]
 
 
 def in_utf8(text: str) -> str:
@@ -24,3 +23,28 @@ def check_file(path: Path) -> None:
     end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "expected a file, got something else", str(path))
+
+
+def why(error: OSError | ValueError) -> str:
+    """What is wrong with a file, by its name."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+
+class WatchedFiles:
+    """Files that may be replaced while the server runs, as they were when `have_changed` was last called."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._seen: object = None
+
+    def have_changed(self) -> bool:
+        """Whether any of them has since the last call, or this is the first one. Raises OSError."""
+        stats = [path.stat() for path in self._paths]
+        seen, self._seen = self._seen, [(one.st_mtime_ns, one.st_ctime_ns, one.st_size, one.st_ino) for one in stats]
+        return seen != self._seen
+
+    def look_again(self, error: OSError | ValueError) -> None:
+        """After `error`, which kept them from being used: if nothing was read, for instance for lack of descriptors,
+        the next call says that they have changed. Bad files stay bad until they change."""
+        if isinstance(error, OSError):
+            self._seen = None

@@ -1,6 +1,7 @@
-"""How flags of `paceline serve` are made, and those about who may call, how much, and over what connections.
+"""How flags of `paceline serve` are made and shown, and those about who may call, how much, and over what connections.
 
-Lives here: these flags, and the settings made of them. Must not: flags about models (`server.cli`).
+Lives here: the sections of all flags and the help that shows them; these flags, and the settings made of them. Must
+not: flags about models (`server.cli`).
 """
 
 from __future__ import annotations
@@ -8,36 +9,19 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from paceline.server.addresses import is_address, socket_path
+from paceline.server.addresses import SOCKET_FOLDER_BYTES, SOCKET_PATH_BYTES, is_address, socket_path
 from paceline.server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
-from paceline.server.rpc.restrictions import parse_restrictions
+from paceline.server.rpc.credentials import parse_restrictions
 from paceline.server.rpc.tls import TlsFiles
-from paceline.server.rpc.unix_socket import SOCKET_FOLDER_BYTES, SOCKET_PATH_BYTES
-from paceline.server.sections import Flag, Section
-
-__all__ = [
-    "ADDRESS",
-    "AMOUNT",
-    "GRPC_ADDRESS",
-    "MODE",
-    "POSITIVE_AMOUNT",
-    "TEXT",
-    "Decorator",
-    "Given",
-    "Serve",
-    "Value",
-    "flag",
-    "network_flags",
-    "network_settings",
-    "path_flag",
-]
 
 Value = Any
 """Of a flag, or of a field of Settings that is made of some: each has a type of its own."""
@@ -50,6 +34,80 @@ Decorator = Callable[[Serve], Serve]
 _LIMITS, _CONNECTIONS = Limits(), Connections()
 _MANY = 2**31 - 1
 _OCTAL = re.compile(r"0?[0-7]{3}")
+
+
+class Section(StrEnum):
+    """What a flag is about, in the order of `--help-all` and of docs/configuration.md."""
+
+    MODELS = "Repositories and models"
+    BATCHING = "Batching and executions"
+    ACCESS = "Addresses, TLS and access"
+    REQUESTS = "Requests and their limits"
+    CONNECTIONS = "Connections"
+    FRONTENDS = "Processes that speak gRPC"
+    STARTING = "Start and stop"
+    OBSERVING = "Metrics, logs and traces"
+    UPSTREAM = "In front of another server"
+
+
+class Flag(click.Option):
+    """An option of a section. The environment variable of one that may be repeated separates values as click does, by
+    spaces, or by colons for paths; or it has one per line, since secrets and file names may contain spaces."""
+
+    def __init__(self, names: Sequence[str], *, section: Section, **more: Any) -> None:  # click's own arguments
+        super().__init__(names, **more)
+        self.section = section
+
+    def value_from_envvar(self, ctx: click.Context) -> str | Sequence[str] | None:
+        given = self.resolve_envvar_value(ctx) if self.multiple else None
+        if given is not None and "\n" in given:
+            return tuple(line.strip() for line in given.split("\n") if line.strip()) or None
+        value: str | Sequence[str] | None = super().value_from_envvar(ctx)
+        return value
+
+
+class SectionedCommand(click.Command):
+    """A command with more flags than anybody reads at once: `--help` shows the flags named in `common`, in that order,
+    and `--help-all` shows all of them by section."""
+
+    common: tuple[str, ...]
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """As click adds `--help`: shown, completed and parsed, but not one of `params`, which have settings."""
+        return [*super().get_params(ctx), _HELP_ALL]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        flags = {each.opts[0]: each for each in self.params if isinstance(each, Flag)}
+        helps = [each for each in self.get_params(ctx) if each not in self.params]
+        if ctx.meta.get(_ALL):
+            groups = {title: [each for each in flags.values() if each.section is title] for title in Section}
+            parts: dict[str, list[click.Parameter]] = {str(title): [*each] for title, each in groups.items()}
+        else:
+            parts = {"Common flags": [flags[name] for name in self.common]}
+        for title, parameters in {**parts, "Help": helps}.items():
+            with formatter.section(title):
+                formatter.write_dl([row for each in parameters if (row := each.get_help_record(ctx))])
+
+
+_ALL = "paceline.server.sections.all"
+
+
+def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    allow_from_autoenv=False,
+    help="Show all flags, by subject, and exit.",
+    callback=_show_all,
+)
 
 
 class _Text(click.types.StringParamType):
@@ -123,6 +181,7 @@ class _Mode(click.ParamType):  # type: ignore[type-arg]  # generic in newer clic
 
 TEXT, ADDRESS, GRPC_ADDRESS, MODE = _Text(), _Address(), _GrpcAddress(), _Mode()
 AMOUNT, POSITIVE_AMOUNT = _Amount(), _Amount(min_open=True)
+COUNT, NATURAL, PORT = click.IntRange(1), click.IntRange(0), click.IntRange(0, 65535)
 
 
 def flag(
@@ -137,7 +196,8 @@ def flag(
     is_flag: bool | None = None,
     multiple: bool = False,
 ) -> Decorator:
-    """An option whose default is shown in the help. What isn't explained here is click's."""
+    """An option whose default is shown in the help, and says what type it has if `type` doesn't. What isn't explained
+    here is click's."""
     return click.option(
         f"--{name}",
         *([also] if also else []),
@@ -146,11 +206,20 @@ def flag(
         default=default,
         show_default=default != "",
         help=f"{what.removesuffix('.')}. Repeatable." if multiple else what,
-        type=type,
+        type=bool if isinstance(default, bool) and not is_flag else type,
         metavar=metavar,
         is_flag=is_flag,
         multiple=multiple,
     )
+
+
+@contextmanager
+def usage_errors(flag: str = "") -> Iterator[None]:
+    """Whatever raises ValueError here is a usage error, of `flag` if there is one."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(f"{flag}: {error}" if flag else str(error)) from None
 
 
 def path_flag(section: Section, name: str, what: str) -> Decorator:
@@ -167,8 +236,8 @@ _requests, _connections = partial(_bound, Section.REQUESTS), partial(_bound, Sec
 
 _FLAGS: tuple[Decorator, ...] = (
     _bound(Section.MODELS, "max-models", _LIMITS.models, "Models that serve or load at the same time."),
-    _access("grpc-use-ssl", False, "Whether to speak TLS.", type=bool),
-    _access("grpc-use-ssl-mutual", False, "Speak TLS, and require a certificate from clients.", type=bool),
+    _access("grpc-use-ssl", False, "Whether to speak TLS."),
+    _access("grpc-use-ssl-mutual", False, "Speak TLS, and require a certificate from clients."),
     _access_file("grpc-server-cert", "The server's certificate, PEM; reread when it changes."),
     _access_file("grpc-server-key", "Its key, PEM, without a password."),
     _access_file("grpc-root-cert", "CAs that sign clients' certificates, PEM."),
@@ -203,7 +272,6 @@ _FLAGS: tuple[Decorator, ...] = (
         "grpc-keepalive-permit-without-calls",
         _CONNECTIONS.keepalive_permit_without_calls,
         "Whether to ping, and let clients ping, while no call is in progress.",
-        type=bool,
     ),
     _connections(
         "grpc-http2-min-recv-ping-interval-without-data",
@@ -235,10 +303,8 @@ def network_flags(command: Serve) -> Serve:
 
 def network_settings(given: Given) -> Given:
     """Fields of Settings, from the flags' values. Raises click.UsageError."""
-    try:
+    with usage_errors("--grpc-restricted-protocol"):
         restrictions = parse_restrictions(given["grpc_restricted_protocol"])
-    except ValueError as error:
-        raise click.UsageError(f"--grpc-restricted-protocol: {error}") from None
     return {
         "tls": _tls(given),
         "token_file": given["grpc_token_file"],

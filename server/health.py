@@ -1,42 +1,39 @@
-"""Whether the server is live and ready, and who is told.
+"""Whether the server is live and ready, and who is told; and what people read at `/`.
 
-Lives here: what the start and end of the server, its models and its ports add up to. Must not: decide what any of them
-is (`models.repository`, `memory.cuda_region`), or start or stop anything.
+Lives here: what the start and end of the server, its models and its ports add up to; asking for it from other threads,
+as HTTP does; the page. Must not: decide what any of them is (`models.repository`, `memory.cuda_region`), serve HTTP, or
+start or stop anything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from html import escape
 
+from paceline.server.fronts.pool import FrontPool
 from paceline.server.memory.cuda_region import CudaRegions
+from paceline.server.models.model_record import IndexLine
 from paceline.server.models.repository import Repository
+from paceline.server.rpc.listener import Listener
 from paceline.server.telemetry.metrics import Metrics
-from paceline.server.telemetry.probes import LoopProbe
 
-__all__ = ["Health", "HealthService"]
+__all__ = ["Health", "LoopProbe", "status_page"]
 
 _log = logging.getLogger("paceline.server")
-
-
-class HealthService(Protocol):
-    """What answers clients of gRPC's health service."""
-
-    def set_serving(self, serving: bool, live: bool = True) -> None: ...
-
-    @property
-    def is_open(self) -> bool: ...
 
 
 class Health:
     """Tells gRPC's health service, the metrics, probes and the log. From `open` to `close` the models decide; before
     and after that the server isn't ready."""
 
-    def __init__(self, repository: Repository, cuda: CudaRegions, metrics: Metrics, service: HealthService) -> None:
+    def __init__(
+        self, repository: Repository, cuda: CudaRegions, metrics: Metrics, service: FrontPool | Listener
+    ) -> None:
         self._repository = repository
         self._cuda = cuda
         self._metrics = metrics
@@ -90,3 +87,57 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) 
     """May be called on any thread, which may outlive the loop."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function)
+
+
+class LoopProbe:
+    """Asks `question` on `loop`, from any other thread. If the loop doesn't answer within `patience_s`, the answer is a
+    text that says so: the loop is what has to be alive. A probe's `question` returns "" if all is well, else the reason
+    why not."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, question: Callable[[], str] = lambda: "", patience_s: float = 5.0
+    ) -> None:
+        self._loop = loop
+        self._question = question
+        self._patience_s = patience_s
+
+    def __call__(self) -> str:
+        answer: Future[str] = Future()
+        try:
+            self._loop.call_soon_threadsafe(lambda: answer.set_result(self._question()))
+        except RuntimeError:
+            return "the server has ended"
+        try:
+            return answer.result(self._patience_s)
+        except TimeoutError:
+            return f"the server's event loop has not answered for {self._patience_s:g} s"
+
+
+_LINKS = {
+    "/metrics": "metrics, for Prometheus",
+    "/livez": "whether the process should be restarted",
+    "/readyz": "whether requests may be sent, or why not",
+}
+
+
+def status_page(server_id: str, version: str, models: Iterable[IndexLine]) -> str:
+    """The page at `/` of the metrics port, for people who open it: HTML with links, and a row for each line of the
+    repository's index. No scripts or styles from elsewhere, and only what /metrics and RepositoryIndex tell."""
+    links = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>\n' for path, what in _LINKS.items())
+    rows = "".join(
+        f"<tr><td>{escape(line.name)}</td><td>{escape(line.version)}</td>"
+        f"<td>{line.state.name if line.state else 'not loaded'}</td></tr>\n"
+        for line in models
+    )
+    title = escape(f"{server_id} {version}")
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head><body>
+<h1>{title}</h1>
+<ul>
+{links}</ul>
+<table>
+<tr><th>model</th><th>version</th><th>state</th></tr>
+{rows}</table>
+<p>Requests go to the gRPC port, not to this one.</p>
+</body></html>
+"""

@@ -1,7 +1,9 @@
-"""PATH on the command line: where models are.
+"""Where models are: PATH on the command line, and what KServe tells a container that it starts.
 
-Lives here: the type of that argument, and what to do about those that aren't paths. Must not: look at files (the
-layout does).
+Lives here: the type of that argument, what to do about those that aren't paths, and pure functions of KServe's
+environment. Must not: look at files (the layout does). KServe's storage initializer puts a model's files directly into
+one folder, without a folder named after the model, and rewrites STORAGE_URI to that folder's path; the model's name is
+that of the InferenceService, which every container gets as INFERENCE_SERVICE_NAME.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import click
 
-__all__ = ["ModelPath"]
+__all__ = ["MOUNT", "ModelPath", "models_to_serve"]
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 _DOWNLOADS = {
@@ -24,6 +26,11 @@ _DOWNLOADS = {
     "http": "curl -fLO {url}",
     "https": "curl -fLO {url}",
 }
+
+MOUNT = Path("/mnt/models")
+"""Where KServe puts models by default."""
+
+_STORAGE, _SERVICE = "STORAGE_URI", "INFERENCE_SERVICE_NAME"
 
 
 class ModelPath(click.Path):
@@ -61,3 +68,34 @@ def _what_to_do(url: str, scheme: str, place: str) -> str:
     else:
         first = "copy the files here, and give the path of their folder"
     return f"{first}; in KServe, give no PATH, and the URL as storageUri"
+
+
+def models_to_serve(
+    paths: Sequence[Path], model_name: str, environment: Mapping[str, str]
+) -> tuple[tuple[Path, ...], str]:
+    """The paths to serve, and the name of the one model there: as given, else as KServe says.
+
+    Without `paths`: STORAGE_URI's folder, or MOUNT if an InferenceService is named; without KServe, none. Without
+    `model_name`: the InferenceService's name for a model where KServe puts it; other folders have names of their own.
+    Raises ValueError if STORAGE_URI is needed and isn't a folder's path, as where no storage initializer has run.
+    """
+    uri, service = environment.get(_STORAGE, ""), environment.get(_SERVICE, "")
+    chosen = tuple(paths) or _storage(uri, service)
+    storage = {_plain(MOUNT), _plain(Path(uri or MOUNT))}
+    is_in_storage = len(chosen) == 1 and _plain(chosen[0]) in storage
+    return chosen, model_name or (service if is_in_storage else "")
+
+
+def _storage(uri: str, service: str) -> tuple[Path, ...]:
+    if not uri:
+        return (MOUNT,) if service else ()
+    if not uri.startswith("/"):
+        raise ValueError(
+            f"{_STORAGE}: expected the folder into which KServe's storage initializer puts the model, got '{uri}'; "
+            "where no storage initializer runs, give a PATH"
+        )
+    return (Path(uri),)
+
+
+def _plain(path: Path) -> str:
+    return os.path.normpath(path)

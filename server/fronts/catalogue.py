@@ -1,20 +1,26 @@
 """What fronts know about the models that the engine serves.
 
-Lives here: the snapshot that is sent, and a front's look-up. Must not: decide what a name means or why it means
-nothing; the engine does that. A front's look-up may be out of date: handles are never used twice, and the engine
-answers STALE to a request for one that is gone.
+Lives here: the handles that the engine gives to models, the snapshot that is sent, and a front's look-up. Must not:
+decide what a name means or why it means nothing; the repository does that. A front's look-up may be out of date:
+handles are never used twice, and the engine answers STALE to a request for one that is gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
 
 from paceline.backends.spec import ModelSpec
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.open_codec import OpenCodec
 
-__all__ = ["Catalogue", "LookUp", "Model", "VersionInfo"]
+if TYPE_CHECKING:  # fronts do without it
+    from paceline.server.models.repository import ServedModel
+
+__all__ = ["Catalogue", "Handles", "LookUp", "Model", "VersionInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,33 @@ class Catalogue:
     names: Mapping[tuple[str, str], int]
 
 
+class Handles:
+    """The engine's side: models by handle."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._handles: dict[ServedModel, int] = {}
+        self._models: dict[int, ServedModel] = {}
+
+    # hot path
+    def model(self, handle: int) -> ServedModel | None:
+        """The model, if it still serves."""
+        return self._models.get(handle)
+
+    def update(self, served: Mapping[tuple[str, str], ServedModel]) -> Catalogue:
+        """Give handles to new models, forget those that are gone, and make the snapshot."""
+        # Fronts know nothing about models that don't declare their tensors: they pass requests for them on unchanged.
+        shown = {name: model for name, model in served.items() if not isinstance(model.codec, OpenCodec)}
+        models = dict.fromkeys(shown.values())
+        self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}
+        self._models = {handle: model for model, handle in self._handles.items()}
+        cards = tuple(
+            VersionInfo(handle, one.name, one.version, one.spec, one.max_request_rows, one.batch_id_prefix, one.remote)
+            for one, handle in self._handles.items()
+        )
+        return Catalogue(cards, {name: self._handles[model] for name, model in shown.items()})
+
+
 @dataclass(slots=True)
 class Model:
     """What a front needs to accept a request for a model; if it is `remote`, another server executes it.
@@ -58,14 +91,16 @@ class LookUp:
         self._names: dict[tuple[str, str], Model] = {}
 
     def update(self, catalogue: Catalogue) -> None:
-        self._models = {card.handle: self._models.get(card.handle) or _model(card) for card in catalogue.cards}
+        before, self._models = self._models, {}
+        for card in catalogue.cards:
+            self._models[card.handle] = before.get(card.handle) or Model(
+                card.handle,
+                codec_for(card.name, card.version, card.spec, card.max_request_rows),
+                card.batch_id_prefix,
+                card.remote,
+            )
         self._names = {name: self._models[handle] for name, handle in catalogue.names.items()}
 
     # hot path
     def find(self, name: str, version: str) -> Model | None:
         return self._names.get((name, version))
-
-
-def _model(card: VersionInfo) -> Model:
-    codec = codec_for(card.name, card.version, card.spec, card.max_request_rows)
-    return Model(card.handle, codec, card.batch_id_prefix, card.remote)

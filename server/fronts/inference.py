@@ -32,8 +32,8 @@ from paceline.server.codec.wire_request import AnyRequest as AnyMessage
 from paceline.server.codec.wire_request import WireRequest
 from paceline.server.errors import ServerError, ServerStopping
 from paceline.server.fronts import protocol
-from paceline.server.fronts.calls import Aborted
 from paceline.server.fronts.catalogue import LookUp, Model
+from paceline.server.fronts.protocol import Aborted
 from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
 
 __all__ = ["RemoteInference", "Replies", "Reply"]

@@ -28,7 +28,7 @@ from paceline.server.codec.wire_request import RequestReader
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
 from paceline.server.fronts import protocol
-from paceline.server.fronts.handles import Handles
+from paceline.server.fronts.catalogue import Handles
 from paceline.server.fronts.process import Greeting
 from paceline.server.fronts.session import FrontSession, Handlers
 from paceline.server.models.repository import Repository
@@ -143,12 +143,12 @@ class FrontPool:
     def set_serving(self, serving: bool, live: bool = True) -> None:
         """Set what health reports, in all fronts."""
         self._ready, self._live = serving, live
-        self._send_to_all(self.state)
+        self._send_to_all(self._state)
 
     def announce_end(self) -> None:
         """Have health report NOT_SERVING for good, in all fronts."""
         self.ending.set()
-        self._send_to_all(self.state)
+        self._send_to_all(self._state)
 
     def leave(self) -> None:
         """In all fronts, once hardly any call arrives: listen no more and have clients go; calls in progress go on."""
@@ -175,7 +175,7 @@ class FrontPool:
             self._port_holder.close()
 
     @property
-    def state(self) -> Message:
+    def _state(self) -> Message:
         """What fronts are told about the server as a whole."""
         return protocol.STATE, self._inference.serving, self._ready and not self.stopping, self.stopping, self._live
 
@@ -189,17 +189,16 @@ class FrontPool:
     def stopping(self) -> bool:
         return self.ending.is_set()
 
-    def greet(self, session: FrontSession) -> None:
-        """Tell a new front all it needs."""
-        greeting = Greeting(self._settings, self.port, log.current(), self._inference.reads_parents)
-        session.send((protocol.HELLO, pickle.dumps(greeting)))
-        session.send(self._catalogue)
-        session.send(self.state)
-
     def new_session(
         self, link: Link, on_listens: Callable[[int, str], None], on_end: Callable[[], None]
     ) -> FrontSession:
-        return FrontSession(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
+        """This process's side of a new front, which is told all it needs."""
+        session = FrontSession(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
+        session.start()
+        greeting = Greeting(self._settings, self.port, log.current(), self._inference.reads_parents)
+        for message in ((protocol.HELLO, pickle.dumps(greeting)), self._catalogue, self._state):
+            session.send(message)
+        return session
 
     def _hold_port(self, port: int) -> None:
         """Keep the port for the fronts: a socket that doesn't listen gets no connections, but others can't take it."""
@@ -318,8 +317,6 @@ class _Place:
             finally:
                 remote.close()
             self.session = self._pool.new_session(link, self._on_listens, gone.set)
-            self.session.start()
-            self._pool.greet(self.session)
             watching = asyncio.get_running_loop().create_task(self._watch(self._process, self.session))
             # What it sent before it ended is still in the link.
             status = await self._process.wait()

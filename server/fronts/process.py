@@ -1,6 +1,7 @@
 """A front: the process that speaks gRPC and hands requests to the engine.
 
-Lives here: its main function, and doing what the engine says. Must not: anything that needs a model. It follows the
+Lives here: its main function, doing what the engine says, and handing on all RPCs that need a model but inference. Must
+not: anything that needs a model itself. It follows the
 engine in everything: the signals that a supervisor sends to a whole group of processes are ignored, and when the
 connection to the engine ends, for whatever reason, the front ends.
 """
@@ -12,7 +13,8 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,15 +25,14 @@ from paceline.backends.transport.frames import Message
 from paceline.backends.transport.gathering import Gathering
 from paceline.backends.transport.link import Link, RemoteEnd
 from paceline.scheduler.answers import notify
+from paceline.scheduler.errors import QueueFull
 from paceline.server.config import Settings
-from paceline.server.errors import StartError
+from paceline.server.errors import STATUS_OF, StartError
 from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import LookUp
-from paceline.server.fronts.forwarding import forwarded
-from paceline.server.fronts.inference import RemoteInference, Replies
-from paceline.server.loop import SWITCH_INTERVAL_S, new_loop
+from paceline.server.fronts.inference import RemoteInference, Replies, Reply
 from paceline.server.requests.quiet import until_quiet
-from paceline.server.rpc.calls import header_rules
+from paceline.server.rpc.calls import Context, header_rules
 from paceline.server.rpc.gate import Registry
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
 from paceline.server.rpc.listener import Listener
@@ -39,9 +40,9 @@ from paceline.server.rpc.streaming import Streaming
 from paceline.server.rpc.unary_inference import UnaryInference
 from paceline.server.telemetry import log
 from paceline.server.telemetry.log_output import exit_now, take_stderr
-from paceline.server.tuning import keep_freed_memory
+from paceline.server.tuning import SWITCH_INTERVAL_S, keep_freed_memory, new_loop
 
-__all__ = ["Greeting", "main"]
+__all__ = ["Greeting", "forwarded", "main"]
 
 _TELL_EVERY_S = 0.5
 
@@ -184,3 +185,37 @@ _REPLIES = frozenset(
 def _on_engine_gone() -> None:
     """The engine was killed, or ended in haste. There is nobody left to answer for."""
     os._exit(1)
+
+
+def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Context], Any]:
+    """A unary handler from bytes to bytes, whose answers the engine gives: that of all RPCs but inference, health and
+    reflection, whatever their messages."""
+
+    async def call(data: bytes, context: Context) -> bytes:
+        try:
+            return await answer(data, context)
+        except protocol.Aborted as aborted:
+            refusal = context.abort(aborted.code, aborted.text)
+        # As in `server.rpc.answering`: what this raises keeps this frame alive.
+        del data, context
+        await refusal
+        raise AssertionError("abort returned")
+
+    async def answer(data: bytes, context: Context) -> bytes:
+        try:
+            replies.refuse_if_full()
+        except QueueFull as error:
+            raise protocol.Aborted(STATUS_OF[QueueFull], str(error)) from None
+        remaining_s = context.time_remaining()
+        deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
+        headers = tuple((key, value) for key, value in context.invocation_metadata())
+        reply = Reply(None, 0, None)
+        link.send((protocol.CALL, replies.expect(reply), rpc, deadline_ns, headers, data))
+        try:
+            answered = await reply
+        finally:
+            # An error's traceback refers to this frame, which would refer back to the error through the reply.
+            del reply
+        return answered
+
+    return call

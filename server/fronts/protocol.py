@@ -1,43 +1,22 @@
-"""What fronts and the engine say to each other, and how errors travel.
+"""What fronts and the engine say to each other, and how errors and calls travel.
 
-Lives here: kinds of messages with their fields, in order. Must not: act on them. `id` is the front's number for what it
+Lives here: kinds of messages with their fields, in order; what stands in for gRPC's context where a front's RPC is
+handled. Must not: act on them, or know any RPC. `id` is the front's number for what it
 waits for. Deadlines are on the monotonic clock, which is the same for all processes of a machine.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from typing import NoReturn
+
+import grpc
 
 from paceline.backends.errors import UpstreamFailed, UpstreamRefused
 from paceline.backends.transport.link import FIRST_KIND
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.server.errors import STATUS_OF, InternalError, error_text, status_of
-
-__all__ = [
-    "ABORTED",
-    "ANSWER",
-    "CALL",
-    "CANCEL",
-    "CATALOGUE",
-    "END",
-    "FAILED",
-    "HELLO",
-    "INFER",
-    "LEAVE",
-    "LISTENS",
-    "LOG",
-    "MAX_WHOLE_BYTES",
-    "PACKED",
-    "REFUSED",
-    "RESULT",
-    "STALE",
-    "STATE",
-    "SUBMIT",
-    "USAGE",
-    "WHAT_IS_FULL",
-    "packed_error",
-    "unpacked_error",
-]
 
 # From the front.
 LISTENS = FIRST_KIND  # port, or 0 and why not
@@ -99,3 +78,31 @@ def unpacked_error(name: str, text: str, status: str) -> BaseException:
     if status:
         error.__cause__ = UpstreamFailed(status, text)
     return error
+
+
+class Aborted(Exception):
+    """A handler ended its call with a status."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+class CallContext:
+    """What unary handlers use of their context: headers, the time that is left, and `abort`."""
+
+    def __init__(self, headers: tuple[tuple[str, str | bytes], ...], deadline_ns: int | None) -> None:
+        self._headers = headers
+        self._deadline_ns = deadline_ns
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return self._headers
+
+    def time_remaining(self) -> float | None:
+        if self._deadline_ns is None:
+            return None
+        return max(0.0, (self._deadline_ns - time.monotonic_ns()) / 1e9)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        raise Aborted(code, details)

@@ -32,8 +32,8 @@ from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
 from paceline.server.errors import AnswerTooLarge
 from paceline.server.fronts import protocol
-from paceline.server.fronts.calls import Aborted, CallContext
-from paceline.server.fronts.handles import Handles
+from paceline.server.fronts.catalogue import Handles
+from paceline.server.fronts.protocol import Aborted, CallContext
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inference import Inference, encode

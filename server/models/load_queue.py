@@ -18,11 +18,11 @@ from typing import TypeVar
 
 from paceline.backends.base import Backend
 from paceline.protos import model_config_pb2 as pb
-from paceline.server import descriptors
 from paceline.server.errors import Ending, LoadHangs, ServerError, TooFewDescriptors
 from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.layout import ModelFolder
 from paceline.server.models.loader import LoadedVersion, load_model
+from paceline.server.tuning import allowed_descriptors, free_descriptors, reserved_descriptors
 
 __all__ = ["Find", "LoadQueue", "always", "call_soon", "start_thread", "submit"]
 
@@ -70,9 +70,9 @@ class LoadQueue:
     def check_descriptors(self) -> None:
         """Raise TooFewDescriptors unless enough are left for connections and probes when a model has taken some: both
         loading and starting to serve may take them. On any thread."""
-        left, kept = descriptors.free(), 2 * descriptors.reserve()
+        left, kept = free_descriptors(), 2 * reserved_descriptors()
         if left < kept and (left := left + self._give_way()) < kept:
-            raise TooFewDescriptors(descriptors.allowed(), left, kept)
+            raise TooFewDescriptors(allowed_descriptors(), left, kept)
 
     async def load(
         self, name: str, find: Find, override: pb.ModelConfig | None, on_versions: Callable[[list[str]], None]

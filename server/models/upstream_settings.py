@@ -15,8 +15,7 @@ import click
 from click.core import ParameterSource
 
 from paceline.server.addresses import socket_path
-from paceline.server.flags import POSITIVE_AMOUNT, TEXT, Decorator, Given, Serve, Value, flag, path_flag
-from paceline.server.sections import Section
+from paceline.server.flags import POSITIVE_AMOUNT, TEXT, Decorator, Given, Section, Serve, Value, flag, path_flag
 
 if TYPE_CHECKING:
     from paceline.clients.connection import Tls

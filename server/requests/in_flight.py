@@ -27,7 +27,7 @@ from paceline.server.errors import error_text, status_of
 from paceline.server.memory.client_memory import NOWHERE
 from paceline.server.memory.region_tensors import Inputs
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
-from paceline.server.telemetry.watching import RequestWatch
+from paceline.server.telemetry.tracing import RequestWatch
 
 __all__ = ["Call", "InFlight", "InferenceSteps", "Payload", "answer_deadline_ns"]
 

@@ -36,8 +36,7 @@ from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
 from paceline.server.requests.parts import Parts
 from paceline.server.requests.quiet import until_quiet
 from paceline.server.telemetry.log import debugging
-from paceline.server.telemetry.tracing import Tracer
-from paceline.server.telemetry.watching import RequestWatch
+from paceline.server.telemetry.tracing import RequestWatch, Tracer
 
 __all__ = ["Inference", "encode"]
 

@@ -27,7 +27,7 @@ from paceline.server.config import Settings
 from paceline.server.errors import InvalidRequest, ServerStopping, error_text, status_of
 from paceline.server.requests.in_flight import answer_deadline_ns
 from paceline.server.requests.quiet import TRY_AGAIN_MS
-from paceline.server.rpc.restrictions import HEADER_PREFIX
+from paceline.server.rpc.credentials import HEADER_PREFIX
 
 __all__ = [
     "Context",

@@ -25,8 +25,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from paceline.server.rpc.calls import Context, status_and_text
-from paceline.server.rpc.restrictions import Restriction, group_of
-from paceline.server.rpc.tokens import Tokens
+from paceline.server.rpc.credentials import Restriction, Tokens, group_of
 
 __all__ = ["Admission", "Calls", "Ended", "Gate", "Handler", "Probes", "Refused", "Registry", "Usage"]
 

@@ -1,36 +1,43 @@
-"""gRPC's server with what every listening process has: the port, health and reflection.
+"""gRPC's server with what every listening process has: the port, room for connections, health and reflection.
 
-Lives here: opening it, setting its health, closing it. Must not: know what the inference service does.
+Lives here: opening it, setting its health, closing it; how many connections it has descriptors for, while models and
+others take some too. Must not: know what the inference service does, or what else needs descriptors.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import socket
+import stat
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from paceline.server.addresses import host_and_port, socket_path
+from paceline.server.addresses import SocketFile, host_and_port, socket_path
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
-from paceline.server.rpc.connection_room import ConnectionRoom
+from paceline.server.rpc.credentials import Tokens
 from paceline.server.rpc.gate import Admission, Gate, Registry, Usage
-from paceline.server.rpc.health import HealthService
-from paceline.server.rpc.reflection import INFERENCE_SERVICE, Reflection
-from paceline.server.rpc.tls import Certificates, TlsFiles
-from paceline.server.rpc.tokens import Tokens
-from paceline.server.rpc.unix_socket import SocketFile
+from paceline.server.rpc.standard_services import INFERENCE_SERVICE, HealthService, Reflection
+from paceline.server.rpc.tls import Certificates
+from paceline.server.tuning import allowed_descriptors, free_descriptors, open_descriptors, reserved_descriptors
 
 __all__ = ["Listener", "check_access"]
+
+_log = logging.getLogger("paceline.server")
 
 _UNTIL_STOP_S = 1e6
 """Replaced by the grace of `stop`: gRPC uses the shortest grace that it is given."""
 
 # gRPC chooses the algorithm: the one of this level among those that the client accepts.
 _COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
+
+_LOOK_EVERY_S = 1.0
 
 
 def _open_tokens(settings: Settings) -> Tokens | None:
@@ -105,7 +112,10 @@ class Listener:
         where: AbstractContextManager[str] = nullcontext(host_and_port(settings.grpc_address, port))
         with self._socket.appearing() if self._socket else where as target:
             try:
-                port = _add_port(server, target, settings.tls)
+                if settings.tls is None:
+                    port = server.add_insecure_port(target)
+                else:
+                    port = server.add_secure_port(target, Certificates(settings.tls).credentials())
             except RuntimeError:
                 raise StartError(f"gRPC can't listen on {target}") from None
             self._server = server
@@ -173,7 +183,88 @@ async def _not_cancelled(starting: Awaitable[None]) -> None:
         await asyncio.wait((task,))
 
 
-def _add_port(server: grpc.aio.Server, where: str, tls: TlsFiles | None) -> int:
-    if tls is None:
-        return server.add_insecure_port(where)
-    return server.add_secure_port(where, Certificates(tls).credentials())
+class ConnectionRoom:
+    """Room for at most `most` connections. `bound` is how many there may be now; what it is at first, gRPC has to be
+    given, and closes connections beyond that. If models take more descriptors after that, it accepts until the process
+    has none left, not even for a probe; so the latest connections are closed here once less than the reserve is free.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._first_bound = self.bound = max(1, min(most, free_descriptors() - reserved_descriptors()))
+        self._where: int | str = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._look = asyncio.Event()
+        # By descriptor and number of the socket; the earliest first.
+        self._seen: dict[tuple[int, int], None] = {}
+
+    async def keep_reserve(self, where: int | str) -> None:
+        """Close the latest connections to `where`, a port or a Unix socket's path, whenever less than the reserve is
+        free. Logs when there are as many as there may be."""
+        self._where = where
+        self._loop = asyncio.get_running_loop()
+        was_full = False
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), _LOOK_EVERY_S)
+            self._look.clear()
+            left, allowed, reserve = free_descriptors(), allowed_descriptors(), reserved_descriptors()
+            # Only then can there be too many; looking at a descriptor takes a microsecond or two.
+            scarce = left < reserve + self._first_bound or allowed - left > self._first_bound
+            found = self.accepted() if scarce else set()
+            # A new one has the lowest number that is free, so those that have come since the last look are in order,
+            # mostly.
+            self._seen = {one: None for one in self._seen if one in found} | dict.fromkeys(sorted(found))
+            self.bound = max(1, min(self._first_bound, len(found) + left - reserve))
+            if (full := len(found) >= self.bound) and not was_full:
+                _log.warning(
+                    "%d connections are open, as many as there may be: later ones are closed. --grpc-max-connections "
+                    "allows this process %d; of the %d files that it may open (ulimit -Hn), models and others have %d, "
+                    "and %d are kept for probes and scrapes",
+                    *(
+                        len(found),
+                        self._most,
+                        allowed,
+                        allowed - left - len(found),
+                        reserve,
+                    ),
+                )
+            was_full = full
+            for descriptor, _ in list(self._seen)[self.bound :]:
+                _shut(descriptor)
+
+    def look_now(self) -> None:
+        """See at once whether less than the reserve is free: something is about to take more. On any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._look.set)
+
+    def accepted(self) -> set[tuple[int, int]]:
+        """Connections, each as its descriptor and the number of its socket. On any thread. Takes no descriptor itself,
+        as there may be none."""
+        found = set()
+        for descriptor in open_descriptors():
+            with suppress(OSError):  # closed meanwhile, or not connected to anything any more
+                status = os.fstat(descriptor)
+                if stat.S_ISSOCK(status.st_mode) and _is_accepted(descriptor, self._where):
+                    found.add((descriptor, status.st_ino))
+        return found
+
+
+def _is_accepted(descriptor: int, where: int | str) -> bool:
+    one = socket.socket(fileno=descriptor)
+    try:
+        name = one.getsockname()
+        listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return not listens and where == (name[1] if isinstance(name, tuple) else name)
+    finally:
+        one.detach()
+
+
+def _shut(descriptor: int) -> None:
+    """gRPC, which owns the socket, closes it then, as if the client had gone."""
+    one = socket.socket(fileno=descriptor)
+    try:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+    finally:
+        one.detach()

@@ -62,8 +62,16 @@ class RemoteSettings:
     @answering
     async def TraceSetting(self, request: pb.TraceSettingRequest, context: Context) -> pb.TraceSettingResponse:
         """All trace settings of a model, or of all models ("" for the name), after the requested changes."""
-        if request.model_name:
-            self._check_known(request.model_name)
+        try:
+            if request.model_name:
+                self._repository.get(request.model_name, "")
+        except ModelNotReady:
+            # Settings are kept for a model that isn't ready. Names that may be nobody's are unbounded, so for them none
+            # are.
+            if not self._repository.names_known:
+                raise
+        except ModelNotFound as error:
+            raise InvalidRequest(str(error)) from None
         if request.settings:
             self._refuse_unless_allowed("trace settings")
             given = {name: list(setting.value) for name, setting in request.settings.items()}
@@ -80,17 +88,6 @@ class RemoteSettings:
             raise NotSupported(
                 f"{what} can't be changed by clients: start the server with --allow-remote-settings true"
             )
-
-    def _check_known(self, model: str) -> None:
-        try:
-            self._repository.get(model, "")
-        except ModelNotReady:
-            # Settings are kept for a model that isn't ready. Names that may be nobody's are unbounded, so for them none
-            # are.
-            if not self._repository.names_known:
-                raise
-        except ModelNotFound as error:
-            raise InvalidRequest(str(error)) from None
 
 
 def _changed(settings: LogSettings, given: Mapping[str, pb.LogSettingsRequest.SettingValue]) -> LogSettings:

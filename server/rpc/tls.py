@@ -20,13 +20,11 @@ from typing import cast
 import grpc
 
 from paceline.server.errors import StartError
-from paceline.server.files import check_file
+from paceline.server.files import WatchedFiles, check_file, why
 
 __all__ = ["Certificates", "TlsFiles"]
 
 _log = logging.getLogger("paceline.server.tls")
-
-_Stamp = tuple[tuple[int, ...], ...]
 
 _OUT_OF_DATE = frozenset({9, 10})
 """OpenSSL's codes for a certificate that isn't valid yet, and for one that has expired (x509_vfy.h)."""
@@ -56,15 +54,15 @@ class Certificates:
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._lock = threading.Lock()
-        self._seen: _Stamp = ()
+        self._watched = WatchedFiles(*files.paths)
 
     def credentials(self) -> grpc.ServerCredentials:
         """What gRPC's server needs. Raises StartError for files that can't be used."""
         try:
-            self._seen = self._stamp()
+            self._watched.have_changed()
             first = self._read()
         except (OSError, ValueError) as error:
-            raise StartError(f"TLS: {_why(error)}") from None
+            raise StartError(f"TLS: {why(error)}") from None
         # The stubs don't allow None, which gRPC documents as "no change".
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._if_changed)
         return grpc.dynamic_ssl_server_credentials(first, fetch, self._files.mutual)
@@ -88,29 +86,20 @@ class Certificates:
         handshake."""
         with self._lock:
             try:
-                stamp = self._stamp()
-                if stamp == self._seen:
+                if not self._watched.have_changed():
                     return None
-                self._seen = stamp
                 changed = self._read()
-                if self._stamp() != stamp:
+                if self._watched.have_changed():
                     # The files are being written, and what was read may not belong together.
-                    self._seen = ()
+                    self._watched = WatchedFiles(*self._files.paths)
                     return None
                 self._warn_of_dates()
             except (OSError, ValueError) as error:
-                if isinstance(error, OSError):
-                    # Nothing was read, for instance for lack of descriptors: try again. Bad files stay bad until they
-                    # change.
-                    self._seen = ()
-                _log.error("TLS: the new certificates can't be used, the old ones stay in use: %s", _why(error))
+                self._watched.look_again(error)
+                _log.error("TLS: the new certificates can't be used, the old ones stay in use: %s", why(error))
                 return None
             _log.info("TLS: new certificates are in use, from %s", self._files.certificate)
             return changed
-
-    def _stamp(self) -> _Stamp:
-        stats = [path.stat() for path in self._files.paths]
-        return tuple((one.st_mtime_ns, one.st_ctime_ns, one.st_size, one.st_ino) for one in stats)
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         """The certificates, read and checked. Raises OSError, which includes ssl.SSLError, and ValueError. gRPC itself
@@ -162,9 +151,3 @@ def _why_out_of_date(server: ssl.SSLContext, certificate: Path) -> str:
         except ssl.SSLError:
             return ""  # for instance a key that OpenSSL finds too weak: not about dates
     return ""
-
-
-def _why(error: OSError | ValueError) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}"
-    return str(error)

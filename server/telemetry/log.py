@@ -1,8 +1,8 @@
-"""Log lines: where they go and how they look.
+"""Log lines: how they look, which are written, and what becomes of repeated ones.
 
 Lives here: handlers, formats, and settings that may change while serving. Must not: loggers, which belong to the
-modules, under `paceline.`. A line may have `extra={"fields": {...}}`, values by name, which JSON lines show beside the
-message.
+modules, under `paceline.`, or where lines go (`log_output`). A line may have `extra={"fields": {...}}`, values by name,
+which JSON lines show beside the message.
 """
 
 from __future__ import annotations
@@ -10,29 +10,22 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import TextIO
 
 from paceline.server.files import in_utf8
-from paceline.server.telemetry.repeat_filter import RepeatFilter
 
-__all__ = ["LogSettings", "apply", "configure", "current", "debugging"]
-
-
-class _Switch:
-    """`on` while debug lines are written."""
-
-    __slots__ = ("on",)
-
-    def __init__(self) -> None:
-        self.on = False
+__all__ = ["LogSettings", "RepeatFilter", "apply", "configure", "current", "debugging"]
 
 
-debugging = _Switch()
-"""For checks that every request makes: asking a logger takes 110 ns, this 15."""
+debugging = SimpleNamespace(on=False)
+"""`on` while debug lines are written. For checks that every request makes: asking a logger takes 110 ns, this 15."""
 
 
 _SURROGATES = range(0xD800, 0xE000)
@@ -42,12 +35,6 @@ _CONTROLS = {
     if code != ord("\t")
 }
 """Text that a client sent must not end the line or move a terminal's cursor, and names of files needn't be UTF-8."""
-
-
-_LOOPS = "asyncio"
-"""The logger of asyncio, which runs our code and reports when that fails in an unforeseen way. Not gRPC's logger:
-nothing writes its lines, and they contain the values of headers."""
-
 
 _Raised = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
@@ -118,6 +105,116 @@ _BY_LEVEL = {
 }
 
 
+_WINDOW_S = 10.0
+_SIMILAR = 100
+"""Different texts of one kind, such as one for each model, that may be written within a window."""
+
+_Key = tuple[str, int, str, str]
+_Kind = tuple[str, int, str]
+
+
+@dataclass(slots=True)
+class _Storm:
+    """A line that was written, and how many like it haven't been since, until the window ends."""
+
+    kind: _Kind
+    text: str
+    until_s: float
+    count: int = 0
+
+
+class RepeatFilter:
+    """Decides which records are written. Warnings and errors of the same logger, level, text and exception class are
+    the same: one per `window_s` is written, and at the end of that time, if there were more, one line with their
+    number, through `write`. So a storm is one line a window, however long it lasts. Records below warnings always pass.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[logging.LogRecord], None],
+        window_s: float = _WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._write = write
+        self._window_s = window_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._storms: dict[_Key, _Storm] = {}
+        self._of_kind: Counter[_Kind] = Counter()
+        self._timer: threading.Timer | None = None
+
+    def lets_pass(self, record: logging.LogRecord) -> bool:
+        """Whether to write `record` now; if not, it is counted."""
+        if record.levelno < logging.WARNING:
+            return True
+        # Callers that put a text together themselves, as asyncio does with tasks' names, are identified by their place.
+        template = str(record.msg) if record.args else f"{record.pathname}:{record.lineno}"
+        kind = (record.name, record.levelno, template)
+        text, error = record.getMessage(), record.exc_info and record.exc_info[0]
+        name = error.__name__ if error else ""
+        with self._lock:
+            key = (kind[0], kind[1], text, name)
+            if key not in self._storms and self._of_kind[kind] >= _SIMILAR:
+                key = (*kind, "")
+            storm = self._storms.get(key)
+            if storm is None or (not storm.count and storm.until_s <= self._clock()):
+                self._forget_ended()
+                self._storms[key] = _Storm(kind, text, self._clock() + self._window_s)
+                self._of_kind[kind] += 1
+                return True
+            storm.count += 1
+            self._start_timer()
+        return False
+
+    def tell(self) -> None:
+        """Write the counts of windows that have ended."""
+        self._tell(self._clock())
+
+    def close(self) -> None:
+        """Write all counts there are, now."""
+        self._tell(float("inf"))
+
+    def _tell(self, now_s: float) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            ended = [storm for storm in self._storms.values() if storm.count and storm.until_s <= now_s]
+            summaries = [_summary(storm, self._window_s) for storm in ended]
+            for storm in ended:
+                storm.count, storm.until_s = 0, self._clock() + self._window_s
+            if any(storm.count for storm in self._storms.values()):
+                self._start_timer()
+        for summary in summaries:
+            self._write(summary)
+
+    def _forget_ended(self) -> None:
+        """Called before one is added, so that there are never more than those of one window."""
+        now_s = self._clock()
+        for key, storm in list(self._storms.items()):
+            if not storm.count and storm.until_s <= now_s:
+                del self._storms[key]
+                self._of_kind[storm.kind] -= 1
+                if not self._of_kind[storm.kind]:
+                    del self._of_kind[storm.kind]
+
+    def _start_timer(self) -> None:
+        """Have a thread while there are counts to write; none while nothing goes wrong."""
+        if self._timer is None:
+            self._timer = threading.Timer(self._window_s, self.tell)
+            self._timer.daemon = True
+            self._timer.start()
+
+
+def _summary(storm: _Storm, window_s: float) -> logging.LogRecord:
+    """A new record: the one that was written may keep an exception alive, with all that led to it."""
+    name, level, _ = storm.kind
+    record = logging.LogRecord(name, level, "", 0, "%s (and %d more like this", (storm.text, storm.count), None)
+    record.msg += f" within {window_s:g} s)"
+    record.fields = {"repeated": storm.count}
+    return record
+
+
 class _Handler(logging.StreamHandler[TextIO]):
     def __init__(self, settings: LogSettings) -> None:
         super().__init__(sys.stderr)
@@ -151,8 +248,9 @@ def apply(settings: LogSettings) -> None:
     logger.setLevel(settings.threshold)
     debugging.on = settings.verbose_level > 0
     logger.propagate = False
-    # By default, asyncio's lines bypass format, level and bounds.
-    loops = logging.getLogger(_LOOPS)
+    # asyncio runs our code and reports when that fails in an unforeseen way; by default, its lines bypass format, level
+    # and bounds. Not gRPC's logger: nothing writes its lines, and they contain the values of headers.
+    loops = logging.getLogger("asyncio")
     loops.handlers = [ours]
     loops.propagate = False
     loops.setLevel(max(settings.threshold, logging.WARNING))

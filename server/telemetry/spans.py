@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
 from threading import Timer
 from typing import Protocol
 
@@ -40,8 +39,6 @@ _MAX_CHARACTERS = 2_000
 _PATIENCE_S = 3.0
 # Statuses for which the server is to blame. Source: OpenTelemetry's semantic conventions for gRPC.
 _SERVERS_FAULT = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-
-Attributes = Mapping[str, str | int]
 
 
 class Sampling(Protocol):
@@ -97,7 +94,11 @@ class Spans:
 
     def begin(self, model: str, request_id: str, began_ns: int, parent: TraceParent | None) -> RequestSpan | None:
         """The span of a request that arrived at `began_ns`; None if it isn't to be traced."""
-        context = Context() if parent is None else self._propagator.extract(_headers(parent), Context())
+        context = (
+            Context()
+            if parent is None
+            else self._propagator.extract({"traceparent": parent[0], "tracestate": parent[1]}, Context())
+        )
         caller = get_current_span(context).get_span_context()
         if caller.is_valid:
             is_traced = caller.trace_flags.sampled and self._sampling.is_on(model)
@@ -109,30 +110,7 @@ class Spans:
 
     def observer(self, model: str, version: str, batch_id_prefix: str, inner: Observer) -> Observer:
         """For a batcher: passes everything on to `inner`, and traces the batches of traced requests."""
-        return _BatchSpans(self, model, version, batch_id_prefix, inner)
-
-    def trace_batch(
-        self, requests: Sequence[tuple[AnyRequest, RequestSpan]], batch: Attributes, report: BatchReport
-    ) -> None:
-        """Record the batch's span, and in the span of each of its requests how it waited and was executed."""
-        offset_ns = _offset_ns()
-        span = self._tracer.start_span(
-            f"batch {batch['paceline.model.name']}",
-            Context(),
-            attributes=batch,
-            links=[Link(request.span.get_span_context()) for _, request in requests],
-            start_time=report.started_ns + offset_ns,
-        )
-        if isinstance(report.execution, Execution):
-            inputs_end_ns = report.started_ns + report.execution.input_ns
-            span.add_event("COMPUTE_INPUT_END", timestamp=inputs_end_ns + offset_ns)
-            outputs_start_ns = inputs_end_ns + report.execution.infer_ns
-            span.add_event("COMPUTE_OUTPUT_START", timestamp=outputs_start_ns + offset_ns)
-        if report.error is not None:
-            _tell_error(span, report.error)
-        for entry, request in requests:
-            request.on_execution(entry, span, report)
-        span.end(report.finished_ns + offset_ns)
+        return _BatchSpans(self._tracer, model, version, batch_id_prefix, inner)
 
 
 class RequestSpan:
@@ -201,8 +179,8 @@ class RequestSpan:
 class _BatchSpans:
     """An `Observer` in front of another."""
 
-    def __init__(self, spans: Spans, model: str, version: str, batch_id_prefix: str, inner: Observer) -> None:
-        self._spans = spans
+    def __init__(self, tracer: Tracer, model: str, version: str, batch_id_prefix: str, inner: Observer) -> None:
+        self._tracer = tracer
         self._model = model
         self._version = version
         self._batch_id_prefix = batch_id_prefix
@@ -212,19 +190,36 @@ class _BatchSpans:
         self._inner.on_drop(drop)
 
     def on_batch(self, report: BatchReport) -> None:
+        """Record the batch's span, and in the span of each of its requests how it waited and was executed."""
         self._inner.on_batch(report)
-        tags = ((entry, entry.tag) for entry in report.requests)
-        requests = [(entry, tag.span) for entry, tag in tags if tag is not None and tag.span is not None]
-        if requests:
-            batch: Attributes = {
+        requests = [(one, one.tag.span) for one in report.requests if one.tag is not None and one.tag.span is not None]
+        if not requests:
+            return
+        offset_ns = _offset_ns()
+        span = self._tracer.start_span(
+            f"batch {self._model}",
+            Context(),
+            attributes={
                 "paceline.model.name": self._model,
                 "paceline.model.version": self._version,
                 "paceline.batch.id": f"{self._batch_id_prefix}-{report.number}",
                 "paceline.batch.requests": len(report.requests),
                 "paceline.batch.rows": report.rows,
                 "paceline.batch.padded_rows": report.padded_rows,
-            }
-            self._spans.trace_batch(requests, batch, report)
+            },
+            links=[Link(request.span.get_span_context()) for _, request in requests],
+            start_time=report.started_ns + offset_ns,
+        )
+        if isinstance(report.execution, Execution):
+            inputs_end_ns = report.started_ns + report.execution.input_ns
+            span.add_event("COMPUTE_INPUT_END", timestamp=inputs_end_ns + offset_ns)
+            outputs_start_ns = inputs_end_ns + report.execution.infer_ns
+            span.add_event("COMPUTE_OUTPUT_START", timestamp=outputs_start_ns + offset_ns)
+        if report.error is not None:
+            _tell_error(span, report.error)
+        for part, request in requests:
+            request.on_execution(part, span, report)
+        span.end(report.finished_ns + offset_ns)
 
 
 class _Forwarding(logging.Handler):
@@ -254,11 +249,6 @@ def _tell_error(span: Span, error: BaseException, *, is_ours: bool = True) -> No
     span.set_attributes({"error.type": type(error).__name__, "error.message": text})
     if is_ours:
         span.set_status(Status(StatusCode.ERROR, text))
-
-
-def _headers(parent: TraceParent) -> dict[str, str]:
-    trace_parent, trace_state = parent
-    return {"traceparent": trace_parent, "tracestate": trace_state}
 
 
 def _offset_ns() -> int:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.server.errors import InvalidRequest, NotSupported
@@ -23,6 +24,7 @@ _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,19}\s*")
 """What Triton accepts as a whole number. int() accepts more: 1_0, digits of other scripts."""
 _LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _LEAST = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
+_FIELDS = {"trace_rate": "rate", "trace_count": "count", "log_frequency": "log_frequency"}
 _FIXED = ("trace_file", "trace_mode")
 _NAMES = ("trace_level", *_LEAST, *_FIXED)
 _MODES = ("triton", "opentelemetry")
@@ -99,20 +101,12 @@ def parse_trace_config(given: Iterable[str]) -> TraceConfig:
             modes.append(mode or ("triton" if key == "file" else "opentelemetry"))
         else:
             raise ValueError(f"expected one of file, mode, {', '.join((*_FLAGS, *_OTLP))}, got '{key}'")
-    return _config(_one_mode(modes), own, values)
-
-
-def _one_mode(modes: Sequence[str]) -> str:
     for mode in modes:
         if mode not in _MODES:
             raise ValueError(f"expected mode {' or '.join(_MODES)}, got '{mode}'")
         if mode != modes[0]:
             raise ValueError(f"expected settings of one mode, got some of {modes[0]} and {mode}")
-    return modes[0] if modes else "triton"
-
-
-def _config(mode: str, own: Mapping[str, list[str]], values: Mapping[str, list[str]]) -> TraceConfig:
-    otlp = _otlp(own) if mode == "opentelemetry" else None
+    otlp = _otlp(own) if "opentelemetry" in modes else None
     if otlp is None and (strangers := own.keys() - {"file"}):
         raise ValueError(f"expected file in mode triton, got '{min(strangers)}'")
     config = TraceConfig(Path(own["file"][-1]) if "file" in own else None, otlp=otlp)
@@ -125,7 +119,12 @@ def _config(mode: str, own: Mapping[str, list[str]], values: Mapping[str, list[s
 def _otlp(own: Mapping[str, list[str]]) -> OtlpTarget:
     if "file" in own:
         raise ValueError(f"expected one of {', '.join(_OTLP)} in mode opentelemetry, got 'file'")
-    resource = dict(_attribute(text) for text in own.get("resource", []))
+    resource: dict[str, str] = {}
+    for text in own.get("resource", []):
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ValueError(f"expected opentelemetry,resource=NAME=VALUE, got '{text}'")
+        resource[name] = value
     numbers: dict[str, int] = {
         field: _whole(f"--trace-config opentelemetry,{key}", own[key][-1], 1)
         for key, field in _OTLP_NUMBERS.items()
@@ -137,13 +136,6 @@ def _otlp(own: Mapping[str, list[str]]) -> OtlpTarget:
             f"expected bsp_max_export_batch_size up to bsp_max_queue_size, got {batch or 512} and {queue or 2048}"
         )
     return OtlpTarget(_url(own["url"][-1]) if "url" in own else "", resource, **numbers)
-
-
-def _attribute(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise ValueError(f"expected opentelemetry,resource=NAME=VALUE, got '{text}'")
-    return name, value
 
 
 def _url(text: str) -> str:
@@ -207,20 +199,17 @@ class TraceStore:
 
 def _changed(settings: TraceSettings, given: Mapping[str, Sequence[str]], config: TraceConfig) -> TraceSettings:
     """`settings` as `given` changes them. Raises InvalidRequest or NotSupported."""
+    changes: dict[str, Any] = {}
     for name, values in given.items():
         if name in _FIXED:
             raise NotSupported(f"trace setting '{name}' can only be given when the server starts, with --trace-config")
-        if name == "trace_level":
-            settings = replace(settings, timestamps=_level(values, config.has_target))
-        elif name == "trace_rate":
-            settings = replace(settings, rate=_number(name, values, config))
-        elif name == "trace_count":
-            settings = replace(settings, count=_number(name, values, config))
-        elif name == "log_frequency":
-            settings = replace(settings, log_frequency=_number(name, values, config))
-        else:
+        if name not in _NAMES:
             raise InvalidRequest(f"trace setting '{name}': expected one of {', '.join(_NAMES)}")
-    return settings
+        if name == "trace_level":
+            changes["timestamps"] = _level(values, config.has_target)
+        else:
+            changes[_FIELDS[name]] = _number(name, values, config)
+    return replace(settings, **changes)
 
 
 def _level(values: Sequence[str], has_target: bool) -> bool:

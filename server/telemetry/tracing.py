@@ -1,12 +1,15 @@
-"""Traces: where each request was when, as JSON in a file or as spans. Triton's "trace" extension.
+"""Traces: where each request was when, as JSON in a file or as spans. Triton's "trace" extension. And the log's lines
+about each request.
 
 Lives here: which requests are traced, and in mode `triton` their timestamps; in mode `opentelemetry`
-`server.telemetry.spans` has the rest. Must not: change what happens to a request, or do anything for those that aren't
-traced. Everything except writing runs on the event loop.
+`server.telemetry.spans` has the rest; what follows one request for a span or a line. Must not: change what happens to a
+request, or do anything for those of which nothing is recorded. Everything except writing runs on the event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic_ns
@@ -15,17 +18,23 @@ from typing import TYPE_CHECKING
 from paceline.backends.base import Execution
 from paceline.backends.extras import how_to_install
 from paceline.scheduler.request import BatchFacts
-from paceline.server.errors import StartError
+from paceline.server.call_facts import TraceParent
+from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.errors import StartError, error_text, status_of
+from paceline.server.telemetry.log import debugging
 from paceline.server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore
 from paceline.server.telemetry.trace_writer import TraceWriter
 
 if TYPE_CHECKING:
-    from paceline.server.telemetry.spans import Spans
+    from paceline.server.telemetry.spans import RequestSpan, Spans
 
-__all__ = ["Tracer"]
+__all__ = ["RequestWatch", "Tracer"]
+
+_access = logging.getLogger("paceline.access")
 
 _MAX_CHARACTERS = 200
-"""Of an id that a client sent: a file must not grow by whatever clients send."""
+"""Of a text that a client sent: a file must not grow by whatever clients send."""
+_GIVEN_UP = "the caller gave up"
 
 
 class _Sampler:
@@ -64,9 +73,12 @@ class Tracer:
         self._follow()
 
     def start(self) -> None:
-        """Get ready to write. Raises OSError if the file can't be written."""
+        """Get ready to write. Raises StartError if the file can't be written."""
         if self._writer is not None:
-            self._writer.start()
+            try:
+                self._writer.start()
+            except OSError as error:
+                raise StartError(f"--trace-config: {error}") from None
         if self.spans is not None:
             self.spans.start()
 
@@ -162,3 +174,66 @@ def _times(began_ns: int, facts: BatchFacts, ended_ns: int) -> dict[str, int]:
     times["COMPUTE_END"] = started_ns + facts.compute_ns
     times["INFER_RESPONSE_COMPLETE"] = times["GRPC_SEND_START"] = times["REQUEST_END"] = ended_ns
     return times
+
+
+class RequestWatch:
+    """A request from when it is read until it has ended, which `on_success` or `on_failure` reports, once. `span` is
+    set if the request is traced."""
+
+    __slots__ = ("_began_ns", "_id", "_model", "_rows", "_version", "span")
+
+    def __init__(self, request: AnyRequest, parent: TraceParent | None, spans: Spans | None, began_ns: int) -> None:
+        self._began_ns = began_ns
+        self._model = request.model_name[:_MAX_CHARACTERS]
+        self._version = request.model_version[:_MAX_CHARACTERS]
+        self._id = request.id[:_MAX_CHARACTERS]
+        self._rows = 0
+        self.span: RequestSpan | None = None
+        if spans is not None:
+            self.span = spans.begin(self._model, self._id, self._began_ns, parent)
+
+    def on_taken(self, version: str, rows: int) -> None:
+        """The request is valid, has `rows` rows, is for `version`, and is to be queued now."""
+        self._version = version
+        self._rows = rows
+        if self.span is not None:
+            self.span.on_taken(version, rows)
+
+    def on_success(self, facts: BatchFacts | None) -> None:
+        """It has its answer; for one that was executed in parts, `facts` are those of the last part."""
+        if self.span is not None:
+            self.span.end(None)
+        if debugging.on:
+            self._write("OK", facts, "")
+
+    def on_failure(self, error: BaseException) -> None:
+        """It has ended with `error`."""
+        if self.span is not None:
+            self.span.end(error)
+        if debugging.on:
+            code = status_of(error)
+            text = _GIVEN_UP if isinstance(error, asyncio.CancelledError) else error_text(error)
+            self._write("INTERNAL" if code is None else code.name, None, text[:_MAX_CHARACTERS])
+
+    def _write(self, status: str, facts: BatchFacts | None, error: str) -> None:
+        fields: dict[str, str | int] = {
+            "model": self._model,
+            "version": self._version,
+            "request_id": self._id,
+            "status": status,
+            "duration_us": (monotonic_ns() - self._began_ns) // 1_000,
+            "rows": self._rows,
+        }
+        if facts is not None:
+            fields["queue_us"] = facts.queue_ns // 1_000
+            fields["compute_us"] = facts.compute_ns // 1_000
+            fields["batch_rows"] = facts.rows
+        if self.span is not None:
+            fields["trace_id"] = self.span.trace_id
+        if error:
+            fields["error"] = error
+        # In the text format, names and values are part of the message.
+        text = " ".join(
+            f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}" for name, value in fields.items()
+        )
+        _access.debug("%s", text, extra={"fields": fields})

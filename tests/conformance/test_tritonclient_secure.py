@@ -9,7 +9,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from paceline.server.rpc.tokens import line_of
+from paceline.server.rpc.credentials import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import ServerProcess, write_identity
 

@@ -17,7 +17,7 @@ import yaml
 from paceline.clients import InferenceClient
 from paceline.server import app
 from paceline.server.models.defaults import parse_backend_config
-from paceline.server.rpc.health import LIVENESS
+from paceline.server.rpc.standard_services import LIVENESS
 from tests import models
 from tests.deploy.commands import accepted
 from tests.deploy.manifests import FOLDERS, Container, Manifest, containers, manifests, schema

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.server.rpc.tokens import line_of
+from paceline.server.rpc.credentials import line_of
 from tests import models
 from tests.certificates import Authority
 from tests.harness import REPO, ServerProcess

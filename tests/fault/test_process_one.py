@@ -36,7 +36,7 @@ def process_one(unshare: int) -> int:
 
 
 def test_signal_ends_what_is_still_starting() -> None:
-    code = "from paceline.server.process_one import leave_process_one as f; f(); print('imports', flush=True); input()"
+    code = "from paceline.server.__main__ import leave_process_one as f; f(); print('imports', flush=True); input()"
     command = [*AS_PROCESS_ONE, sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout

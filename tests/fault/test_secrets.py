@@ -11,7 +11,7 @@ import pytest
 
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from paceline.server.rpc.tokens import line_of
+from paceline.server.rpc.credentials import line_of
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually
 from tests.wire import infer, rows_of_floats

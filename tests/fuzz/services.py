@@ -28,12 +28,10 @@ from paceline.server.models.load_queue import LoadQueue
 from paceline.server.models.repository import Repository
 from paceline.server.requests.inference import Inference
 from paceline.server.rpc.calls import HeaderForwarding
-from paceline.server.rpc.configuration import Configuration
-from paceline.server.rpc.model_control import ModelControl
+from paceline.server.rpc.model_rpcs import ModelRpcs
 from paceline.server.rpc.remote_settings import RemoteSettings
 from paceline.server.rpc.service import InferenceService
 from paceline.server.rpc.shared_memory import SharedMemory
-from paceline.server.rpc.statistics_service import StatisticsService
 from paceline.server.rpc.streaming import Streaming
 from paceline.server.rpc.unary_inference import UnaryInference
 from paceline.server.telemetry.metrics import Metrics
@@ -148,9 +146,7 @@ class _World:
         inference.serving = True
         forwarding = HeaderForwarding("^x-")
         groups: list[Any] = [
-            StatisticsService(self._repository),
-            Configuration(self._repository),
-            ModelControl(self._repository, layout, ControlMode.EXPLICIT),
+            ModelRpcs(self._repository, layout, ControlMode.EXPLICIT),
             SharedMemory(regions, _no_gpus),
             RemoteSettings(self._repository, tracer, is_allowed=True),
             UnaryInference(inference, forwarding),

@@ -12,8 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.server.config import Settings
-from paceline.server.rpc.restrictions import GROUPS, parse_restrictions
-from paceline.server.rpc.tokens import line_of
+from paceline.server.rpc.credentials import GROUPS, line_of, parse_restrictions
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream

@@ -14,8 +14,8 @@ from paceline.backends.errors import ExecutionError
 from paceline.clients import AsyncInferenceClient
 from paceline.protos import inference_pb2 as pb
 from paceline.server.telemetry import log
+from paceline.server.telemetry.log import RepeatFilter
 from paceline.server.telemetry.model_statistics import FailureReason
-from paceline.server.telemetry.repeat_filter import RepeatFilter
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from paceline.clients import AsyncInferenceClient, InferenceClient, Tls, Unauthenticated, Unavailable
 from paceline.server.cli import main
-from paceline.server.rpc.tokens import line_of
+from paceline.server.rpc.credentials import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import REPO, ServerProcess, write_identity
 

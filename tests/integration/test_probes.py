@@ -16,9 +16,9 @@ from paceline.backends.base import Device, ModelSource
 from paceline.backends.memory import MemoryBackend, MemoryModel
 from paceline.server.app import Server
 from paceline.server.config import Settings
+from paceline.server.health import LoopProbe
 from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
-from paceline.server.telemetry.probes import LoopProbe
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.probing import get, probe
 from tests.integration.serving import echo_model, failure_of, serving, write_model

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.clients import ClientError, InferenceClient, Unavailable
-from paceline.server.rpc.tokens import line_of
+from paceline.server.rpc.credentials import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.integration.http2 import call_by_hand

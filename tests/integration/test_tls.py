@@ -20,8 +20,8 @@ from paceline.server.app import Server
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
 from paceline.server.limits import Connections
+from paceline.server.rpc.credentials import line_of
 from paceline.server.rpc.tls import Certificates, TlsFiles
-from paceline.server.rpc.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import ServerProcess, write_identity
 from tests.integration.scripted import Script, mark_of, request

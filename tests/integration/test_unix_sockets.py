@@ -15,13 +15,13 @@ import tritonclient.grpc as triton
 from click.testing import CliRunner
 
 from paceline.clients import AsyncInferenceClient, InferenceClient, Tls
+from paceline.server.addresses import SocketFile
 from paceline.server.app import Server
 from paceline.server.cli import main
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
 from paceline.server.models.upstream_settings import UpstreamSettings
 from paceline.server.rpc.tls import TlsFiles
-from paceline.server.rpc.unix_socket import SocketFile
 from tests.certificates import Authority
 from tests.harness import ServerProcess, write_identity
 

@@ -14,7 +14,7 @@ from paceline.backends.base import Execution
 from paceline.scheduler.errors import ExecutionFailed, QueueFull
 from paceline.scheduler.observer import BatchReport, Drop
 from paceline.server.errors import InvalidRequest
-from paceline.server.rpc.statistics_service import statistics_message
+from paceline.server.rpc.model_rpcs import statistics_message
 from paceline.server.telemetry.metrics import Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
 from tests.unit.server.counting import Gauges, samples

@@ -22,9 +22,9 @@ from paceline.protos import model_config_pb2
 from paceline.server.cli import serve
 from paceline.server.codec.parameters import KNOWN
 from paceline.server.errors import STATUS_OF
+from paceline.server.flags import Flag, Section
 from paceline.server.models.batch_policy import OWN_PARAMETERS, OwnSettings
-from paceline.server.rpc.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
-from paceline.server.sections import Flag, Section
+from paceline.server.rpc.standard_services import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
 from tests.deploy.commands import all_commands
 from tests.harness import REPO
 from tests.unit.server.models.test_config_fields import IGNORED, READ, REFUSED

@@ -44,7 +44,7 @@ EXCEPTIONS = {
 # The layers of the server, the lowest first: a module imports only from its own and from those below. Modules outside
 # the folders are below all of them, except for `TOP`, which joins the parts.
 LAYERS = ("memory", "codec", "telemetry", "models", "requests", "rpc", "fronts")
-TOP = {"server.app", "server.first_load", "server.health", "server.status_page", "server.cli", "server.__main__"}
+TOP = {"server.app", "server.health", "server.cli", "server.__main__"}
 # They gather the settings of all parts, each of which declares its own.
 GATHERERS = {"server.config", "server.flags"}
 

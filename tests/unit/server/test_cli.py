@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.server.cli import _settings, main, serve
+from paceline.server.flags import Flag, Section
 from paceline.server.models.upstream_settings import TRACING_HEADERS
-from paceline.server.rpc.tokens import Tokens
-from paceline.server.sections import Flag, Section
+from paceline.server.rpc.credentials import Tokens
 from tests.harness import REPO
 
 DEFAULTS = {

@@ -16,9 +16,9 @@ import pytest
 from paceline.backends.transport.frames import Message
 from paceline.backends.transport.link import Link
 from paceline.server.fronts import protocol
-from paceline.server.fronts.calls import Aborted, CallContext
-from paceline.server.fronts.forwarding import forwarded
 from paceline.server.fronts.inference import Replies
+from paceline.server.fronts.process import forwarded
+from paceline.server.fronts.protocol import Aborted, CallContext
 
 _STATUS = grpc.StatusCode.NOT_FOUND
 

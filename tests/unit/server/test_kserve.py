@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.server.kserve import MOUNT, models_to_serve
+from paceline.server.model_path import MOUNT, models_to_serve
 
 OWN = Path("/srv/resnet")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
+from paceline.server.health import status_page
 from paceline.server.models.model_record import IndexLine, ModelState
-from paceline.server.status_page import status_page
 
 
 class Seen(HTMLParser):

@@ -11,7 +11,7 @@ from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import PassedHeaders
 from paceline.server.errors import InvalidRequest
 from paceline.server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
-from paceline.server.rpc.restrictions import HEADER_PREFIX
+from paceline.server.rpc.credentials import HEADER_PREFIX
 
 
 class Context:

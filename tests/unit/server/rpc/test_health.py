@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.server.rpc.health import LIVENESS, HealthService
+from paceline.server.rpc.standard_services import LIVENESS, HealthService
 
 Status = health_pb2.HealthCheckResponse
 NAME = "some.Service"

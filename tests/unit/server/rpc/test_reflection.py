@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection_pb2
 
-from paceline.server.rpc.reflection import INFERENCE_SERVICE, SERVICES, Reflection
+from paceline.server.rpc.standard_services import INFERENCE_SERVICE, SERVICES, Reflection
 
 Request = reflection_pb2.ServerReflectionRequest
 Response = reflection_pb2.ServerReflectionResponse

@@ -6,7 +6,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from paceline.protos import inference_pb2 as pb
-from paceline.server.rpc.restrictions import GROUPS, Restriction, group_of, parse_restrictions
+from paceline.server.rpc.credentials import GROUPS, Restriction, group_of, parse_restrictions
 
 
 def test_every_rpc_is_in_exactly_one_group() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.server.errors import StartError
-from paceline.server.rpc.tokens import Tokens, line_of, new_token
+from paceline.server.rpc.credentials import Tokens, line_of, new_token
 from tests.rlimits import limited
 
 SECOND = 10**9

@@ -14,7 +14,7 @@ from paceline.scheduler.errors import ExecutionFailed
 from paceline.scheduler.observer import Drop
 from paceline.server.errors import InvalidRequest
 from paceline.server.fronts.pool import FRONT_METRICS
-from paceline.server.rpc.statistics_service import statistics_message
+from paceline.server.rpc.model_rpcs import statistics_message
 from paceline.server.telemetry.metrics import Families, Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
 from tests.harness import REPO

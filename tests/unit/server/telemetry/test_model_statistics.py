@@ -18,7 +18,7 @@ from paceline.scheduler.errors import (
     RequestTooLarge,
 )
 from paceline.server.errors import AnswerTooLarge, InvalidRequest, ModelNotReady, NotSupported
-from paceline.server.rpc.statistics_service import statistics_message
+from paceline.server.rpc.model_rpcs import statistics_message
 from paceline.server.telemetry.model_statistics import (
     DURATION_BOUNDS_NS,
     DurationHistogram,

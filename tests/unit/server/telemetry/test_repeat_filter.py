@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.server.telemetry import log
-from paceline.server.telemetry.repeat_filter import RepeatFilter
+from paceline.server.telemetry.log import RepeatFilter
 from tests.polling import eventually
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from paceline.backends.base import Execution
 from paceline.scheduler.request import BatchFacts
+from paceline.server.errors import StartError
 from paceline.server.telemetry.trace_settings import TraceConfig, TraceSettings
 from paceline.server.telemetry.trace_writer import TraceWriter
 from paceline.server.telemetry.tracing import Tracer
@@ -229,9 +230,9 @@ def test_tracer_without_a_file_is_never_active() -> None:
     tracer.close()
 
 
-def test_start_where_nothing_can_be_written_is_an_oserror(tmp_path: Path) -> None:
+def test_start_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none" / "t.json", tmp_path):
-        with pytest.raises(OSError, match=f"{path}: expected a file in a folder that can be written to"):
+        with pytest.raises(StartError, match=f"--trace-config: {path}: expected a file in a folder"):
             Tracer(TraceConfig(path)).start()
 
 

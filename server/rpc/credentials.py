@@ -1,11 +1,11 @@
-"""Tokens that callers send: which are valid.
+"""What callers have to send: tokens, and headers for groups of RPCs that are restricted, as in Triton.
 
-Lives here: the file of hashes, and looking a header up in it. Must not: know RPCs. Neither tokens nor hashes are ever
-logged or put into an error's text.
+Lives here: the file of hashes, and looking a header up in it; which RPC belongs to which group, and reading
+`--grpc-restricted-protocol`. Must not: look at calls. No secret and no hash is ever logged or put into an error's text.
 
-The file has a line for each token, NAME:SHA256, in which SHA256 is 64 hexadecimal digits; empty lines and those that
-begin with # are ignored. A hash without salt and without delay is good enough for tokens that nobody can guess, such as
-`paceline token` makes: they have 256 random bits.
+The file of hashes has a line for each token, NAME:SHA256, in which SHA256 is 64 hexadecimal digits; empty lines and
+those that begin with # are ignored. A hash without salt and without delay is good enough for tokens that nobody can
+guess, such as `paceline token` makes: they have 256 random bits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.server.errors import StartError
-from paceline.server.files import check_file
+from paceline.server.files import WatchedFiles, check_file, why
 
-__all__ = ["Tokens", "line_of", "new_token"]
+__all__ = ["GROUPS", "HEADER_PREFIX", "Restriction", "Tokens", "group_of", "line_of", "new_token", "parse_restrictions"]
 
 _log = logging.getLogger("paceline.server.tokens")
 
@@ -51,7 +52,7 @@ class Tokens:
     def __init__(self, path: Path, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._path = path
         self._now_ns = now_ns
-        self._seen: object = None
+        self._watched = WatchedFiles(path)
         self._next_look_ns = 0
         self._names: Mapping[bytes, str] = {}
         # Headers that were found valid, so that later requests of the same caller aren't hashed again. As many as there
@@ -61,12 +62,12 @@ class Tokens:
     def open(self) -> None:
         """Read the file. Raises StartError."""
         try:
-            self._seen = self._stamp()
+            self._watched.have_changed()
             self._names = self._read()
             if not self._names:
                 raise ValueError(f"{self._path}: expected at least one line, NAME:SHA256")
         except (OSError, ValueError) as error:
-            raise StartError(f"--grpc-token-file: {self._why(error)}") from None
+            raise StartError(f"--grpc-token-file: {why(error)}") from None
         self._next_look_ns = self._now_ns() + _LOOK_EVERY_NS
 
     # hot path for those who use it
@@ -93,27 +94,18 @@ class Tokens:
     def _look_again(self) -> None:
         self._next_look_ns = self._now_ns() + _LOOK_EVERY_NS
         try:
-            stamp = self._stamp()
-            if stamp == self._seen:
+            if not self._watched.have_changed():
                 return
-            self._seen = stamp
             self._names = self._read()
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError):
-                # Nothing was read, for instance for lack of descriptors: try again. A bad file stays bad until it
-                # changes.
-                self._seen = None
-            _log.error("the token file can't be reloaded, the old tokens stay valid: %s", self._why(error))
+            self._watched.look_again(error)
+            _log.error("the token file can't be reloaded, the old tokens stay valid: %s", why(error))
             return
         self._good.clear()
         if self._names:
             _log.info("%d tokens are valid now, read from %s", len(self._names), self._path)
         else:
             _log.error("no tokens are left in %s: calls that need one are refused", self._path)
-
-    def _stamp(self) -> object:
-        stat = self._path.stat()
-        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
 
     def _read(self) -> dict[bytes, str]:
         names: dict[bytes, str] = {}
@@ -129,5 +121,64 @@ class Tokens:
             names[bytes.fromhex(found[2])] = found[1]
         return names
 
-    def _why(self, error: OSError | ValueError) -> str:
-        return f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+HEADER_PREFIX = "triton-grpc-protocol-"
+
+_RPCS: Mapping[str, Sequence[str]] = {
+    "health": ("ServerLive", "ServerReady", "ModelReady"),
+    "metadata": ("ServerMetadata", "ModelMetadata"),
+    "inference": ("ModelInfer", "ModelStreamInfer"),
+    "shared-memory": [
+        f"{kind}SharedMemory{what}" for kind in ("System", "Cuda") for what in ("Status", "Register", "Unregister")
+    ],
+    "model-config": ("ModelConfig",),
+    "model-repository": ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"),
+    "statistics": ("ModelStatistics",),
+    "trace": ("TraceSetting",),
+    "logging": ("LogSettings",),
+}
+GROUPS = {name: frozenset(f"/inference.GRPCInferenceService/{rpc}" for rpc in rpcs) for name, rpcs in _RPCS.items()}
+"""The paths of each group's RPCs, as gRPC has them, by the group's name. Reflection, which Triton lacks, is in none."""
+GROUPS["health"] |= {f"/grpc.health.v1.Health/{rpc}" for rpc in ("Check", "List", "Watch")}
+
+_GROUP_OF = {path: name for name, paths in GROUPS.items() for path in paths}
+_KEY = re.compile(r"[a-z0-9_.-]+")
+# What gRPC's clients can send in a header that isn't binary: any other value would lock everybody out.
+_VALUE = re.compile(r"[ -~]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What callers of a group of RPCs have to send: the header `triton-grpc-protocol-KEY` with `value`."""
+
+    header: str
+    value: str = field(repr=False)
+
+
+def group_of(path: str) -> str | None:
+    """The group of an RPC, by its path; None if it is in none."""
+    return _GROUP_OF.get(path)
+
+
+def parse_restrictions(given: Sequence[str]) -> dict[str, Restriction]:
+    """Restrictions by group, read from values `GROUP,GROUP:KEY=VALUE`.
+
+    Raises ValueError; its text contains no VALUE, since those are secrets.
+    """
+    found: dict[str, Restriction] = {}
+    for one in given:
+        groups, colon, rest = one.partition(":")
+        key, equals, value = rest.partition("=")
+        if not colon or not equals or not value:
+            raise ValueError("expected GROUP,GROUP,...:KEY=VALUE")
+        if not _KEY.fullmatch(key) or key.endswith("-bin"):
+            raise ValueError(f"expected a key of lower case letters, digits, '_', '.' and '-', got '{key}'")
+        if not _VALUE.fullmatch(value):
+            raise ValueError(f"expected a value of printable ASCII characters for key '{key}'")
+        for group in groups.split(","):
+            if group not in GROUPS:
+                raise ValueError(f"expected groups among {', '.join(GROUPS)}, got '{group}'")
+            if group in found:
+                raise ValueError(f"expected group '{group}' once, got it several times")
+            found[group] = Restriction(HEADER_PREFIX + key, value)
+    return found

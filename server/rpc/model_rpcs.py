@@ -1,7 +1,8 @@
-"""Loading and unloading models by RPC, and the index of models.
+"""The RPCs about models: their configuration and statistics, their index, loading and unloading.
 
-Lives here: the three RPCs of Triton's "model repository" extension; each converts, calls and converts back. Must not:
-load, or keep state; that is the repository's.
+Lives here: the RPCs of Triton's extensions "statistics", "model configuration" and "model repository"; each converts,
+calls and converts back. Must not: load, count, or keep state. What the statistics mean: Triton's extension_statistics;
+`response_stats` is for decoupled models, `memory_usage` for what backends measure, so both stay empty.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from paceline.server.models.load_request import (
     parse_unload_parameters,
     scratch_folder,
 )
-from paceline.server.models.model_record import IndexLine, ModelState
+from paceline.server.models.model_record import IndexLine, ModelState, version_order
 from paceline.server.models.repository import Repository
 from paceline.server.rpc.calls import Context, answering
+from paceline.server.telemetry.model_statistics import BatchTotals, VersionStatistics
 
-__all__ = ["ModelControl"]
+__all__ = ["ModelRpcs", "statistics_message"]
 
 _log = logging.getLogger("paceline.server.control")
 
 
-class ModelControl:
+class ModelRpcs:
     """RPCs over a repository of models and the folders that they come from."""
 
     def __init__(self, repository: Repository, layout: Layout, mode: ControlMode) -> None:
@@ -40,7 +42,29 @@ class ModelControl:
         self._layout = layout
         self._mode = mode
         explicit = mode is ControlMode.EXPLICIT
-        self.extensions = ("model_repository", "model_repository(unload_dependents)") if explicit else ()
+        control = ("model_repository", "model_repository(unload_dependents)") if explicit else ()
+        self.extensions = ("statistics", "model_configuration", *control)
+
+    @answering
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        """The configuration, with everything filled in that it leaves open; the latest version's if `version` is ""."""
+        return pb.ModelConfigResponse(config=self._repository.get(request.name, request.version).config)
+
+    @answering
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        """What was done since a version was loaded: by one version, by all served versions of a model, or, without a
+        name, by all models."""
+        name, find = request.name, self._repository.get
+        if not name:
+            models = sorted(self._repository.models, key=lambda model: (model.name, version_order(model.version)))
+        elif request.version:
+            models = [find(name, request.version)]
+        else:
+            find(name, "")
+            models = [find(name, version) for version in self._repository.versions(name)]
+        return pb.ModelStatisticsResponse(
+            model_stats=[statistics_message(model.name, model.version, model.statistics) for model in models]
+        )
 
     @answering
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
@@ -123,3 +147,39 @@ def _line(line: IndexLine) -> pb.RepositoryIndexResponse.ModelIndex:
         state=line.state.value if line.state else "",
         reason=in_utf8(line.reason),
     )
+
+
+def statistics_message(name: str, version: str, statistics: VersionStatistics) -> pb.ModelStatistics:
+    """`statistics` in Triton's terms: times in nanoseconds; each request counts with the whole batch's time."""
+    executed = statistics.queue.count
+    return pb.ModelStatistics(
+        name=name,
+        version=version,
+        last_inference=statistics.last_inference_ms,
+        inference_count=statistics.rows,
+        execution_count=statistics.execution_count,
+        inference_stats=pb.InferStatistics(
+            success=_duration(statistics.requests.count, statistics.requests.total_ns),
+            fail=_duration(statistics.failed, statistics.failure_ns),
+            queue=_duration(executed, statistics.queue.total_ns),
+            compute_input=_duration(executed, statistics.input_ns),
+            compute_infer=_duration(executed, statistics.infer_ns),
+            compute_output=_duration(executed, statistics.output_ns),
+            cache_hit=_duration(0, 0),
+            cache_miss=_duration(0, 0),
+        ),
+        batch_stats=[_batch(rows, totals) for rows, totals in statistics.by_rows().items()],
+    )
+
+
+def _batch(rows: int, totals: BatchTotals) -> pb.InferBatchStatistics:
+    return pb.InferBatchStatistics(
+        batch_size=rows,
+        compute_input=_duration(totals.count, totals.input_ns),
+        compute_infer=_duration(totals.count, totals.infer_ns),
+        compute_output=_duration(totals.count, totals.output_ns),
+    )
+
+
+def _duration(count: int, ns: int) -> pb.StatisticDuration:
+    return pb.StatisticDuration(count=count, ns=ns)
