@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for floats in _FLOATS.values():
             write_identity(path / "models", _model(floats), dims=f"[ {floats} ]", rows=64)
         servers = {
-            count: stack.enter_context(ServerProcess(path / "models", args=("--frontends", str(count))))
+            count: stack.enter_context(ServerProcess(path / "models", args=("--frontends", str(count)), fresh=True))
             for count in dict.fromkeys((1, *got.frontends))
         }
         rounds: dict[tuple[str, int], list[Sample]] = {(name, count): [] for name in _FLOATS for count in servers}

@@ -205,7 +205,9 @@ def serving(repository: Path, frontends: int, end_s: float = 20.0) -> Iterator[S
     Raises BenchError if it doesn't start; or afterwards, if it doesn't end by itself. It has ended in any case.
     """
     server = ServerProcess(
-        repository, args=["--frontends", str(frontends), "--allow-client-shm=true", "--exit-on-error=false"]
+        repository,
+        args=["--frontends", str(frontends), "--allow-client-shm=true", "--exit-on-error=false"],
+        fresh=True,
     )
     server.start()
     try:

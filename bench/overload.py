@@ -84,7 +84,7 @@ def measure(case: Case, seconds: float) -> dict[str, Found]:
         request = folder / "request"
         data = infer_request("echo", {"INPUT0": np.ones((1, FLOATS), np.float32)}).SerializeToString()
         request.write_bytes(data)
-        with ServerProcess(folder / "models", args=case.args) as server:
+        with ServerProcess(folder / "models", args=case.args, fresh=True) as server:
             before = peak_bytes(server.pid)
             return {
                 name: _found(

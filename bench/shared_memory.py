@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             os.ftruncate(descriptor, 1024 * max(got.kib))
             with (
-                ServerProcess(folder, args=["--allow-client-shm=true"]) as server,
+                ServerProcess(folder, args=["--allow-client-shm=true"], fresh=True) as server,
                 grpc.insecure_channel(server.target, options=_UNLIMITED) as channel,
             ):
                 stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]

@@ -81,7 +81,7 @@ def start(side: Side, files: Mapping[str, Path], folder: Path) -> Subject:
         repository = folder / "models"
         for name, file in files.items():
             models.add(name, file, repository)
-        return _Paceline(repository, args=["--allow-client-shm=true", *side.args])
+        return _Paceline(repository, args=["--allow-client-shm=true", *side.args], fresh=True)
     return RivalProcess(side.server, side.model, files[side.model], folder)
 
 
@@ -107,7 +107,7 @@ class _Proxy:
         with ExitStack() as undo:
             upstream = undo.enter_context(self._upstream)
             args = ["--upstream", upstream.target, "--upstream-model", self._side.model, *self._side.args]
-            proxy = undo.enter_context(_Paceline(args=args))
+            proxy = undo.enter_context(_Paceline(args=args, fresh=True))
             self.target, self.pid = proxy.target, proxy.pid
             self._stack = undo.pop_all()
         return self

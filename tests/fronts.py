@@ -6,7 +6,7 @@ Lives here: finding them, and a channel to each. Must not: assertions about beha
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -33,12 +33,11 @@ def is_alive(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def channel_each(target: str, pid: int) -> AsyncIterator[dict[int, grpc.aio.Channel]]:
-    """A connected channel to each front of the server in `pid`, by the front's own pid. The system chooses which front
-    gets a connection, so this tries until each has got one. Nobody else may connect meanwhile."""
+async def channel_each(target: str, fronts: Sequence[int]) -> AsyncIterator[dict[int, grpc.aio.Channel]]:
+    """A connected channel to each of the server's `fronts`, by the front's own pid. The system chooses which front gets
+    a connection, so this tries until each has got one. Nobody else may connect meanwhile."""
     port = int(target.rpartition(":")[2])
     channels: dict[int, grpc.aio.Channel] = {}
-    fronts = fronts_of(pid)
     async with AsyncExitStack() as stack:
         for _ in range(_MANY):
             before = {front: _connections(front, port) for front in fronts}

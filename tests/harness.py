@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 import warnings
@@ -20,10 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REPO", "ServerProcess", "has_ipv6", "write_identity"]
+from tests.nursery import Forked
+
+__all__ = ["REPO", "ServerProcess", "has_ipv6", "run_command", "write_identity"]
 
 REPO = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG = 1
+_READ_WHEN_USED = re.compile("PACELINE_|OTEL_|TESTS_|(TMPDIR|STORAGE_URI|INFERENCE_SERVICE_NAME)$")
+"""Environment variables that Python and the libraries don't read when they start."""
 _SERVES = re.compile(
     r"(?:ready|serving, not ready: .*): gRPC on (?:unix:.*?|.*:(\d+))(?:, metrics on port (\d+))?$", re.DOTALL
 )
@@ -33,6 +38,7 @@ class ServerProcess:
     """`paceline serve PATHS` on free loopback ports. Entering returns once it serves, ready or not; leaving ends it.
 
     `module` is run with these arguments, or `program`, which has to become that process, as signals are sent to it.
+    Unless it has to be `fresh`, that is forked from a process that has imported what servers need (`tests.nursery`).
     `listen` says where else to speak gRPC. `log` holds its log records so far, each a dict of time, level, logger and
     message.
     """
@@ -46,14 +52,16 @@ class ServerProcess:
         program: Sequence[str] = (),
         listen: Sequence[str] = ("--grpc-address", "127.0.0.1", "--grpc-port", "0"),
         cwd: Path = REPO,
+        fresh: bool = False,
     ) -> None:
-        flags = [*listen, "--metrics-port", "0", "--log-format", "json"]
-        runs = program or (sys.executable, "-m", module)
-        self._command = [*runs, "serve", *map(str, paths), *flags, *args]
+        self._module = module
+        self._arguments = ["serve", *map(str, paths), *listen, "--metrics-port", "0", "--log-format", "json", *args]
+        self._command = [*(program or (sys.executable, "-m", module)), *self._arguments]
         self._env = {**os.environ, **(env or {})}
         self._cwd = cwd
+        self._fresh = fresh or bool(program) or not all(_READ_WHEN_USED.match(name) for name in env or ())
         self._ready = threading.Event()
-        self._process: subprocess.Popen[str]
+        self._process: subprocess.Popen[str] | Forked
         self._reader: threading.Thread
         self.log: list[dict[str, Any]] = []
         self.stderr: list[str] = []
@@ -83,10 +91,18 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the process, and don't wait."""
+        self._process = self._newly() if self._fresh else self._forked()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _forked(self) -> Forked:
+        return Forked(self._module, self._arguments, self._env, self._cwd)
+
+    def _newly(self) -> subprocess.Popen[str]:
         with warnings.catch_warnings():
             # Python 3.12 warns of preexec_fn in a process with threads; ours makes one system call and no allocation.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 self._command,
                 cwd=self._cwd,
                 env=self._env,
@@ -94,8 +110,6 @@ class ServerProcess:
                 text=True,
                 preexec_fn=_die_with_parent,
             )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
     def wait_ready(self, timeout_s: float = 60) -> None:
         if not self._ready.wait(timeout_s) or not self._serves:
@@ -145,6 +159,17 @@ class ServerProcess:
                     self._serves = True
                     self._ready.set()
         self._ready.set()
+
+
+def run_command(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`paceline ARGUMENTS` in a forked process, from start to end, which has to come within two minutes."""
+    with tempfile.TemporaryFile("w+") as out:
+        process = Forked("paceline", arguments, {**os.environ, **(env or {})}, REPO, out.fileno())
+        with process.stderr as stderr:
+            said = stderr.read()
+        status = process.wait(120)
+        out.seek(0)
+        return subprocess.CompletedProcess(["paceline", *arguments], status, out.read(), said)
 
 
 def write_identity(

@@ -1,10 +1,12 @@
-"""Fronts for servers inside the test's process, forked by a process that has imported what they need.
+"""Commands, servers, and fronts of servers inside the test's process, forked by a process that has imported what they
+need.
 
-Starting Python and importing takes half a second of CPU time for each front, and hundreds of tests have some. A forked
-front calls the product's own main function, with descriptors, environment, folder and output as it would get them. That
-fronts are started as the product starts them is left to tests whose servers are separate processes.
+Starting Python and importing takes one or two seconds of CPU time for each, and hundreds of tests have some. A forked
+one calls the product's own main function, with descriptors, environment, folder and output as it would get them. That
+fronts are started as the product starts them is left to tests whose servers are separate processes, and that servers
+start as users start them to tests that ask the harness for a `fresh` one.
 
-Lives here: that process, and the fronts that it forks. Must not: assertions about behaviour.
+Lives here: that process, and what it forks. Must not: assertions about behaviour.
 """
 
 from __future__ import annotations
@@ -12,36 +14,84 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import ctypes
 import os
 import pickle
+import runpy
 import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import traceback
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 
-from paceline.server.fronts.pool import FrontProcess
-
-__all__ = ["main", "start_front"]
+__all__ = ["Forked", "ForkedFront", "main", "start_front"]
 
 _NUMBER = struct.Struct("i")
 _MAX_BYTES, _MAX_DESCRIPTORS = 2**20, 16
+_PR_SET_PDEATHSIG = 1
+_TUNABLES = "GLIBC_TUNABLES"
 
 
-async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
+async def start_front(descriptors: tuple[int, int, int]) -> ForkedFront:
     """Do what `server.fronts.pool.start_front` does, faster."""
-    return _Forked(*await asyncio.to_thread(_fork, _nursery(), descriptors))
+    started_as = ("", (), dict(os.environ), os.getcwd())
+    return ForkedFront(*await asyncio.to_thread(_fork, started_as, (1, 2, *descriptors)))
 
 
-class _Forked:
-    """A process whose exit status arrives on `told`."""
+class Forked:
+    """What `subprocess.Popen` gives for `python -m MODULE ARGUMENTS` with a pipe for its stderr, started faster. The
+    descriptor `out` becomes its stdout."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, out: int = 1
+    ) -> None:
+        reads, writes = os.pipe()
+        try:
+            self.pid, self._told = _fork((module, tuple(arguments), dict(environment), str(folder)), (out, writes))
+        finally:
+            os.close(writes)
+        self.stderr = os.fdopen(reads)
+        self._ends = threading.Lock()
+        self._status: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        with self._ends:
+            if self._ended(0) is None:
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        with self._ends:
+            return self._ended(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._ends:
+            status = self._ended(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired("the forked process", timeout or 0)
+        return status
+
+    def _ended(self, timeout_s: float | None) -> int | None:
+        if self._status is None and select.select([self._told], [], [], timeout_s)[0]:
+            (self._status,) = _NUMBER.unpack(self._told.recv(_NUMBER.size))
+            self._told.close()
+        return self._status
+
+
+class ForkedFront:
+    """A `FrontProcess`, whose exit status arrives on `told`."""
 
     def __init__(self, pid: int, told: socket.socket) -> None:
+        self.pid = pid
         self.returncode: int | None = None
-        self._pid = pid
         self._told = told
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(told, self._on_end)
@@ -54,7 +104,7 @@ class _Forked:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended, which is about to be reported
             if self.returncode is None:
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._told)
@@ -63,11 +113,16 @@ class _Forked:
         self._ended.set()
 
 
-def _fork(nursery: socket.socket, descriptors: tuple[int, int, int]) -> tuple[int, socket.socket]:
+_StartedAs = tuple[str, tuple[str, ...], dict[str, str], str]
+"""The module that a server runs, or "" for a front; arguments, environment and folder."""
+
+
+def _fork(started_as: _StartedAs, descriptors: Sequence[int]) -> tuple[int, socket.socket]:
+    """The process, and where its exit status arrives. `descriptors` become its stdout and stderr, and the others stay
+    open under their numbers."""
     told, tells = socket.socketpair()
     with tells:
-        started_as = pickle.dumps((dict(os.environ), os.getcwd()))
-        socket.send_fds(nursery, [started_as], [1, 2, tells.fileno(), *descriptors])
+        socket.send_fds(_nursery(), [pickle.dumps(started_as)], [tells.fileno(), *descriptors])
     (pid,) = _NUMBER.unpack(told.recv(_NUMBER.size))
     return pid, told
 
@@ -76,11 +131,17 @@ def _fork(nursery: socket.socket, descriptors: tuple[int, int, int]) -> tuple[in
 def _nursery() -> socket.socket:
     """The connection to the forking process, which ends with this process, as the connection does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    code = f"import sys; sys.path[:] = {sys.path!r}; from tests.nursery import main; main({theirs.fileno()})"
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        # Starts this program again, as it would each server.
+        "from paceline.server.memory import huge_pages; huge_pages.ask(); "
+        f"from tests.nursery import main; main({theirs.fileno()})"
+    )
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code, "paceline-nursery"],
             stdin=subprocess.DEVNULL,
+            env={"GRPC_VERBOSITY": "NONE", **os.environ},  # which gRPC reads when it is imported
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -93,9 +154,12 @@ def _nursery() -> socket.socket:
 
 
 def main(descriptor: int) -> None:
-    """Fork a front for each message, and report its end, until the connection ends."""
+    """Fork a front or a server for each message, and report its end, until the connection ends. In a server's process,
+    return when it has ended: Python ends after it, as usual."""
     import gc
 
+    import paceline.server.app
+    import paceline.server.cli
     import paceline.server.fronts.process  # noqa: F401
 
     gc.freeze()
@@ -104,27 +168,32 @@ def main(descriptor: int) -> None:
     os.set_blocking(noticed, False)
     signal.set_wakeup_fd(noticed)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    with socket.socket(fileno=descriptor) as asked:
-        while True:
-            ready, _, _ = select.select([asked, ended], [], [])
-            if ended in ready:
-                os.read(ended, _MAX_BYTES)
-                _tell_ends(children)
-            if asked in ready:
-                started_as, given, _, _ = socket.recv_fds(asked, _MAX_BYTES, _MAX_DESCRIPTORS)
-                if not started_as:
-                    return
-                _fork_front(started_as, given, children)
+    asked = socket.socket(fileno=descriptor)
+    while True:
+        ready, _, _ = select.select([asked, ended], [], [])
+        if ended in ready:
+            os.read(ended, _MAX_BYTES)
+            _tell_ends(children)
+        if asked in ready:
+            message, given, _, _ = socket.recv_fds(asked, _MAX_BYTES, _MAX_DESCRIPTORS)
+            if not message:
+                return
+            started_as: _StartedAs = pickle.loads(message)
+            if not (pid := os.fork()):
+                break
+            _note_child(pid, given, children)
+    module, arguments, environment, folder = started_as
+    asked.detach()
+    if module:
+        _be_server(module, arguments, environment, folder, given[1:])
+    else:
+        _be_front(environment, folder, given[1:])
 
 
-def _fork_front(started_as: bytes, given: list[int], children: dict[int, int]) -> None:
-    out, err, tell, *descriptors = given
-    pid = os.fork()
-    if not pid:
-        _be_front(*pickle.loads(started_as), out, err, descriptors)
-    children[pid] = tell
-    os.write(tell, _NUMBER.pack(pid))
-    for each in (out, err, *descriptors):
+def _note_child(pid: int, given: list[int], children: dict[int, int]) -> None:
+    children[pid], *others = given
+    os.write(children[pid], _NUMBER.pack(pid))
+    for each in others:
         os.close(each)
 
 
@@ -139,27 +208,44 @@ def _tell_ends(children: dict[int, int]) -> None:
         os.close(tell)
 
 
-def _be_front(environment: dict[str, str], folder: str, out: int, err: int, descriptors: list[int]) -> None:
-    """Set up what a newly started process has, and run the front. Doesn't return."""
+def _be_server(
+    module: str, arguments: tuple[str, ...], environment: dict[str, str], folder: str, given: list[int]
+) -> None:
+    """Set up what a newly started process has, and run the module as a program, which also ends as one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    tunables = {_TUNABLES: os.environ[_TUNABLES]} if _TUNABLES in os.environ else {}
+    _be_new(environment | tunables, folder, given)
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _be_front(environment: dict[str, str], folder: str, given: list[int]) -> None:
+    """The same for a front. Doesn't return."""
     from paceline.server.fronts.process import main as front
 
     try:
         os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        for each in map(int, os.listdir("/proc/self/fd")):
-            if each > 2 and each not in descriptors:
-                with contextlib.suppress(OSError):  # that of the list itself
-                    os.close(each)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
-        front(*descriptors)
+        _be_new(environment, folder, given)
+        front(*given[2:])
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _be_new(environment: dict[str, str], folder: str, given: list[int]) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    out, err, *others = given
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    for each in map(int, os.listdir("/proc/self/fd")):
+        if each > 2 and each not in others:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(each)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)

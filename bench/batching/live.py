@@ -96,7 +96,7 @@ def measure_shapes(rounds: int, seconds: float) -> list[ShapesPoint]:
     with _folder() as folder:
         _identity(folder / "models" / "identity", rows=_ROWS, base_ms=5, row_us=50)
         _perceptron(folder / "models" / "perceptron")
-        with ServerProcess(folder / "models") as server:
+        with ServerProcess(folder / "models", fresh=True) as server:
             samples: list[dict[tuple[str, int], Sample]] = []
             cases = [(model, shapes) for model in ("identity", "perceptron") for shapes in SHAPES]
             for number in range(rounds):
@@ -117,7 +117,7 @@ def measure_overload(rounds: int, seconds: float, loads: Sequence[float]) -> lis
                 row_us=_ROW_US,
                 more=f'parameters {{ key: "paceline.deadline_aware" value {{ string_value: "{text}" }} }}',
             )
-        with ServerProcess(folder / "models") as server:
+        with ServerProcess(folder / "models", fresh=True) as server:
             return [
                 _overload_point(server, folder, aware, load, rounds, seconds)
                 for load in loads

@@ -41,7 +41,7 @@ class PreparingProcess(ServerProcess):
     """This module in a process of its own, for as long as the context lasts."""
 
     def __init__(self, repository: Path) -> None:
-        super().__init__(repository)
+        super().__init__(repository, fresh=True)
         self._command = [sys.executable, "-m", "bench.batching.preparing", str(repository)]
 
 

@@ -11,9 +11,9 @@ import ctypes
 import json
 import os
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.app import Server
 from paceline.server.config import Settings
-from paceline.server.fronts.pool import StartFront
 from tests import nursery
+from tests.nursery import ForkedFront
 
 __all__ = [
     "RETRY_CANCELLED",
@@ -82,11 +82,12 @@ def write_model(repository: Path, name: str, config: str = "") -> Path:
 
 @dataclass
 class Served:
-    """A running server and a channel to it."""
+    """A running server, a channel to it, and the pids of the processes that speak gRPC, oldest first, if it has any."""
 
     server: Server
     channel: grpc.aio.Channel
     stub: Any
+    fronts: list[int] = field(default_factory=list)
 
     @property
     def target(self) -> str:
@@ -139,7 +140,7 @@ async def serving(
     settings: Settings | None = None,
     backends: Mapping[str, Backend] | None = None,
     load: Callable[[str], Any] = ctypes.CDLL,
-    start_front: StartFront = nursery.start_front,
+    start_front: Callable[[tuple[int, int, int]], Awaitable[ForkedFront]] = nursery.start_front,
     options: Sequence[tuple[str, Any]] = (),
 ) -> AsyncIterator[Served]:
     """Serve `repository`, in which a folder with `config` is written for each of `models` that has none. `backends`
@@ -158,14 +159,21 @@ async def serving(
     given = settings or Settings(paths=(repository,))
     frontends = int(os.environ.get("PACELINE_FRONTENDS", given.frontends))
     local = replace(given, grpc_address="127.0.0.1", grpc_port=0, metrics_port=0, frontends=frontends)
-    server = Server(local, backend_of, load, start_front)
+    fronts: list[int] = []
+
+    async def start(descriptors: tuple[int, int, int]) -> ForkedFront:
+        front = await start_front(descriptors)
+        fronts.append(front.pid)
+        return front
+
+    server = Server(local, backend_of, load, start)
     await server.start()
     try:
         target = f"127.0.0.1:{server.grpc_port}"
         async with grpc.aio.insecure_channel(target, options=[*_UNLIMITED, *options]) as channel:
             if local.tls is None:
                 await asyncio.wait_for(channel.channel_ready(), 20)  # calls that wait for it are sent in any order
-            yield Served(server, channel, GRPCInferenceServiceStub(channel))
+            yield Served(server, channel, GRPCInferenceServiceStub(channel), fronts)
     finally:
         for model in models.values():
             model.gate.open()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -24,7 +21,7 @@ from paceline.clients import AsyncInferenceClient, InferenceClient, Tls, Unauthe
 from paceline.server.cli import main
 from paceline.server.rpc.credentials import line_of
 from tests.certificates import Authority, Pair
-from tests.harness import REPO, ServerProcess, write_identity
+from tests.harness import REPO, ServerProcess, run_command, write_identity
 
 TOKEN, WRONG = "tok-5e1f-good", "tok-77aa-wrong"
 ROW = {"INPUT0": np.ones((1, 16), np.float32)}
@@ -73,13 +70,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(server.target, folder, ours, others, own)
 
 
-def paceline(*args: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+def paceline(*args: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     # The usual 3 s of `health` are short for a machine that is busy with something else.
     patience = ("--timeout", "60") if "health" in args else ()
-    command = [sys.executable, "-m", "paceline", *args, *patience]
-    done = subprocess.run(
-        command, cwd=REPO, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_command(*args, *patience, env=env)
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 

@@ -16,7 +16,7 @@ def test_settings_reach_the_server(tmp_path: Path, by_flag: bool) -> None:
     write_identity(tmp_path)
     args = ("--id", "edge-7", "--allow-metrics", "false", "--log-level", "debug") if by_flag else ()
     env = {} if by_flag else {"PACELINE_ID": "edge-7", "PACELINE_ALLOW_METRICS": "false"}
-    with ServerProcess(tmp_path, args=args, env=env) as server:
+    with ServerProcess(tmp_path, args=args, env=env, fresh=True) as server:
         with InferenceClient(server.target) as client:
             assert client.server_metadata().name == "edge-7"
             assert client.server_ready()
@@ -39,7 +39,7 @@ def test_paths_given_in_every_way_are_served_together(tmp_path: Path) -> None:
 
 def test_log_from_start_to_stop_is_one_json_object_per_line(tmp_path: Path) -> None:
     write_identity(tmp_path)
-    with ServerProcess(tmp_path) as server:
+    with ServerProcess(tmp_path, fresh=True) as server:
         pass
     assert len(server.log) == len(server.stderr)
     said = [record["message"].split()[0] for record in server.log]

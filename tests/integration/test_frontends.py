@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,15 @@ from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.app import Server
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
-from paceline.server.fronts.pool import FrontProcess, start_front
 from tests.fronts import channel_each, fronts_of
 from tests.harness import ServerProcess, write_identity
-from tests.integration import serving as serving_module
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.front_memory import held_bytes, nothing_held
 from tests.integration.regions import in_region, register
 from tests.integration.regions import settings as with_shared_memory
-from tests.integration.serving import Served, echo_model, failure_of, write_model
+from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.streams import Stream
+from tests.nursery import ForkedFront, start_front
 from tests.polling import eventually_async
 from tests.ports import free_port
 from tests.shared_objects import shared_object
@@ -45,8 +43,6 @@ BATCHED = "max_batch_size: 8 dynamic_batching { }"
 MIB = 2**20
 KIB_300 = rows_of_floats(1, 300 * 256)
 """Three of these fit into a MiB, but not four."""
-serving = partial(serving_module.serving, start_front=start_front)
-"""With fronts that are started as the product starts them, which makes them children of this process."""
 
 
 def two(path: Path, memory_mb: int = 64, **more: Any) -> Settings:
@@ -56,7 +52,7 @@ def two(path: Path, memory_mb: int = 64, **more: Any) -> Settings:
 @asynccontextmanager
 async def through_each(served: Served) -> AsyncIterator[tuple[Served, Served]]:
     """The server through its first front, and through its second."""
-    async with channel_each(served.target, os.getpid()) as channels:
+    async with channel_each(served.target, served.fronts) as channels:
         first, second = channels.values()
         yield tuple(  # type: ignore[misc]
             Served(served.server, channel, GRPCInferenceServiceStub(channel))  # type: ignore[no-untyped-call]
@@ -130,7 +126,7 @@ async def test_health_and_readiness_are_reported_by_every_front(tmp_path: Path) 
     settings = explicit(tmp_path, load=("m",), frontends=2)
     async with (
         serving(tmp_path, {"m": echo_model()}, settings=settings) as served,
-        channel_each(served.target, os.getpid()) as channels,
+        channel_each(served.target, served.fronts) as channels,
     ):
         health = [health_pb2_grpc.HealthStub(channel) for channel in channels.values()]
         stubs: list[Any] = [GRPCInferenceServiceStub(one) for one in channels.values()]  # type: ignore[no-untyped-call]
@@ -151,7 +147,7 @@ async def test_log_settings_changed_through_one_front_apply_to_all(tmp_path: Pat
     change = pb.LogSettingsRequest()
     change.settings["log_verbose_level"].uint32_param = 1
     with ServerProcess(tmp_path, args=("--frontends", "2", "--allow-remote-settings", "true")) as server:
-        async with channel_each(server.target, server.pid) as channels:
+        async with channel_each(server.target, fronts_of(server.pid)) as channels:
             (first, stub) = (GRPCInferenceServiceStub(one) for one in channels.values())  # type: ignore[no-untyped-call]
             await first.LogSettings(change)
             told = await stub.LogSettings(pb.LogSettingsRequest())
@@ -169,7 +165,7 @@ async def test_port_is_not_shared_with_another_server(tmp_path: Path) -> None:
             other = Settings(paths=(), grpc_address="127.0.0.1", grpc_port=port, frontends=frontends, metrics_port=None)
             with pytest.raises(StartError, match=f"gRPC can't listen on 127.0.0.1:{port}: Address already in use"):
                 await Server(other).start()
-        assert len(fronts_of(os.getpid())) == 2
+        assert not fronts_of(os.getpid()), "the other has left none"
 
 
 # ---- Tensors on their way --------------------------------------------------------------------------------------------
@@ -337,7 +333,7 @@ class FrontStarter:
 
     works = True
 
-    async def start(self, descriptors: tuple[int, int, int]) -> FrontProcess:
+    async def start(self, descriptors: tuple[int, int, int]) -> ForkedFront:
         if not self.works:
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
         return await start_front(descriptors)
@@ -354,12 +350,10 @@ async def readiness(served: Served) -> tuple[int, str]:
 
 async def test_server_whose_fronts_have_all_died_is_not_ready_until_one_listens_again(tmp_path: Path) -> None:
     starter = FrontStarter()
-    async with serving_module.serving(
-        tmp_path, {"m": echo_model()}, settings=two(tmp_path), start_front=starter.start
-    ) as served:
+    async with serving(tmp_path, {"m": echo_model()}, settings=two(tmp_path), start_front=starter.start) as served:
         assert await readiness(served) == (200, "ok\n")
         starter.works = False
-        for front in fronts_of(os.getpid()):
+        for front in served.fronts:
             os.kill(front, signal.SIGKILL)
         while (said := await readiness(served))[0] == 200:
             pass
@@ -377,17 +371,17 @@ async def test_stop_does_not_wait_for_the_restart_of_a_dead_front(
     for pause in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
         monkeypatch.setattr(f"paceline.server.fronts.pool.{pause}", 1_000_000.0)
     async with serving(tmp_path, {"m": echo_model()}, settings=two(tmp_path)) as served:
-        os.kill(fronts_of(os.getpid())[0], signal.SIGKILL)
+        os.kill(served.fronts[0], signal.SIGKILL)
         while not (await served.metrics())["paceline_frontend_restarts"]:
             await asyncio.sleep(0.01)
         await asyncio.wait_for(served.server.stop(100), 50)
 
 
-async def test_the_first_front_answers_while_others_still_start(tmp_path: Path) -> None:
+async def test_the_first_front_answers_while_another_still_starts(tmp_path: Path) -> None:
     write_identity(tmp_path)
     port = free_port()
     server = Server(
-        Settings(paths=(tmp_path,), frontends=4, grpc_address="127.0.0.1", grpc_port=port, metrics_port=None)
+        Settings(paths=(tmp_path,), frontends=2, grpc_address="127.0.0.1", grpc_port=port, metrics_port=None)
     )
     request = infer("echo", {"INPUT0": rows_of_floats(1, 16)})
     soon = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]

@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from paceline.server.cli import main
-from tests import models
-from tests.harness import REPO, ServerProcess
+from tests.harness import REPO, ServerProcess, run_command, write_identity
 
 LIVENESS = ("--service", "liveness")
 
 
 def health(target: str, *args: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     where = () if env else ("--server", target)
-    command = [sys.executable, "-m", "paceline", "health", "--timeout", "60", *where, *args]
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = run_command("health", "--timeout", "60", *where, *args, env=env)
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 
-def test_health_of_a_ready_server_is_0(tmp_path: Path) -> None:
-    models.write(models.add_sub(), tmp_path / "m" / "1" / "model.onnx")
-    with ServerProcess(tmp_path) as server:
-        assert health(server.target) == (0, "SERVING", "")
-        assert health(server.target, *LIVENESS) == (0, "SERVING", "")
-        assert health(server.target, env={"PACELINE_HEALTH_SERVER": server.target}) == (0, "SERVING", "")
-        status, _, said = health(server.target, "--service", "nope")
-        assert status == 1
-        assert "unknown service 'nope'" in said
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    repository = tmp_path_factory.mktemp("repository")
+    write_identity(repository)
+    with ServerProcess(repository) as server:
+        yield server
+
+
+def test_health_of_a_ready_server_is_0(server: ServerProcess) -> None:
+    assert health(server.target) == (0, "SERVING", "")
+    assert health(server.target, *LIVENESS) == (0, "SERVING", "")
+    assert health(server.target, env={"PACELINE_HEALTH_SERVER": server.target}) == (0, "SERVING", "")
+    status, _, said = health(server.target, "--service", "nope")
+    assert status == 1
+    assert "unknown service 'nope'" in said
 
 
 def test_health_of_a_server_that_lacks_a_model_is_1_and_names_it(tmp_path: Path) -> None:
-    models.write(models.add_sub(), tmp_path / "good" / "1" / "model.onnx")
+    write_identity(tmp_path, "good")
     (tmp_path / "bad").mkdir()
     with ServerProcess(tmp_path) as server:
         status, said, complained = health(server.target)
@@ -53,20 +58,17 @@ def test_health_without_a_server_is_1_with_one_line(service: tuple[str, ...]) ->
     assert "\n" not in complained
 
 
-def test_ports_taken_for_each_other_are_recognised(tmp_path: Path) -> None:
-    models.write(models.add_sub(), tmp_path / "m" / "1" / "model.onnx")
-    with ServerProcess(tmp_path) as server:
-        status, _, complained = health(f"127.0.0.1:{server.metrics_port}")
-        assert status == 1
-        assert complained.endswith("(this looks like an HTTP port; gRPC is usually on 8001)")
-        result = CliRunner().invoke(main, ["top", "--once", "--metrics", server.target])
-        assert result.exit_code == 1
-        assert result.stderr.endswith(": this looks like a gRPC port; metrics are usually on 8002\n")
+def test_ports_taken_for_each_other_are_recognised(server: ServerProcess) -> None:
+    status, _, complained = health(f"127.0.0.1:{server.metrics_port}")
+    assert status == 1
+    assert complained.endswith("(this looks like an HTTP port; gRPC is usually on 8001)")
+    result = CliRunner().invoke(main, ["top", "--once", "--metrics", server.target])
+    assert result.exit_code == 1
+    assert result.stderr.endswith(": this looks like a gRPC port; metrics are usually on 8002\n")
 
 
-def test_health_that_cannot_be_printed_is_2_with_one_line(tmp_path: Path) -> None:
-    models.write(models.add_sub(), tmp_path / "m" / "1" / "model.onnx")
-    with ServerProcess(tmp_path) as server, Path("/dev/full").open("w") as full:
+def test_health_that_cannot_be_printed_is_2_with_one_line(server: ServerProcess) -> None:
+    with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "paceline", "health", "--server", server.target]
         done = subprocess.run(command, cwd=REPO, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
     assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)

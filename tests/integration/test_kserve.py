@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,7 @@ import pytest
 
 from paceline.clients import InferenceClient, NotFound
 from tests import models
-from tests.harness import REPO, ServerProcess, write_identity
+from tests.harness import ServerProcess, run_command, write_identity
 from tests.polling import eventually
 
 CONFIG = 'name: "of-the-trainer" default_model_filename: "graph.onnx" max_batch_size: 3'
@@ -93,10 +90,7 @@ def test_name_is_kept_when_the_storage_changes_while_it_is_polled(tmp_path: Path
     ids=["not downloaded", "not there", "no KServe"],
 )
 def test_missing_storage_fails_the_start_with_the_reason(env: dict[str, str], said: str) -> None:
-    command = [sys.executable, "-m", "paceline", "serve", "--grpc-port", "0", "--metrics-port", "0"]
-    done = subprocess.run(
-        command, cwd=REPO, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_command("serve", "--grpc-port", "0", "--metrics-port", "0", env=env)
     assert done.returncode in (1, 2)
     assert said in done.stderr
     assert "Traceback" not in done.stderr

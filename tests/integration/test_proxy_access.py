@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 from paceline.clients import ClientError, InferenceClient, Unavailable
 from paceline.server.rpc.credentials import line_of
 from tests.certificates import Authority, Pair
-from tests.harness import REPO, ServerProcess, write_identity
+from tests.harness import ServerProcess, run_command, write_identity
 from tests.integration.http2 import call_by_hand
 from tests.integration.probing import get
 from tests.integration.scripted import request
@@ -113,8 +111,7 @@ def test_proxy_that_distrusts_or_is_refused_by_its_upstream_is_not_ready_and_say
     ],
 )
 def test_missing_or_invalid_files_keep_the_proxy_from_starting(args: Sequence[str], words: str) -> None:
-    command = [sys.executable, "-m", "paceline", "serve", "--grpc-port=0", "--metrics-port=0", "--upstream=127.0.0.1:1"]
-    done = subprocess.run([*command, *args], cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    done = run_command("serve", "--grpc-port=0", "--metrics-port=0", "--upstream=127.0.0.1:1", *args)
     assert done.returncode == 1
     assert words in done.stderr.splitlines()[-1]
 

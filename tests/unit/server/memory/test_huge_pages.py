@@ -56,7 +56,7 @@ def test_server_has_its_c_library_request_huge_pages_and_keep_freed_memory(
 ) -> None:
     monkeypatch.delenv(TUNABLES, raising=False)
     write_identity(tmp_path)
-    with ServerProcess(tmp_path) as server:
+    with ServerProcess(tmp_path, fresh=True) as server:
         assert malloc_tunables(server) == {
             "glibc.malloc.hugetlb=1",
             "glibc.malloc.mmap_threshold=268435456",
