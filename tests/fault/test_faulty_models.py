@@ -29,7 +29,6 @@ from tests.fault.traffic import Client, connected, pending, request, total
 from tests.harness import ServerProcess
 from tests.polling import eventually
 
-BOTH_WAYS = pytest.mark.usefixtures("frontends")
 OK, INTERNAL = grpc.StatusCode.OK, grpc.StatusCode.INTERNAL
 GIVEN_UP = "model 'echo': the execution took longer than 1 s and was given up"
 WHOLE = 'parameters { key: "paceline.isolate_failures" value { string_value: "false" } }'
@@ -83,7 +82,7 @@ def says(server: ServerProcess, text: str) -> bool:
     return said(server, text) > 0
 
 
-@BOTH_WAYS
+@pytest.mark.usefixtures("frontends")
 def test_errors_wrong_outputs_and_lack_of_memory_fail_only_those_requests(
     server: ServerProcess, client: Client
 ) -> None:
@@ -98,7 +97,6 @@ def test_errors_wrong_outputs_and_lack_of_memory_fail_only_those_requests(
     assert total(server, "nv_inference_request_success") == len(FAULTS)
 
 
-@BOTH_WAYS
 def test_dead_thread_of_an_instance_is_replaced(server: ServerProcess, client: Client) -> None:
     codes: list[grpc.StatusCode] = []
     while INTERNAL not in codes:  # now and then it dies before it waits, and loses no request
@@ -132,7 +130,6 @@ def test_hang_fails_its_batch_in_time_replaces_the_instance_and_shows_in_readine
     eventually(lambda: says(server, "an execution hangs and was given up; instances left: 0"), "the line of the log")
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize("instances", [2])
 def test_hang_of_one_of_several_instances_leaves_the_model_ready(server: ServerProcess, client: Client) -> None:
     hung = client.send(asking_for(HANGS))
@@ -144,7 +141,6 @@ def test_hang_of_one_of_several_instances_leaves_the_model_ready(server: ServerP
     eventually(lambda: says(server, "an execution hangs and was given up; instances left: 1"), "the line of the log")
 
 
-@BOTH_WAYS
 def test_hang_that_ends_after_all_changes_nothing_and_returns_its_instance(
     server: ServerProcess, client: Client, tmp_path: Path
 ) -> None:

@@ -269,9 +269,11 @@ def test_millions_of_empty_things_take_little_more_than_their_message(tmp_path: 
         assert client.code(request()) is grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("frontends", [1, 2])
+UNREAD, UNSENT = calls_unread(20, request().SerializeToString()), begun_calls(20)
+
+
 @pytest.mark.parametrize(
-    "calls", [calls_unread(20, request().SerializeToString()), begun_calls(20)], ids=["unread", "unsent"]
+    ("frontends", "calls"), [(1, UNREAD), (1, UNSENT), (2, UNREAD)], ids=["unread", "unsent", "unread-fronts"]
 )
 def test_calls_without_a_request_or_with_an_unread_answer_count_until_the_client_leaves(
     tmp_path: Path, frontends: int, calls: bytes

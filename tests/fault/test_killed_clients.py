@@ -12,8 +12,6 @@ from tests.fault.traffic import Client, client_process, connected, pending, requ
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually
 
-pytestmark = pytest.mark.usefixtures("frontends")
-
 OK = grpc.StatusCode.OK
 CONFIG = """
     dynamic_batching { max_queue_delay_microseconds: 100000000 }
@@ -38,6 +36,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.usefixtures("frontends")
 def test_killed_clients_waiting_request_gives_up_its_place_in_the_batch(server: ServerProcess, client: Client) -> None:
     with client_process(server, rows=2) as doomed:
         neighbour = client.send(request())

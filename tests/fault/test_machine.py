@@ -81,15 +81,14 @@ def test_exhausted_descriptors_refuse_loads_while_open_connections_are_served(tm
         assert server.wait(20) == 0
 
 
-@pytest.mark.usefixtures("frontends")
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_log_on_a_full_disk_loses_only_lines(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(("form", "frontends"), [("text", "1"), ("json", "2")])
+def test_log_on_a_full_disk_loses_only_lines(tmp_path: Path, form: str, frontends: str) -> None:
     """At debug level there is a line for each request."""
     write_identity(tmp_path)
     port = free_port()
     command = [sys.executable, "-m", "paceline", "serve", str(tmp_path), "--grpc-address", "127.0.0.1"]
     command += ["--grpc-port", str(port), "--allow-metrics", "false", "--log-level", "debug"]
-    command += ["--log-format", form]
+    command += ["--log-format", form, "--frontends", frontends]
     # As for users: with unbuffered output, Python would have nothing left to write at the end.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with (
@@ -109,7 +108,6 @@ def test_log_on_a_full_disk_loses_only_lines(tmp_path: Path, form: str) -> None:
             server.kill()
 
 
-@pytest.mark.usefixtures("frontends")
 def test_traces_on_a_full_disk_are_lost_with_one_log_line_but_no_requests(tmp_path: Path) -> None:
     write_identity(tmp_path / "repository")
     (tmp_path / "traces").symlink_to("/dev/full")

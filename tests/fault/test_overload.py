@@ -19,8 +19,6 @@ from tests.fault.traffic import peak_bytes, pending, request
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async
 
-pytestmark = pytest.mark.usefixtures("frontends")
-
 Code = grpc.StatusCode
 MIB = 2**20
 COLUMNS = 65_536  # 256 KiB
@@ -128,6 +126,7 @@ def _until_nothing_left(server: ServerProcess) -> None:
     eventually(lambda: nothing_left(server), "all counters at zero")
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_burst_of_calls_is_answered_without_cancelling_any(tmp_path: Path) -> None:
     """More calls at once than gRPC by itself would keep pending until somebody accepts them, which is 3,000."""
     write_identity(tmp_path, rows=32)

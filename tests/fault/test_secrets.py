@@ -16,8 +16,6 @@ from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually
 from tests.wire import infer, rows_of_floats
 
-pytestmark = pytest.mark.usefixtures("frontends")
-
 TOKEN, WRONG, KEY, WRONG_KEY = "tok-5e1f-good", "tok-77aa-wrong", "key-9b2c-good", "key-41dd-wrong"
 MODEL = """
 import os
@@ -34,6 +32,7 @@ class Model:
 HEADER = "triton-grpc-protocol-admin"
 
 
+@pytest.mark.usefixtures("frontends")
 def test_secrets_are_not_in_logs_traces_or_metrics(tmp_path: Path) -> None:
     """At the most verbose level, with headers forwarded, requests traced, and good and bad tokens."""
     write_identity(tmp_path / "models")

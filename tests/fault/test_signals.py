@@ -24,7 +24,8 @@ from tests.harness import ServerProcess, write_identity
 from tests.integration.serving import RETRY_CANCELLED
 from tests.polling import eventually, eventually_async
 
-pytestmark = pytest.mark.usefixtures("frontends")
+BOTH_WAYS = pytest.mark.usefixtures("frontends")
+"""For what the processes that speak gRPC take part in."""
 
 OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
 HANGS = 'parameters { key: "execute_delay_ms" value { string_value: "100000" } }'
@@ -43,6 +44,7 @@ def ends(server: ServerProcess, within_s: float) -> int:
     return status
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_idle_ends_at_once_with_status_0(tmp_path: Path, number: int) -> None:
     write_identity(tmp_path)
@@ -62,6 +64,7 @@ def test_sigterm_without_grace_while_idle_gives_up_on_nothing(tmp_path: Path) ->
         assert not says(server, "gave up")
 
 
+@BOTH_WAYS
 def test_sigterm_with_open_health_streams_notifies_them_and_ends_at_once(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path) as server, connected(server) as client:
@@ -76,6 +79,7 @@ def test_sigterm_with_open_health_streams_notifies_them_and_ends_at_once(tmp_pat
     assert last == [[status.NOT_SERVING], []]
 
 
+@BOTH_WAYS
 def test_sigterm_with_a_drain_grace_keeps_serving_unready_until_the_second(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, args=["--drain-grace-secs", "600"]) as server, connected(server) as client:
@@ -115,6 +119,7 @@ def test_sigterm_with_a_drain_grace_ends_gracefully_after_it(tmp_path: Path) -> 
         assert said.index("shutting down") < said.index("stopping")
 
 
+@BOTH_WAYS
 def test_sigterm_under_load_answers_accepted_requests_and_refuses_the_rest(tmp_path: Path) -> None:
     # Requests run one by one, so the accepted ones are those done, the one that runs, and those pending.
     write_identity(tmp_path, dims=FREE, extra=delay_ms(150))
@@ -138,6 +143,7 @@ def test_sigterm_under_load_answers_accepted_requests_and_refuses_the_rest(tmp_p
         assert {call.code() for call in late} <= {OK, UNAVAILABLE}
 
 
+@BOTH_WAYS
 async def test_sigterm_during_traffic_from_many_clients_refuses_only_with_unavailable(tmp_path: Path) -> None:
     write_identity(tmp_path)
     codes: Counter[grpc.StatusCode] = Counter()
@@ -170,6 +176,7 @@ def test_sigterm_during_a_long_queue_delay_executes_at_once(tmp_path: Path) -> N
         assert [call.code() for call in calls] == [OK] * 3
 
 
+@BOTH_WAYS
 def test_sigterm_during_a_hanging_execution_ends_after_the_grace_period(tmp_path: Path) -> None:
     write_identity(tmp_path, dims=FREE, extra=HANGS)
     with ServerProcess(tmp_path, args=("--exit-timeout-secs", "1.5")) as server, connected(server) as client:
@@ -185,6 +192,7 @@ def test_sigterm_during_a_hanging_execution_ends_after_the_grace_period(tmp_path
         assert says(server, "gave up waiting after 1.5 s for models that are still executing, loading or being closed")
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_at_once_with_its_status(tmp_path: Path, second: int) -> None:
     write_identity(tmp_path, dims=FREE, extra=HANGS)
@@ -255,7 +263,7 @@ def test_signal_at_each_step_of_the_start_ends_with_status_0(tmp_path: Path, lin
 
 def test_signal_before_the_first_log_line_ends_by_default_action_or_with_status_0(tmp_path: Path) -> None:
     write_identity(tmp_path)
-    server = ServerProcess(tmp_path)
+    server = ServerProcess(tmp_path, fresh=True)
     server.start()
     try:
         server.signal(signal.SIGTERM)

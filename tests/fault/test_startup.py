@@ -161,8 +161,7 @@ def test_start_on_an_address_that_is_not_ours_reports_it(tmp_path: Path, flag: s
     assert text.endswith(" can't listen on 192.0.2.1:0: Cannot assign requested address")
 
 
-@pytest.mark.parametrize(("closed", "number"), [("<&-", 0), (">&-", 1)])
-@pytest.mark.parametrize("frontends", ["1", "2"])
+@pytest.mark.parametrize(("closed", "number", "frontends"), [("<&-", 0, "1"), (">&-", 1, "2")])
 def test_start_with_a_closed_standard_stream_opens_dev_null_in_its_place(
     tmp_path: Path, closed: str, number: int, frontends: str
 ) -> None:
