@@ -26,7 +26,8 @@ def repository(tmp_path: Path) -> Path:
         models.write(models.mlp(), tmp_path / f"m{number}" / "1" / "model.onnx")
     (tmp_path / "m1" / "config.pbtxt").write_text("dynamic_batching { }")
     own = 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
-    (tmp_path / "m2" / "config.pbtxt").write_text(own)
+    (tmp_path / "m2" / "config.pbtxt").write_text(f"max_batch_size: 8 {own}")
+    (tmp_path / "m3" / "config.pbtxt").write_text("max_batch_size: 8")  # which isn't tried, as no other but m0 is
     return tmp_path
 
 
