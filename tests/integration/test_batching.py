@@ -219,19 +219,6 @@ async def test_delay_can_be_the_largest_possible_number(tmp_path: Path) -> None:
         await asyncio.gather(*calls)
 
 
-async def test_two_instances_execute_at_the_same_time(tmp_path: Path) -> None:
-    model = echo_model()
-    async with serving(tmp_path, {"m": model}, config=f"{MERGE} instance_group {{ count: 2 }}") as served:
-        first = await busy(served, model)
-        second = send(served, infer("m", {"a": rows_of_floats(1)}))
-        await asyncio.to_thread(model.gate.wait_entered, 2)
-        third = send(served, infer("m", {"a": rows_of_floats(1)}))
-        await eventually_async(lambda: served.waiting("m") == 1, "the third waiting")
-        model.gate.open()
-        await asyncio.gather(*first, *second, *third)
-    assert model.batches == [(1,)] * 3
-
-
 async def test_versions_of_a_model_have_separate_queues(tmp_path: Path) -> None:
     """While one version is busy and requests wait for it, those for the other are answered."""
     script = Script()

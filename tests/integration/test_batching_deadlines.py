@@ -17,7 +17,7 @@ from tests.integration.scripted import BUSY, Script, busy, mark_of, own, queued,
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async
 
-pytestmark = pytest.mark.usefixtures("frontends")
+BOTH_WAYS = pytest.mark.usefixtures("frontends")
 
 Code = grpc.StatusCode
 MERGE = "max_batch_size: 8 dynamic_batching { }"
@@ -61,6 +61,7 @@ async def seen_waiting_until_its_deadline(served: Served) -> bool:
     return seen
 
 
+@BOTH_WAYS
 async def test_request_whose_deadline_passes_in_the_queue_is_never_executed(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
@@ -98,20 +99,6 @@ async def test_deadline_shorter_than_a_measured_execution_is_tried_without_aware
         assert await dropped(served, "unreachable") == 0
 
 
-async def test_deadline_of_a_models_first_request_is_tried_as_nothing_is_measured_yet(tmp_path: Path) -> None:
-    script = Script()
-    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
-        assert mark_of(await served.infer(request(1), timeout_s=SHORT_S)) == 1
-
-
-async def test_deadline_longer_than_a_measured_execution_is_met(tmp_path: Path) -> None:
-    script = Script()
-    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
-        await learn(served, SHORT_S / 10)
-        assert mark_of(await served.infer(request(1), timeout_s=SHORT_S)) == 1
-    assert script.served == [[1]]
-
-
 async def test_deadline_shorter_than_the_backlog_is_refused_at_once(tmp_path: Path) -> None:
     script = Script()
     text = f"max_batch_size: 1 dynamic_batching {{ }} {own(deadline_aware=True)}"
@@ -145,16 +132,7 @@ async def test_request_whose_deadline_becomes_unreachable_in_the_queue_is_not_ex
     assert script.served == [[2]]
 
 
-async def test_deadline_shorter_than_one_slow_execution_is_tried_as_one_proves_nothing(tmp_path: Path) -> None:
-    """The first execution may be slower than all later ones. If requests were refused because of it, this would never
-    be found out."""
-    script = Script()
-    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
-        await learn(served, SLOW_S, times=1)
-        assert mark_of(await served.infer(request(1), timeout_s=SHORT_S)) == 1
-        assert await dropped(served, "unreachable") == 0
-
-
+@BOTH_WAYS
 @pytest.mark.parametrize("instances", [1, 2])
 async def test_many_requests_with_deadlines_are_answered_or_refused_and_never_both(
     tmp_path: Path, instances: int

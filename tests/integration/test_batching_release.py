@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import grpc
-import pytest
-
-from paceline.backends.errors import ExecutionError
 from paceline.protos import inference_pb2 as pb
 from tests.integration.scripted import Call, Script, busy, mark_of, queued, request, send
-from tests.integration.serving import Served, failure_of, serving
+from tests.integration.serving import Served, serving
 from tests.polling import eventually_async
 
 MERGE = "max_batch_size: 8 dynamic_batching { }"
@@ -28,11 +24,9 @@ async def test_single_request_without_a_delay_does_not_wait_for_more(tmp_path: P
     assert script.seen == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize("instances", [1, 3])
-async def test_delay_is_kept_even_while_instances_are_idle(tmp_path: Path, instances: int) -> None:
+async def test_delay_is_kept_even_while_instances_are_idle(tmp_path: Path) -> None:
     script = Script()
-    text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 300000 } "
-    text += f"instance_group {{ count: {instances} }}"
+    text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 300000 } instance_group { count: 2 }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
         calls = send(served, request(1), request(2))
         await asyncio.gather(*calls)
@@ -82,21 +76,8 @@ async def test_different_shapes_never_share_a_batch_even_with_equally_many_eleme
     assert script.served == [[0, 0, 5], [1], [2], [3] * 3, [4] * 6]
 
 
-async def test_rare_shape_is_served_in_the_order_of_its_age(tmp_path: Path) -> None:
-    """The common shape has more than enough requests for full batches; the rare one, which arrives tenth, is served as
-    soon as the nine before it have been."""
-    script = Script()
-    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
-        async with busy(served, script):
-            common = [request(mark) for mark in range(40)]
-            calls = await queued(served, [*common[:9], request(99, columns=7), *common[9:]])
-        await asyncio.gather(*calls)
-    assert [batch[0] for batch in script.served] == [0, 8, 99, 16, 24, 32]
-
-
-@pytest.mark.parametrize("instances", [2, 3])
-async def test_all_instances_execute_while_there_is_work(tmp_path: Path, instances: int) -> None:
-    script = Script()
+async def test_all_instances_execute_while_there_is_work(tmp_path: Path) -> None:
+    script, instances = Script(), 3
     gates = [script.hold(mark) for mark in range(instances)]
     text = f"max_batch_size: 1 dynamic_batching {{ }} instance_group {{ count: {instances} }}"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
@@ -165,33 +146,3 @@ async def test_answers_are_in_order_of_execution_if_order_is_not_preserved(tmp_p
         assert not calls[0].done()
         script.gates[1].open()
         await calls[0]
-
-
-async def test_preserved_order_does_not_wait_for_a_cancelled_request(tmp_path: Path) -> None:
-    script = Script()
-    async with serving(tmp_path, {"m": script.model}, config=ordering(True)) as served:
-        calls = await two_of_which_the_first_is_held(served, script)
-        calls[0].cancel()
-        assert mark_of(await calls[1]) == 2
-        script.gates[1].open()
-        assert mark_of(await served.infer(request(3))) == 3
-
-
-async def test_preserved_order_keeps_errors_in_their_place_too(tmp_path: Path) -> None:
-    script = Script()
-    script.errors[2] = ExecutionError("no")
-    async with serving(tmp_path, {"m": script.model}, config=ordering(True)) as served:
-        gate = script.hold(1)
-        first = send(served, request(1))
-        await asyncio.to_thread(gate.wait_entered, 1)
-        second = asyncio.create_task(failure_of(served.infer(request(2))))
-        await eventually_async(lambda: [2] in script.seen, "the second executed")
-        third = send(served, request(3))
-        await eventually_async(lambda: [3] in script.seen, "the third executed")
-        await settled(served)
-        assert not second.done()
-        assert not third[0].done()
-        gate.open()
-        assert mark_of(await first[0]) == 1
-        assert await second == (grpc.StatusCode.INTERNAL, "model 'm': no")
-        assert mark_of(await third[0]) == 3
