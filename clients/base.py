@@ -20,17 +20,10 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paceline.clients import messages
 from paceline.clients.connection import Metadata, Tls, authorization, checked_metadata, checked_target
 from paceline.clients.errors import ClientClosed, DeadlineExceeded, InferenceError, ResponseError
-from paceline.clients.messages import (
-    IndexEntry,
-    InferResult,
-    ModelMetadata,
-    ServerMetadata,
-    TensorMetadata,
-    checked_text,
-    infer_result,
-)
+from paceline.clients.messages import checked_text, infer_result
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import inference_pb2_grpc
 
@@ -103,16 +96,18 @@ SERVER_READY_ONCE_CONNECTED: Final = Call("ServerReady", pb.ServerReadyRequest()
 SERVER_METADATA: Final = Call(
     "ServerMetadata",
     pb.ServerMetadataRequest(),
-    lambda response: ServerMetadata(response.name, response.version, tuple(response.extensions)),
+    lambda response: messages.ServerMetadata(response.name, response.version, tuple(response.extensions)),
 )
 REPOSITORY_INDEX: Final = Call(
     "RepositoryIndex",
     pb.RepositoryIndexRequest(),
-    lambda response: tuple(IndexEntry(each.name, each.version, each.state, each.reason) for each in response.models),
+    lambda response: tuple(
+        messages.IndexEntry(each.name, each.version, each.state, each.reason) for each in response.models
+    ),
 )
 
 
-def infer_call(request: pb.ModelInferRequest) -> Call[InferResult]:
+def infer_call(request: pb.ModelInferRequest) -> Call[messages.InferResult]:
     """ModelInfer, with a request made by `clients.messages.infer_request`."""
     return Call("ModelInfer", request, infer_result)
 
@@ -123,19 +118,19 @@ def model_ready_call(model: str, version: str) -> Call[bool]:
     return Call("ModelReady", request, _READY)
 
 
-def model_metadata_call(model: str, version: str) -> Call[ModelMetadata]:
+def model_metadata_call(model: str, version: str) -> Call[messages.ModelMetadata]:
     """ModelMetadata: the model's versions, platform, inputs and outputs."""
     request = pb.ModelMetadataRequest(name=checked_text("model", model), version=checked_text("version", version))
     return Call("ModelMetadata", request, _model_metadata)
 
 
-def _model_metadata(response: pb.ModelMetadataResponse) -> ModelMetadata:
+def _model_metadata(response: pb.ModelMetadataResponse) -> messages.ModelMetadata:
     inputs, outputs = (
-        tuple(TensorMetadata(each.name, each.datatype, tuple(each.shape)) for each in tensors)
+        tuple(messages.TensorMetadata(each.name, each.datatype, tuple(each.shape)) for each in tensors)
         for tensors in (response.inputs, response.outputs)
     )
     versions, properties = tuple(response.versions), dict(response.properties)
-    return ModelMetadata(response.name, versions, response.platform, inputs, outputs, properties)
+    return messages.ModelMetadata(response.name, versions, response.platform, inputs, outputs, properties)
 
 
 def health_call(service: str) -> Call[str]:

@@ -96,7 +96,15 @@ def _to_number(array: Array, datatype: Datatype) -> Array:
     if array.dtype.kind not in "biuf":
         raise TypeError(f"{datatype.name} takes numbers, got {array.dtype}")
     if datatype.dtype.kind == "f":
-        return _to_float(array, datatype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            floats: Array = array.astype(datatype.dtype)
+        _refuse_overflow(array, np.isfinite(floats), datatype.name)
+        if array.dtype.kind in "iu":
+            large = np.abs(floats) >= 2.0 ** (np.finfo(datatype.dtype).nmant + 1)  # those below are exact
+            for integer, as_float in zip(array[large].tolist(), floats[large].tolist(), strict=True):
+                if integer != as_float:
+                    raise ValueError(f"{datatype.name} can't hold {integer}: too many digits")
+        return floats
     if array.dtype.kind == "f" and not np.all(np.isfinite(array) & (np.trunc(array) == array)):
         raise ValueError(f"{datatype.name} takes whole numbers, got {array.dtype} with others among them")
     # As Python integers: numpy compares int64 with uint64 as floats.
@@ -105,18 +113,6 @@ def _to_number(array: Array, datatype: Datatype) -> Array:
     if array.size and not (low <= int(array.min()) and int(array.max()) <= high):
         raise ValueError(f"{datatype.name} takes {low} to {high}, got {array.min()} to {array.max()}")
     return array.astype(datatype.dtype)
-
-
-def _to_float(array: Array, datatype: Datatype) -> Array:
-    with np.errstate(over="ignore", invalid="ignore"):
-        floats: Array = array.astype(datatype.dtype)
-    _refuse_overflow(array, np.isfinite(floats), datatype.name)
-    if array.dtype.kind in "iu":
-        large = np.abs(floats) >= 2.0 ** (np.finfo(datatype.dtype).nmant + 1)  # those below are exact
-        for integer, as_float in zip(array[large].tolist(), floats[large].tolist(), strict=True):
-            if integer != as_float:
-                raise ValueError(f"{datatype.name} can't hold {integer}: too many digits")
-    return floats
 
 
 def _refuse_overflow(array: Array, stays_finite: Array, name: str) -> None:

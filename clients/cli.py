@@ -22,20 +22,13 @@ from typing import Any
 
 import click
 
+from paceline.clients import report
 from paceline.clients.base import DEFAULT_TIMEOUT_S
+from paceline.clients.connection import checked_target
 from paceline.clients.errors import InferenceError
 from paceline.clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
 from paceline.clients.messages import ParameterValue
-from paceline.clients.options import ConnectionOptions, Seconds, Server, access_options, one_line, one_line_errors
-from paceline.clients.report import (
-    outcome_json,
-    outcome_text,
-    progress_line,
-    result_json,
-    result_text,
-    run_repeated,
-    save_npz,
-)
+from paceline.clients.options import ConnectionOptions, Seconds, Unusable, access_options, one_line, one_line_errors
 from paceline.clients.sync import InferenceClient
 
 __all__ = ["health", "infer"]
@@ -45,9 +38,15 @@ _MOST_REASONS = 20
 
 
 def _server_option(**more: Any) -> Callable[[Any], Any]:
+    def checked(context: click.Context, parameter: click.Parameter, server: str) -> str:
+        try:
+            return checked_target("--server", server, "--tls")
+        except ValueError as error:
+            raise Unusable(one_line(str(error))) from None
+
     return click.option(
         "--server",
-        type=Server(),
+        callback=checked,
         default="127.0.0.1:8001",
         show_default=True,
         metavar="HOST[:PORT]",
@@ -147,17 +146,16 @@ def infer(
             datatypes=ready.datatypes,
         )
         if repeat > 1:
-            with progress_line(sys.stderr, repeat) as report:
-                outcome = run_repeated(call, report, repeat=repeat, concurrency=concurrency)
-            click.echo(outcome_json(outcome) if form == "json" else outcome_text(outcome))
+            with report.progress_line(sys.stderr, repeat) as show:
+                outcome = report.run_repeated(call, show, repeat=repeat, concurrency=concurrency)
+            click.echo(report.outcome_json(outcome) if form == "json" else report.outcome_text(outcome))
             if outcome.errors:
                 raise click.exceptions.Exit(click.ClickException.exit_code)
             return
-        text_of = partial(result_text, most_values=sys.maxsize) if full else result_text
-        result = call()
-        click.echo(result_json(result) if form == "json" else text_of(result))
+        result, most_values = call(), sys.maxsize if full else report.FEW_VALUES
+        click.echo(report.result_json(result) if form == "json" else report.result_text(result, most_values))
         if save is not None:
-            save_npz(save, result.outputs)
+            report.save_npz(save, result.outputs)
 
 
 def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> None:

@@ -19,19 +19,8 @@ from typing import Final
 
 import grpc
 
-from paceline.clients.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InferenceError,
-    Internal,
-    InvalidArgument,
-    ResourceExhausted,
-    ResponseError,
-    closed,
-    fail,
-    no_answer,
-    own,
-)
+from paceline.clients import errors
+from paceline.clients.errors import Cancelled, DeadlineExceeded, InferenceError, ResponseError
 from paceline.clients.messages import MAX_TENSOR_BYTES, InferResult
 from paceline.protos.inference_pb2 import ModelInferRequest
 
@@ -95,7 +84,7 @@ class _Group:
         size_bytes = member.request.ByteSize()
         for other in self.waiting if self.is_short else ():
             if other.request.ByteSize() >= size_bytes:
-                fail(other.answer, own(refusal))
+                errors.fail(other.answer, errors.own(refusal))
 
     def grow(self, most_rows: int) -> None:
         """A request was answered: the next may have more rows again, up to `most_rows`."""
@@ -134,7 +123,7 @@ class Coalescer:
         self._flush_soon(group)
         alarm: asyncio.TimerHandle | None = None
         if timeout_s is not None:
-            alarm = loop.call_later(timeout_s, lambda: fail(member.answer, no_answer(timeout_s)))
+            alarm = loop.call_later(timeout_s, lambda: errors.fail(member.answer, errors.no_answer(timeout_s)))
         try:
             return await member.answer
         finally:
@@ -148,7 +137,7 @@ class Coalescer:
         tasks = [task for group in self._groups.values() for task in group.tasks]
         for group in self._groups.values():
             for member in chain(group.waiting, *group.tasks.values()):
-                fail(member.answer, closed())
+                errors.fail(member.answer, errors.closed())
             group.waiting.clear()
         for task in tasks:
             task.cancel()
@@ -204,7 +193,7 @@ class Coalescer:
         group.waiting.extendleft(reversed(again))
         for member in () if again else members:
             # A task ends before its members have their answers only if it was cancelled, or because of a bug here.
-            fail(member.answer, error or Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled"))
+            errors.fail(member.answer, error or Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled"))
         self._flush_soon(group)
 
     def _leave(self, group: _Group, member: _Member) -> None:
@@ -226,7 +215,7 @@ class Coalescer:
         except InferenceError as error:
             are_several = len(members) > 1
             # Requests of fewer rows may be accepted.
-            is_too_large = isinstance(error, ResourceExhausted) and _SIZE.search(error.message) is not None
+            is_too_large = isinstance(error, errors.ResourceExhausted) and _SIZE.search(error.message) is not None
             # Fewer rows may be in time: paceline says so before it has done anything. A request that expired in a queue
             # has waited as long as it would have alone, and had better not wait again.
             is_too_late = isinstance(error, DeadlineExceeded) and _TOO_LATE in error.message
@@ -235,11 +224,12 @@ class Coalescer:
                 return [member for member in members if not member.answer.done()]
             if is_too_large and not _ITS_ANSWER.search(error.message):
                 group.refuse_with(members[0], error)
-            if are_several and isinstance(error, (InvalidArgument, Internal)):  # some of the rows may be at fault
+            # Some of the rows may be at fault.
+            if are_several and isinstance(error, (errors.InvalidArgument, errors.Internal)):
                 await asyncio.gather(*(self._ask_alone(member) for member in members if not member.answer.done()))
             else:
                 for member in members:
-                    fail(member.answer, own(error) if are_several else error)
+                    errors.fail(member.answer, errors.own(error) if are_several else error)
         else:
             group.grow(self._max_rows)
         return ()
@@ -248,7 +238,7 @@ class Coalescer:
         try:
             await self._ask([member])
         except InferenceError as error:
-            fail(member.answer, error)
+            errors.fail(member.answer, error)
 
     async def _ask(self, members: Sequence[_Member]) -> None:
         """Answer the members. Raises InferenceError."""
@@ -264,7 +254,7 @@ class Coalescer:
                     member.answer.set_result(share)
         except ResponseError as error:
             for member in members:
-                fail(member.answer, ResponseError(str(error)))
+                errors.fail(member.answer, ResponseError(str(error)))
 
 
 def _key(request: ModelInferRequest) -> Hashable:

@@ -18,19 +18,10 @@ from typing import Any
 
 import click
 
-from paceline.clients.connection import Tls, authorization, checked_target, read_token
+from paceline.clients.connection import Tls, authorization, read_token
 from paceline.clients.errors import ClientError
 
-__all__ = [
-    "ConnectionOptions",
-    "Seconds",
-    "Server",
-    "Unusable",
-    "access_options",
-    "one_line",
-    "one_line_errors",
-    "printable",
-]
+__all__ = ["ConnectionOptions", "Seconds", "Unusable", "access_options", "one_line", "one_line_errors", "printable"]
 
 _HTTP_MARKS = ("Expected SETTINGS frame as the first frame", "Trying to connect an http1.x server")
 """What gRPC says of an answer in HTTP/1."""
@@ -70,18 +61,6 @@ class Seconds(click.FloatRange):
         if math.isnan(number):
             raise Unusable(f"{param.opts[0] if param else 'time'}: expected a number of seconds, got nan")
         return number
-
-
-class Server(click.types.StringParamType):
-    """Where a server is, with a port."""
-
-    name = "server"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            return checked_target("--server", super().convert(value, param, ctx), "--tls")
-        except ValueError as error:
-            raise Unusable(one_line(str(error))) from None
 
 
 @contextmanager

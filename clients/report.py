@@ -29,6 +29,7 @@ from paceline.clients.messages import InferResult
 from paceline.clients.options import printable
 
 __all__ = [
+    "FEW_VALUES",
     "Outcome",
     "Report",
     "outcome_json",
@@ -45,10 +46,10 @@ Report = Callable[[int, int], None]
 
 _REPORT_EVERY_S = 1.0
 _PERCENTS = (50, 90, 99)
-_FEW_VALUES = 32
+FEW_VALUES = 32
 
 
-def result_text(result: InferResult, *, most_values: int = _FEW_VALUES) -> str:
+def result_text(result: InferResult, most_values: int) -> str:
     """Name, datatype, shape and values of each output; of one with more than `most_values`, a few lines: those at the
     beginning and the end, as rows of the last dimension."""
     heading = " ".join(filter(None, (result.model_name, result.model_version and f"version {result.model_version}")))

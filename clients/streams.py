@@ -20,18 +20,8 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from paceline.clients.errors import (
-    InferenceError,
-    ResourceExhausted,
-    Unavailable,
-    closed,
-    fail,
-    inference_error,
-    no_answer,
-    own,
-    rpc_failure,
-    unreadable,
-)
+from paceline.clients import errors
+from paceline.clients.errors import InferenceError, ResourceExhausted, Unavailable
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
 __all__ = ["NoStream", "Streams", "check_request"]
@@ -168,8 +158,15 @@ class _Stream:
         answer: asyncio.Future[ModelStreamInferResponse] = self._loop.create_future()
         alarm: asyncio.TimerHandle | None = None
         if timeout_s is not None:
-            _tell_deadline(request, max(1, int(timeout_s * 1e6)))
-            alarm = self._loop.call_later(timeout_s, lambda: fail(answer, no_answer(timeout_s)))
+            deadline_us = max(1, int(timeout_s * 1e6))
+            # If the caller has set one too, the earlier counts, as it does beside a call's. 0 means none; a value that
+            # isn't an integer, or is negative, is left for the server to refuse.
+            given = request.parameters[_DEADLINE]  # which creates it if there is none
+            given_us = given.int64_param or given.uint64_param
+            is_number = given.WhichOneof("parameter_choice") in (None, "int64_param", "uint64_param")
+            if is_number and (not given_us or given_us > deadline_us):
+                given.int64_param = deadline_us
+            alarm = self._loop.call_later(timeout_s, lambda: errors.fail(answer, errors.no_answer(timeout_s)))
         self._waiting[request.id] = answer
         self._unsent.put_nowait(request)
         try:
@@ -209,7 +206,7 @@ class _Stream:
                 has_answered = True
                 if message is None:
                     # Not a message that can be read: nobody can tell whose answer it was.
-                    reason = unreadable()
+                    reason = errors.unreadable()
                     self._call.cancel()
                     break
                 answer = self._waiting.get(message.infer_response.id)
@@ -219,17 +216,17 @@ class _Stream:
             status = await self._true_status(error)
             no_room = status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE not in (status.details() or "")
             self.was_refused = not has_answered and no_room
-            reason = rpc_failure(status)
+            reason = errors.rpc_failure(status)
             if _of_a_write(status):
                 text = "the stream ended while a request was being sent"
                 reason = Unavailable(grpc.StatusCode.UNAVAILABLE, text)
             reason.__cause__ = status
         except asyncio.CancelledError:
-            reason = closed()
+            reason = errors.closed()
         self.ended = True
         self._writing.cancel()
         for answer in self._waiting.values():
-            fail(answer, own(reason))
+            errors.fail(answer, errors.own(reason))
 
     def _note_status(self, call: Any) -> None:
         """Keep the status that the call has now: a write that fails because the stream has ended may replace it."""
@@ -257,16 +254,6 @@ def check_request(request: ModelInferRequest) -> None:
         )
 
 
-def _tell_deadline(request: ModelInferRequest, deadline_us: int) -> None:
-    """Adds the deadline, in microseconds from now. If the caller has set one too, the earlier counts, as it does beside
-    a call's. 0 means none; a value that isn't an integer, or is negative, is left for the server to refuse."""
-    given = request.parameters[_DEADLINE]  # which creates it if there is none
-    if given.WhichOneof("parameter_choice") in (None, "int64_param", "uint64_param"):
-        given_us = given.int64_param or given.uint64_param
-        if not given_us or given_us > deadline_us:
-            given.int64_param = deadline_us
-
-
 def _at_once(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """The result of a coroutine that has nothing to wait for."""
     try:
@@ -289,8 +276,8 @@ def _answer(message: ModelStreamInferResponse, request_id: str) -> ModelInferRes
     response = message.infer_response
     if message.error_message:
         status = response.parameters[_STATUS].string_param
-        known = status in grpc.StatusCode.__members__
-        error = inference_error(grpc.StatusCode[status] if known else grpc.StatusCode.UNKNOWN, message.error_message)
+        code = grpc.StatusCode.__members__.get(status, grpc.StatusCode.UNKNOWN)
+        error = errors.inference_error(code, message.error_message)
         raise _Stopping(error) if error.message == _STOPPING and isinstance(error, Unavailable) else error
     response.id = request_id
     response.parameters.pop(_FINAL, None)

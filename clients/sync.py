@@ -76,7 +76,10 @@ class InferenceClient(BaseClient):
         """
         if plain := plain_inputs(inputs, datatypes):
             began_s = time.monotonic()
-            known = self._datatypes_of(model, version, timeout_s, metadata)
+            known = self._datatypes.get((model, version))
+            if known is None:
+                described = self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
+                known = self._datatypes[model, version] = {tensor.name: tensor.datatype for tensor in described.inputs}
             datatypes = {**{name: known[name] for name in plain if name in known}, **(datatypes or {})}
             timeout_s = self._left_s(timeout_s, time.monotonic() - began_s)
         request = infer_request(
@@ -142,13 +145,6 @@ class InferenceClient(BaseClient):
         channel = self._detach()
         if channel is not None:
             channel.close()
-
-    def _datatypes_of(self, model: str, version: str, timeout_s: Timeout, metadata: Metadata) -> Mapping[str, str]:
-        known = self._datatypes.get((model, version))
-        if known is None:
-            described = self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
-            known = self._datatypes[model, version] = {tensor.name: tensor.datatype for tensor in described.inputs}
-        return known
 
     def _call(self, call: Call[T], timeout_s: Timeout, metadata: Metadata) -> T:
         try:
