@@ -275,12 +275,12 @@ def test_limits_are_listed_with_the_defaults_of_their_flags_and_their_metrics() 
     } <= flags
 
 
-def test_configuration_has_each_flag_with_its_variable() -> None:
+def test_configuration_has_each_flag_and_variables_are_named_like_them() -> None:
     text = CONFIGURATION.read_text(encoding="utf-8")
     for parameter in serve.params:
         if parameter.name != "paths":
             assert f"| `{max(parameter.opts, key=len)}`" in text or f"`{parameter.opts[0]}`" in text
-            assert f"`PACELINE_{str(parameter.name).upper()}`" in text, parameter.name
+            assert parameter.opts[0] == "--" + str(parameter.name).replace("_", "-"), "docs: the first name's variable"
 
 
 def test_configuration_has_the_sections_of_all_flags() -> None:
