@@ -21,7 +21,7 @@ from tests.harness import REPO, ServerProcess
 __all__ = ["Reader", "make_clone", "start"]
 
 _LONGEST_S = 60
-_SERVE = re.compile(r"(\.venv/bin/)?paceline serve\b")
+_SERVE = re.compile(r"paceline serve\b")
 _ASK = re.compile(r"\bpaceline (infer|health)\b(?!.*--server)", re.DOTALL)
 _LOCAL_PORT = re.compile(r"(?:(?<=localhost:)|(?<=127\.0\.0\.1:))\d{4}\b")
 _WATCH = re.compile(r"\bpaceline top\b")

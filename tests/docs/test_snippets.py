@@ -32,8 +32,6 @@ RUN = (
     "python -c",
     "python -m grpc_tools.protoc",
     "python examples",
-    ".venv/bin/paceline",
-    ".venv/bin/python -c",
 )
 """Beginnings of commands that are run."""
 
