@@ -26,8 +26,7 @@ from paceline.server.codec.parameters import RequestOptions
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import GpuLost, InvalidRequest
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
-from paceline.server.memory.client_memory import set_shared_memory_parameters
-from paceline.server.memory.region_tensors import Span
+from paceline.server.memory.region_tensors import Span, set_shared_memory_parameters
 
 if TYPE_CHECKING:
     from paceline.scheduler.request import BatchFacts

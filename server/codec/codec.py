@@ -35,8 +35,7 @@ from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, pars
 from paceline.server.codec.wire_request import AnyRequest, WireRequest
 from paceline.server.errors import AnswerTooLarge, InvalidRequest
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
-from paceline.server.memory.client_memory import NOWHERE, ClientMemory, Write
-from paceline.server.memory.region_tensors import Input, RegionTensor, Span
+from paceline.server.memory.region_tensors import NOWHERE, ClientMemory, Input, RegionTensor, Span, Write
 from paceline.server.memory.regions import Regions
 
 __all__ = ["AnyResponse", "ModelCodec", "memory_bytes", "tensor_bytes"]

@@ -26,8 +26,7 @@ from paceline.protos.tensors import TensorError, decode_raw, element_count
 from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.parameters import RequestOptions
 from paceline.server.codec.wire_request import AnyRequest, WireRequest
-from paceline.server.memory.client_memory import NOWHERE
-from paceline.server.memory.region_tensors import REGION, Input, Inputs, Place, RegionTensor, Span
+from paceline.server.memory.region_tensors import NOWHERE, REGION, Input, Inputs, Place, RegionTensor, Span
 from paceline.server.memory.regions import Region, Regions, all_intact
 
 __all__ = ["Group", "KnownRequests", "Targets"]

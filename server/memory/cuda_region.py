@@ -72,11 +72,8 @@ class CudaRegions:
         self.on_loss: Callable[[], object] = lambda: None
 
     def open(self, name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
-        """The region `name`: `byte_size` bytes of what `handle` stands for on GPU `device`.
-
-        Blocks. Raises InvalidRequest for a handle that the driver doesn't open, or a size beyond the allocation's;
-        GpuLost.
-        """
+        """The region `name`: `byte_size` bytes of what `handle` stands for on GPU `device`. Blocks. Raises
+        InvalidRequest for a handle that the driver doesn't open, or a size beyond the allocation's; GpuLost."""
         where = f"failed to register CUDA shared memory region '{name}': invalid args"
         if not 0 <= device <= _LAST:
             bound = "at least 0" if device < 0 else f"at most {_LAST}"

@@ -35,11 +35,12 @@ def ask() -> None:
     The process and its arguments stay the same. An environment that has one of `tuning.SETTINGS`, even empty, is left
     alone. To be called before anything has begun. Source: glibc's manual, "Memory Allocation Tunables".
     """
-    if wanted(os.environ, _mode(), _libc()):
-        try:
+    try:
+        mode, libc = _MODE.read_text(), os.confstr("CS_GNU_LIBC_VERSION") or ""
+        if wanted(os.environ, mode, libc):
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, TUNABLES: _TUNABLES_VALUE})
-        except OSError:
-            return  # huge pages only make it faster
+    except (OSError, ValueError):
+        return  # not Linux, hidden from us, or another C library; and huge pages only make it faster
 
 
 def wanted(environment: Mapping[str, str], mode: str, libc: str) -> bool:
@@ -48,17 +49,3 @@ def wanted(environment: Mapping[str, str], mode: str, libc: str) -> bool:
     numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
     knows = name == "glibc" and numbers >= _MIN_GLIBC
     return knows and _MADVISE_MODE in mode and not any(one in environment for one in SETTINGS)
-
-
-def _mode() -> str:
-    try:
-        return _MODE.read_text()
-    except OSError:
-        return ""  # not Linux, or hidden from us
-
-
-def _libc() -> str:
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (OSError, ValueError):
-        return ""  # another C library, which doesn't know the name

@@ -77,10 +77,7 @@ class Regions:
     """
 
     def __init__(
-        self,
-        limit: int,
-        message_bytes: int = LARGEST_MESSAGE_BYTES,
-        text_elements: int = Limits().request_elements,
+        self, limit: int, message_bytes: int = LARGEST_MESSAGE_BYTES, text_elements: int = Limits().request_elements
     ) -> None:
         self._limit = limit
         self.message_bytes = message_bytes

@@ -123,10 +123,8 @@ class SystemRegion(Region):
 
 
 def open_system_region(name: str, key: str, offset: int, byte_size: int) -> SystemRegion:
-    """The region `name`: `byte_size` bytes from `offset` in the object `key`, which must have them.
-
-    Raises InvalidRequest for a key that names no shared memory object, or a range that isn't in it.
-    """
+    """The region `name`: `byte_size` bytes from `offset` in the object `key`. Raises InvalidRequest for a key that
+    names no shared memory object, or a range that isn't in it."""
     # By path, as shm_open does, but without the standard library's private module. Only this way are links refused; and
     # opening a pipe, for instance, doesn't block.
     path = _FOLDER / object_name(name, key)
@@ -151,10 +149,7 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int) -> Syst
 
 def object_name(name: str, key: str) -> str:
     """The file name of the object that `key` means; one leading slash doesn't count. `name`, the region's, is for error
-    texts.
-
-    Raises InvalidRequest for a key that can't be one, and for names that Triton keeps to itself.
-    """
+    texts. Raises InvalidRequest for a key that can't be one, and for names that Triton keeps to itself."""
     file = key.removeprefix("/")
     if file in ("", ".", "..") or "/" in file or "\0" in file:
         raise InvalidRequest(

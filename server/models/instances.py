@@ -73,8 +73,8 @@ class Instances:
         self._statistics = statistics
         self._on_change = on_change
         self._made = 0
-        # Slots of one instance have a runner each.
-        self._live = {runner: one for one in loaded.instances for runner in self._new_runners(one)}
+        # Of all instances that neither hang nor are lost. Slots of one instance have a runner each.
+        self.runners = {runner: one for one in loaded.instances for runner in self._new_runners(one)}
         # Runners that still execute although their instance was given up.
         self._hanging: dict[Runner, Instance] = {}
         # Warm-ups of replacement instances that hang as well.
@@ -93,46 +93,41 @@ class Instances:
         self.batcher: _Batcher
 
     @property
-    def runners(self) -> Sequence[Runner]:
-        """Those of all instances that neither hang nor are lost."""
-        return list(self._live)
-
-    @property
     def can_execute(self) -> bool:
         """Whether anything can execute."""
-        return bool(self._live)
+        return bool(self.runners)
 
     @property
     def unrecoverable_reason(self) -> str:
         """Why nothing can execute any more unless the process is restarted, as far as is known: a device was lost, and
         an attempt to replace the instance failed. "" otherwise."""
-        return "" if self._live else self._unrecoverable_reason
+        return "" if self.runners else self._unrecoverable_reason
 
     @property
     def hangs(self) -> bool:
-        """Whether there are threads that may never end, or instances that aren't closed yet, or never can be."""
+        """Whether there are threads that may never end, or instances that aren't closed yet, or never can be. What
+        hangs is closed if it ends after all."""
         return bool(self._hanging or self._stuck or self._users)
 
     @property
     def instance_of(self) -> Callable[[Runner], int]:
         """A function that gives the same number for all slots of one instance, of those that don't hang."""
-        if len(self._live) == _count(self._live):
+        if len(self.runners) == _count(self.runners):
             return id
-        return lambda runner: id(self._live[runner])
+        return lambda runner: id(self.runners[runner])
 
     def start(self) -> None:
         """From now on, replace instances that end; on the running event loop."""
         self._loop = asyncio.get_running_loop()
-        for runner, instance in self._live.items():
+        for runner, instance in self.runners.items():
             self._watch(runner, instance)
 
     def on_hang(self, runner: Runner, others: Sequence[Runner]) -> None:
         """Replace the instance, unless too many hang. `others` are its other slots that execute."""
-        instance = self._remove_live(runner)
+        self._statistics.hung_executions += 1
+        instance = self._remove_live(runner, "an execution hangs and was given up")
         self._first_pauses_s.pop(id(instance), None)
         self._hanging.update((one, instance) for one in (runner, *others))
-        self._statistics.hung_executions += 1
-        self._tell("an execution hangs and was given up")
         if isinstance(instance, Abandonable):
             instance.abandon()
         if self._may_make_more():
@@ -140,9 +135,8 @@ class Instances:
 
     def on_loss(self, runner: Runner, error: BaseException) -> None:
         """Replace the instance. One whose device is lost is kept until the process ends."""
-        instance = self._remove_live(runner)
         self._statistics.lost_instances += 1
-        self._tell(f"an instance is lost: {error}")
+        instance = self._remove_live(runner, f"an instance is lost: {error}")
         if isinstance(error, DeviceLost):
             self._users.add(instance)
         else:
@@ -170,18 +164,16 @@ class Instances:
             # Nobody needs what is being loaded, and its load may never end.
             opened.abandon()
         # Closing what loads, hangs or is lost isn't safe, nor is closing the model that such instances are made of.
-        instances = list(dict.fromkeys(self._live.values()))
+        instances = list(dict.fromkeys(self.runners.values()))
         await asyncio.wrap_future(submit(lambda: self._close(instances), _start_thread_when_possible))
 
-    def _remove_live(self, runner: Runner) -> Instance:
+    def _remove_live(self, runner: Runner, why: str) -> Instance:
         """Take the instance that `runner` is a slot of out of the live ones, and return it."""
-        instance = self._live[runner]
-        self._live = {one: its for one, its in self._live.items() if its is not instance}
-        return instance
-
-    def _tell(self, what: str) -> None:
-        _log.error("%s: %s; instances left: %d", self._what, what, _count(self._live))
+        instance = self.runners[runner]
+        self.runners = {one: its for one, its in self.runners.items() if its is not instance}
+        _log.error("%s: %s; instances left: %d", self._what, why, _count(self.runners))
         self._on_change()
+        return instance
 
     def _may_make_more(self) -> bool:
         hanging = _count(self._hanging) + len(self._stuck)
@@ -235,7 +227,12 @@ class Instances:
                 if self._closed:
                     return
                 _log.error("model '%s': replacing an instance failed: %s", self._loaded.name, error)
-                self._on_failed_attempt(lost)
+                # If nothing can execute, requests are refused instead of waiting for what may never be back; but not
+                # after a hang, which may yet end. A restart of the server is known to help only with lost devices.
+                if not self.runners and lost is not None:
+                    self._unrecoverable_reason = str(lost) if isinstance(lost, DeviceLost) else ""
+                    self.batcher.suspend()
+                    self._on_change()
                 if isinstance(error, LoadHangs) and not self._may_make_more():
                     return
                 await self._pause(pause_s)
@@ -251,24 +248,15 @@ class Instances:
         finally:
             self._pausing.discard(task)
 
-    def _on_failed_attempt(self, lost: BaseException | None) -> None:
-        """If nothing can execute, refuse requests instead of having them wait for what may never be back; but not after
-        a hang, which may yet end. That a restart of the server would help is known only of lost devices."""
-        if self._live or self._closed or lost is None:
-            return
-        self._unrecoverable_reason = str(lost) if isinstance(lost, DeviceLost) else ""
-        self.batcher.suspend()
-        self._on_change()
-
     def _add(self, instance: Instance) -> None:
         """Raises RuntimeError if no thread can be started for any of its slots."""
         runners = self._new_runners(instance)
         for number, runner in enumerate(runners):
-            self._live[runner] = instance
+            self.runners[runner] = instance
             try:
                 self.batcher.add(runner)
             except RuntimeError as error:
-                del self._live[runner]
+                del self.runners[runner]
                 if not number:
                     raise
                 text = "%s: an instance runs with only %d of its %d slots: %s"

@@ -132,9 +132,9 @@ class LoadQueue:
         future.add_done_callback(lambda _: call_soon(loop, self._free.release))
         return future
 
-    def _note(self, future: Ending) -> None:
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
+    def _note(self, ending: Ending) -> None:
+        self._under_way.add(ending)
+        ending.add_done_callback(self._under_way.discard)
 
 
 def always(folder: ModelFolder) -> Find:

@@ -96,10 +96,11 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
     """Model `name` made of `files`, in a new folder that is removed after the block unless the model keeps it. Blocks.
     Raises InvalidRequest if a path is both file and folder, or the file system can't have it, and ModelNotReady if
     nothing can be written there."""
+    unwritable = f"failed to load '{name}', its files can't be written below '{_parent()}' (TMPDIR)"
     try:
         scratch = Scratch()
     except OSError as error:
-        raise _unwritable(name, error) from None
+        raise ModelNotReady(f"{unwritable}: {error.strerror}") from None
     try:
         for path, content in files.items():
             try:
@@ -108,7 +109,7 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
                 raise _refused(name, f"load parameter 'file:{path}': it conflicts with another file") from None
             except OSError as error:
                 if error.errno not in _OF_NAMES:
-                    raise _unwritable(name, error) from None
+                    raise ModelNotReady(f"{unwritable}: {error.strerror}") from None
                 why = f"load parameter 'file:{path}' can't be written: {error.strerror}"
                 raise _refused(name, why) from None
         yield replace(model_folder(name, scratch.path), files=scratch)
@@ -185,12 +186,6 @@ def _parent() -> str:
 
 def _ending() -> OSError:
     return OSError(errno.ECANCELED, "the server is ending")
-
-
-def _unwritable(name: str, error: OSError) -> ModelNotReady:
-    return ModelNotReady(
-        f"failed to load '{name}', its files can't be written below '{_parent()}' (TMPDIR): {error.strerror}"
-    )
 
 
 def _refused(name: str, why: str) -> InvalidRequest:

@@ -94,7 +94,7 @@ class ServedModel:
             observer = tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
         self.batcher: Batcher[Any, Tensors] = Batcher(  # `Payload`, of which its instances take one kind
             loaded.plan.policy,
-            self.instances.runners,
+            list(self.instances.runners),
             observer=observer,
             blames=_blame_for,
             replacer=self.instances,

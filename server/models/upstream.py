@@ -49,7 +49,7 @@ class Upstream:
         self._settings = settings
         self._repository = repository
         self._batching = batching
-        self._server = RemoteServer(settings.target, settings.connections, settings.timeout_secs)
+        self._server = RemoteServer(settings.target)  # until `start` has read what calls need
         self._served: dict[str, tuple[UpstreamVersion, ...]] = {}
         self._waits_for = "the upstream hasn't been asked yet"
         self._looks = 0
@@ -60,7 +60,18 @@ class Upstream:
     async def start(self) -> None:
         """Poll once, and then regularly until `stop`. Models that aren't there yet are served once they are. Raises
         StartError for files that can't be used."""
-        self._server = self._remote_server()
+        settings, tls = self._settings, self._settings.tls
+        try:
+            headers = () if settings.token_file is None else (authorization(read_token(settings.token_file)),)
+            credentials = None if tls is None else tls.credentials()
+        except OSError as error:
+            raise StartError(f"--upstream-token-file: {error.filename}: {error.strerror}") from None
+        except ValueError as error:
+            raise StartError(f"upstream: {error}") from None
+        options = () if tls is None else tls.channel_options(settings.target)
+        self._server = RemoteServer(
+            settings.target, settings.connections, settings.timeout_secs, credentials, options, headers
+        )
         self._server.open()
         self._repository.waits_for = self._waits_for
         self._repository.names_known = bool(self._settings.models)
@@ -76,18 +87,6 @@ class Upstream:
         """Close the connections."""
         self.stop()
         await self._server.close()
-
-    def _remote_server(self) -> RemoteServer:
-        settings, tls = self._settings, self._settings.tls
-        try:
-            headers = () if settings.token_file is None else (authorization(read_token(settings.token_file)),)
-            credentials = None if tls is None else tls.credentials()
-        except OSError as error:
-            raise StartError(f"--upstream-token-file: {error.filename}: {error.strerror}") from None
-        except ValueError as error:
-            raise StartError(f"upstream: {error}") from None
-        options = () if tls is None else tls.channel_options(settings.target)
-        return RemoteServer(settings.target, settings.connections, settings.timeout_secs, credentials, options, headers)
 
     async def _watch(self) -> None:
         while True:

@@ -105,6 +105,7 @@ class WarmUp:
         self, config: pb.ModelConfig, plan: ServingPlan, folder: Path, now_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._name = config.name
+        self._cold = f"model '{config.name}' is served without warm-up"
         self._plan = plan
         self._now_ns = now_ns
         self._has_logged_cold = False
@@ -148,22 +149,21 @@ class WarmUp:
         if any(tensor.shape_tensor or tensor.any_rank or min(tensor.dims, default=0) < 0 for tensor in needed):
             if isinstance(instance, Slotted) and not self._has_logged_cold:
                 self._has_logged_cold = True
-                text = "model '%s' is served without warm-up, as not all its dims are known; set model_warmup"
-                _log.info(text, self._name)
+                _log.info("%s, as not all its dims are known; set model_warmup", self._cold)
             return
         if spec.batched and not needed:
             return
         size = sum(_bytes(tensor, tensor.model_dims) for tensor in needed)
         if size > _DEFAULT_BYTES:
-            text = "model '%s' is served without warm-up, as a row has %d bytes, more than %d; set model_warmup"
-            _log.warning(text, self._name, size, _DEFAULT_BYTES)
+            text = "%s, as a row has %d bytes, more than %d; set model_warmup"
+            _log.warning(text, self._cold, size, _DEFAULT_BYTES)
             return
         try:
             zeros = _all_alike(spec, 1, 0)
             for run in _made_up_runs_of(instance):
                 self._run_sizes(run, [zeros], _sizes(instance, self._plan), bounds)
         except (OutOfMemory, MemoryError) as error:
-            _log.warning("model '%s' is served without warm-up, for lack of memory: %s", self._name, _text_of(error))
+            _log.warning("%s, for lack of memory: %s", self._cold, _text_of(error))
         except (BackendError, TensorError) as error:
             # Zeros aren't why an instance failed, except that they may be why a process ended.
             of_any_input = isinstance(error, InstanceError) and not isinstance(error, InstanceLost)
@@ -171,23 +171,19 @@ class WarmUp:
                 raise LoadError(f"its warm-up failed: {error}") from error
             if isinstance(error, UnfitOutputs) and not self._may_fit_others(instance, bounds):
                 raise ConfigError(f"the model's outputs aren't as declared, whatever its input: {error}") from error
-            text = "model '%s' is served without warm-up, as it rejects zeros: %s"
-            _log.warning(text, self._name, _text_of(error))
+            _log.warning("%s, as it rejects zeros: %s", self._cold, _text_of(error))
 
     def _may_fit_others(self, instance: ModelInstance, bounds: _Bounds) -> bool:
         """Whether the outputs for other inputs than a row of zeros may be as declared: of ones, as shapes may depend on
         values, and of two rows, as some models drop all axes of size 1."""
         spec, run = self._plan.spec, _made_up_runs_of(instance)[0]
-        others = [_all_alike(spec, 1, 1)]
-        if self._plan.max_batch_rows > 1:
-            others.append(_all_alike(spec, 2, 0))
-        for request in others:
+        for rows, digit in [(1, 1), (2, 0)] if self._plan.max_batch_rows > 1 else [(1, 1)]:
             try:
-                bounds.execute(run, [request], 0)
+                bounds.execute(run, [_all_alike(spec, rows, digit)], 0)
             except UnfitOutputs:
                 continue
             except (BackendError, MemoryError):  # which tells nothing about outputs
-                return True
+                pass
             return True
         return False
 

@@ -24,8 +24,7 @@ from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import error_text, status_of
-from paceline.server.memory.client_memory import NOWHERE
-from paceline.server.memory.region_tensors import Inputs
+from paceline.server.memory.region_tensors import NOWHERE, Inputs
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
 from paceline.server.telemetry.tracing import RequestWatch
 
