@@ -129,10 +129,8 @@ class Regions:
         if region is None:
             names = sorted(self._registered)
             more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-            which = f"{kind} shared" if kind else "shared"
-            raise RegionNotFound(
-                f"Unable to find {which} memory region: '{name}'; registered are {names[:_MAX_LISTED]}{more}"
-            )
+            unable = f"Unable to find {kind} shared memory region" if kind else "Unable to find shared memory region"
+            raise RegionNotFound(f"{unable}: '{name}'; registered are {names[:_MAX_LISTED]}{more}")
         if kind not in ("", region.kind):
             raise RegionNotFound(
                 f"expected the name of a {kind} shared memory region, got '{region.name}', which is a {region.kind} one"

@@ -19,10 +19,7 @@ __all__ = ["OWN_PARAMETERS", "OwnSettings", "batch_policy", "limit_of", "own_set
 _PREFIX = "paceline."
 _MAX_NUMBER = 2**63 - 1
 """The highest number of rows, bytes or milliseconds; the most milliseconds that a system timer can be set to."""
-_ACTIONS = {
-    pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT,
-    pb.ModelQueuePolicy.DELAY: TimeoutAction.DELAY,
-}
+_ACTIONS = {pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT, pb.ModelQueuePolicy.DELAY: TimeoutAction.DELAY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +52,7 @@ def own_settings(config: pb.ModelConfig) -> OwnSettings:
 
 
 def batch_policy(
-    config: pb.ModelConfig,
-    max_rows: int,
-    *,
-    merges: bool,
-    defaults: BatchDefaults | None,
-    execution_limit_ns: int = 0,
+    config: pb.ModelConfig, max_rows: int, *, merges: bool, defaults: BatchDefaults | None, execution_limit_ns: int = 0
 ) -> BatchPolicy:
     """The policy for a model whose requests may have `max_rows` rows (0: it has no batch axis).
 

@@ -141,7 +141,10 @@ class Instances:
             self._users.add(instance)
         else:
             self._start_giving_back(instance)
-        self._start_replacing(instance.device, error, self._pause_after(instance))
+        pause_s = min(max(_FIRST_PAUSE_S, 2 * self._first_pauses_s.pop(id(instance), 0.0)), _LONGEST_FIRST_PAUSE_S)
+        if not isinstance(instance, CanEnd) or instance.has_executed:
+            pause_s = 0.0  # it was of use: ending it harms nobody beyond the time that a start takes
+        self._start_replacing(instance.device, error, pause_s)
 
     def on_return(self, runner: Runner) -> None:
         """Release what the hanging execution used; on a thread, since that may take as long as a load."""
@@ -184,14 +187,6 @@ class Instances:
     def _watch(self, runner: Runner, instance: Instance) -> None:
         if isinstance(instance, CanEnd):
             instance.when_lost(lambda error: call_soon(self._loop, partial(self.batcher.lose, runner, error)))
-
-    def _pause_after(self, instance: Instance) -> float:
-        """Seconds to wait before it is replaced. None after one that was of use: ending it harms nobody beyond the time
-        that a start takes."""
-        before_s = self._first_pauses_s.pop(id(instance), 0.0)
-        if not isinstance(instance, CanEnd) or instance.has_executed:
-            return 0.0
-        return min(max(_FIRST_PAUSE_S, 2 * before_s), _LONGEST_FIRST_PAUSE_S)
 
     def _start_giving_back(self, instance: Instance) -> None:
         self._users.add(instance)

@@ -197,7 +197,10 @@ def _override(parameters: Parameters) -> Override | None:
     files: dict[PurePosixPath, bytes] = {}
     for key, parameter in parameters.items():
         if key.startswith(_FILE):
-            path = _inner_path(key)
+            text = key.removeprefix(_FILE)
+            path = PurePosixPath(text)
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text or "\\" in text:
+                raise InvalidRequest(f"load parameter {key!r}: expected a path inside the model's folder")
             if path in files:
                 raise InvalidRequest(f"load parameter {key!r}: expected each file once, got '{path}' twice")
             _check_type("load", key, parameter, "bytes_param")
@@ -211,14 +214,6 @@ def _override(parameters: Parameters) -> Override | None:
     if files:
         raise InvalidRequest("load parameter 'config': expected one together with 'file:...', got none")
     return None
-
-
-def _inner_path(key: str) -> PurePosixPath:
-    text = key.removeprefix(_FILE)
-    path = PurePosixPath(text)
-    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text or "\\" in text:
-        raise InvalidRequest(f"load parameter {key!r}: expected a path inside the model's folder")
-    return path
 
 
 def _check_type(what: str, key: str, parameter: ModelRepositoryParameter, expected: str) -> None:

@@ -349,24 +349,19 @@ def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Pa
 
 def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> tuple[Path, ...]:
     """The libraries of operators that the configuration names, from the version's folder or else the model's."""
-    found = []
-    for name in config.model_operations.op_library_filename:
-        there = [place / name for place in (folder.versions[version], folder.path) if _is_inside(place, name)]
-        if not there:
-            raise ConfigError(
-                "model_operations.op_library_filename: expected a file inside the version's or the model's folder, "
-                f"got '{name}'"
-            )
-        found.append(there[0])
-    return tuple(found)
 
+    def find(name: str) -> Path:
+        for place in (folder.versions[version], folder.path):
+            with suppress(OSError):
+                if (file := open_inside(place, name)) is not None:
+                    file.close()
+                    return place / name
+        raise ConfigError(
+            "model_operations.op_library_filename: expected a file inside the version's or the model's folder, "
+            f"got '{name}'"
+        )
 
-def _is_inside(place: Path, name: str) -> bool:
-    with suppress(OSError):
-        if (file := open_inside(place, name)) is not None:
-            file.close()
-            return True
-    return False
+    return tuple(map(find, config.model_operations.op_library_filename))
 
 
 def _say(served: ServingPlan, config: pb.ModelConfig, tried: Trial) -> str:

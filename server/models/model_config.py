@@ -245,12 +245,7 @@ def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int
 
 
 def effective_config(
-    config: pb.ModelConfig,
-    plan: ServingPlan,
-    *,
-    platform: str,
-    file: str,
-    groups: Sequence[Sequence[Device]],
+    config: pb.ModelConfig, plan: ServingPlan, *, platform: str, file: str, groups: Sequence[Sequence[Device]]
 ) -> pb.ModelConfig:
     """A copy of `config` in which everything that it left open is filled in.
 

@@ -76,8 +76,7 @@ class ServedModel:
             else codec_for(self.name, self.version, self.spec, self.max_request_rows, loaded.labels, regions)
         )
         self.statistics = VersionStatistics()
-        self._partial = 0
-        self._whole = asyncio.Event()
+        self._partial: set[asyncio.Task[object]] = set()
 
         def execute_of(instance: ModelInstance) -> ExecuteInputs:
             # The plain `execute` if nothing can be in shared memory: then nobody pays for looking.
@@ -121,19 +120,14 @@ class ServedModel:
 
     def in_parts(self, whole: asyncio.Task[object]) -> None:
         """For a request that enters the batcher in parts: until `whole` is done, `stop` still lets the rest in."""
-        self._partial += 1
-        whole.add_done_callback(self._on_whole)
-
-    def _on_whole(self, whole: asyncio.Task[object]) -> None:
-        self._partial -= 1
-        self._whole.set()
+        self._partial.add(whole)
+        whole.add_done_callback(self._partial.discard)
 
     async def stop(self) -> None:
         """Execute what is queued, then close the instances. If this is cancelled while waiting: use `abandon`."""
         self.batcher.flush()
         while self._partial:
-            self._whole.clear()
-            await self._whole.wait()
+            await asyncio.wait(self._partial)
         await self.batcher.drain()
         self.batcher.close()
         self._metrics.remove(self._shown)

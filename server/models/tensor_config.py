@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from paceline.backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
 from paceline.protos import model_config_pb2 as pb
@@ -228,15 +229,10 @@ def _check_reshape(where: str, dims: tuple[int, ...], reshape: tuple[int, ...]) 
         )
 
 
-def _runs(dims: Iterable[int]) -> list[int]:
+def _runs(dims: Sequence[int]) -> list[int]:
     """The products of the dims between those of -1."""
-    runs: list[list[int]] = [[]]
-    for dim in dims:
-        if dim == -1:
-            runs.append([])
-        else:
-            runs[-1].append(dim)
-    return [math.prod(run) for run in runs]
+    cuts = [-1, *(axis for axis, dim in enumerate(dims) if dim == -1), len(dims)]
+    return [math.prod(dims[before + 1 : cut]) for before, cut in pairwise(cuts)]
 
 
 def _check_ragged(where: str, declared: Declared, own: TensorSpec, batched: bool) -> None:

@@ -100,8 +100,12 @@ def _check(config: config_pb.ModelConfig) -> None:
 
 def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batching: BatchDefaults) -> int:
     """The rows of a batch: what ModelConfig says, else the flag; 0 for models that can't batch."""
-    if config is not None and (config.max_batch_size <= 0 or not _is_made_of_rows(config)):
-        return 0  # requests that aren't made of rows, joined here, would be one request to the upstream
+    if config is not None:
+        # With ragged or batch inputs, the upstream tells requests apart: joined here, they would be one request to it.
+        ragged = config.batch_input or config.batch_output or any(one.allow_ragged_batch for one in config.input)
+        whole = any(one.is_shape_tensor for tensors in (config.input, config.output) for one in tensors)
+        if config.max_batch_size <= 0 or ragged or whole:
+            return 0
     if not own.inputs:
         return config.max_batch_size if config else batching.max_batch_rows
     if config is not None:
@@ -110,13 +114,6 @@ def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batchi
         leads_with_free = all(one.dims[:1] == (-1,) for one in (*own.inputs, *own.outputs))
         return config.max_batch_size if leads_with_free else 0
     return batching.max_batch_rows if can_batch(config_pb.ModelConfig(), own) else 0
-
-
-def _is_made_of_rows(config: config_pb.ModelConfig) -> bool:
-    """Whether the upstream joins requests by rows alone: with ragged or batch inputs, it tells requests apart."""
-    if config.batch_input or config.batch_output or any(one.allow_ragged_batch for one in config.input):
-        return False
-    return not any(one.is_shape_tensor for tensors in (config.input, config.output) for one in tensors)
 
 
 def _says_it_splits(config: config_pb.ModelConfig) -> bool:
