@@ -22,7 +22,7 @@ from bench.stats import spread
 from paceline.backends import registry
 from paceline.backends.transport.link import Link
 from paceline.clients.messages import infer_request
-from paceline.scheduler.answers import notify
+from paceline.scheduler.answering import notify
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.wire_request import AnyRequest, RequestReader

@@ -3,30 +3,25 @@
 Lives here: every decision. Must not: a clock, lock, await, log or callback; time comes in as `now_ns`, decisions go out
 as a `Step`. The rule that ensures this: this module imports nothing but data structures and the policy.
 
-Requests wait in `lanes`, one per shape key, which decide whose turn it is. `sizing` decides how many of them leave.
-This module decides whether requests are admitted and how long they may stay.
+Requests wait in `lanes`, one per shape key, which decide who goes next. `sizing` decides how many of them leave. This
+module decides whether requests are admitted and how long they may stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Generic, NamedTuple
 
-from paceline.scheduler.allowance import Allowed
 from paceline.scheduler.errors import DeadlineUnreachable, QueueFull, RequestTooLarge
-from paceline.scheduler.executing import Batch, Executing
-from paceline.scheduler.lane import Lane
-from paceline.scheduler.lanes import Lanes
-from paceline.scheduler.latency import LatencyModel
-from paceline.scheduler.lazy_heap import LazyHeap
+from paceline.scheduler.lanes import Lane, Lanes, order_of
+from paceline.scheduler.latency import Executing, LatencyModel
 from paceline.scheduler.policy import NEVER, BatchPolicy, TimeoutAction
-from paceline.scheduler.request import RequestT, Watch, order_of
+from paceline.scheduler.request import Batch, RequestT
 from paceline.scheduler.returning_callers import ReturningCallers
-from paceline.scheduler.sizing import Sizing, Unreachable
-from paceline.scheduler.waiting import SharedQueueLimits, Waiting
+from paceline.scheduler.sizing import Allowed, Cut, Sizing, Unreachable
+from paceline.scheduler.waiting import SharedQueueLimits, Timers, Waiting
 
-__all__ = ["Batch", "BatchQueue", "Refusal", "Step", "Unreachable"]
-
+__all__ = ["BatchQueue", "Refusal", "Step"]
 
 Refusal = RequestTooLarge | QueueFull | DeadlineUnreachable
 
@@ -39,10 +34,6 @@ class Step(NamedTuple, Generic[RequestT]):
     expired: tuple[RequestT, ...] = ()
     unreachable: tuple[Unreachable[RequestT], ...] = ()
     wake_ns: int | None = None
-
-
-def _is_watched(watch: Watch[RequestT], token: int) -> bool:
-    return watch.request is not None
 
 
 class BatchQueue(Generic[RequestT]):
@@ -66,14 +57,14 @@ class BatchQueue(Generic[RequestT]):
         self._enough_rows = min(policy.preferred)
         self._sizing = Sizing(policy, self.latency)
         self._allowance = self._sizing.allowance
-        self._executing: Executing[RequestT] = Executing(self.latency, instances, policy.max_batch_rows)
+        self._executing = Executing(self.latency, instances, policy.max_batch_rows)
         self._max_rows = policy.max_batch_rows
         self._has_levels = policy.priority_levels > 0
         self._queue_policy, self._queue_policies = policy.queue, policy.priority_queue
         self._pads = bool(policy.batch_sizes)
         self._arrived = 0
         self._lanes: Lanes[RequestT] = Lanes(policy)
-        self._deadlines: LazyHeap[Watch[RequestT]] = LazyHeap(_is_watched)
+        self._timers: Timers[RequestT] = Timers()
 
     def worth_waiting_for(self, announced: int) -> int:
         """How many more requests, besides `announced` ones, an idle instance may be kept waiting for, assuming they are
@@ -94,11 +85,10 @@ class BatchQueue(Generic[RequestT]):
     def spare_until_ns(self) -> int:
         """Until when the waiting requests may be kept waiting: the one whose deadline or timeout comes first may use
         half of the time that it had beyond an execution's. The rest is for whatever may take longer than expected."""
-        if self._deadlines.first_rank() is None:
+        first = self._timers.first()
+        if first is None:
             return NEVER
-        request = self._deadlines.items[0][2].request
-        assert request is not None
-        return request.arrived_ns + (request.act_at_ns - self.latency.longest_ns - request.arrived_ns) // 2
+        return first.arrived_ns + (first.act_at_ns - self.latency.longest_ns - first.arrived_ns) // 2
 
     @property
     def allowed_rows(self) -> int:
@@ -129,14 +119,18 @@ class BatchQueue(Generic[RequestT]):
             requests, requests * rows, requests * first.size_bytes, level, queue.max_queue_size
         )
         if refusal is None and self.policy.deadline_aware:
-            refusal = self._unreachable(group, level)
+            deadline_ns = first.deadline_ns if requests == 1 else min([one.deadline_ns for one in group])
+            left_ns = deadline_ns - group[-1].arrived_ns
+            # A cheap check before the exact one.
+            if left_ns < (waiting.requests + requests + 1) * self.latency.longest_ns:
+                refusal = self._unreachable(group, level, left_ns)
         if refusal is not None:
             if requests == 1:
                 return [refusal]
             # What is too much for all of them may not be for each.
             refusals = [one for each in group for one in self.push([each]) or (None,)]
             return refusals if any(refusals) else ()
-        order = order_of(level, self._arrived)
+        order = order_of(level, self._arrived) if level else self._arrived
         self._arrived += requests
         for request in group:
             order += 1
@@ -146,7 +140,7 @@ class BatchQueue(Generic[RequestT]):
                 act_at_ns = min(act_at_ns, queue.timeout_at_ns(request.arrived_ns, request.timeout_ns))
             request.act_at_ns = act_at_ns
             if act_at_ns != NEVER:
-                self._watch_deadline(request)
+                self._timers.start(request)
             if self._awaits_returns:
                 self._returns.arrived(request.key, rows, request.arrived_ns)
         waiting.add(first, requests)
@@ -174,8 +168,8 @@ class BatchQueue(Generic[RequestT]):
         if self._allowance.due_ns <= now_ns:
             self._allowance.grow(now_ns)
             self._lanes.prefer(self._allowance.rows)
-        deadlines = self._deadlines.items
-        expired = self._expire(now_ns) if deadlines and deadlines[0][0] <= now_ns else ()
+        timers = self._timers.items
+        expired = self._expire(now_ns) if timers and timers[0][0] <= now_ns else ()
         batches: list[Batch[RequestT]] = []
         unreachable: list[Unreachable[RequestT]] = []
         starts_ns = max(now_ns, starts_ns)
@@ -189,15 +183,13 @@ class BatchQueue(Generic[RequestT]):
                 break
             if len(batches) >= idle and not self._is_full(lane):
                 # A full lane mustn't overtake it either, or it could wait for ever.
-                self._lanes.pass_over(lane)
+                self._lanes.make_ready(lane)
                 break
             if self._awaits_returns and self._await_returns(lane, now_ns):
                 continue
-            if lane.requests == 1 and not self._may_be_late(starts_ns):
-                batches.append(self._take_only(lane, starts_ns))
-            elif (batch := self._take(lane, now_ns, starts_ns, unreachable)) is not None:
+            if (batch := self._take(lane, now_ns, starts_ns, unreachable)) is not None:
                 batches.append(batch)
-        wake_ns = self._deadlines.first_rank() if self._deadlines.items else None
+        wake_ns = self._timers.first_rank() if self._timers.items else None
         if len(batches) < idle and self._lanes.due.items and (due_ns := self._lanes.due.first_rank()) is not None:
             wake_ns = due_ns if wake_ns is None else min(wake_ns, due_ns)
         return Step(tuple(batches), expired, tuple(unreachable), wake_ns)
@@ -228,8 +220,7 @@ class BatchQueue(Generic[RequestT]):
             return
         for request in requests:
             self.waiting.add(request)
-            if request.act_at_ns != NEVER:
-                self._watch_deadline(request)
+            self._timers.start(request)
         self._lanes.put_back(requests)
 
     def exhausted(self, rows: int, now_ns: int) -> Allowed:
@@ -245,33 +236,28 @@ class BatchQueue(Generic[RequestT]):
         self._lanes.prefer(self._allowance.rows)
 
     def again(
-        self, key: Hashable, requests: Sequence[RequestT], now_ns: int, most_rows: int
+        self, requests: Sequence[RequestT], now_ns: int, most_rows: int
     ) -> tuple[Batch[RequestT], Sequence[RequestT]]:
         """Begin a batch, now, of requests whose earlier batch failed. Returns it, and the requests that don't fit: it
         may have `most_rows` rows (0: any number), or fewer if less is allowed by now."""
         fitting, rows = self._sizing.fitting(requests, len(requests), most_rows)
-        return self._executing.begin(key, fitting, rows, self._sizing.padded(rows), now_ns), requests[len(fitting) :]
+        return self._executing.begin(fitting, rows, self._sizing.padded(rows), now_ns), requests[len(fitting) :]
 
     def flush(self) -> None:
         """From now on, nothing waits for more requests: whatever is queued leaves as soon as an instance is idle."""
         self._awaits_returns = self._may_keep_idle = False
         self._lanes.flush()
 
-    def _unreachable(self, group: Sequence[RequestT], level: int) -> DeadlineUnreachable | None:
-        """The error of a request that is certain to be late: even if only full batches are ahead of it and it executes
-        alone. Of several, any that may be."""
-        first, last = group[0], group[-1]
-        deadline_ns = min([one.deadline_ns for one in group]) if first is not last else first.deadline_ns
-        left_ns = deadline_ns - last.arrived_ns
-        if deadline_ns == NEVER or left_ns >= (self.waiting.requests + len(group) + 1) * self.latency.longest_ns:
-            return None  # a cheap check before the exact one
-        now_ns = last.arrived_ns
+    def _unreachable(self, group: Sequence[RequestT], level: int, left_ns: int) -> DeadlineUnreachable | None:
+        """The error of a request, with `left_ns` until its deadline, that is certain to be late: even if only full
+        batches are ahead of it and it executes alone. Of several, any that may be."""
+        first, now_ns = group[0], group[-1].arrived_ns
         alone_ns = self.latency.proven_ns(first.key, self._sizing.padded(first.rows), now_ns)
-        if not alone_ns and first is last:
+        if not alone_ns and len(group) == 1:
             return None
-        ahead = self.rows_ahead(first.key, level)
+        ahead = self._lanes.rows_before(first.key, level)
         needed_ns = self._executing.least_wait_ns(first.key, ahead, now_ns) + alone_ns
-        if first is last and now_ns + needed_ns <= deadline_ns:
+        if len(group) == 1 and needed_ns <= left_ns:
             return None
         return DeadlineUnreachable(left_ns, needed_ns)
 
@@ -283,47 +269,31 @@ class BatchQueue(Generic[RequestT]):
     def _is_full(self, lane: Lane[RequestT]) -> bool:
         return lane.rows >= self._allowance.rows or 0 < self.policy.max_batch_requests <= lane.requests
 
-    def rows_ahead(self, key: Hashable, level: int) -> int:
-        """Rows that wait in the key's lane and are served before a request of `level` that arrives now."""
-        lane = self._lanes.get(key)
-        return lane.rows_before(level) if lane is not None else 0
-
-    def _watch_deadline(self, request: RequestT) -> None:
-        request.watch = Watch(request)
-        self._deadlines.push(request.act_at_ns, request.order, request.watch)
-
     def _expire(self, now_ns: int) -> tuple[RequestT, ...]:
         expired: list[RequestT] = []
-        deadlines = self._deadlines
-        while (first := deadlines.first_rank()) is not None and first <= now_ns:
-            request = deadlines.pop().request
+        timers = self._timers
+        while (first := timers.first_rank()) is not None and first <= now_ns:
+            request = timers.pop().request
             assert request is not None
-            if self._may_wait_on(request, now_ns):
-                self._demote(request)
+            action = self.policy.queue_policy(request.level).timeout_action
+            if action is TimeoutAction.DELAY and request.deadline_ns > now_ns:
+                # Behind all others of its level; from now on, only its RPC's deadline bounds its wait.
+                self._lanes.remove(request)
+                self._arrived += 1
+                request.order = order_of(request.level, self._arrived, demoted=True)
+                request.act_at_ns = request.deadline_ns
+                timers.stop((request,))
+                timers.start(request)
+                self._lanes.add((request,))
             else:
                 self._remove(request)
                 expired.append(request)
         return tuple(expired)
 
-    def _may_wait_on(self, request: RequestT, now_ns: int) -> bool:
-        action = self.policy.queue_policy(request.level).timeout_action
-        return action is TimeoutAction.DELAY and request.deadline_ns > now_ns
-
-    def _demote(self, request: RequestT) -> None:
-        """Move the request behind all others of its level; from now on, only its RPC's deadline bounds its wait."""
-        self._lanes.remove(request)
-        self._arrived += 1
-        request.order = order_of(request.level, self._arrived, demoted=True)
-        request.act_at_ns = request.deadline_ns
-        request.unwatch()
-        if request.act_at_ns != NEVER:
-            self._watch_deadline(request)
-        self._lanes.add((request,))
-
     def _remove(self, request: RequestT) -> None:
         """Take one request out for good, wherever it stands."""
         self._lanes.remove(request)
-        request.unwatch()
+        self._timers.stop((request,))
         self.waiting.remove((request,))
 
     def _await_returns(self, lane: Lane[RequestT], now_ns: int) -> bool:
@@ -332,14 +302,15 @@ class BatchQueue(Generic[RequestT]):
         if lane.rows >= self._allowance.rows:
             return False
         until_ns = self._returns.hold_until_ns(lane.key, lane.rows, now_ns)
-        first_ns = self._deadlines.first_rank()
+        first_ns = self._timers.first_rank()
         if first_ns is not None:
             until_ns = min(until_ns, first_ns - self.latency.longest_ns)
         if until_ns <= now_ns:
             return False
-        self._lanes.postpone(lane, until_ns)
+        self._lanes.make_due(lane, until_ns)
         return True
 
+    # hot path
     def _take(
         self, lane: Lane[RequestT], now_ns: int, starts_ns: int, unreachable: list[Unreachable[RequestT]]
     ) -> Batch[RequestT] | None:
@@ -347,33 +318,23 @@ class BatchQueue(Generic[RequestT]):
 
         None if requests had to be given up instead, which changes what is ready.
         """
-        key = lane.key
-        releasable = self._lanes.releasable(lane, now_ns)
-        cut = self._sizing.cut(lane, min(releasable, self.policy.max_batch_requests or releasable))
-        late: list[Unreachable[RequestT]] = []
-        if self._may_be_late(starts_ns):
-            cut, late = self._sizing.most_in_time(key, lane, cut, starts_ns)
+        timers, late = self._timers.items, list[Unreachable[RequestT]]()
+        # Whether some deadline is so near that an execution could miss it; a cheap check before the exact one.
+        may_be_late = bool(timers) and timers[0][0] < starts_ns + self.latency.longest_ns and self.policy.deadline_aware
+        if lane.only is not None and not may_be_late:
+            rows = lane.rows
+            cut = Cut((lane.only,), rows, self._sizing.padded(rows) if self._pads else rows)
+        else:
+            releasable = self._lanes.releasable(lane, now_ns)
+            cut = self._sizing.cut(lane, min(releasable, self.policy.max_batch_requests or releasable))
+            if may_be_late:
+                cut, late = self._sizing.most_in_time(lane.key, lane, cut, starts_ns)
         leaving = [one.request for one in late] if late else cut.requests
         self._lanes.take(lane, leaving)
-        if self._deadlines.items:  # else no request is watched
-            for request in leaving:
-                request.unwatch()
+        if timers:  # else none runs
+            self._timers.stop(leaving)
         self.waiting.remove(leaving)
         if late:
             unreachable += late
             return None
-        return self._executing.begin(key, cut.requests, cut.rows, cut.padded_rows, starts_ns)
-
-    def _take_only(self, lane: Lane[RequestT], starts_ns: int) -> Batch[RequestT]:
-        """Like `_take`, for a lane with a single request that has time to spare: nothing needs to be decided."""
-        request = self._lanes.take_only(lane)
-        request.unwatch()
-        self.waiting.remove((request,))
-        rows = request.rows
-        padded_rows = self._sizing.padded(rows) if self._pads else rows
-        return self._executing.begin(lane.key, (request,), rows, padded_rows, starts_ns)
-
-    def _may_be_late(self, starts_ns: int) -> bool:
-        """Whether some deadline is so near that an execution could miss it; a cheap check before the exact one."""
-        deadlines = self._deadlines.items
-        return bool(deadlines) and deadlines[0][0] < starts_ns + self.latency.longest_ns and self.policy.deadline_aware
+        return self._executing.begin(cut.requests, cut.rows, cut.padded_rows, starts_ns)

@@ -1,7 +1,7 @@
 """The asyncio shell around the pure queue: it hands out futures, passes batches to instances and delivers answers.
 
 Lives here: when the queue is asked, carrying out what it decides, start and end. Must not: decide what is batched,
-which is `batch_queue`, or what becomes of a failed batch, which is `recovery`. Everything runs on one event loop; only
+which is `batch_queue`, or what becomes of a failed batch, which is `failures`. Everything runs on one event loop; only
 runners use other threads.
 """
 
@@ -10,23 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Generic, TypeVar
 
-from paceline.scheduler.answers import Answers, OrderedAnswers
-from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.answering import Answers, OrderedAnswers
 from paceline.scheduler.batch_queue import BatchQueue, Step
 from paceline.scheduler.clock import Alarm, Clock, MonotonicClock
-from paceline.scheduler.delivery import Delivery
 from paceline.scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, SchedulerError
-from paceline.scheduler.executing import Batch
-from paceline.scheduler.isolation import Blame, Retries, Suspects
-from paceline.scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
+from paceline.scheduler.failures import Blame, Recovery, Suspects
+from paceline.scheduler.instances import InstanceReplacer, Instances
+from paceline.scheduler.observer import Drop, Observer
 from paceline.scheduler.policy import BatchPolicy
-from paceline.scheduler.recovery import Recovery
-from paceline.scheduler.request import AnyRequest, Request
+from paceline.scheduler.request import AnyRequest, Batch, Request
 from paceline.scheduler.runner import AnyRunner, Outcome, Runner
-from paceline.scheduler.runner_table import InstanceReplacer, RunnerTable
-from paceline.scheduler.turns import Submit, Turns, WaitBudget
+from paceline.scheduler.turns import ArrivalModel, Submit, Turns, WaitBudget
 from paceline.scheduler.waiting import SharedQueueLimits
 
 __all__ = ["Batcher"]
@@ -34,14 +31,8 @@ __all__ = ["Batcher"]
 P = TypeVar("P")
 R = TypeVar("R")
 
-# About how long gRPC occupies the loop per request. After an execution that was shorter per request, an instance gets
-# its next batch only once the answers are on their way and the requests that have arrived are queued: batches become
-# fewer and larger.
-_LOOP_NS = 150_000
 _LONG_NS = 1_000_000
 """Shorter executions leave callers no time to come back meanwhile, so serving them in two halves gains nothing."""
-
-_NOTHING: Step[AnyRequest] = Step()
 
 _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
 
@@ -52,7 +43,7 @@ class Batcher(Generic[P, R]):
     `runners` are started by `start` and stopped by `close`. `blames(error)` classifies an error that an instance
     raised: who may be at fault. By default, some of the batch's requests. `replacer` is notified of runners that were
     given up; without it, an instance at fault stays in use. `shared_limits` is what its queue shares with the queues of
-    other models. `instance_of(runner)` is the instance that a runner is a slot of (`scheduler.slots`); by default, each
+    other models. `instance_of(runner)` is the instance that a runner is a slot of (see `instances`); by default, each
     runner is an instance. `arrivals` learns how long it is worth waiting for more requests.
 
     All methods must be called on the event loop that ran `start`.
@@ -79,19 +70,21 @@ class Batcher(Generic[P, R]):
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
-        self._observer: Observer = GuardedObserver(observer) if observer else NullObserver()
         self._queue: BatchQueue[Request[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), shared_limits)
         self._waiting = self._queue.waiting
-        self._runners: RunnerTable[P, R] = RunnerTable(runners, self._clock, self._queue.latency, replacer, instance_of)
-        self._running, self._slots, self._ahead = self._runners.running, self._runners.slots, self._runners.ahead
-        self._retries: Retries[Request[P, R]] = Retries(blames, self._waiting, isolates=policy.isolate_failures)
-        self._suspect_groups = self._retries.groups
-        self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
-        self._delivery = Delivery(self._answers, self._observer)
+        self._instances: Instances[P, R] = Instances(runners, self._clock, replacer, instance_of)
+        self._running, self._ahead = self._instances.running, self._instances.ahead
+        self._answers = OrderedAnswers(observer) if policy.preserve_ordering else Answers(observer)
         self._accepts = self._stopped = self._suspended = False
         self._arrivals = arrivals or ArrivalModel()
         self._recovery: Recovery[P, R] = Recovery(
-            self._queue, self._runners, self._retries, self._delivery, self._arrivals, self._clock
+            self._queue,
+            self._instances,
+            self._answers,
+            self._arrivals,
+            self._clock,
+            blames,
+            isolates=policy.isolate_failures,
         )
         self._turns = Turns(self._turn, self._wait_budget, self._arrivals, self._clock)
         self.announce = self._turns.announce
@@ -104,7 +97,7 @@ class Batcher(Generic[P, R]):
     @property
     def waiting_requests(self) -> int:
         """Requests announced or accepted that aren't executing."""
-        return self._waiting.requests + self._waiting.reserved + self._turns.announced + self._retries.requests()
+        return self._waiting.requests + self._waiting.reserved + self._turns.announced + self._recovery.waiting()
 
     @property
     def lanes(self) -> int:
@@ -116,16 +109,11 @@ class Batcher(Generic[P, R]):
         """How many rows a batch may have: for a while after memory ran out, fewer than the policy says."""
         return self._queue.allowed_rows
 
-    @property
-    def resting_instances(self) -> int:
-        """How many instances get nothing for a while because they had no memory for what others execute."""
-        return self._runners.resting
-
     def waiting_of_level(self, level: int) -> int:
         """Those of `waiting_requests` that are at priority `level`, without the announced ones: their level isn't known
         yet."""
         waiting = self._waiting
-        return waiting.requests_of_level(level) + waiting.reserved_of_level(level) + self._retries.requests(level)
+        return waiting.requests_of_level(level) + waiting.reserved_of_level(level) + self._recovery.waiting(level)
 
     def start(self) -> None:
         """Start the runners and take requests. If that fails, the batcher is closed and the error raised: there may be
@@ -137,7 +125,7 @@ class Batcher(Generic[P, R]):
             self._alarms.callback(self._turns.close)
             self._alarm = self._clock.alarm(self._on_alarm)
             self._alarms.callback(self._alarm.close)
-            self._runners.start(self.policy.execution_limit_ns, self._on_late)
+            self._instances.start(self.policy.execution_limit_ns, self._on_late)
         except BaseException:
             self.close()
             raise
@@ -153,11 +141,12 @@ class Batcher(Generic[P, R]):
         the instance returned in place of the result.
         """
         turns = self._turns
-        turns.submit_announced()
+        if not turns.is_submitting:
+            turns.submit_announced()
         if not self._accepts:
             refusal, drop = (NoInstance, Drop.NO_INSTANCE) if self._suspended else (BatcherClosed, Drop.CLOSED)
             for _ in group:
-                self._observer.on_drop(drop)
+                self._answers.count(drop)
             return [refusal() for _ in group]
         for request in group:
             request.batcher = self
@@ -165,14 +154,15 @@ class Batcher(Generic[P, R]):
         refusals = self._queue.push(group)
         for error in refusals:
             if isinstance(error, QueueFull):
-                self._observer.on_drop(_FULL[error.what])
+                self._answers.count(_FULL[error.what])
             elif isinstance(error, DeadlineUnreachable):
-                self._observer.on_drop(Drop.UNREACHABLE)
+                self._answers.count(Drop.UNREACHABLE)
         if self.policy.preserve_ordering:
             for number, request in enumerate(group):
                 if not refusals or refusals[number] is None:
                     self._answers.expect(request)
-        if not refusals or None in refusals:
+        # Announced requests have been noted already.
+        if not turns.is_submitting and (not refusals or None in refusals):
             turns.arrived()
         return refusals
 
@@ -185,7 +175,7 @@ class Batcher(Generic[P, R]):
             return
         self._accepts = self._accepts or self._suspended
         self._suspended = False
-        self._runners.add(runner)
+        self._instances.add(runner)
         self._turns.request()
 
     def lose(self, runner: Runner[P, R], error: BaseException) -> None:
@@ -199,9 +189,9 @@ class Batcher(Generic[P, R]):
         self.take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
-        for requests in (self._queue.take_all(), self._retries.take_all()):
-            self._delivery.give_up(requests, Drop.NO_INSTANCE, NoInstance)
-        self._turn()
+        for requests in (self._queue.take_all(), self._recovery.take_all()):
+            self._answers.give_up(requests, Drop.NO_INSTANCE, NoInstance)
+        self._turns.take()
 
     def flush(self) -> None:
         """From now on, let nothing wait for more requests: execute what is queued, and what still arrives, at once."""
@@ -213,7 +203,7 @@ class Batcher(Generic[P, R]):
         self.take_announced()
         self._accepts = self._suspended = False
         self._queue.flush()
-        self._turn()
+        self._turns.take()
         await self._drained.wait()
 
     def close(self) -> None:
@@ -228,11 +218,11 @@ class Batcher(Generic[P, R]):
             runner.take_back()
             self._queue.release(batch)
         batches = (*self._running.values(), *self._ahead.next.values())
-        for requests in (self._queue.take_all(), *(batch.requests for batch in batches), self._retries.take_all()):
-            self._delivery.give_up(requests, Drop.CLOSED, BatcherClosed)
+        for requests in (self._queue.take_all(), *(batch.requests for batch in batches), self._recovery.take_all()):
+            self._answers.give_up(requests, Drop.CLOSED, BatcherClosed)
         self._alarms.close()
         self._drained.set()
-        self._runners.close()
+        self._instances.close()
 
     # hot path
     def take_announced(self) -> None:
@@ -244,67 +234,67 @@ class Batcher(Generic[P, R]):
         """What an instance may be kept waiting for, besides `announced` requests. None if there is no instance to keep
         waiting, or there are enough requests for it already."""
         max_more = self._queue.worth_waiting_for(announced)
-        if not max_more or not self._accepts or self._suspect_groups:
+        if not max_more or not self._accepts or self._recovery.suspects:
             return None
-        if self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns())):
+        if self._instances.slots.idle or (self._ahead.ends and self._ahead.about_to_end(self._clock.now_ns())):
             return WaitBudget(self._waiting.requests + announced, max_more, self._queue.spare_until_ns)
         return None
 
     def _on_alarm(self) -> None:
         self._wake_ns = None
-        self._turn()
+        self._turns.take()
 
+    # hot path
     def _turn(self) -> None:
         """Ask the queue what to do now, and do it."""
-        self._turns.begin()
         if self._stopped:
             return
-        now_ns = self._clock.now_ns()
-        if self._runners.resting:
-            self._runners.wake(now_ns)
+        now_ns, recovery, slots = self._clock.now_ns(), self._recovery, self._instances.slots
         if self._ahead.next:
-            self._recovery.recall(now_ns)
-        if self._suspect_groups:
-            self._recovery.drop_unwanted(now_ns)
-            # Before anything that is queued.
-            while (again := self._recovery.next_suspects(now_ns)) is not None:
-                self._run(*again)
-        step = self._queue.poll(now_ns, self._slots.idle, self._slots.spare)
+            recovery.recall(now_ns)
+        if recovery.suspects:
+            recovery.drop_unwanted(now_ns)
+            while (again := recovery.next_suspects(now_ns)) is not None:
+                self._run(*again, now_ns)
+        idle = len(slots.idle)
+        step = self._queue.poll(now_ns, idle, slots.free - idle)
         for batch in step.batches:
-            self._run(self._runners.take(batch), batch, None)
-        further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
-        wake_ns = _first(step.wake_ns, _first(further.wake_ns, self._runners.wake_ns))
-        self._set_alarm(_first(wake_ns, self._retries.wake_ns(now_ns)) if self._suspect_groups else wake_ns)
-        for request in (*step.expired, *further.expired):
-            self._delivery.expire(request, now_ns)
-        for late in (*step.unreachable, *further.unreachable):
-            error = DeadlineUnreachable(late.request.deadline_ns - now_ns, late.needed_ns)
-            self._delivery.drop(late.request, Drop.UNREACHABLE, error)
-        busy = self._accepts or self._suspended or self._waiting.requests or self._running or self._suspect_groups
+            self._run(self._instances.take(batch), batch, None, now_ns)
+        steps = [step, *self._hand_over_ahead(now_ns)] if self._ahead.ends else [step]
+        wake_ns = step.wake_ns
+        if self._ahead.ends:
+            wake_ns = _first(wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests))
+        if recovery.suspects:
+            wake_ns = _first(wake_ns, recovery.first_deadline_ns())
+        if wake_ns != self._wake_ns:
+            self._set_alarm(wake_ns)
+        for one in steps:
+            for request in one.expired:
+                self._answers.expire(request, now_ns)
+            for late in one.unreachable:
+                error = DeadlineUnreachable(late.request.deadline_ns - now_ns, late.needed_ns)
+                self._answers.drop(late.request, Drop.UNREACHABLE, error)
+        busy = self._accepts or self._suspended or self._waiting.requests or self._running or recovery.suspects
         if not busy:
             self._drained.set()
 
-    def _hand_over_ahead(self, now_ns: int) -> Step[Request[P, R]]:
-        """Hand the next batches to instances that are about to be done. The step's `wake_ns` is when to look again."""
-        step: Step[Request[P, R]] = _NOTHING
-        wanted = self._waiting.requests and not self._suspect_groups and not self._slots.idle
+    def _hand_over_ahead(self, now_ns: int) -> list[Step[Request[P, R]]]:
+        """Hand the next batches to instances that are about to be done."""
+        steps: list[Step[Request[P, R]]] = []
+        wanted = self._waiting.requests and not self._recovery.suspects and not self._instances.slots.idle
         for runner in self._ahead.about_to_end(now_ns) if wanted else ():
             # One poll for each, as each has its own time from which its batch can begin.
-            polled = self._queue.poll(now_ns, 1, starts_ns=self._ahead.ends_ns(runner))
-            step = polled._replace(
-                expired=(*step.expired, *polled.expired), unreachable=(*step.unreachable, *polled.unreachable)
-            )
-            if not polled.batches:
+            step = self._queue.poll(now_ns, 1, starts_ns=self._ahead.ends[runner].at_ns)
+            steps.append(step)
+            if not step.batches:
                 break
-            (batch,) = polled.batches
+            (batch,) = step.batches
             self._ahead.next[runner] = batch
             self._queue.reserve(batch)
-            self._run(runner, batch, None)
-        return step._replace(wake_ns=_first(step.wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests)))
+            self._run(runner, batch, None, now_ns)
+        return steps
 
     def _set_alarm(self, wake_ns: int | None) -> None:
-        if wake_ns == self._wake_ns:
-            return
         self._wake_ns = wake_ns
         if wake_ns is None:
             self._alarm.clear()
@@ -312,41 +302,46 @@ class Batcher(Generic[P, R]):
             self._alarm.set(wake_ns)
 
     # hot path
-    def _run(self, runner: Runner[P, R], batch: Batch[Request[P, R]], suspects: Suspects[Request[P, R]] | None) -> None:
-        now_ns, busy_ns = self._clock.now_ns(), self._clock.busy_ns()
-        self._arrivals.on_start(len(batch.requests), self._waiting.requests, now_ns, busy_ns)
+    def _run(
+        self, runner: Runner[P, R], batch: Batch[Request[P, R]], suspects: Suspects[Request[P, R]] | None, now_ns: int
+    ) -> None:
         payloads = [request.payload for request in batch.requests]
-        runner.run(payloads, batch.padded_rows, lambda outcome: self._on_done(runner, outcome, suspects))
+        self._arrivals.on_start(len(payloads), self._waiting.requests, now_ns, self._clock.busy_ns())
+        runner.run(payloads, batch.padded_rows, partial(self._on_done, runner, suspects))
 
-    def _on_done(self, runner: Runner[P, R], outcome: Outcome[R], suspects: Suspects[Request[P, R]] | None) -> None:
+    # hot path
+    def _on_done(self, runner: Runner[P, R], suspects: Suspects[Request[P, R]] | None, outcome: Outcome[R]) -> None:
         if runner not in self._running:
-            self._runners.returned(runner)
+            self._instances.returned(runner)
             return
         if self._stopped:
             return
-        batch, following = self._runners.end(runner)
+        batch, following = self._instances.end(runner)
         if following is not None:
             self._queue.release(following)
         # The time of the answers, not of the execution's end: requests that arrive in between don't come because of an
         # answer.
-        now_ns = self._clock.now_ns()
-        self._arrivals.on_end(len(batch.requests), now_ns)
+        now_ns, requests, arrivals, turns = self._clock.now_ns(), len(batch.requests), self._arrivals, self._turns
         duration_ns = outcome.finished_ns - outcome.started_ns
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
         self._queue.done(batch, now_ns, None if outcome.error else computed_ns)
-        if not outcome.error:
-            self._runners.executed(runner, batch.key)
-        self._arrivals.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
+        arrivals.on_end(requests, now_ns)
+        arrivals.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._recovery.failed(runner, batch, outcome.error, suspects) if outcome.error else ()
-        self._recovery.execution_ended(runner)
+        if self._recovery.ended:
+            self._recovery.execution_ended(runner)
         try:
-            if duration_ns < _LOOP_NS * len(batch.requests) and self._wait_budget(self._turns.announced) is not None:
-                self._turns.request()
-            else:
-                # The instance first: it starts on the next batch while the loop answers this one.
-                self._turn()
+            # A lone caller's next request comes after its answer: until then there is nothing to ask the queue for.
+            if self._waiting.requests or turns.is_due or self._recovery.suspects or not self._accepts:
+                # After an execution shorter than what its requests cost the loop, an instance gets its next batch only
+                # once the answers are on their way and what has arrived is queued: batches become fewer and larger.
+                if duration_ns < arrivals.cost_ns * requests and self._wait_budget(turns.announced) is not None:
+                    turns.request()
+                else:
+                    # The instance first: it starts on the next batch while the loop answers this one.
+                    turns.take()
         finally:
-            self._delivery.end(batch, outcome, failed)
+            self._answers.end(batch, outcome, failed)
 
     def _costs(self, batch: Batch[Request[P, R]]) -> tuple[int, int]:
         """What a batch like this one costs besides its rows, and what half of the callers lately present would take, in
@@ -358,25 +353,25 @@ class Batcher(Generic[P, R]):
         """Give up the runner, whose execution takes longer than it may, unless it has begun its next batch by now."""
         following = self._ahead.next.get(runner)
         if following is not None and not self._recovery.take_back(runner, following):
-            self._runners.has_begun(runner)
+            self._instances.has_begun(runner)
             return
         batch, now_ns = self._running[runner], self._clock.now_ns()
         self._arrivals.on_end(len(batch.requests), now_ns)
         self._queue.done(batch, now_ns, None)
         self._recovery.hang(runner)
         try:
-            self._turn()
+            self._turns.take()
         finally:
-            self._delivery.time_out(batch, self.policy.execution_limit_ns, now_ns)
+            self._answers.time_out(batch, self.policy.execution_limit_ns, now_ns)
 
-    def on_cancel(self, request: Request[P, R]) -> None:
+    def on_cancel(self, request: AnyRequest) -> None:
         """Learn that a request's caller has gone."""
         if self._queue.cancel(request):
-            self._observer.on_drop(Drop.CANCELLED)
+            self._answers.count(Drop.CANCELLED)
             self._turns.request()
         else:
-            self._runners.call_off()
-            if self._suspect_groups:
+            self._instances.call_off()
+            if self._recovery.suspects:
                 self._turns.request()
         self._answers.cancelled(request)
 

@@ -1,25 +1,195 @@
-"""The lanes of a queue: which may be served now, which of those first, and when waiting alone makes another one ready.
+"""Waiting requests in lanes, one for each shape key: the order in which they are served, which lanes may be served now,
+which of those first, and when waiting alone makes another one ready.
 
-Lives here: the heaps of ready and of due lanes, updated with every arrival and departure. Must not: deadlines,
-instances, or a batch's size.
+Lives here: the order, the walk that looks for a batch worth releasing, and the heaps of ready and of due lanes, updated
+with every arrival and departure. Must not: deadlines, limits, instances, or a batch's size.
 
-A lane is *ready* when its head may leave with an idle instance: a preferred prefix has formed, or a request in it has
-waited long enough. Ready lanes compete by the order of their heads: priority, then age. Every lane that isn't ready has
-an item in `due`, the heap of moments when waiting alone makes it ready. Without a delay every lane is ready, and needs
-no walk until its turn.
+The order is one number, `Request.order`: priority level first, then whether the queue timeout has passed, then arrival.
+So "before" means the same within a lane and between the first requests of two lanes. A section is all requests of the
+same level for which the timeout has passed, or all for which it hasn't. A lane relies on this: the last to arrive has
+the highest order of its section. So a request's order changes only while it is in no lane: `remove` finds it by its
+order. It then goes back with its new order, by `add` if that makes it the last of its section, else by `put_back`,
+which sorts it in.
+
+A lane is *ready* when its first request may leave with an idle instance: a preferred prefix has formed, or a request in
+it has waited long enough. Ready lanes compete by the order of their first requests: priority, then age. Every lane that
+isn't ready has an item in `due`, the heap of moments when waiting alone makes it ready. Without a delay every lane is
+ready, and needs no walk until it goes next.
 """
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Generic
 
-from paceline.scheduler.lane import Lane
-from paceline.scheduler.lazy_heap import LazyHeap
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import RequestT
+from paceline.scheduler.waiting import LazyHeap
 
-__all__ = ["Lanes"]
+__all__ = ["Lane", "Lanes", "order_of"]
+
+_SECTION_BITS = 64
+"""The low bits of an order hold the arrival number. Above them is a bit for demoted requests, and above that the
+level."""
+
+
+def order_of(level: int, arrived: int, *, demoted: bool = False) -> int:
+    """The order of the request that arrived as number `arrived`. If `demoted`, it comes after the others of its
+    level."""
+    return (2 * level + demoted << _SECTION_BITS) + arrived
+
+
+class _Section(OrderedDict[int, RequestT], Generic[RequestT]):
+    """Requests of one level, all demoted or none, by order; `rows` is how many rows they have together."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, *requests: RequestT) -> None:
+        super().__init__((request.order, request) for request in requests)
+        self.rows = sum(request.rows for request in requests)
+
+
+class Lane(Generic[RequestT]):
+    """Requests of one shape key by ascending order.
+
+    They are kept in sections, in each of which new requests go to the end. add and remove are O(1) plus the bisection
+    for a section's first request. A request that found the lane empty is kept as `only`, without a section: where
+    shapes are many, most lanes never see a second one.
+
+    The walk adds requests from the front while their rows stay within the largest preferred size. `prefix` counts the
+    requests that may leave at once (0: none yet); `closed` says that further requests at the end can't change that.
+
+    `ready_token` and `due_token`, if not 0, identify the lane's live item in the heap of ready lanes and of due ones.
+    In the former it is filed by `filed_order`, the order of its first request.
+    """
+
+    __slots__ = (
+        "closed",
+        "due_token",
+        "filed_order",
+        "key",
+        "oldest_ns",
+        "only",
+        "prefix",
+        "ready_token",
+        "requests",
+        "rows",
+        "sections",
+        "sections_order",
+        "walked",
+        "walked_order",
+        "walked_rows",
+    )
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.rows = self.requests = 0
+        self.only: RequestT | None = None
+        self.sections: dict[int, _Section[RequestT]] = {}
+        self.sections_order: list[int] = []
+        self.restart()
+
+    def __iter__(self) -> Iterator[RequestT]:
+        if self.only is not None:
+            return iter((self.only,))
+        return chain.from_iterable(self.sections[section].values() for section in self.sections_order)
+
+    def rows_before(self, level: int) -> int:
+        """Rows served before a request of `level` that arrives now; the demoted requests of its own level come after
+        it."""
+        last = order_of(level, 0) >> _SECTION_BITS
+        if self.only is not None:
+            return self.rows if self.only.order >> _SECTION_BITS <= last else 0
+        return sum(section.rows for number, section in self.sections.items() if number <= last)
+
+    # hot path
+    def add(self, group: Sequence[RequestT]) -> None:
+        """Add requests of equal level and rows that arrived one after the other."""
+        first, requests = group[0], len(group)
+        rows = requests * first.rows
+        if not self.requests and requests == 1:
+            self.only = first
+        else:
+            if self.only is not None:
+                self._file((self.only,), self.only.rows)
+                self.only = None
+            self._file(group, rows)
+        self.requests += requests
+        self.rows += rows
+
+    def put_back(self, requests: Sequence[RequestT]) -> None:
+        """Add requests that were here before; whatever their order, they are likely to belong at the front."""
+        for request in reversed(requests):
+            self.add((request,))
+            if self.only is None:
+                number = request.order >> _SECTION_BITS
+                section = self.sections[number]
+                section.move_to_end(request.order, last=False)
+                if any(order < request.order for order in islice(section, 1, 2)):
+                    self.sections[number] = _Section(*(section[order] for order in sorted(section)))
+
+    def remove(self, request: RequestT) -> None:
+        if request is self.only:
+            self.only = None
+        else:
+            number = request.order >> _SECTION_BITS
+            section = self.sections[number]
+            del section[request.order]
+            section.rows -= request.rows
+            if not section:
+                del self.sections[number]
+                self.sections_order.remove(number)
+        self.requests -= 1
+        self.rows -= request.rows
+
+    # hot path
+    def _file(self, group: Sequence[RequestT], rows: int) -> None:
+        """Add `group`, of `rows` rows together, to the end of its section."""
+        number = group[0].order >> _SECTION_BITS
+        section = self.sections.get(number)
+        if section is None:
+            section = self.sections[number] = _Section()
+            insort(self.sections_order, number)
+        for request in group:
+            section[request.order] = request
+        section.rows += rows
+
+    def restart(self) -> None:
+        """Forget what the walk found: the first requests have changed."""
+        self.ready_token = self.due_token = self.filed_order = 0
+        self.walked = self.walked_rows = self.prefix = self.oldest_ns = 0
+        self.walked_order = -1
+        self.closed = False
+
+    def walk(self, preferred: frozenset[int], max_preferred: int, max_requests: int) -> None:
+        """Walk from the front until the lane is closed or its requests end."""
+        self.restart()
+        for request in self:
+            self.walk_over(request, preferred, max_preferred, max_requests)
+            if self.closed:
+                break
+
+    def walk_over(self, request: RequestT, preferred: frozenset[int], max_preferred: int, max_requests: int) -> None:
+        """Extend the walk by one request. Triton's rule: the largest preferred prefix within reach is taken; if the
+        next request would overshoot the largest preferred size before any was met, what precedes it goes without it."""
+        rows = self.walked_rows + request.rows
+        self.walked_order = request.order
+        if self.walked and rows > max_preferred:
+            self.closed = True
+            self.prefix = self.prefix or self.walked
+            return
+        if not self.walked or request.arrived_ns < self.oldest_ns:
+            self.oldest_ns = request.arrived_ns
+        self.walked += 1
+        self.walked_rows = rows
+        if rows in preferred:
+            self.prefix = self.walked
+        if rows >= max_preferred or self.walked == max_requests:
+            self.closed = True
+            self.prefix = self.walked
 
 
 def _is_ready(lane: Lane[RequestT], token: int) -> bool:
@@ -50,11 +220,12 @@ class Lanes(Generic[RequestT]):
 
     def __iter__(self) -> Iterator[RequestT]:
         """All waiting requests, lane by lane."""
-        for lane in self._by_key.values():
-            yield from lane
+        return chain.from_iterable(self._by_key.values())
 
-    def get(self, key: Hashable) -> Lane[RequestT] | None:
-        return self._by_key.get(key)
+    def rows_before(self, key: Hashable, level: int) -> int:
+        """Rows that wait in the key's lane and are served before a request of `level` that arrives now."""
+        lane = self._by_key.get(key)
+        return lane.rows_before(level) if lane is not None else 0
 
     def prefer(self, allowed_rows: int) -> None:
         """Prefer the policy's sizes up to `allowed_rows`; if there are none, prefer `allowed_rows`."""
@@ -103,9 +274,7 @@ class Lanes(Generic[RequestT]):
         """The lane of `group`, whose requests wait from now on; they are still to be added to it."""
         for request in group:
             request.waits = True
-        return self._lane_of(group[0].key)
-
-    def _lane_of(self, key: Hashable) -> Lane[RequestT]:
+        key = group[0].key
         lane = self._by_key.get(key)
         if lane is None:
             lane = self._by_key[key] = Lane(key)
@@ -128,22 +297,23 @@ class Lanes(Generic[RequestT]):
     def next_ready(self, now_ns: int) -> Lane[RequestT] | None:
         """The ready lane to be served first, if there is one. It no longer counts as ready until it is filed again, by
         one of the methods below or when requests come and go."""
-        if self._stale:
-            for lane in self._stale:
-                self._walk(lane)
-            self._stale.clear()
-        if self.due.items:
-            self._awake(now_ns)
-        if not self._ready.items:
-            return None
-        first = self._ready.pop_living()
+        for lane in self._stale:
+            self._walk(lane)
+        self._stale.clear()
+        due, ready = self.due, self._ready
+        while due.items and (first_ns := due.first_rank()) is not None and first_ns <= now_ns:
+            lane = due.pop()  # a request in it has waited long enough
+            lane.due_token = 0
+            if not lane.ready_token:
+                self.make_ready(lane)
+        first = ready.pop_living() if ready.items else None
         if first is not None:
             first.ready_token = 0
         return first
 
     # hot path
     def take(self, lane: Lane[RequestT], requests: Sequence[RequestT]) -> None:
-        """Remove some of the lane's requests; then the others have their turn."""
+        """Remove some of the lane's requests; what is left competes again."""
         emptied = len(requests) == lane.requests
         for request in requests:
             request.waits = False
@@ -157,37 +327,29 @@ class Lanes(Generic[RequestT]):
             self._file(lane)
 
     # hot path
-    def take_only(self, lane: Lane[RequestT]) -> RequestT:
-        """Like `take`, for a lane's only request."""
-        request = lane.only or lane.head
-        request.waits = False
-        self._drop(lane)
-        return request
+    def make_ready(self, lane: Lane[RequestT]) -> None:
+        """Have the lane compete by its first request."""
+        lane.ready_token = self._tokens = self._tokens + 1
+        first = lane.only or next(iter(lane.sections[lane.sections_order[0]].values()))
+        lane.filed_order = first.order
+        self._ready.push(lane.filed_order, lane.ready_token, lane)
 
-    def pass_over(self, lane: Lane[RequestT]) -> None:
-        """Leave the lane as ready as it was."""
-        self._make_ready(lane)
-
-    def postpone(self, lane: Lane[RequestT], until_ns: int) -> None:
-        """The lane isn't ready before `until_ns`, unless requests come or go."""
-        self._make_due(lane, until_ns)
+    def make_due(self, lane: Lane[RequestT], due_ns: int) -> None:
+        """The lane isn't ready before `due_ns`, unless requests come or go."""
+        lane.due_token = self._tokens = self._tokens + 1
+        self.due.push(due_ns, lane.due_token, lane)
 
     def releasable(self, lane: Lane[RequestT], now_ns: int) -> int:
         """How many of the lane's first requests leave with an instance that has room for them: all once one has waited
         for the whole delay, else the preferred prefix, else all."""
         if not self._delay_ns:
-            return self._preferred_prefix(lane) or lane.requests
+            if not self._policy.preferred_batch_rows:
+                return lane.requests  # the largest batch is preferred, which is whatever fits into it
+            lane.walk(self._preferred, self._max_preferred, self._max_requests)
+            return lane.prefix or lane.requests
         if lane.prefix and lane.oldest_ns + self._delay_ns > now_ns:
             return lane.prefix
         return lane.requests
-
-    def _preferred_prefix(self, lane: Lane[RequestT]) -> int:
-        """The preferred prefix of a lane that hasn't been walked. 0 if no sizes are configured: the largest batch is
-        preferred then, which is whatever fits into it."""
-        if not self._policy.preferred_batch_rows:
-            return 0
-        lane.walk(self._preferred, self._max_preferred, self._max_requests)
-        return lane.prefix
 
     def _drop(self, lane: Lane[RequestT]) -> None:
         """Drop a lane that has become empty. It may stay in the heaps for a whole delay, and mustn't keep any tensors
@@ -198,15 +360,6 @@ class Lanes(Generic[RequestT]):
         del self._by_key[lane.key]
         if self._stale:
             self._stale.pop(lane, None)
-
-    def _awake(self, now_ns: int) -> None:
-        """Make lanes ready in which a request has waited long enough."""
-        due = self.due
-        while (first := due.first_rank()) is not None and first <= now_ns:
-            lane = due.pop()
-            lane.due_token = 0
-            if not lane.ready_token:
-                self._make_ready(lane)
 
     def _walk_later(self, lane: Lane[RequestT]) -> None:
         lane.restart()
@@ -219,20 +372,11 @@ class Lanes(Generic[RequestT]):
     def _file_walked(self, lane: Lane[RequestT]) -> None:
         if not lane.prefix:
             if not lane.due_token:
-                self._make_due(lane, lane.oldest_ns + self._delay_ns)
+                self.make_due(lane, lane.oldest_ns + self._delay_ns)
         elif not lane.ready_token:
-            self._make_ready(lane)
+            self.make_ready(lane)
 
     def _file(self, lane: Lane[RequestT]) -> None:
         """Make the lane ready, where nothing waits for more requests."""
         lane.due_token = 0
-        self._make_ready(lane)
-
-    def _make_due(self, lane: Lane[RequestT], due_ns: int) -> None:
-        lane.due_token = self._tokens = self._tokens + 1
-        self.due.push(due_ns, lane.due_token, lane)
-
-    def _make_ready(self, lane: Lane[RequestT]) -> None:
-        lane.ready_token = self._tokens = self._tokens + 1
-        lane.filed_order = lane.head.order
-        self._ready.push(lane.filed_order, lane.ready_token, lane)
+        self.make_ready(lane)

@@ -1,16 +1,19 @@
-"""How long an execution takes, learned from earlier ones.
+"""How long an execution takes, learned from earlier ones, and when those that run are likely to end.
 
-Lives here: the measurements and two estimates. `expected_ns` is the best guess, to compare costs. `proven_ns` is for
-refusing requests, which must not perpetuate itself: if everything is refused, nothing is measured again. So it is 0
-unless several measurements agree and the last one is recent, and it falls faster than it rises.
+Lives here: the measurements, two estimates, and the batches that execute. `expected_ns` is the best guess, to compare
+costs. `proven_ns` is for refusing requests, which must not perpetuate itself: if everything is refused, nothing is
+measured again. So it is 0 unless several measurements agree and the last one is recent, and it falls faster than it
+rises.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
-__all__ = ["LatencyModel"]
+from paceline.scheduler.request import Batch, RequestT
+
+__all__ = ["Executing", "LatencyModel"]
 
 _RISE = 0.1
 _FALL = 0.5
@@ -184,3 +187,42 @@ class LatencyModel:
         while len(self._curves) > _MAX_KEYS or (self._sizes > _MAX_SIZES and len(self._curves) > 1):
             _, curve = self._curves.popitem(last=False)
             self._sizes -= len(curve.sizes)
+
+
+class Executing:
+    """The batches that have left and aren't done, each with when it is likely to end, of up to `max_rows` rows, on
+    `instances` instances. Which instance has which is known in `instances`."""
+
+    def __init__(self, latency: LatencyModel, instances: int, max_rows: int) -> None:
+        self._latency = latency
+        self._instances = instances
+        self._max_rows = max_rows
+        self._begun = 0
+        self._ends_ns: dict[int, int] = {}
+
+    # hot path
+    def begin(self, requests: Sequence[RequestT], rows: int, padded_rows: int, now_ns: int) -> Batch[RequestT]:
+        """Begin a batch of `requests`, all of one key, which starts at `now_ns`."""
+        key = requests[0].key
+        self._begun += 1
+        expected_ns = self._latency.proven_ns(key, padded_rows, now_ns)
+        self._ends_ns[self._begun] = now_ns + expected_ns
+        return Batch(self._begun, key, rows, padded_rows, tuple(requests), expected_ns)
+
+    # hot path
+    def end(self, batch: Batch[RequestT]) -> None:
+        """Forget a batch that is done, or won't execute."""
+        self._ends_ns.pop(batch.number, None)
+
+    def first_end_ns(self, now_ns: int) -> int:
+        """When the first batch is likely to end; `now_ns` if there is none."""
+        return min(self._ends_ns.values(), default=now_ns)
+
+    def least_wait_ns(self, key: Hashable, rows_ahead: int, now_ns: int) -> int:
+        """The least time that a request of `key` that arrives now will wait: until an instance is free, and for the
+        full batches among the `rows_ahead` of it in its own lane. Other lanes don't count, as any may come first."""
+        full_batches = rows_ahead // self._max_rows
+        wait_ns = full_batches * self._latency.proven_ns(key, self._max_rows, now_ns) // self._instances
+        if len(self._ends_ns) >= self._instances:
+            wait_ns += max(0, self.first_end_ns(now_ns) - now_ns)
+        return wait_ns

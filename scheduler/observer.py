@@ -6,16 +6,13 @@ on the event loop, on the hot path: they add to counters and return.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from paceline.scheduler.request import AnyRequest
 
-__all__ = ["BatchReport", "Drop", "GuardedObserver", "NullObserver", "Observer"]
-
-_log = logging.getLogger("paceline.scheduler")
+__all__ = ["BatchReport", "Drop", "Observer"]
 
 
 class Drop(Enum):
@@ -62,32 +59,3 @@ class Observer(Protocol):
     def on_drop(self, drop: Drop) -> None: ...
 
     def on_batch(self, report: BatchReport) -> None: ...
-
-
-class NullObserver:
-    """Ignores everything."""
-
-    def on_drop(self, drop: Drop) -> None:
-        pass
-
-    def on_batch(self, report: BatchReport) -> None:
-        pass
-
-
-class GuardedObserver:
-    """Forwards to `observer` and logs what it raises: no request may be lost because an observer can't count it."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def on_drop(self, drop: Drop) -> None:
-        try:
-            self._observer.on_drop(drop)
-        except Exception:  # noqa: BLE001 - logged; requests must not be affected
-            _log.exception("recording a dropped request failed; metrics may lack it")
-
-    def on_batch(self, report: BatchReport) -> None:
-        try:
-            self._observer.on_batch(report)
-        except Exception:  # noqa: BLE001 - logged; requests must not be affected
-            _log.exception("recording a batch failed; metrics may lack it")

@@ -17,35 +17,17 @@ from paceline.scheduler.policy import NEVER
 
 __all__ = [
     "AnyRequest",
+    "Batch",
     "BatchFacts",
     "OnAnswers",
     "Request",
     "RequestT",
-    "Watch",
-    "order_of",
-    "section_of",
+    "Timer",
     "succeed_all",
 ]
 
 P = TypeVar("P")
 R = TypeVar("R")
-
-_SECTION_BITS = 64
-"""The low bits of an order hold the arrival number. Above them is a bit for demoted requests, and above that the
-level."""
-
-
-# hot path
-def order_of(level: int, arrived: int, *, demoted: bool = False) -> int:
-    """The order of the request that arrived as number `arrived`. If `demoted`, it comes after the others of its
-    level."""
-    return (2 * level + demoted << _SECTION_BITS) + arrived
-
-
-# hot path
-def section_of(order: int) -> int:
-    """Requests of the same level, all demoted or none, have the same."""
-    return order >> _SECTION_BITS
 
 
 class BatchFacts(NamedTuple):
@@ -101,11 +83,11 @@ class Request(Generic[P, R]):
         "size_bytes",
         "tag",
         "timeout_ns",
+        "timer",
         "unbegun",
         "value",
         "waited_ns",
         "waits",
-        "watch",
     )
 
     value: R
@@ -134,7 +116,7 @@ class Request(Generic[P, R]):
         self.tag = tag
         self.waits = self.refused = self.ended = self.answered = False
         self.level = self.order = self.act_at_ns = self.waited_ns = self.unbegun = 0
-        self.watch: Watch[Any] | None = None
+        self.timer: Timer[Any] | None = None
         self.batcher: _HearsOfCancelling | None = None
         self.on_answers: OnAnswers | None = None
         self.batch_facts: BatchFacts | None = None
@@ -209,12 +191,6 @@ class Request(Generic[P, R]):
         finally:
             del self  # as in `result`
 
-    def unwatch(self) -> None:
-        """Stop watching its deadline: nothing has to be done about it any more."""
-        if self.watch is not None:
-            self.watch.request = None
-            self.watch = None
-
 
 # hot path
 def succeed_all(requests: Sequence[AnyRequest], results: Sequence[object], told: list[AnyRequest]) -> None:
@@ -230,8 +206,21 @@ AnyRequest = Request[Any, Any]
 RequestT = TypeVar("RequestT", bound=AnyRequest)
 
 
-class Watch(Generic[RequestT]):
-    """Stands for a request in the heap of deadlines. What stays there after the request has left is then small, whereas
+class Batch(NamedTuple, Generic[RequestT]):
+    """Requests that execute together; all of one `key`, in the order of service. `padded_rows` is what the model sees:
+    `rows`, or more where only some sizes are allowed. `number` counts the batches of the queue, from 1. `expected_ns`
+    is how long it is likely to execute (0: not known well enough)."""
+
+    number: int
+    key: Hashable
+    rows: int
+    padded_rows: int
+    requests: tuple[RequestT, ...]
+    expected_ns: int = 0
+
+
+class Timer(Generic[RequestT]):
+    """Stands for a request in the heap of timers. What stays there after the request has left is then small, whereas
     the request would keep its tensors alive."""
 
     __slots__ = ("request",)
@@ -239,8 +228,8 @@ class Watch(Generic[RequestT]):
     def __init__(self, request: RequestT) -> None:
         self.request: RequestT | None = request
 
-    def __lt__(self, other: Watch[RequestT]) -> bool:
-        """Called only for equal rank and token: those of a put-back request's watch and of the dead one left from
+    def __lt__(self, other: Timer[RequestT]) -> bool:
+        """Called only for equal rank and token: those of a put-back request's timer and of the dead one left from
         before."""
         return False
 

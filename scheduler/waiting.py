@@ -1,22 +1,27 @@
-"""How much waits, in all and by priority level, and whether there is room for more.
+"""How much waits, in all and by priority level, whether there is room for more, and what is due when.
 
-Lives here: the queue's counters and its bounds. Must not: know who waits, or where. The rule: whoever enters or leaves
-the queue is counted here, at that moment.
+Lives here: the queue's counters, its bounds, and heaps of moments. Must not: know in which order anything is served.
+The rule: whoever enters or leaves the queue is counted here, at that moment.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
+from typing import Generic, TypeVar
 
 from paceline.scheduler.errors import QueueFull
-from paceline.scheduler.policy import BatchPolicy
-from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.policy import NEVER, BatchPolicy
+from paceline.scheduler.request import AnyRequest, RequestT, Timer
 
-__all__ = ["SharedQueueLimits", "Waiting"]
+__all__ = ["LazyHeap", "SharedQueueLimits", "Timers", "Waiting"]
+
+T = TypeVar("T")
 
 _MANY = 1 << 62
+_SLACK = 64
 _ROWS, _SIZE_BYTES = attrgetter("rows"), attrgetter("size_bytes")
 
 
@@ -157,3 +162,84 @@ class Waiting:
         if (shared := self._shared) is not None:
             shared.requests += sign
             shared.size_bytes += sign * request.size_bytes
+
+
+class LazyHeap(Generic[T]):
+    """Items by ascending `(rank, token)`, which may die inside it: once `alive(item, token)` is false, it stays false.
+    Live items have unique tokens; dead ones need none, if items can be compared. `items` lets others see whether there
+    are any at all, dead ones included.
+
+    Removing from the middle of a binary heap is linear, so dead items stay until they surface or outnumber the living.
+    push and pop are O(log n) amortised.
+    """
+
+    __slots__ = ("_alive", "_limit", "items")
+
+    def __init__(self, alive: Callable[[T, int], bool]) -> None:
+        self._alive = alive
+        self.items: list[tuple[int, int, T]] = []
+        self._limit = _SLACK
+
+    # hot path
+    def push(self, rank: int, token: int, item: T) -> None:
+        heappush(self.items, (rank, token, item))
+        if len(self.items) > self._limit:
+            self.items = [one for one in self.items if self._alive(one[2], one[1])]
+            heapify(self.items)
+            self._limit = 2 * len(self.items) + _SLACK
+
+    # hot path
+    def first_rank(self) -> int | None:
+        """The lowest rank of a live item; None when there is none."""
+        items = self.items
+        while items:
+            rank, token, item = items[0]
+            if self._alive(item, token):
+                return rank
+            heappop(items)
+        return None
+
+    def pop(self) -> T:
+        """Remove and return the item whose rank `first_rank` has just returned."""
+        return heappop(self.items)[2]
+
+    # hot path
+    def pop_living(self) -> T | None:
+        """Remove and return the live item of the lowest rank; None when there is none."""
+        items = self.items
+        while items:
+            _, token, item = heappop(items)
+            if self._alive(item, token):
+                return item
+        return None
+
+
+def _runs(timer: Timer[RequestT], token: int) -> bool:
+    return timer.request is not None
+
+
+class Timers(LazyHeap[Timer[RequestT]]):
+    """The moments at which something has to be done about waiting requests."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(_runs)
+
+    # hot path
+    def start(self, request: RequestT) -> None:
+        """Have the request looked at when it is `act_at_ns`."""
+        if request.act_at_ns != NEVER:
+            request.timer = timer = Timer(request)
+            self.push(request.act_at_ns, request.order, timer)
+
+    # hot path
+    def stop(self, requests: Sequence[RequestT]) -> None:
+        """Nothing has to be done about `requests` any more."""
+        for request in requests:
+            if (timer := request.timer) is not None:
+                timer.request = request.timer = None
+
+    def first(self) -> RequestT | None:
+        """The request whose moment comes first."""
+        return self.items[0][2].request if self.first_rank() is not None else None

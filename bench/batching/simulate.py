@@ -16,10 +16,10 @@ from bench.batching.arrivals import Arrival, Source
 from bench.batching.costs import Cost
 from bench.batching.release import Greedy, Rule, Waiting
 from bench.stats import percentile
-from paceline.scheduler.batch_queue import Batch, BatchQueue
+from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.errors import DeadlineUnreachable
 from paceline.scheduler.policy import BatchPolicy
-from paceline.scheduler.request import Request
+from paceline.scheduler.request import Batch, Request
 
 __all__ = ["Outcome", "Simulation", "simulate"]
 

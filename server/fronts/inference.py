@@ -20,7 +20,7 @@ from paceline.backends.spec import MISSING, Tensors
 from paceline.backends.transport.frames import Message
 from paceline.backends.transport.link import Link
 from paceline.protos import inference_pb2 as pb
-from paceline.scheduler.answers import notify
+from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.request import AnyRequest, Request
 from paceline.server.call_facts import NO_PASSED_HEADERS

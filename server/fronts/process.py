@@ -24,7 +24,7 @@ import grpc
 from paceline.backends.transport.frames import Message
 from paceline.backends.transport.gathering import Gathering
 from paceline.backends.transport.link import Link, RemoteEnd
-from paceline.scheduler.answers import notify
+from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import QueueFull
 from paceline.server.config import Settings
 from paceline.server.errors import STATUS_OF, StartError

@@ -1,7 +1,7 @@
 """The instances of one version of a model while it serves, each with its thread, and what happens to one that hangs or
 is lost.
 
-Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`) or is
+Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.instances`) or is
 lost (`scheduler.batcher`, or the instance itself). The rule: what a hanging execution uses is released only if the
 execution ends after all, which few instances can be made to do; and what a lost device held is never released, since
 the driver may end the process over that.

@@ -22,7 +22,7 @@ from paceline.backends.errors import (
 from paceline.backends.remote import RemoteModel
 from paceline.backends.spec import Tensors
 from paceline.scheduler.batcher import Batcher
-from paceline.scheduler.isolation import Blame
+from paceline.scheduler.failures import Blame
 from paceline.scheduler.observer import Observer
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.codec.adapting_codec import codec_for

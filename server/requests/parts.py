@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
-from paceline.scheduler.answers import notify
+from paceline.scheduler.answering import notify
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Request

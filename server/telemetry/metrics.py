@@ -112,9 +112,6 @@ class BatcherGauges(Protocol):
     @property
     def allowed_rows(self) -> int: ...
 
-    @property
-    def resting_instances(self) -> int: ...
-
     def waiting_of_level(self, level: int) -> int: ...
 
 
@@ -330,11 +327,6 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
         "paceline_allowed_batch_rows",
         "Rows that a batch may have; fewer than configured for a while after memory ran out",
         lambda version: version.batcher.allowed_rows,
-    ),
-    _gauge(
-        "paceline_resting_instances",
-        "Instances that get no requests for a while, because they had no memory for what others execute",
-        lambda version: version.batcher.resting_instances,
     ),
     _gauge("paceline_lanes", "Shapes with waiting requests", lambda version: version.batcher.lanes),
     _counter(

@@ -114,7 +114,7 @@ async def test_stream_request_withdrawn_before_it_is_started_is_answered_cancell
 async def test_requests_of_a_stream_that_ends_before_they_are_started_are_counted_and_not_executed(
     tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.scheduler.arrival_model._FORGOTTEN_NS", 100 * 10**9)
+    monkeypatch.setattr("paceline.scheduler.turns._FORGOTTEN_NS", 100 * 10**9)
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         # So that the batcher waits for more requests.
         await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 
-from paceline.backends.base import Device, Execution
 from paceline.backends.errors import OutOfMemory
-from paceline.backends.memory import MemoryInstance, MemoryModel
-from paceline.backends.spec import ModelSpec, Tensors
+from paceline.backends.memory import MemoryModel
 from tests import models
 from tests.integration.scripted import own
 from tests.integration.serving import echo_model, failure_of, serving
@@ -72,41 +69,6 @@ async def test_request_that_does_not_fit_alone_fails_and_those_in_its_batch_are_
         for request, answer in zip(requests, await asyncio.gather(*small), strict=True):
             assert answer.raw_output_contents[0] == request.raw_input_contents[0]
         assert sorted(model.batches[0]) == [2, 2, 2, 2, 8]
-
-
-class HalfFull(MemoryModel):
-    """A model whose first instance has no memory for any batch while `full` is set."""
-
-    full = False
-
-    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
-        instance = super().instance(spec, device)
-        execute, first = instance.execute, self.open_instances == 1
-
-        def crowded(requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-            if first and self.full:
-                raise SHORT
-            return execute(requests, padded_rows)
-
-        instance.execute = crowded  # type: ignore[method-assign]
-        return instance
-
-
-async def test_instance_without_memory_fails_no_request_that_another_instance_can_run(tmp_path: Path) -> None:
-    model = HalfFull(echo_model().spec, latency=lambda rows: 0.001)
-    config = "max_batch_size: 4 dynamic_batching { } instance_group { count: 2 kind: KIND_CPU }"
-    async with serving(tmp_path, {"m": model}, config=config) as served:
-        request = infer("m", {"a": rows_of_floats(1)})
-
-        async def ask_again_and_again() -> None:
-            for _ in range(50):
-                assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
-
-        await asyncio.gather(*(ask_again_and_again() for _ in range(16)))
-        model.full = True
-        await asyncio.gather(*(ask_again_and_again() for _ in range(16)))
-        assert await served.metric("paceline_out_of_memory") > 0
-        assert await served.metric("nv_inference_request_success") == 1_600
 
 
 async def test_onnx_model_runs_smaller_batches_when_full_ones_do_not_fit(tmp_path: Path) -> None:

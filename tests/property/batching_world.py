@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from paceline.scheduler.arrival_model import ArrivalModel
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.errors import (
     BatcherClosed,
@@ -23,13 +22,13 @@ from paceline.scheduler.errors import (
     RequestTooLarge,
     SchedulerError,
 )
-from paceline.scheduler.isolation import Blame
+from paceline.scheduler.failures import Blame
 from paceline.scheduler.observer import BatchReport
 from paceline.scheduler.policy import NEVER, BatchPolicy
 from paceline.scheduler.request import Request as Submitted
 from paceline.scheduler.runner import Done
-from paceline.scheduler.shortages import SHORTEST_REST_NS
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
+from paceline.scheduler.turns import ArrivalModel
 from paceline.scheduler.waiting import SharedQueueLimits
 
 __all__ = ["LIMIT_NS", "MS", "POISONS", "Fault", "Like", "Request", "Setup", "Slot", "World"]
@@ -81,7 +80,7 @@ class Search:
 @dataclass(eq=False)
 class Request:
     """`answer` is what it must be answered with, as far as is known; `faults` are errors by which it may have failed.
-    It is `vague` if nobody can see whether it still waits. `short` are the instances that had no memory for it."""
+    It is `vague` if nobody can see whether it still waits."""
 
     like: Like
     level: int
@@ -96,9 +95,6 @@ class Request:
     may_be_deadly: bool = False
     search: Search | None = None
     unbegun: int = 0
-    short: set[int] = field(default_factory=set)
-    short_alone: set[int] = field(default_factory=set)
-    short_since_ns: int = 0
 
     @property
     def waits(self) -> bool:
@@ -190,7 +186,6 @@ class World(RecordingObserver):
         self.refused: Counter[str] = Counter()
         self.draining: asyncio.Task[None] | None = None
         self.ending: Slot | None = None
-        self.rests_until_ns: dict[int, int] = {}
         self.flushed = self.suspended = self.frozen = self.drains = self.closed = False
         self.was_suspended = False
         self.acted_ns = self.longest_ns = 0
@@ -220,7 +215,6 @@ class World(RecordingObserver):
             slot = next(one for one in self.slots if [*one.current] == requests and not one.hangs)
             slot.hangs = True
             self.gone.add(slot.instance)
-            self.rests_until_ns.clear()
             self.settle_with(requests, report.error)
 
     def on_hang(self, slot: Slot, others: Sequence[Slot]) -> None:
@@ -236,7 +230,6 @@ class World(RecordingObserver):
         assert slot.instance not in self.gone
         assert {*executing} == {one for one in self.slots_of(slot.instance) if one.current and not one.hangs}
         self.gone.add(slot.instance)
-        self.rests_until_ns.clear()  # if the others can't be spared
         self.owed.update(executing)
 
     def on_return(self, slot: Slot) -> None:
@@ -367,10 +360,7 @@ class World(RecordingObserver):
         if blame is not None:
             error = Fault(blame)
             may_fail = self.failing(slot, batch, error) if counts else ()
-            resting = self.batcher.resting_instances
             slot.fail(error)
-            if self.batcher.resting_instances > resting:
-                self.rests_until_ns[slot.instance] = self.clock.now_ns() + SHORTEST_REST_NS
             for one in may_fail:
                 one.is_over = one.is_over or one.future.done()
                 one.vague = one.vague or self.policy.preserve_ordering
@@ -402,13 +392,9 @@ class World(RecordingObserver):
         search.ends += blame is Blame.FATAL
         if not self.policy.isolate_failures or blame not in POISONS:
             self.settle_with(batch, error)
-        elif blame is Blame.SIZE:
-            for one in batch:
-                one.short.add(slot.instance)
-                one.short_alone |= {slot.instance} if is_one else set()
-                one.short_since_ns = self.clock.now_ns()
+        elif blame is Blame.SIZE and not is_one:
             # Where there are few sizes, fewer requests needn't be fewer rows for the model.
-            may_fail = batch if is_one or self.policy.batch_sizes else ()
+            may_fail = batch if self.policy.batch_sizes else ()
             for one in may_fail:
                 one.faults.append(error)
             return may_fail

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS
-from paceline.scheduler.batch_queue import Batch, BatchQueue
+from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.errors import QueueFull, RequestTooLarge
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
-from paceline.scheduler.request import Request
+from paceline.scheduler.request import Batch, Request
+from paceline.scheduler.sizing import LONGEST_PAUSE_NS, PAUSE_NS
 
 Queued = Request[int, None]
 
@@ -241,7 +241,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     ) -> None:
         """Requests end up where they would one after the other, and are refused if they would be."""
         level = self.policy.level_of(priority)
-        assert self.queue.rows_ahead(key, level) == self.naive.rows_ahead(key, level)
+        assert self.queue._lanes.rows_before(key, level) == self.naive.rows_ahead(key, level)
         group = [Queued(0, rows, key, arrived_ns, priority=priority) for arrived_ns in arrivals_ns]
         for one, patience in zip(group, patience_ns, strict=True):
             one.size_bytes, one.timeout_ns = size_bytes, timeout_ns

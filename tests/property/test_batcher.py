@@ -23,10 +23,11 @@ from paceline.scheduler.errors import (
     NoInstance,
     QueueTimeout,
 )
-from paceline.scheduler.isolation import LONGEST_WAIT_NS, SHORTEST_WAIT_NS, Blame
+from paceline.scheduler.failures import Blame
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 from tests.property.batching_world import LIMIT_NS, MS, POISONS, Fault, Like, Request, Setup, Slot, World
 
+LONG_NS = 10_000 * MS
 LONGEST_PATIENCE_NS = 10 * MS
 """An idle instance never waits longer for requests that are likely to arrive."""
 
@@ -42,7 +43,6 @@ class CheckedWorld(World):
         assert slot.started
         assert not slot.stopped
         assert slot.instance not in self.gone
-        assert self.rests_until_ns.get(slot.instance, 0) <= now_ns
         assert all(one.waits for one in batch)
         assert {*batch}.isdisjoint({*self.executing(), *self.handed_over()})
         assert len({one.like.key for one in batch}) == 1
@@ -53,15 +53,12 @@ class CheckedWorld(World):
         assert all(one.search is batch[0].search for one in batch)
         for one in batch:
             assert len(batch) == 1 or not one.may_be_deadly
-            avoids = slot.instance in one.short_alone and now_ns < one.short_since_ns + SHORTEST_WAIT_NS
-            # Without a replacer, the world learns a moment later that an instance is no longer used.
-            assert not avoids or self.in_use <= one.short or not self.setup.replaces
         if batch[0].search is None:
             for one in batch:
                 rejects = policy.queue_policy(one.level).timeout_action is TimeoutAction.REJECT
                 assert one.timeout_at_ns > now_ns or not rejects
             is_busy = any(one.busy for one in self.slots_of(slot.instance))
-            assert not is_busy or len(self.idle()) <= self.batcher.resting_instances
+            assert not is_busy or not self.idle()
 
     def check(self) -> None:
         """Check the state that holds until time passes or somebody acts: the event loop has nothing left to do."""
@@ -110,7 +107,6 @@ class CheckedWorld(World):
             assert all(one.answer is None or one.future.done() for one in self.requests)
 
     def check_slots(self) -> None:
-        assert 2 * self.batcher.resting_instances <= len(self.in_use)
         for one in self.slots:
             counts = one.busy and not one.hangs
             assert one.stopped == (one.instance in self.gone and not counts)
@@ -127,21 +123,15 @@ class CheckedWorld(World):
             rejects = policy.queue_policy(one.level).timeout_action is TimeoutAction.REJECT
             assert one.deadline_ns > now_ns
             assert one.search or one.timeout_at_ns > now_ns or not rejects
-        if len(idle) <= self.batcher.resting_instances:
+        if not idle:
             return
-        for one in waiting:
-            if one.search is not None:
-                assert not idle.isdisjoint(one.short)
-                longest_ns = min(max(self.expected_ns, SHORTEST_WAIT_NS), LONGEST_WAIT_NS)
-                assert now_ns < one.short_since_ns + longest_ns
-                assert len(self.in_use) > 1
+        assert all(one.search is None for one in waiting)
         waits_for_crowd = self.setup.crowds and now_ns < self.acted_ns + LONGEST_PATIENCE_NS
         if not self.flushed and (policy.await_returns or waits_for_crowd):
             return
         delay_ns = 0 if self.flushed else policy.max_queue_delay_ns
-        queued = [one for one in waiting if one.search is None]
-        for key in {one.like.key for one in queued}:
-            assert any(now_ns < one.arrived_ns + delay_ns for one in queued if one.like.key == key)
+        for key in {one.like.key for one in waiting}:
+            assert any(now_ns < one.arrived_ns + delay_ns for one in waiting if one.like.key == key)
 
     def check_end(self, one: Request) -> None:
         """Check that a request ended as it had to."""
@@ -242,7 +232,7 @@ class CheckedWorld(World):
             elif slots := [one for one in self.slots if one.busy and not one.hangs]:
                 self.end(slots[0], how)
             else:
-                self.advance(LONGEST_WAIT_NS)
+                self.advance(LONG_NS)
             await self.settle()
         raise AssertionError("some are never answered")
 
@@ -250,7 +240,7 @@ class CheckedWorld(World):
         """Check that nothing that has happened takes room from new requests, or keeps them from being served."""
         if not self.in_use:
             self.add()
-        self.advance(2 * LONGEST_WAIT_NS)  # nobody rests any more
+        self.advance(2 * LONG_NS)  # whatever was learned of memory is forgotten
         await self.settle()
         limits, shared = self.policy.limits, self.shared
         level = self.policy.level_of(1)

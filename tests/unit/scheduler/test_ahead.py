@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.ahead import Ahead
 from paceline.scheduler.batch_queue import Batch
+from paceline.scheduler.instances import Ahead
 from paceline.scheduler.request import AnyRequest
 
 MS = 1_000_000
@@ -22,7 +22,7 @@ def test_execution_is_about_to_end_in_its_last_2_ms_but_at_most_its_last_quarter
     ahead.begin("one", 0, expected_ns)
     assert ahead.wake_ns(0, requests=1) == (due_ns or None)
     assert ahead.wake_ns(0, requests=0) is None
-    assert bool(ahead) == bool(due_ns)
+    assert bool(ahead.ends) == bool(due_ns)
     over_ns = 2 * expected_ns - due_ns  # from then on, its end can't be predicted any more
     for now_ns, expected in ((due_ns - 1, []), (due_ns, ["one"]), (over_ns - 1, ["one"]), (over_ns, [])):
         assert ahead.about_to_end(now_ns) == (expected if due_ns else [])
@@ -33,7 +33,7 @@ def test_instances_about_to_end_are_listed_in_order_of_their_ends_until_given_a_
     for number, runner in enumerate(("one", "two", "three")):
         ahead.begin(runner, -number * MS, LONG_NS)
     assert ahead.about_to_end(DUE_NS) == ["three", "two", "one"]
-    assert ahead.ends_ns("two") == LONG_NS - MS
+    assert ahead.ends["two"].at_ns == LONG_NS - MS
     ahead.next["two"] = Batch(1, "k", 1, 1, ())
     assert ahead.end("three") is None
     assert ahead.about_to_end(DUE_NS) == ["one"]
@@ -44,7 +44,7 @@ def test_instances_about_to_end_are_listed_in_order_of_their_ends_until_given_a_
     assert ahead.end("one") is None
     assert ahead.wake_ns(DUE_NS - 1, requests=1) == 21 * MS
     assert ahead.end("two") is not None
-    assert not ahead
+    assert not ahead.ends
 
 
 def test_instance_that_gets_no_more_batches_keeps_the_one_it_was_handed() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS, Allowance
 from paceline.scheduler.policy import NEVER
+from paceline.scheduler.sizing import LONGEST_PAUSE_NS, PAUSE_NS, Allowance
 
 
 def test_shortage_allows_half_of_what_failed_and_time_doubles_it_again() -> None:

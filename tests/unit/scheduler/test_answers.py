@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from paceline.scheduler.answers import OrderedAnswers
+from paceline.scheduler.answering import OrderedAnswers
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Request

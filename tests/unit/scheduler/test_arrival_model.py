@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.arrival_model import ArrivalModel
+from paceline.scheduler.turns import ArrivalModel
 
 MS = 1_000_000
 
@@ -144,7 +144,7 @@ def test_half_of_the_returning_callers_is_not_enough_after_few_pauses() -> None:
 
 def test_half_of_the_returning_callers_is_not_enough_while_others_execute() -> None:
     arrivals = after_pauses_of(6, base_ms=5, half_ms=7)
-    arrivals.on_start(2, 0, 10**12, busy_ns=0)
+    arrivals.on_start(2, 0, arrivals._ended_ns, busy_ns=0)
     assert arrivals.patience_ns(5, 0)
 
 

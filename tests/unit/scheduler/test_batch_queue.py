@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.allowance import PAUSE_NS
 from paceline.scheduler.batch_queue import BatchQueue, Step
 from paceline.scheduler.errors import QueueFull, RequestTooLarge
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueuePolicy
 from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.sizing import PAUSE_NS
 from tests.unit.scheduler.workbench import push
 
 SECOND = 1_000_000_000
@@ -226,7 +226,7 @@ def test_memory_of_cancelled_requests_with_far_deadlines_is_freed() -> None:
     queue: BatchQueue[AnyRequest] = BatchQueue(TRITON_QA)
     for number in range(10_000):
         queue.cancel(push(queue, number, 1, number, 0, deadline_ns=SECOND))
-    assert len(queue._deadlines.items) < 200
+    assert len(queue._timers.items) < 200
 
 
 def test_flush_releases_requests_that_wait_for_more() -> None:

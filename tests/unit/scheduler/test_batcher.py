@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from paceline.scheduler.arrival_model import ArrivalModel
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.errors import (
     BatcherClosed,
@@ -21,6 +20,7 @@ from paceline.scheduler.errors import (
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy, QueuePolicy
 from paceline.scheduler.testing import ManualClock, StepRunner
+from paceline.scheduler.turns import ArrivalModel
 from tests.unit.scheduler.workbench import Bench, one_turn, submit
 
 MS = 1_000_000
@@ -80,7 +80,7 @@ async def test_instance_done_late_starts_on_waiting_requests_before_its_answers_
     assert bench.runner.batches == [["a"], ["b"]]
 
 
-@pytest.mark.parametrize(("took_us", "early"), [(449, True), (450, False)])
+@pytest.mark.parametrize(("took_us", "early"), [(299, True), (300, False)])
 async def test_instance_counts_as_done_early_if_the_loop_takes_longer_for_as_many_requests(
     took_us: int, early: bool
 ) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.executing import Executing
-from paceline.scheduler.latency import LatencyModel
-from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.latency import Executing, LatencyModel
+from paceline.scheduler.request import AnyRequest, Batch
 
 MS = 1_000_000
 
@@ -20,17 +19,21 @@ def latency() -> LatencyModel:
     return latency
 
 
+def begin(executing: Executing, key: str, rows: int, now_ns: int) -> Batch[AnyRequest]:
+    return executing.begin((AnyRequest(None, rows, key),), rows, rows, now_ns)
+
+
 def test_batches_are_numbered_from_1(latency: LatencyModel) -> None:
-    executing: Executing[AnyRequest] = Executing(latency, 1, 4)
-    assert [executing.begin("k", (), 1, 1, 0).number for _ in range(3)] == [1, 2, 3]
+    executing = Executing(latency, 1, 4)
+    assert [begin(executing, "k", 1, 0).number for _ in range(3)] == [1, 2, 3]
 
 
 def test_first_end_is_that_of_the_batch_expected_to_end_first(latency: LatencyModel) -> None:
-    executing: Executing[AnyRequest] = Executing(latency, 2, 4)
+    executing = Executing(latency, 2, 4)
     assert executing.first_end_ns(7) == 7
-    executing.begin("k", (), 4, 4, 0)
+    begin(executing, "k", 4, 0)
     assert executing.first_end_ns(0) == 10 * MS
-    short = executing.begin("k", (), 1, 1, 5 * MS)
+    short = begin(executing, "k", 1, 5 * MS)
     assert executing.first_end_ns(5 * MS) == 9 * MS
     executing.end(short)
     executing.end(short)
@@ -38,8 +41,8 @@ def test_first_end_is_that_of_the_batch_expected_to_end_first(latency: LatencyMo
 
 
 def test_execution_of_unknown_length_may_end_at_any_time(latency: LatencyModel) -> None:
-    executing: Executing[AnyRequest] = Executing(latency, 1, 4)
-    executing.begin("never seen", (), 4, 4, 3)
+    executing = Executing(latency, 1, 4)
+    begin(executing, "never seen", 4, 3)
     assert executing.first_end_ns(5) == 3
     assert executing.least_wait_ns("never seen", 100, 5) == 0
 
@@ -50,6 +53,6 @@ def test_execution_of_unknown_length_may_end_at_any_time(latency: LatencyModel) 
 def test_least_wait_is_that_for_a_free_instance_and_the_full_batches_ahead(
     latency: LatencyModel, instances: int, rows_ahead: int, wait_ms: int
 ) -> None:
-    executing: Executing[AnyRequest] = Executing(latency, instances, 4)
-    executing.begin("k", (), 4, 4, 0)
+    executing = Executing(latency, instances, 4)
+    begin(executing, "k", 4, 0)
     assert executing.least_wait_ns("k", rows_ahead, 0) == wait_ms * MS

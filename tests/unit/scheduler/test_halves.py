@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from paceline.scheduler.arrival_model import ArrivalModel
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.turns import ArrivalModel
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000

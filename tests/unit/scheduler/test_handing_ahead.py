@@ -11,7 +11,7 @@ import pytest
 
 from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.errors import BatcherClosed, ExecutionFailed, ExecutionTimeout, QueueFull, QueueTimeout
-from paceline.scheduler.isolation import Blame
+from paceline.scheduler.failures import Blame
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from paceline.scheduler.request import AnyRequest
@@ -85,6 +85,13 @@ class Counted(NeverWaits):
     """Counts the requests that execute, and how often it is asked how long to wait for more."""
 
     executing = asked = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = False
+
+    def forget(self, now_ns: int) -> None:
+        pass
 
     def patience_ns(self, waiting: int, waited_ns: int) -> int:
         self.asked += 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.scheduler.errors import ExecutionFailed, QueueTimeout
-from paceline.scheduler.isolation import Blame, Search, Suspects, budget_for
+from paceline.scheduler.failures import Blame, Search, Suspects, budget_for
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import Request
@@ -88,11 +88,11 @@ def test_budget_is_twice_what_one_culprit_takes() -> None:
 def test_budget_is_spent_as_long_as_it_covers_two_halves() -> None:
     requests: list[Request[str, str]] = [Request(name, 1, "k") for name in "abcde"]
     for budget in (2, 3):
-        suspects = replace(Suspects.of_batch("k", requests), search=Search(budget))
+        suspects = replace(Suspects.of_batch(requests), search=Search(budget))
         groups = [["".join(one.payload for one in group.requests) for group in suspects.halves()] for _ in range(2)]
         assert groups == [["ab", "cde"], list("abcde")]
         assert suspects.search.budget == budget - 2
-    assert suspects.narrowed(requests[:1]).halves() == suspects.narrowed(requests[:1]).alone() == []
+    assert all(suspects.narrowed(requests[:1]).again(blame, 1) == [] for blame in Blame)
 
 
 @pytest.mark.parametrize("first", ["", "!"])

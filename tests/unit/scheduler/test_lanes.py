@@ -34,17 +34,17 @@ def keys_served(lanes: Lanes[AnyRequest], now_ns: int = 0) -> str:
     keys = ""
     while (lane := lanes.next_ready(now_ns)) is not None:
         keys += str(lane.key)
-        lanes.take(lane, [lane.head])
+        lanes.take(lane, [next(iter(lane))])
     return keys
 
 
-def test_lanes_take_turns_by_the_age_of_their_heads() -> None:
+def test_lanes_alternate_by_the_age_of_their_first_requests() -> None:
     lanes, _ = filled(GREEDY, "abbac")
     assert keys_served(lanes) == "abbac"
     assert len(lanes) == 0
 
 
-def test_lane_whose_head_has_left_is_ranked_by_the_next_entry() -> None:
+def test_lane_whose_first_request_has_left_is_ranked_by_the_next_one() -> None:
     lanes, (first, *_) = filled(GREEDY, "aba")
     assert first.waits
     lanes.remove(first)
@@ -52,7 +52,7 @@ def test_lane_whose_head_has_left_is_ranked_by_the_next_entry() -> None:
     assert keys_served(lanes) == "ba"
 
 
-def test_lane_is_ranked_by_an_entry_that_overtakes_its_head() -> None:
+def test_lane_is_ranked_by_a_request_that_overtakes_its_first() -> None:
     for together in (False, True):
         lanes: Lanes[AnyRequest] = Lanes(GREEDY)
         for key, order in (("b", 1), ("a", 2)):
@@ -83,22 +83,22 @@ def test_chosen_lane_is_not_ready_again_until_it_is_passed_over() -> None:
     chosen = lanes.next_ready(0)
     assert chosen is not None
     assert keys_served(lanes) == "b"
-    lanes.pass_over(chosen)
+    lanes.make_ready(chosen)
     assert keys_served(lanes) == "a"
 
 
-def test_postponed_lane_is_ready_at_its_moment_with_or_without_an_overtaking_entry() -> None:
+def test_postponed_lane_is_ready_at_its_moment_with_or_without_an_overtaking_request() -> None:
     lanes, _ = filled(GREEDY, "bb")
     for waken in (lambda: None, lambda: lanes.add([request("b", -1)])):
         lane = lanes.next_ready(0)
         assert lane is not None
-        lanes.postpone(lane, 10)
+        lanes.make_due(lane, 10)
         assert lanes.due.first_rank() == 10
         assert lanes.next_ready(9) is None
         waken()
         again = lanes.next_ready(10)
         assert again is lane
-        lanes.pass_over(lane)
+        lanes.make_ready(lane)
 
 
 def test_lane_with_a_delay_is_ready_with_a_preferred_prefix_or_when_the_delay_has_passed() -> None:
@@ -113,7 +113,7 @@ def test_lane_with_a_delay_is_ready_with_a_preferred_prefix_or_when_the_delay_ha
     assert (late.key, lanes.releasable(late, DELAY_NS)) == ("b", 1)
 
 
-def test_delay_is_that_of_the_oldest_entry_though_a_younger_one_overtook_it() -> None:
+def test_delay_is_that_of_the_oldest_request_though_a_younger_one_overtook_it() -> None:
     lanes: Lanes[AnyRequest] = Lanes(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=DELAY_NS))
     for order, arrived_ns in ((1, 10), (-1, 20)):
         one = request("a", order)
@@ -125,7 +125,7 @@ def test_delay_is_that_of_the_oldest_entry_though_a_younger_one_overtook_it() ->
     assert lanes.releasable(lane, 10 + DELAY_NS) == 2
 
 
-def test_lane_with_an_overdue_entry_releases_all() -> None:
+def test_lane_with_an_overdue_request_releases_all() -> None:
     lanes, _ = filled(PATIENT, "aaa")
     lane = lanes.next_ready(DELAY_NS)
     assert lane is not None
@@ -142,7 +142,7 @@ def test_lane_without_delay_releases_the_preferred_prefix_else_all() -> None:
     assert released == [("a", 2), ("a", 1), ("b", 1)]
 
 
-def test_prefix_that_lost_an_entry_is_no_longer_preferred() -> None:
+def test_prefix_that_lost_an_request_is_no_longer_preferred() -> None:
     lanes, (_, second) = filled(PATIENT, "aa")
     lanes.remove(second)
     assert lanes.next_ready(2) is None
@@ -157,39 +157,39 @@ def test_allowed_size_is_preferred_in_place_of_larger_preferred_sizes() -> None:
     assert lanes.releasable(lane, 0) == 1
 
 
-def test_entries_put_back_keep_their_turn() -> None:
+def test_requests_put_back_keep_their_place() -> None:
     for policy in (GREEDY, PATIENT):
         lanes, (first, *_) = filled(policy, "abc")
         lane = lanes.next_ready(DELAY_NS)
         assert lane is not None
-        assert lanes.take_only(lane) is first
-        assert (first.waits, lanes.get("a")) == (False, None)
+        lanes.take(lane, [first])
+        assert (first.waits, lanes._by_key.get("a")) == (False, None)
         lanes.put_back([first])
         assert first.waits
-        assert [*(lanes.get("a") or ())] == [first]
+        assert [*(lanes._by_key.get("a") or ())] == [first]
         assert keys_served(lanes, 3 * DELAY_NS) == "abc"
 
 
-def test_entries_put_back_are_in_the_order_of_arrival_whichever_returns_first() -> None:
+def test_requests_put_back_are_in_the_order_of_arrival_whichever_returns_first() -> None:
     for returning in ((0, 1), (1, 0)):
         lanes, requests = filled(GREEDY, "aaa")
         for one in requests[:2]:
             lanes.remove(one)
         for place in returning:
             lanes.put_back([requests[place]])
-        lane = lanes.get("a")
+        lane = lanes._by_key.get("a")
         assert lane is not None
         assert list(lane) == requests
 
 
-def test_entries_put_back_wait_for_more_requests_until_their_delay_has_passed() -> None:
+def test_requests_put_back_wait_for_more_requests_until_their_delay_has_passed() -> None:
     lanes, (first,) = filled(PATIENT, "a")
     lanes.remove(first)
     lanes.put_back([first])
     assert lanes.next_ready(DELAY_NS - 1) is None
     lane = lanes.next_ready(DELAY_NS)
     assert lane is not None
-    assert lane.head is first
+    assert next(iter(lane)) is first
 
 
 def test_lane_emptied_before_anybody_asks_for_it_is_gone() -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from paceline.scheduler.errors import BatcherClosed, ExecutionFailed, NoInstance, QueueTimeout
-from paceline.scheduler.isolation import Blame
+from paceline.scheduler.failures import Blame
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.runner import ThreadLost

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.scheduler.allowance import PAUSE_NS
 from paceline.scheduler.errors import ExecutionFailed, QueueTimeout
 from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.sizing import PAUSE_NS
 from tests.unit.scheduler.workbench import LossBench, one_turn, submit
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.batch_queue import Batch, BatchQueue, Step
+from paceline.scheduler.batch_queue import BatchQueue, Step
 from paceline.scheduler.errors import DeadlineUnreachable, QueueFull
 from paceline.scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
-from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.request import AnyRequest, Batch
 from tests.unit.scheduler.workbench import push
 
 MS = 1_000_000

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.scheduler.errors import ExecutionTimeout
-from paceline.scheduler.isolation import Blame
+from paceline.scheduler.failures import Blame
+from paceline.scheduler.instances import Slots
 from paceline.scheduler.policy import BatchPolicy
-from paceline.scheduler.slots import Slots
 from paceline.scheduler.testing import StepRunner
 from tests.unit.scheduler.workbench import Bench, one_turn
 
@@ -27,12 +27,12 @@ def slots_of(names: str) -> Slots[str]:
 
 def test_first_batches_go_to_slots_of_idle_instances() -> None:
     slots = slots_of("a0 a1 b0 b1")
-    assert (slots.idle, slots.spare) == (2, 2)
+    assert (len(slots.idle), slots.free - len(slots.idle)) == (2, 2)
     first, second = slots.take(), slots.take()
     assert {first[0], second[0]} == {"a", "b"}
-    assert (slots.idle, slots.spare) == (0, 2)
+    assert (len(slots.idle), slots.free - len(slots.idle)) == (0, 2)
     assert {slots.take()[0], slots.take()[0]} == {"a", "b"}
-    assert (slots.idle, slots.spare, slots.free) == (0, 0, 0)
+    assert (len(slots.idle), slots.free - len(slots.idle), slots.free) == (0, 0, 0)
 
 
 def test_spare_slots_are_of_the_instance_likely_to_be_done_first_whatever_ran_before() -> None:
@@ -48,14 +48,14 @@ def test_instance_is_idle_when_all_its_slots_are_back() -> None:
     slots = slots_of("a0 a1")
     one, two = slots.take(), slots.take()
     slots.back(one)
-    assert (slots.idle, slots.spare) == (0, 1)
+    assert (len(slots.idle), slots.free - len(slots.idle)) == (0, 1)
     slots.back(two)
-    assert (slots.idle, slots.spare) == (1, 1)
+    assert (len(slots.idle), slots.free - len(slots.idle)) == (1, 1)
 
 
 def test_instances_of_one_slot_each_are_taken_like_a_stack() -> None:
     slots = slots_of("a0 b0 c0")
-    assert (slots.idle, slots.spare) == (3, 0)
+    assert (len(slots.idle), slots.free - len(slots.idle)) == (3, 0)
     assert slots.take() == "c0"
     assert slots.take() == "b0"
     slots.back("c0")
@@ -71,7 +71,7 @@ def test_removed_slot_is_not_taken_again_whether_it_executes_or_not(taken: int, 
     for runner in executing:
         if runner != gone:
             slots.back(runner)
-    assert (slots.idle, slots.spare, slots.free) == (1, 0, 1)
+    assert (len(slots.idle), slots.free - len(slots.idle), slots.free) == (1, 0, 1)
     assert slots.take() != gone
 
 
@@ -79,8 +79,8 @@ def test_slots_of_a_removed_instance_leave_nothing_behind() -> None:
     slots = slots_of("a0 a1")
     slots.remove(slots.take())
     slots.remove(next(iter(slots._free["a"])))
-    assert (slots.idle, slots.spare, slots.free) == (0, 0, 0)
-    assert slots._free == slots._taken == slots._idle == slots._busy == {}
+    assert (len(slots.idle), slots.free - len(slots.idle), slots.free) == (0, 0, 0)
+    assert slots._free == slots._taken == slots.idle == slots._busy == {}
 
 
 class SlotsBench(Bench):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from paceline.scheduler.arrival_model import ArrivalModel
 from paceline.scheduler.testing import ManualClock
-from paceline.scheduler.turns import Turns, WaitBudget
+from paceline.scheduler.turns import ArrivalModel, Turns, WaitBudget
 from tests.unit.scheduler import workbench
 
 US = 1_000
@@ -23,7 +22,7 @@ class CountedTurns:
         self.until_ns = NEVER
         self.submitted: list[str] = []
         self.clock = ManualClock(now_ns=1)
-        self.turns = Turns(self._take, self._wait_budget, arrivals, self.clock)
+        self.turns = Turns(self._turn, self._wait_budget, arrivals, self.clock)
         self.turns.start()
 
     def announce(self, *requests: str) -> None:
@@ -37,8 +36,7 @@ class CountedTurns:
         await iterations(2)
         return self.count
 
-    def _take(self) -> None:
-        self.turns.begin()
+    def _turn(self) -> None:
         self.count += 1
 
     def _wait_budget(self) -> WaitBudget | None:
@@ -198,27 +196,27 @@ async def test_request_announced_while_others_are_submitted_gets_the_next_turn()
             taken.turns.announce(submit, "b")
 
     taken.turns.announce(submit, "a")
-    taken.turns.begin()
+    taken.turns.take()
     assert (taken.submitted, taken.turns.announced) == (["a"], 1)
     await iterations(2)
-    assert (taken.submitted, taken.turns.announced, taken.count) == (["a", "b"], 0, 1)
+    assert (taken.submitted, taken.turns.announced, taken.count) == (["a", "b"], 0, 2)
 
 
 async def test_turn_taken_early_while_put_off_is_not_taken_again() -> None:
     taken = CountedTurns(crowd())
     taken.announce("a")
     await iterations(5)
-    taken.turns.begin()
+    taken.turns.take()
     assert taken.submitted == ["a"]
-    assert await taken.after(10_000) == 0
+    assert await taken.after(10_000) == 1
 
 
 async def test_turn_taken_before_its_loop_iteration_is_not_taken_again() -> None:
     taken = CountedTurns(ArrivalModel())
     taken.announce("a")
-    taken.turns.begin()
+    taken.turns.take()
     await iterations(10)
-    assert (taken.count, taken.submitted) == (0, ["a"])
+    assert (taken.count, taken.submitted) == (1, ["a"])
 
 
 async def test_turn_for_which_all_have_come_waits_for_the_loop_though_the_alarm_rings_first() -> None:
@@ -257,11 +255,11 @@ async def test_turn_after_one_taken_early_is_put_off_for_its_full_time() -> None
     taken = CountedTurns(crowd())
     taken.announce("a")
     assert await taken.after(700) == 0
-    taken.turns.begin()
+    taken.turns.take()
     taken.announce("b")
-    assert await taken.after(700) == 0
+    assert await taken.after(700) == 1
     assert taken.budget_requests == 2
-    assert await taken.after(100) == 1
+    assert await taken.after(100) == 2
     assert taken.submitted == ["a", "b"]
 
 

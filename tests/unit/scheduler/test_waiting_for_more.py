@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.scheduler.arrival_model import ArrivalModel
 from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
+from paceline.scheduler.turns import ArrivalModel
 from paceline.scheduler.waiting import SharedQueueLimits
 from tests.unit.scheduler import workbench
 from tests.unit.scheduler.workbench import Bench

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.scheduler.errors import BatcherClosed, ExecutionTimeout
+from paceline.scheduler.instances import Watchdog
 from paceline.scheduler.policy import BatchPolicy, PolicyError
 from paceline.scheduler.testing import ManualClock, StepRunner
-from paceline.scheduler.watchdog import Watchdog
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 LIMIT_NS = 100
@@ -148,7 +148,7 @@ async def test_execution_beyond_its_limit_fails_its_requests_and_others_wait_for
     assert (report.failed, type(report.error)) == (2, ExecutionTimeout)
     assert report.finished_ns - report.started_ns == LIMIT_NS
     assert bench.runners[0].stopped
-    assert not bench.batcher._queue._executing._batches, "nothing is kept of the requests"
+    assert not bench.batcher._queue._executing._ends_ns, "nothing is kept of the requests"
     await one_turn()
     assert bench.batcher.waiting_requests == 3
     another: StepRunner[str, str] = StepRunner(bench.clock)

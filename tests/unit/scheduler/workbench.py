@@ -8,13 +8,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from paceline.scheduler.arrival_model import ArrivalModel
 from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.batcher import Batcher
-from paceline.scheduler.isolation import Blame
+from paceline.scheduler.failures import Blame
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Request
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
+from paceline.scheduler.turns import ArrivalModel
 
 __all__ = ["Bench", "LossBench", "NeverWaits", "crowd", "nothing_to_collect", "one_turn", "push", "submit"]
 

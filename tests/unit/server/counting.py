@@ -27,7 +27,6 @@ class Gauges:
     lanes: int = 0
     levels: dict[int, int] = field(default_factory=dict)
     allowed_rows: int = 0
-    resting_instances: int = 0
 
     def waiting_of_level(self, level: int) -> int:
         return self.levels.get(level, 0)

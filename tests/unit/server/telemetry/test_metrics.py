@@ -49,7 +49,6 @@ OURS = {
     "paceline_lost_instances": "counter",
     "paceline_out_of_memory": "counter",
     "paceline_allowed_batch_rows": "gauge",
-    "paceline_resting_instances": "gauge",
     "paceline_lanes": "gauge",
     "paceline_padding_rows": "counter",
     "paceline_padding_share": "gauge",

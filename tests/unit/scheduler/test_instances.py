@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.scheduler.executing import Batch
-from paceline.scheduler.latency import LatencyModel
-from paceline.scheduler.request import Request
-from paceline.scheduler.runner_table import RunnerTable
+from paceline.scheduler.instances import Instances
+from paceline.scheduler.request import Batch, Request
 from paceline.scheduler.testing import ManualClock, StepRunner
 
 MS = 1_000_000
@@ -25,11 +23,8 @@ class TableBench:
         self.clock = ManualClock(now_ns=1)
         self.runners = [Runner(self.clock, stages=True) for _ in range(slots)]
         self.events: list[tuple[Any, ...]] = []
-        latency = LatencyModel(4)
-        for _ in range(3):
-            latency.observe("k", 1, 20 * MS, 0)
-        self.table: RunnerTable[str, str] = RunnerTable(
-            self.runners, self.clock, latency, self, lambda runner: self.runners.index(runner) // 2
+        self.table: Instances[str, str] = Instances(
+            self.runners, self.clock, self, lambda runner: self.runners.index(runner) // 2
         )
         self.table.start(LIMIT_NS, lambda runner: self.events.append(("late", runner)))
 
@@ -43,8 +38,8 @@ class TableBench:
         self.events.append(("return", runner))
 
 
-def batch(number: int = 1, requests: int = 0) -> Batch[Request[str, str]]:
-    return Batch(number, "k", 1, 1, tuple(Request[str, str]("a", 1, "k") for _ in range(requests)))
+def batch(number: int = 1) -> Batch[Request[str, str]]:
+    return Batch(number, "k", 1, 1, (), 20 * MS)
 
 
 @pytest.fixture
@@ -67,7 +62,7 @@ def test_runner_with_a_next_batch_has_begun_it_when_its_execution_ends(bench: Ta
     assert bench.table.end(runner) == (batch(1), batch(2))
     assert bench.table.running == {runner: batch(2)}
     assert bench.table.slots.free == 1
-    assert bench.table.ahead.ends_ns(runner) == 1 + 20 * MS
+    assert bench.table.ahead.ends[runner].at_ns == 1 + 20 * MS
 
 
 @pytest.mark.parametrize("hangs", [True, False])
@@ -110,7 +105,7 @@ def test_hang_gives_the_instance_up_and_its_other_slot_ends_its_last_execution(b
 
 def test_hanging_instance_is_never_about_to_end(bench: TableBench) -> None:
     bench.table.hang(bench.table.take(batch(1)))
-    assert not bench.table.ahead
+    assert not bench.table.ahead.ends
     assert bench.table.ahead.about_to_end(1 + 19 * MS) == []
 
 
@@ -135,36 +130,10 @@ def test_loss_stops_the_idle_slots_and_is_reported_once() -> None:
     assert bench.table.slots.free == 2
 
 
-@pytest.mark.parametrize(("requests", "same"), [(1, False), (2, True)])
-async def test_instance_without_memory_for_a_single_request_is_used_last(requests: int, same: bool) -> None:
-    bench = TableBench(slots=4)
-    failing = batch(requests=requests)
-    one = bench.table.take(failing)
-    bench.table.end(one)
-    assert not bench.table.on_out_of_memory(one, failing, left=())
-    assert (bench.runners.index(bench.table.take(batch())) // 2 == bench.runners.index(one) // 2) == same
-
-
-async def test_instance_lost_while_it_rests_leaves_nothing_behind() -> None:
-    bench = TableBench(slots=4)
-    failing = batch(requests=1)
-    one = bench.table.take(failing)
-    other = bench.table.take(batch(2))
-    bench.table.end(other)
-    bench.table.executed(other, "k")
-    bench.table.end(one)
-    assert bench.table.on_out_of_memory(one, failing, left=())
-    assert (bench.table.resting, bench.table.slots.free) == (1, 2)
-    bench.table.lose(one, OSError())
-    assert (bench.table.resting, bench.table.wake_ns, bench.table.slots.free) == (0, None, 2)
-    assert not bench.table._held
-    assert [runner.stopped for runner in bench.runners].count(True) == 2
-
-
 def test_forgotten_batch_is_never_late(bench: TableBench) -> None:
     runner = bench.table.take(batch())
     bench.table.forget(runner)
-    assert not bench.table.ahead
+    assert not bench.table.ahead.ends
     bench.clock.advance(LIMIT_NS)
     assert (bench.events, bench.table.running) == ([], {})
 
