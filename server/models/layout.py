@@ -113,8 +113,15 @@ class Layout:
             try:
                 place, kind = _settled(path)
                 self._kinds[place] = kind
-                if not may_be_empty and not _paths_at(place, kind):
-                    raise StartError(_why_none(path))
+                if may_be_empty or _paths_at(place, kind):
+                    continue
+                if files := [entry.name for entry in _entries(path) if _is_onnx_file(entry)]:
+                    expected = f"expected one .onnx file, or one called {DEFAULT_MODEL_FILE}, got {', '.join(files)}"
+                    raise StartError(f"{path}: {expected}")
+                raise StartError(
+                    f"{path}: no models here; expected a model repository "
+                    f"(<model>/<version>/{DEFAULT_MODEL_FILE}), one model's folder or a .onnx file"
+                )
             except OSError as error:
                 raise StartError(_problem(path, error)) from None
         single = [str(place) for place, kind in self._kinds.items() if kind is not _Kind.REPOSITORY]
@@ -224,16 +231,6 @@ def _settled(path: Path) -> tuple[Path, _Kind]:
     if len(files) == 1 and not any(map(_is_folder, entries)):
         return files[0], _Kind.FILE
     return path, _Kind.REPOSITORY
-
-
-def _why_none(path: Path) -> str:
-    files = [entry.name for entry in _entries(path) if _is_onnx_file(entry)]
-    if files:
-        return f"{path}: expected one .onnx file, or one called {DEFAULT_MODEL_FILE}, got {', '.join(files)}"
-    return (
-        f"{path}: no models here; expected a model repository "
-        f"(<model>/<version>/{DEFAULT_MODEL_FILE}), one model's folder or a .onnx file"
-    )
 
 
 def _is_onnx_file(entry: Path) -> bool:

@@ -213,22 +213,15 @@ class Repository:
         """The same for a model that `bring` gives, without a thread that loads it."""
         await self._in_turn(name, lambda record: self._load(record, bring))
 
-    def withdraw(self, name: str, reason: str) -> None:
-        """Refuse requests for a loaded model, which can't be reached, until `restore`. Accepted requests go on."""
+    def set_unreachable(self, name: str, reason: str) -> None:
+        """Refuse requests for a loaded model, which can't be reached for `reason`; accept them again if that is "".
+        Accepted requests go on."""
         record = self._records.get(name)
         if record is None or not record.serving or record.unreachable_reason == reason:
             return
         record.unreachable_reason = reason
-        self._serve(name, [], list(record.serving.values()))
-        self.on_change()
-
-    def restore(self, name: str) -> None:
-        """Undo `withdraw`."""
-        record = self._records.get(name)
-        if record is None or not record.unreachable_reason:
-            return
-        record.unreachable_reason = ""
-        self._serve(name, list(record.serving.values()), [])
+        versions = list(record.serving.values())
+        self._serve(name, [] if reason else versions, versions if reason else [])
         self.on_change()
 
     async def unload(self, name: str) -> None:

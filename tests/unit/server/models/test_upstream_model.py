@@ -15,7 +15,7 @@ from paceline.scheduler.policy import QueuePolicy, TimeoutAction
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.loader import LoadedVersion
-from paceline.server.models.upstream_model import UpstreamVersion, bring
+from paceline.server.models.upstream import UpstreamVersion, bring
 from paceline.server.models.upstream_settings import UpstreamSettings
 
 FLAGS = BatchDefaults(max_batch_rows=16, max_queue_delay_ns=5_000_000, queue_timeout_ns=7_000_000_000)
@@ -31,8 +31,7 @@ def brought(
     made = None if config is None else text_format.Merge(config, config_pb.ModelConfig(name="m"))
     upstream = UpstreamSettings("localhost:1", **settings)
     version = UpstreamVersion("3", told, made)
-    (found,) = bring("m", [version], RemoteServer("localhost:1"), upstream, FLAGS)
-    return found
+    return bring("m", version, RemoteServer("localhost:1"), upstream, FLAGS)
 
 
 def test_model_that_can_batch_does_so_according_to_the_flags() -> None:
@@ -134,7 +133,7 @@ def test_tensor_name_given_twice_is_refused(kind: str) -> None:
             tensors.add(name="a", datatype="FP32", shape=[-1])
     version = UpstreamVersion("", told, None)
     with pytest.raises(ConfigError, match=f"{kind} 'a' of the upstream: expected each name once"):
-        bring("m", [version], RemoteServer("localhost:1"), UpstreamSettings("localhost:1"), FLAGS)
+        bring("m", version, RemoteServer("localhost:1"), UpstreamSettings("localhost:1"), FLAGS)
 
 
 @pytest.mark.parametrize(
