@@ -46,4 +46,4 @@ def test_each_module_uses_only_monotonic_clocks_unless_listed(module: str) -> No
 
 def test_clocks_are_found_at_all() -> None:
     assert "time.monotonic_ns" in clocks("scheduler.clock")
-    assert clocks("server.telemetry.log") == {"time.gmtime"}
+    assert "time.gmtime" in clocks("server.telemetry.log")
