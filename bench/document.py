@@ -71,7 +71,7 @@ def _conditions(found: Summary) -> str:
 
 def _ratios(rows: Sequence[Row]) -> str:
     cells = [
-        [f"[{section.title}](#{section.name})", one.point, one.what, *report.compared(one)] for section, one in rows
+        [f"[{section.name}](#{section.name})", one.point, one.what, *report.compared(one)] for section, one in rows
     ]
     return _table([_COLUMNS, *cells])
 

@@ -20,9 +20,9 @@ def test_markdown_has_missed_bounds_before_reached_ones_before_those_not_measure
         for one in (
             "**1 of 2** bounds",
             "## Missed",
-            "| [A tiny model](#a) | 64 clients | requests/s / echo | 0.50 (0.50 - 0.99) | >= 0.9 |",
+            "| [a](#a) | 64 clients | requests/s / echo | 0.50 (0.50 - 0.99) | >= 0.9 |",
             "## Reached",
-            "| [A tiny model](#b) | 64 clients | requests/s / echo | 0.95 (0.50 - 0.99) | >= 0.9 |",
+            "| [b](#b) | 64 clients | requests/s / echo | 0.95 (0.50 - 0.99) | >= 0.9 |",
             "## For comparison",
             "## Not measured",
             "| A tiny model | requests/s / a rival | not installed |",
