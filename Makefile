@@ -31,7 +31,7 @@ LOCK_IMAGE := .venv-lock/bin/uv pip compile --quiet --universal --python-version
 export ORT_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-rivals dist lock witness witness-kserve fuzz mutants clean
+.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-rivals dist lock witness witness-kserve fuzz mutants proofs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -116,6 +116,9 @@ witness-kserve: .bench/rivals/kserve/installed ## install KServe's SDK, whose cl
 
 mutants: $(READY) ## plant 30 faults, one after the other, and see that the tests catch each; an hour
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+proofs: $(READY) ## run the tests that have a longer form than in the suite, in it
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/conformance/test_node_models.py tests/fault/test_chaos.py $(ARGS)
 
 fuzz: $(READY) ## search for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
 	test -d .witness/atheris || $(BIN)/python -m pip install --quiet --no-deps --target .witness/atheris $(ATHERIS) \

@@ -18,17 +18,18 @@ from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import ExecutionError
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.spec import Array, Tensors
+from tests.lengths import LONG
 from tests.unit.backends.onnx_models import batched
 
 MISTAKEN = {
     # Which rows come out at all depends on their contents. It is reported when it happens.
     "test_strnormalizer_export_monday_casesensintive_nochangecase",
 }
-"""Those that a trial wrongly finds stackable."""
+"""Those that a trial wrongly finds stackable, none of which is the first of its operator."""
 
 Rows = Mapping[str, Array]
 
-_OF_EACH = 2
+_OF_EACH = 2 if LONG else 1
 """Models per operator. All of them take two minutes."""
 
 
@@ -40,8 +41,8 @@ def test_models_of_one_operator_that_a_trial_finds_stackable_are_stackable(tmp_p
             stacked += 1
             if not found:
                 wrong.add(name)
-    assert wrong == MISTAKEN
-    assert stacked > 150
+    assert wrong == (MISTAKEN if LONG else set())
+    assert stacked > 75 * _OF_EACH
 
 
 def _models() -> Iterator[tuple[str, onnx.ModelProto, Rows]]:

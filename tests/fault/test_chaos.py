@@ -1,4 +1,4 @@
-"""Ten thousand requests, at random good, bad, malformed, hasty, cancelled or broken off, over many connections."""
+"""Thousands of requests, at random good, bad, malformed, hasty, cancelled or broken off, over many connections."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from tests.fuzz.mutation import mutated
 from tests.fuzz.targets import inputs
 from tests.harness import ServerProcess, write_identity
 from tests.integration.http2 import call_frames
+from tests.lengths import LONG
 from tests.polling import eventually
 
-REQUESTS, CONNECTIONS, AT_ONCE = 10_000, 16, 128
+REQUESTS = 10_000 if LONG else 3_000
+CONNECTIONS, AT_ONCE = 16, 128
 CONFIG = """dynamic_batching { max_queue_delay_microseconds: 200 default_queue_policy { max_queue_size: 64 } }
     instance_group { count: 2 } parameters { key: "execute_delay_ms" value { string_value: "1" } }"""
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -116,7 +118,7 @@ async def test_chaos_gets_expected_statuses_and_each_its_own_answer_and_leaves_n
             await channel.close()
         for kind, possible in POSSIBLE.items():
             assert set(chaos.ends[kind]) <= possible, (kind, chaos.ends[kind])
-        assert chaos.ends["good"][Code.OK] > 500
+        assert chaos.ends["good"][Code.OK] > REQUESTS // 20
         eventually(lambda: quiet(server), "nothing waiting")
         eventually(lambda: descriptors(server) <= open_before + 2, "the connections closed")
         assert resident_bytes(server) - before < 150_000_000
