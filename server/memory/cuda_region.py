@@ -11,6 +11,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,30 +34,29 @@ _LAST = 2**31 - 1
 """The driver takes 32 bits, and would take a larger number for another device."""
 
 
+@dataclass(eq=False)
 class CudaRegion(Region):
     """The first `byte_size` bytes of an allocation, which stays open as long as somebody holds the region. What is open
     can't become smaller."""
 
     kind = "cuda"
-
-    def __init__(self, name: str, device: int, byte_size: int, memory: CudaMemory, made_by: CudaRegions) -> None:
-        self.name = name
-        self.device = device
-        self.byte_size = byte_size
-        self._memory = memory
-        self._made_by = made_by
+    name: str
+    device: int
+    byte_size: int
+    memory: CudaMemory
+    made_by: CudaRegions
 
     def address_on(self, gpu: int) -> int | None:
-        return self._memory.address if gpu == self.device else None
+        return self.memory.address if gpu == self.device else None
 
     def read_into(self, target: Array, offset: int) -> None:
-        with self._made_by.failures(f"shared memory region '{self.name}' can't be read"):
-            self._memory.read(target.ctypes.data, target.nbytes, offset)
+        with self.made_by.failures(f"shared memory region '{self.name}' can't be read"):
+            self.memory.read(target.ctypes.data, target.nbytes, offset)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         source = np.frombuffer(data, np.uint8)
-        with self._made_by.failures(f"shared memory region '{self.name}' can't be written"):
-            self._memory.write(source.ctypes.data, source.nbytes, offset)
+        with self.made_by.failures(f"shared memory region '{self.name}' can't be written"):
+            self.memory.write(source.ctypes.data, source.nbytes, offset)
 
 
 class CudaRegions:

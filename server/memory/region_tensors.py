@@ -46,7 +46,7 @@ _UINT8 = np.dtype(np.uint8)
 
 
 class Place(NamedTuple):
-    """Where requests that are alike say that a tensor lies. The region is given by its name, which may come to mean
+    """Where known requests say that a tensor lies. The region is given by its name, which may come to mean
     another region, or none."""
 
     name: str

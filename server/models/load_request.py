@@ -119,10 +119,9 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
 
 class Scratch:
     """A new folder in `TMPDIR`, or in `/tmp` if that isn't set. It is needed by whoever made it, and by whoever keeps
-    it (`backends.base.Files`), until they let go; then it is removed."""
+    it (`backends.base.Files`), until they let go; then it is removed. Raises OSError."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
         with _lock:
             if _there is None:
                 raise _ending()

@@ -125,7 +125,6 @@ def model_source(
     """What the backend needs to open the model file `path`. `parameters` are defaults for the configuration's own,
     `op_libraries` are where its libraries of operators were found, `default_rows` are the rows of a batch if neither
     `max_batch_size` nor tensors are given."""
-    largest_rows = max(0, config.max_batch_size) or (0 if is_complete(config) else default_rows)
     accelerators = config.optimization.execution_accelerators
     own_parameters = {key: parameter.string_value for key, parameter in config.parameters.items()}
     return ModelSource(
@@ -137,7 +136,7 @@ def model_source(
         accelerators=tuple((one.name, dict(one.parameters)) for one in accelerators.gpu_execution_accelerator),
         cpu_accelerators=tuple((one.name, dict(one.parameters)) for one in accelerators.cpu_execution_accelerator),
         op_libraries=op_libraries,
-        largest_rows=largest_rows,
+        largest_rows=max(0, config.max_batch_size) or (0 if is_complete(config) else default_rows),
         cuda_graphs=config.optimization.cuda.graphs,
     )
 

@@ -159,7 +159,7 @@ class WarmUp:
             _log.warning(text, self._cold, size, _DEFAULT_BYTES)
             return
         try:
-            zeros = _all_alike(spec, 1, 0)
+            zeros = _uniform(spec, 1, 0)
             for run in _made_up_runs_of(instance):
                 self._run_sizes(run, [zeros], _sizes(instance, self._plan), bounds)
         except (OutOfMemory, MemoryError) as error:
@@ -179,7 +179,7 @@ class WarmUp:
         spec, run = self._plan.spec, _made_up_runs_of(instance)[0]
         for rows, digit in [(1, 1), (2, 0)] if self._plan.max_batch_rows > 1 else [(1, 1)]:
             try:
-                bounds.execute(run, [_all_alike(spec, rows, digit)], 0)
+                bounds.execute(run, [_uniform(spec, rows, digit)], 0)
             except UnfitOutputs:
                 continue
             except (BackendError, MemoryError):  # which tells nothing about outputs
@@ -262,7 +262,7 @@ def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
     return sorted(set(sizes), reverse=True)
 
 
-def _all_alike(spec: ModelSpec, rows: int, digit: int) -> Tensors:
+def _uniform(spec: ModelSpec, rows: int, digit: int) -> Tensors:
     """Inputs of `rows` rows, if there are rows, whose elements are all `digit`, 0 or 1. Text is that, too: models that
     read numbers accept it, and many that look for words reject text without any."""
     lead = (rows,) if spec.batched else ()
