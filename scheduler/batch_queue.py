@@ -18,7 +18,7 @@ from paceline.scheduler.latency import Executing, LatencyModel
 from paceline.scheduler.policy import NEVER, BatchPolicy, TimeoutAction
 from paceline.scheduler.request import Batch, RequestT
 from paceline.scheduler.returning_callers import ReturningCallers
-from paceline.scheduler.sizing import Allowed, Cut, Sizing, Unreachable
+from paceline.scheduler.sizing import Allowed, Sizing, Unreachable
 from paceline.scheduler.waiting import SharedQueueLimits, Timers, Waiting
 
 __all__ = ["BatchQueue", "Refusal", "Step"]
@@ -173,8 +173,11 @@ class BatchQueue(Generic[RequestT]):
         batches: list[Batch[RequestT]] = []
         unreachable: list[Unreachable[RequestT]] = []
         starts_ns = max(now_ns, starts_ns)
+        # Here nothing waits that is too late. Each pass takes one lane's batch; a lane that was given up, taken from or
+        # postponed has been filed again, so the next pass sees who is first now.
         while len(batches) < idle + spare:
             if len(batches) >= idle:
+                # Only spare slots are left: what could still grow waits until an instance has ended its execution.
                 if not self._may_be_full():
                     break
                 starts_ns = max(now_ns, self._executing.first_end_ns(now_ns))
@@ -318,18 +321,24 @@ class BatchQueue(Generic[RequestT]):
 
         None if requests had to be given up instead, which changes what is ready.
         """
-        timers, late = self._timers.items, list[Unreachable[RequestT]]()
+        timers = self._timers.items
+        late: list[Unreachable[RequestT]] = []
         # Whether some deadline is so near that an execution could miss it; a cheap check before the exact one.
         may_be_late = bool(timers) and timers[0][0] < starts_ns + self.latency.longest_ns and self.policy.deadline_aware
+        leaving: Sequence[RequestT]
+        # A lone request with time to spare is its own batch. Otherwise the lane says how many may leave, the sizing how
+        # many of these do, and deadlines may change which: then some are given up, and the rest is looked at again.
         if lane.only is not None and not may_be_late:
-            rows = lane.rows
-            cut = Cut((lane.only,), rows, self._sizing.padded(rows) if self._pads else rows)
+            leaving, rows = (lane.only,), lane.rows
+            padded_rows = self._sizing.padded(rows) if self._pads else rows
         else:
             releasable = self._lanes.releasable(lane, now_ns)
             cut = self._sizing.cut(lane, min(releasable, self.policy.max_batch_requests or releasable))
             if may_be_late:
                 cut, late = self._sizing.most_in_time(lane.key, lane, cut, starts_ns)
-        leaving = [one.request for one in late] if late else cut.requests
+            leaving, rows, padded_rows = cut
+            if late:
+                leaving = [one.request for one in late]
         self._lanes.take(lane, leaving)
         if timers:  # else none runs
             self._timers.stop(leaving)
@@ -337,4 +346,4 @@ class BatchQueue(Generic[RequestT]):
         if late:
             unreachable += late
             return None
-        return self._executing.begin(cut.requests, cut.rows, cut.padded_rows, starts_ns)
+        return self._executing.begin(leaving, rows, padded_rows, starts_ns)

@@ -250,6 +250,9 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         now_ns, recovery, slots = self._clock.now_ns(), self._recovery, self._instances.slots
+        # What comes back to wait comes first, so that the queue knows of it; then suspects, before anything that is
+        # queued; then instances that are free, and at last those that are about to be. Nobody is told of an end before
+        # the alarm is set: whoever is told may call back.
         if self._ahead.next:
             recovery.recall(now_ns)
         if recovery.suspects:
@@ -267,7 +270,11 @@ class Batcher(Generic[P, R]):
         if recovery.suspects:
             wake_ns = _first(wake_ns, recovery.first_deadline_ns())
         if wake_ns != self._wake_ns:
-            self._set_alarm(wake_ns)
+            self._wake_ns = wake_ns
+            if wake_ns is None:
+                self._alarm.clear()
+            else:
+                self._alarm.set(wake_ns)
         for one in steps:
             for request in one.expired:
                 self._answers.expire(request, now_ns)
@@ -293,13 +300,6 @@ class Batcher(Generic[P, R]):
             self._queue.reserve(batch)
             self._run(runner, batch, None, now_ns)
         return steps
-
-    def _set_alarm(self, wake_ns: int | None) -> None:
-        self._wake_ns = wake_ns
-        if wake_ns is None:
-            self._alarm.clear()
-        else:
-            self._alarm.set(wake_ns)
 
     # hot path
     def _run(

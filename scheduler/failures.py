@@ -169,6 +169,8 @@ class Recovery(Generic[P, R]):
     ) -> Sequence[Request[P, R]]:
         """Learn from `error`, which ended a batch, and plan to run again what may succeed. `suspects` are the batch's
         requests if they ran again already. Returns the requests that fail for good."""
+        # What an error says of memory and of the instance is learned whatever becomes of the requests. After that, an
+        # instance that may be lost is lost, so that nothing of what runs again runs there.
         blame, group = self._blame_for(error), suspects or Suspects.of_batch(batch.requests)
         if blame is Blame.SIZE:
             self._learn_shortage(runner, batch, group.search)

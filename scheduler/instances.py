@@ -381,6 +381,8 @@ class Instances(Generic[P, R]):
     def _give_up(self, runner: Runner[P, R]) -> Sequence[Runner[P, R]]:
         """Give `runner`, which executes nothing that counts, and the other slots of its instance nothing more. Returns
         the slots that still execute: their answers count."""
+        # Slots that execute nothing are stopped now, the others when they end: until then they are in `_leaving`, no
+        # longer in `_runners`, and `running` still says what they execute.
         instance = self._instance_of(runner)
         slots = [one for one in self._runners if self._instance_of(one) == instance]
         for one in slots:

@@ -249,7 +249,8 @@ class Lanes(Generic[RequestT]):
         lane = self._enter(group)
         if not self._delay_ns:
             lane.add(group)
-            # The first one has the lowest order of them.
+            # A lane stays filed by its first request; only one that overtakes that changes its rank. The group's first
+            # has the lowest order of them.
             if not lane.ready_token or group[0].order < lane.filed_order:
                 self._file(lane)
             return
@@ -297,9 +298,10 @@ class Lanes(Generic[RequestT]):
     def next_ready(self, now_ns: int) -> Lane[RequestT] | None:
         """The ready lane to be served first, if there is one. It no longer counts as ready until it is filed again, by
         one of the methods below or when requests come and go."""
-        for lane in self._stale:
-            self._walk(lane)
-        self._stale.clear()
+        if self._stale:
+            for lane in self._stale:
+                self._walk(lane)
+            self._stale.clear()
         due, ready = self.due, self._ready
         while due.items and (first_ns := due.first_rank()) is not None and first_ns <= now_ns:
             lane = due.pop()  # a request in it has waited long enough

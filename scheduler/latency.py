@@ -95,7 +95,7 @@ class _Curve:
         count, last_ns = (size.count, size.last_ns) if size is not None else (self.count, self.last_ns)
         if count < _PROOFS:
             return 0
-        expected_ns = self.expected_ns(rows)
+        expected_ns = int(size.mean) if size is not None else self.expected_ns(rows)
         fresh = now_ns - last_ns <= max(_FRESH_NS, _FRESH_TIMES * expected_ns)
         return expected_ns if fresh else 0
 

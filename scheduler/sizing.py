@@ -47,8 +47,6 @@ class Allowance:
     other requests, whose batches would become small because of it.
     """
 
-    __slots__ = ("_grew", "_most", "_pause_ns", "_sizes", "due_ns", "rows")
-
     def __init__(self, most: int, sizes: Sequence[int] = ()) -> None:
         self._most = most
         self._sizes = sizes
@@ -175,7 +173,10 @@ class Sizing:
             if rate > best_rate:
                 best, best_late, best_rate = one, late, rate
         if not best_rate:
-            best_late = self._too_late_alone(key, cut.requests, starts_ns)
+            alone = [(one, self._latency.proven_ns(key, self.padded(one.rows), starts_ns)) for one in cut.requests]
+            best_late = [
+                Unreachable(one, needed_ns) for one, needed_ns in alone if one.deadline_ns < starts_ns + needed_ns
+            ]
         return best, best_late
 
     def _in_time(
@@ -202,12 +203,6 @@ class Sizing:
     def _safe_ns(self, key: Hashable, rows: int, starts_ns: int) -> int:
         proven_ns = self._latency.proven_ns(key, rows, starts_ns)
         return proven_ns + self._latency.margin_ns(key, rows) if proven_ns else 0
-
-    def _too_late_alone(
-        self, key: Hashable, requests: Sequence[RequestT], starts_ns: int
-    ) -> list[Unreachable[RequestT]]:
-        alone = [(one, self._latency.proven_ns(key, self.padded(one.rows), starts_ns)) for one in requests]
-        return [Unreachable(one, needed_ns) for one, needed_ns in alone if one.deadline_ns < starts_ns + needed_ns]
 
     def _to_allowed_size(self, key: Hashable, requests: Sequence[RequestT], rows: int) -> Cut[RequestT]:
         """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row."""

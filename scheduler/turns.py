@@ -74,20 +74,6 @@ class ArrivalModel:
     costs the loop.
     """
 
-    __slots__ = (
-        "_batch_requests",
-        "_batches",
-        "_busy_ns",
-        "_ended_ns",
-        "_ended_requests",
-        "_executing",
-        "_in_halves",
-        "_pause_ns",
-        "_present",
-        "alone",
-        "cost_ns",
-    )
-
     def __init__(self) -> None:
         self._batch_requests = self._present = 1.0
         self.alone = True
@@ -173,26 +159,6 @@ class Turns:
     submitted; it says what an instance may be kept waiting for (None: nothing). `is_due` says that a turn will be
     taken soon, as when there are announced requests; `is_submitting` that these are just being submitted.
     """
-
-    __slots__ = (
-        "_alarm",
-        "_announced",
-        "_arrivals",
-        "_came",
-        "_clock",
-        "_due_ns",
-        "_is_looking",
-        "_is_put_off",
-        "_latest",
-        "_loop",
-        "_missing",
-        "_submit",
-        "_turn",
-        "_until_ns",
-        "_wait_budget",
-        "is_due",
-        "is_submitting",
-    )
 
     _loop: asyncio.AbstractEventLoop
     _alarm: Alarm
@@ -288,6 +254,8 @@ class Turns:
     def _look(self) -> None:
         """Take the turn that is due, unless batches lately had several requests and more are likely to arrive right
         away. The sizes and deadlines of those that have arrived are known only once they are submitted."""
+        # A turn may have been taken since this look was asked for, so it need not be due any more. If all requests came
+        # alone lately, nobody else is waited for, whatever the instances do.
         self._is_looking = self._is_put_off = False
         if self.is_due:
             self.submit_announced()

@@ -29,8 +29,6 @@ class SharedQueueLimits:
     """What waits in several queues together, and how much may: requests and bytes (0: no limit). For queues of one
     thread."""
 
-    __slots__ = ("max_bytes", "max_requests", "requests", "size_bytes")
-
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self.max_requests, self.max_bytes = max_requests or _MANY, max_bytes or _MANY
         self.requests = self.size_bytes = 0
@@ -49,22 +47,6 @@ class SharedQueueLimits:
 class Waiting:
     """Requests, rows and bytes that wait in one queue, which shares `shared_limits` with others. `reserved` are
     requests that have left the queue and may come back: until they no longer may, they take room."""
-
-    __slots__ = (
-        "_has_levels",
-        "_is_bounded",
-        "_max_bytes",
-        "_max_rows",
-        "_requests_of_level",
-        "_reserved_bytes",
-        "_reserved_of_level",
-        "_reserved_rows",
-        "_shared",
-        "requests",
-        "reserved",
-        "rows",
-        "size_bytes",
-    )
 
     def __init__(self, policy: BatchPolicy, shared_limits: SharedQueueLimits | None = None) -> None:
         self.requests = self.rows = self.size_bytes = 0
