@@ -18,7 +18,7 @@ from operator import attrgetter
 from paceline.scheduler.errors import ExecutionFailed, ExecutionTimeout, QueueTimeout, SchedulerError
 from paceline.scheduler.observer import BatchReport, Drop, Observer
 from paceline.scheduler.request import AnyRequest, Batch, BatchFacts, RequestT, succeed_all
-from paceline.scheduler.runner import Outcome
+from paceline.scheduler.runner import NO_ANSWER, NoAnswer, Outcome
 
 __all__ = ["Answers", "OrderedAnswers", "notify"]
 
@@ -88,16 +88,24 @@ class Answers:
             self.count(Drop.CANCELLED)
         return wanted
 
+    def more(self, batch: Batch[AnyRequest], results: Sequence[object]) -> None:
+        """Requests of a batch that still executes have answers that aren't their last."""
+        for request, result in zip(batch.requests, results, strict=True):
+            if result is not NO_ANSWER and not request.ended:
+                request.value = result
+                if request.on_answers is not None:
+                    self._done.append(request)
+        self.notify()
+
     # hot path
     def end(self, batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests) -> None:
         """Report the end of a batch: with a result for each request or, if there is an error, with that for those that
         `failed` for good."""
         try:
-            if outcome.executed is not None:
-                self._answer(batch, outcome)
+            unfinished = self._answer(batch, outcome) if outcome.executed is not None else ()
             for request in failed:
                 self.fail(request, _failure(outcome.error))
-            self._report(batch, outcome, failed)
+            self._report(batch, outcome, failed, unfinished)
         finally:
             self.notify()
 
@@ -127,33 +135,41 @@ class Answers:
             self._done.append(request)
             self.notify_soon()
 
-    def _answer(self, batch: Batch[AnyRequest], outcome: Outcome[object]) -> None:
+    def _answer(self, batch: Batch[AnyRequest], outcome: Outcome[object]) -> Requests:
+        """Give requests their results. Returns those that need another execution."""
         started_ns, executed = outcome.started_ns, outcome.executed
         assert executed is not None
         duration_ns = outcome.finished_ns - started_ns
         facts = BatchFacts(batch.number, batch.rows, batch.padded_rows, 0, duration_ns, started_ns, executed)
         requests: Requests = batch.requests
+        unfinished: Requests = ()
         results: Sequence[object] = executed.results
         for request in requests:
             request.batch_facts = facts
             request.waited_ns = started_ns - request.arrived_ns
-        if any(isinstance(result, Exception) for result in results):
+        if any(isinstance(result, (Exception, NoAnswer)) for result in results):
             pairs = [*zip(requests, results, strict=True)]
             for request, error in pairs:
                 if isinstance(error, Exception):
                     request.refused = True
                     self.fail(request, error)
-            pairs = [pair for pair in pairs if not isinstance(pair[1], Exception)]
+            unfinished = [request for request, result in pairs if result is NO_ANSWER and not request.ended]
+            pairs = [pair for pair in pairs if not isinstance(pair[1], (Exception, NoAnswer))]
             requests, results = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         self.succeed(requests, results)
+        return unfinished
 
-    def _report(self, batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests) -> None:
+    def _report(
+        self, batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests, unfinished: Requests = ()
+    ) -> None:
         """Report a batch. To be done once its answers are delivered: a request that is cancelled by then gets none."""
         if self._observer is None:
             return
         waits_ns: list[int] = []
         refused = cancelled = 0
         for request in failed if outcome.error else batch.requests:
+            if request in unfinished:
+                continue
             if not request.answered and request.cancelled():
                 cancelled += 1
             elif request.refused or outcome.error:
@@ -219,12 +235,13 @@ class OrderedAnswers(Answers):
 
 # hot path
 def notify(done: list[AnyRequest]) -> None:
-    """Tell the sources of requests that have ended, in this order."""
+    """Tell the sources of requests that have another answer or have ended, in this order."""
     for on_answers, group in groupby(done, _ON_ANSWERS):
         requests = list(group)
         for request in requests:
-            # It leads back to the request, and no cycle may be left for the garbage collector to find.
-            request.on_answers = None
+            if request.ended:
+                # It leads back to the request, and no cycle may be left for the garbage collector to find.
+                request.on_answers = None
         try:
             if on_answers is not None:
                 on_answers(requests)

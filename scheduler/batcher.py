@@ -133,7 +133,8 @@ class Batcher(Generic[P, R]):
 
     # hot path
     def submit(self, group: Sequence[Request[P, R]]) -> Sequence[SchedulerError | None]:
-        """Queue requests that arrived one after the other, and have equal rows, key, size, priority and queue timeout.
+        """Queue requests that arrived one after the other, and have equal rows, key, size, priority and queue timeout;
+        or that come back without having ended.
 
         Returns why requests are refused, None for each one that isn't; nothing at all if none is. An error may be
         RequestTooLarge, QueueFull, DeadlineUnreachable, NoInstance or BatcherClosed. Requests that were taken get a
@@ -315,6 +316,10 @@ class Batcher(Generic[P, R]):
             self._instances.returned(runner)
             return
         if self._stopped:
+            return
+        if outcome.more:
+            assert outcome.executed is not None
+            self._answers.more(self._running[runner], outcome.executed.results)
             return
         batch, following = self._instances.end(runner)
         if following is not None:

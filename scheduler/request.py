@@ -44,8 +44,9 @@ class BatchFacts(NamedTuple):
 
 
 OnAnswers = Callable[[list[Any]], None]
-"""Told of requests that have ended: all of a batch at once, in the order in which their answers leave. It mustn't
-raise. Typed Any because each source has a class of requests of its own, and is told only of its own requests."""
+"""Told of requests that have another answer or have ended: all of a batch at once, in the order in which their answers
+leave. It takes the `value` of one that hasn't `ended`, as the next answer replaces it. It mustn't raise. Typed Any
+because each source has a class of requests of its own, and is told only of its own requests."""
 
 
 class Request(Generic[P, R]):
@@ -58,8 +59,10 @@ class Request(Generic[P, R]):
     While it waits: `level` is what it is bounded and counted by, `order` alone decides when it is served, and the queue
     has to do something about it at `act_at_ns`: at its queue timeout, or at its deadline.
 
-    `ended`: it has a result (`answered`: as `value`), or an error, or was cancelled. Then `on_answers` is called, if
-    set, with this request and others that ended together. For one that was cancelled, the event loop calls it.
+    `ended`: it has its last result (`answered`: as `value`), or an error, or was cancelled. Then `on_answers` is
+    called, if set, with this request and others that ended together. For one that was cancelled, the event loop calls
+    it. It is also called for each answer before the last. Until it has ended, a request may come back into the queue,
+    with another payload, once it neither waits nor executes: it stays one request, and ends once.
     """
 
     __slots__ = (

@@ -13,10 +13,22 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["AnyRunner", "Done", "Executed", "Outcome", "Runner", "TaskRunner", "ThreadLost", "ThreadRunner"]
+__all__ = [
+    "NO_ANSWER",
+    "AnyRunner",
+    "Done",
+    "Executed",
+    "NoAnswer",
+    "Outcome",
+    "Runner",
+    "TaskRunner",
+    "ThreadLost",
+    "ThreadRunner",
+]
 
 _log = logging.getLogger("paceline.scheduler")
 
@@ -30,23 +42,36 @@ class ThreadLost(RuntimeError):
     """Nothing was executed: the instance's thread has died, and no other can be started for now."""
 
 
+class NoAnswer(Enum):
+    """In place of a result: there is none for this payload now."""
+
+    NOW = auto()
+
+
+NO_ANSWER = NoAnswer.NOW
+
+
 class Executed(Protocol[R_co]):
     """What an instance returns: at least the results, one per payload and in their order. An exception in place of a
-    result is for that payload alone. An optional `waited_ns` is how much of the execution was spent waiting for another
-    one of the same instance."""
+    result is for that payload alone. A payload without an answer at the end of its execution needs another one: its
+    request hasn't ended, and whoever owns it submits it again or ends it. An optional `waited_ns` is how much of the
+    execution was spent waiting for another one of the same instance."""
 
     @property
-    def results(self) -> Sequence[R_co | Exception]: ...
+    def results(self) -> Sequence[R_co | Exception | NoAnswer]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[R_co]):
-    """How one execution went: either `executed` or `error` is set. Times are monotonic nanoseconds."""
+    """How one execution went: either `executed` or `error` is set. Times are monotonic nanoseconds.
+
+    `more`: it still goes on. Payloads with a result have an answer now that isn't their last."""
 
     started_ns: int
     finished_ns: int
     executed: Executed[R_co] | None = None
     error: BaseException | None = None
+    more: bool = False
 
 
 Done = Callable[[Outcome[R]], None]
@@ -69,8 +94,9 @@ class Runner(Protocol[P_contra, R_co]):
         """Get ready, on the running event loop."""
 
     def run(self, payloads: Sequence[P_contra], padded_rows: int, done: Done[R_co]) -> None:
-        """Execute `payloads` as one batch of `padded_rows` rows; `done` is called later on the loop. Must not be called
-        before the `done` of the previous batch was or, if the runner stages, of the batch before that."""
+        """Execute `payloads` as one batch of `padded_rows` rows; `done` is called later on the loop, with what ends the
+        execution, and before that with as many outcomes of which there are `more` as it likes. Must not be called
+        before the previous batch has ended or, if the runner stages, the batch before that."""
 
     def take_back(self) -> bool:
         """Take back the batch that was handed over while another one executes. False if it has begun to execute; then

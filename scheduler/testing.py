@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from paceline.scheduler.observer import BatchReport, Drop
-from paceline.scheduler.runner import Done, Outcome
+from paceline.scheduler.runner import Done, NoAnswer, Outcome
 
 __all__ = ["ManualClock", "RecordingObserver", "Results", "StepRunner"]
 
@@ -78,7 +78,7 @@ class _ManualAlarm:
 class Results(Generic[R]):
     """The least that an instance may return."""
 
-    results: Sequence[R]
+    results: Sequence[R | NoAnswer]
 
 
 class StepRunner(Generic[P, R]):
@@ -130,12 +130,18 @@ class StepRunner(Generic[P, R]):
     def call_off(self) -> None:
         self.called_off.append(self.batches[-1])
 
+    def answer_with(self, results: Sequence[R | NoAnswer]) -> None:
+        """Give requests of the running batch answers that aren't their last."""
+        assert self._current is not None
+        _, done, started_ns = self._current
+        done(Outcome(started_ns, self._clock.now_ns(), executed=Results(results), more=True))
+
     def finish(self, answer: Callable[[P], R]) -> None:
         """End the running batch with `answer(payload)` as each request's result."""
         payloads = self._current[0] if self._current is not None else ()
         self.finish_with([answer(payload) for payload in payloads])
 
-    def finish_with(self, results: Sequence[R]) -> None:
+    def finish_with(self, results: Sequence[R | NoAnswer]) -> None:
         """End the running batch with these results, one for each request."""
         _, done, started_ns = self._take()
         done(Outcome(started_ns, self._clock.now_ns(), executed=Results(results)))
