@@ -15,34 +15,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from paceline.backends.errors import LoadError
 from paceline.backends.spec import Array, ModelSpec, Tensors
-
-__all__ = [
-    "Abandonable",
-    "Allocate",
-    "Backend",
-    "CanEnd",
-    "Device",
-    "DeviceKind",
-    "DeviceTensor",
-    "ExecutesMadeUp",
-    "Execution",
-    "Files",
-    "GroupKind",
-    "InstanceGroup",
-    "ModelInstance",
-    "ModelSource",
-    "OpenModel",
-    "ProvidesBuffers",
-    "Rounding",
-    "Slot",
-    "Slotted",
-    "Supervise",
-    "Targets",
-    "Triable",
-    "Trial",
-    "unsupervised",
-]
 
 T = TypeVar("T")
 
@@ -344,3 +318,20 @@ class Backend(Protocol):
 
     def open(self, source: ModelSource, device: Device) -> OpenModel:
         """Open a model whose first instance is meant for `device`. Blocks; raises LoadError naming what is wrong."""
+
+
+def on_cpu(group: InstanceGroup) -> list[Device]:
+    """The CPU, once per instance; one instance if the group gives no count."""
+    return [Device(DeviceKind.CPU)] * max(group.count, 1)
+
+
+def on_gpus(group: InstanceGroup, gpus: int) -> list[Device]:
+    """Each GPU of the group (all `gpus` if it names none), once per instance; one instance each if it gives no count.
+
+    LoadError for a GPU that isn't among the `gpus` there are.
+    """
+    for index in group.gpus:
+        if not 0 <= index < gpus:
+            raise LoadError(f"instance_group: expected GPUs below {gpus}, the number there are, got GPU {index}")
+    indices = group.gpus or range(gpus)
+    return [Device(DeviceKind.GPU, index) for index in indices for _ in range(max(group.count, 1))]

@@ -19,26 +19,6 @@ BackendError
         └── UpstreamFailed  another server, which executes, is unreachable or accepts nothing
 """
 
-__all__ = [
-    "BackendError",
-    "DeviceError",
-    "DeviceLost",
-    "DriverFailed",
-    "ExecutionError",
-    "InstanceError",
-    "InstanceLost",
-    "LoadError",
-    "NoDriver",
-    "OutOfMemory",
-    "ProcessEndedBeforeBatch",
-    "ProcessError",
-    "StalePlan",
-    "Unequipped",
-    "UnfitOutputs",
-    "UpstreamFailed",
-    "UpstreamRefused",
-]
-
 
 class BackendError(Exception):
     """Base of everything that a backend raises on purpose; the message is for the user."""

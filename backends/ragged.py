@@ -3,7 +3,7 @@ batch, outputs scattered by an input's shape.
 
 Lives here: `batch_runner`, which decides once per instance how its batches are assembled; models that need none of this
 get plain `batching.run_batch`. Must not: a runtime. The rule: one way of joining per input and one way of splitting per
-output, chosen from the spec in advance, so that an execution decides nothing.
+output, given by the spec alone.
 """
 
 from __future__ import annotations
@@ -14,18 +14,39 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from time import monotonic_ns
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from paceline.backends.base import Allocate, Execution
-from paceline.backends.batch_inputs import batch_input
 from paceline.backends.batching import Run, check_count, check_outputs, rows_of, run_batch, split, stack
 from paceline.backends.errors import ExecutionError, UnfitOutputs
-from paceline.backends.spec import MISSING, Array, BatchOutput, ModelSpec, Tensors, TensorSpec
+from paceline.backends.spec import MISSING, Array, BatchInputKind, ModelSpec, Tensors, TensorSpec
 from paceline.protos.datatypes import by_name
 
-__all__ = ["BatchRunner", "as_the_model_sees", "batch_input_tensors", "batch_runner", "row_counter"]
+
+def batch_input(kind: BatchInputKind, sources: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    """A new array for a batch whose requests, in order, bring `sources`, batch axis first. Source of the values:
+    `BatchInput.Kind` of Triton's model configuration.
+
+    Counts are of all elements of a request, over all its rows. Shapes, for n requests: [n] for element counts and
+    running sums, [n + 1] for sums that begin with 0, [largest count] for the maximum (all zeros: its size is the
+    value), [rows, dims] or [rows * dims] for item shapes, which leave out the batch axis.
+    """
+    counts = [source.size for source in sources]
+    match kind:
+        case BatchInputKind.ELEMENT_COUNT:
+            return np.array(counts, dtype)
+        case BatchInputKind.ACCUMULATED_ELEMENT_COUNT:
+            return np.array(list(accumulate(counts)), dtype)
+        case BatchInputKind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO:
+            return np.array(list(accumulate(counts, initial=0)), dtype)
+        case BatchInputKind.MAX_ELEMENT_COUNT_AS_SHAPE:
+            return np.zeros(max(counts), dtype)
+        case BatchInputKind.ITEM_SHAPE | BatchInputKind.ITEM_SHAPE_FLATTEN:
+            items = [source.shape[1:] for source in sources for _ in range(source.shape[0])]
+            shapes = np.array(items, dtype).reshape(len(items), sources[0].ndim - 1)
+            return shapes if kind is BatchInputKind.ITEM_SHAPE else shapes.reshape(-1)
 
 
 class BatchRunner(Protocol):
@@ -39,8 +60,6 @@ class BatchRunner(Protocol):
 
 
 RowCounter = Callable[[Sequence[Tensors]], list[int]]
-Join = Callable[[Sequence[Array], int], Array]
-Cut = Callable[[Array, Sequence[Tensors], list[int]], Sequence[Array]]
 
 
 def batch_runner(spec: ModelSpec) -> BatchRunner:
@@ -81,13 +100,16 @@ class _MixedBatches:
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._rows = row_counter(spec)
-        self._joins = [_join_of(tensor) for tensor in spec.inputs]
         places = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
         self._batch_inputs = [
             (one.kind, places[one.source], by_name(one.datatype).dtype, len(one.targets)) for one in spec.batch_inputs
         ]
-        scattered = {name: one for one in spec.batch_outputs for name in one.targets}
-        self._cuts = [_cut_of(tensor, scattered.get(tensor.name), places, spec.batched) for tensor in spec.outputs]
+        scattered = {name: places[one.source] for one in spec.batch_outputs for name in one.targets}
+        # Each output by itself, and the input by whose shapes it is scattered, if it is.
+        self._outputs = [
+            (ModelSpec((), (tensor,), batched=spec.batched and not tensor.shape_tensor), scattered.get(tensor.name))
+            for tensor in spec.outputs
+        ]
 
     def run(
         self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, allocate: Allocate | None = None
@@ -98,85 +120,61 @@ class _MixedBatches:
         began_ns = monotonic_ns()
         rows = self._rows(requests)
         padding = max(0, padded_rows - sum(rows)) if spec.batched and spec.paddable else 0
-        inputs = self._join(requests, padding)
+        inputs = [
+            _joined(tensor, [request[index] for request in requests], padding)
+            for index, tensor in enumerate(spec.inputs)
+        ]
+        for kind, source, dtype, copies in self._batch_inputs:
+            inputs += [batch_input(kind, [request[source] for request in requests], dtype)] * copies
         joined_ns = monotonic_ns()
         outputs = run(inputs)
         ran_ns = monotonic_ns()
         results = self._cut(outputs, requests, [*rows, padding] if padding else rows)
         return Execution(results, joined_ns - began_ns, ran_ns - joined_ns, monotonic_ns() - ran_ns)
 
-    def _join(self, requests: Sequence[Tensors], padding: int) -> list[Array]:
-        inputs = [join([request[index] for request in requests], padding) for index, join in enumerate(self._joins)]
-        for kind, source, dtype, copies in self._batch_inputs:
-            inputs += [batch_input(kind, [request[source] for request in requests], dtype)] * copies
-        return inputs
-
     def _cut(self, outputs: Tensors, requests: Sequence[Tensors], rows: list[int]) -> list[tuple[Array, ...]]:
-        if len(outputs) != len(self._cuts):
-            raise UnfitOutputs(f"expected {len(self._cuts)} outputs, got {len(outputs)}")
-        columns = [cut(output, requests, rows) for cut, output in zip(self._cuts, outputs, strict=True)]
+        if len(outputs) != len(self._outputs):
+            raise UnfitOutputs(f"expected {len(self._outputs)} outputs, got {len(outputs)}")
+        columns: list[Sequence[Array]] = []
+        for output, (alone, source) in zip(outputs, self._outputs, strict=True):
+            (tensor,) = alone.outputs
+            if tensor.optional and output is MISSING:
+                columns.append([MISSING] * len(requests))
+            elif source is not None:
+                columns.append(_scattered(tensor, output, [request[source].shape for request in requests]))
+            elif tensor.shape_tensor:
+                check_outputs([output], alone, 0)
+                columns.append([output] * len(requests))
+            else:
+                columns.append([part for (part,) in split([output], rows, alone)])
         # Padding rows come after the requests' own: the columns have them at the end, and no request gets them.
         return [tuple(column[number] for column in columns) for number in range(len(requests))]
 
 
-def _join_of(tensor: TensorSpec) -> Join:
-    join = _flattened if tensor.ragged else _shared if tensor.shape_tensor else _stacked
-    return partial(_unless_missing, join, tensor.name) if tensor.optional else join
-
-
-def _stacked(arrays: Sequence[Array], padding: int) -> Array:
+def _joined(tensor: TensorSpec, arrays: Sequence[Array], padding: int) -> Array:
+    """What the model sees of the `arrays` that the requests have for `tensor`."""
+    if tensor.optional and (missing := sum(array is MISSING for array in arrays)):
+        if missing != len(arrays):
+            raise ExecutionError(
+                "requests of one batch don't fit together: "
+                f"input '{tensor.name}' is missing in {missing} of {len(arrays)}"
+            )
+        return MISSING
+    if tensor.ragged:
+        # All elements as one vector. One copy; none for a single contiguous array.
+        flat = [array.reshape(-1) for array in arrays]
+        return np.ascontiguousarray(flat[0]) if len(flat) == 1 else np.concatenate(flat)
+    if tensor.shape_tensor:  # all requests share it: those that differ in it are never batched together
+        arrays, padding = arrays[:1], 0
     return stack([(array,) for array in arrays], padding)[0]
 
 
-def _flattened(arrays: Sequence[Array], padding: int) -> Array:
-    """All elements as one vector. One copy; none for a single contiguous array."""
-    if len(arrays) == 1:
-        return np.ascontiguousarray(arrays[0].reshape(-1))
-    return np.concatenate([array.reshape(-1) for array in arrays])
-
-
-def _shared(arrays: Sequence[Array], padding: int) -> Array:
-    """The array that all requests share: requests that differ in it are never batched together."""
-    return _stacked(arrays[:1], 0)
-
-
-def _unless_missing(join: Join, name: str, arrays: Sequence[Array], padding: int) -> Array:
-    missing = sum(array is MISSING for array in arrays)
-    if not missing:
-        return join(arrays, padding)
-    if missing != len(arrays):
-        raise ExecutionError(
-            f"requests of one batch don't fit together: input '{name}' is missing in {missing} of {len(arrays)}"
-        )
-    return MISSING
-
-
-def _cut_of(tensor: TensorSpec, scattered: BatchOutput | None, places: dict[str, int], batched: bool) -> Cut:
-    alone = ModelSpec((), (tensor,), batched=batched and not tensor.shape_tensor)
-    cut: Cut
-    if scattered is not None:
-        cut = partial(_scattered, tensor, places[scattered.source])
-    else:
-        cut = partial(_whole if tensor.shape_tensor else _by_rows, alone)
-    return partial(_all_missing, cut) if tensor.optional else cut
-
-
-def _by_rows(alone: ModelSpec, output: Array, requests: Sequence[Tensors], rows: list[int]) -> Sequence[Array]:
-    return [part for (part,) in split([output], rows, alone)]
-
-
-def _whole(alone: ModelSpec, output: Array, requests: Sequence[Tensors], rows: list[int]) -> Sequence[Array]:
-    check_outputs([output], alone, 0)
-    return [output] * len(requests)
-
-
-def _scattered(
-    tensor: TensorSpec, source: int, output: Array, requests: Sequence[Tensors], rows: list[int]
-) -> Sequence[Array]:
-    """Consecutive views, each with as many elements as its request's shape has."""
+def _scattered(tensor: TensorSpec, output: Array, by: Sequence[tuple[int, ...]]) -> Sequence[Array]:
+    """Consecutive views, each with as many elements as the request's shape in `by` says."""
     if output.dtype != by_name(tensor.datatype).dtype:
         raise UnfitOutputs(f"output '{tensor.name}': expected {tensor.datatype}, got numpy's {output.dtype}")
-    shapes = [_filled((-1, *tensor.dims), request[source].shape) for request in requests]
+    dims = (-1, *tensor.dims)
+    shapes = [tuple(one[axis] if dim == -1 else dim for axis, dim in enumerate(dims)) for one in by]
     bounds = list(accumulate(map(math.prod, shapes), initial=0))
     if output.size != bounds[-1]:
         raise ExecutionError(
@@ -185,11 +183,3 @@ def _scattered(
         )
     flat = output.reshape(-1)
     return [flat[begin:end].reshape(shape) for (begin, end), shape in zip(pairwise(bounds), shapes, strict=True)]
-
-
-def _filled(dims: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(shape[axis] if dim == -1 else dim for axis, dim in enumerate(dims))
-
-
-def _all_missing(cut: Cut, output: Array, requests: Sequence[Tensors], rows: list[int]) -> Sequence[Array]:
-    return [MISSING] * len(requests) if output is MISSING else cut(output, requests, rows)

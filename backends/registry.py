@@ -8,8 +8,6 @@ from __future__ import annotations
 from paceline.backends.base import Backend
 from paceline.backends.errors import LoadError
 
-__all__ = ["BACKENDS", "backend", "share_threads"]
-
 BACKENDS = ("identity", "onnxruntime", "python")
 """The backends of this build, by their names for `backend` in a `config.pbtxt`."""
 
@@ -22,14 +20,14 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
     `shared_threads`: whether `share_threads` was called; ONNX Runtime then opens no session with threads of its own.
     """
     if name in _ONNX:
-        from paceline.backends.onnx.installed import check_installed
+        from paceline.backends.installed import check_installed
 
         check_installed()
         from paceline.backends.onnx.backend import OnnxBackend
 
         return OnnxBackend(shared_threads=shared_threads)
     if name == "identity":
-        from paceline.backends.memory import IdentityBackend
+        from paceline.backends.identity import IdentityBackend
 
         return IdentityBackend()
     if name == "python":
@@ -42,7 +40,7 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
 def share_threads(intra_op: int, inter_op: int) -> None:
     """Make all of ONNX Runtime's sessions compute on one pool of this many threads (0: ONNX Runtime decides). To be
     called once in the life of a process, before any model is opened; LoadError if that isn't possible."""
-    from paceline.backends.onnx.installed import check_installed
+    from paceline.backends.installed import check_installed
 
     check_installed()
     from paceline.backends.onnx import sessions

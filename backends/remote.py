@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from time import monotonic_ns
 from typing import Any, TypeVar
 
@@ -27,8 +29,6 @@ from paceline.backends.remote_messages import (
     wanted_outputs,
 )
 from paceline.backends.spec import ModelSpec
-
-__all__ = ["RemoteInstance", "RemoteModel", "RemoteServer"]
 
 _SERVICE = "/inference.GRPCInferenceService/"
 
@@ -97,14 +97,12 @@ class RemoteServer:
 
     def open(self) -> None:
         """Create the channels, on the running event loop; they connect when they are used."""
-        self._channels = [self._channel() for _ in range(self._connections)]
+        new = grpc.aio.insecure_channel
+        if self._credentials is not None:
+            new = partial(grpc.aio.secure_channel, credentials=self._credentials)
+        self._channels = [new(self.target, options=self._options) for _ in range(self._connections)]
         # Bytes in, bytes out.
         self._infer = [channel.unary_unary(f"{_SERVICE}ModelInfer", None, None) for channel in self._channels]
-
-    def _channel(self) -> grpc.aio.Channel:
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(self.target, options=self._options)
-        return grpc.aio.secure_channel(self.target, self._credentials, options=self._options)
 
     def renew(self) -> None:
         """Create new channels: for as long as the system keeps trying, a quarter of an hour, a connection to a machine
@@ -170,15 +168,15 @@ class RemoteServer:
         return (UpstreamFailed if whole else UpstreamRefused)(status, f"{self._prefix}{details or status}")
 
 
+@dataclass(eq=False)
 class RemoteModel:
     """One version of a model at `server`, which knows it as `name` and `version` ("": it has no versions)."""
 
-    def __init__(self, server: RemoteServer, name: str, version: str, spec: ModelSpec, platform: str) -> None:
-        self.server = server
-        self.name = name
-        self.version = version
-        self.spec = spec
-        self.platform = platform
+    server: RemoteServer
+    name: str
+    version: str
+    spec: ModelSpec
+    platform: str
 
     def instance(self, number: int) -> RemoteInstance:
         """Instance `number` of those that each send a batch at the same time."""

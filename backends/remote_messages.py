@@ -21,18 +21,6 @@ from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from paceline.protos.tensors import TensorError, decode_contents, decode_raw, raw_buffer
 from paceline.protos.wire import RAW_INPUT_TAG, parse, varint
 
-__all__ = [
-    "Headers",
-    "OpenResult",
-    "OpenTensor",
-    "RemoteRequest",
-    "call_headers",
-    "decode_open",
-    "decode_response",
-    "encode_request",
-    "wanted_outputs",
-]
-
 _MAX_BYTES = 2**31 - 1
 """protobuf's limit for a message."""
 
@@ -101,7 +89,10 @@ def encode_request(
         column = [one.inputs[number] for one in requests]
         if column[0] is MISSING:
             continue
-        added = message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=_joined_shape(column))
+        shape = column[0].shape
+        if len(column) > 1:
+            shape = (sum(array.shape[0] for array in column), *shape[1:])
+        added = message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
         if tensor.name in of_input:
             added.parameters.MergeFrom(of_input[tensor.name].parameters)
         datatype = by_name(tensor.datatype)
@@ -121,12 +112,6 @@ def encode_request(
     return b"".join(pieces)
 
 
-def _joined_shape(column: Sequence[Array]) -> tuple[int, ...]:
-    if len(column) == 1:
-        return column[0].shape
-    return (sum(array.shape[0] for array in column), *column[0].shape[1:])
-
-
 def decode_response(
     data: bytes, spec: ModelSpec, requests: Sequence[RemoteRequest], wanted: Sequence[int]
 ) -> Sequence[Tensors]:
@@ -141,12 +126,17 @@ def decode_response(
         there = {output.name for output in message.outputs}
         wanted = [place for place in wanted if spec.outputs[place].name in there]
     outputs = _outputs(message, spec, wanted)
-    rows = rows_of([_present(one.inputs) for one in requests]) if spec.batched else [1]
+    rows = [1]
+    if spec.batched:
+        rows = rows_of([[array for array in one.inputs if array is not MISSING] for one in requests])
     if len(wanted) == len(spec.outputs):
         return split(outputs, rows, spec)
     narrowed = replace(spec, outputs=tuple(spec.outputs[place] for place in wanted))
-    shares = split(outputs, rows, narrowed)
-    return [_widened(share, wanted, len(spec.outputs)) for share in shares]
+    results = []
+    for share in split(outputs, rows, narrowed):
+        arrays = dict(zip(wanted, share, strict=True))
+        results.append(tuple(arrays.get(place, MISSING) for place in range(len(spec.outputs))))
+    return results
 
 
 def decode_open(data: bytes, requests: Sequence[RemoteRequest]) -> list[OpenResult]:
@@ -169,17 +159,6 @@ def decode_open(data: bytes, requests: Sequence[RemoteRequest]) -> list[OpenResu
         tuple(OpenTensor(name, datatype, array[start:end]) for name, datatype, array in tensors)
         for start, end in pairwise(accumulate(rows, initial=0))
     ]
-
-
-def _present(inputs: Tensors) -> Tensors:
-    return [array for array in inputs if array is not MISSING]
-
-
-def _widened(share: Sequence[Array], wanted: Sequence[int], count: int) -> tuple[Array, ...]:
-    whole = [MISSING] * count
-    for place, array in zip(wanted, share, strict=True):
-        whole[place] = array
-    return tuple(whole)
 
 
 def _message(data: bytes) -> ModelInferResponse:

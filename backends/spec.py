@@ -17,18 +17,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "MISSING",
-    "Array",
-    "BatchInput",
-    "BatchInputKind",
-    "BatchOutput",
-    "ModelSpec",
-    "TensorSpec",
-    "Tensors",
-    "fits",
-]
-
 Array = NDArray[Any]
 Tensors = Sequence[Array]
 

@@ -1,23 +1,29 @@
-"""Buffers between requests and a device: page-locked host memory, and the device's own.
+"""Buffers between requests and a device: page-locked host memory, and the device's own; and the copies between them and
+clients' tensors that are already in device memory.
 
-Lives here: how long each buffer lives and who may write to it. Must not: a runtime, the order of streams
-(`onnx.staged`). The rules: nothing is allocated in steady state; a host buffer that results are views of isn't written
-to before the last view is gone.
+Lives here: how long each buffer lives, who may write to it, and which bytes go where. Must not: a runtime, what waits
+for what (`onnx.staged`). The rules: nothing is allocated in steady state; a host buffer that results are views of isn't
+written to before the last view is gone; bytes that are on the device stay there. They are copied even for a batch of
+one: binding a client's tensor in place would take a binding per request, could not be captured in a graph, and would
+let the tensor change during the computation.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from paceline.backends.accelerator import HostMemory, Memory
-from paceline.backends.spec import Array
-
-__all__ = ["DType", "Growing", "OutputPool", "Shape", "array_in"]
+from paceline.backends.base import DeviceTensor, Targets
+from paceline.backends.batching import join_into
+from paceline.backends.cuda.accelerator import DeviceMemory, HostMemory, Stream
+from paceline.backends.errors import DeviceError, ExecutionError, InstanceError
+from paceline.backends.onnx.failures import device_failure
+from paceline.backends.spec import Array, Tensors
 
 _GRANULE_BYTES = 256
 """Sizes are rounded up to a multiple of this; also the size for tensors without elements, which still need an
@@ -30,7 +36,7 @@ _UINT8 = np.dtype(np.uint8)
 DType = np.dtype[Any]
 Shape = tuple[int, ...]
 
-M = TypeVar("M", bound=Memory)
+M = TypeVar("M", bound=DeviceMemory | HostMemory)
 
 
 class Growing(Generic[M]):
@@ -76,7 +82,7 @@ class OutputPool:
         """An array with arbitrary contents, and its address. Raises DeviceError."""
         size_bytes = math.prod(shape) * dtype.itemsize
         memory = self._taken(size_bytes)
-        block = _Block((memory.size_bytes,), _UINT8, _buffer(memory))
+        block = _Block((memory.size_bytes,), _UINT8, cast("Any", memory.buffer))
         block._memory, block._free = memory, self._free
         return np.ndarray(shape, dtype, block), memory.address
 
@@ -114,13 +120,107 @@ class _Block(np.ndarray[Any, np.dtype[np.uint8]]):
 
 def array_in(memory: HostMemory, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """The first bytes of `memory` as an array, which must not outlive the memory."""
-    return np.ndarray(shape, dtype, _buffer(memory))
-
-
-def _buffer(memory: HostMemory) -> Any:
-    """Typed Any because numpy releases differ in the types that they declare for an array's buffer."""
-    return memory.buffer
+    # Any: numpy releases differ in the types that they declare for an array's buffer.
+    return np.ndarray(shape, dtype, cast("Any", memory.buffer))
 
 
 def _rounded(size_bytes: int) -> int:
     return max(1, -(-size_bytes // _GRANULE_BYTES)) * _GRANULE_BYTES
+
+
+class Made(NamedTuple):
+    """An output of a batch: `shape` with all its rows, and its address on the device; None if it isn't there."""
+
+    dtype: DType
+    shape: Shape
+    address: int | None
+
+
+def gather(
+    stream: Stream, column: Sequence[Array | DeviceTensor], host: Array, device: int | None, padding: int
+) -> None:
+    """Queue the copies that join `column` along its first axis, followed by `padding` copies of the last row.
+
+    The target is device memory at `device`, or if that is None `host`, which is an array over page-locked memory.
+    Arrays of the host are first written to their place in `host`. Without a `device` it blocks until everything is
+    there. Raises DeviceError, and ExecutionError for what doesn't fit or can't be copied.
+    """
+    begin, offset, row = host.ctypes.data, 0, 0
+    for one in column:
+        if one.dtype != host.dtype or one.shape[1:] != host.shape[1:]:
+            raise ExecutionError(
+                f"requests of one batch don't fit together: expected {host.dtype} of shape {[-1, *host.shape[1:]]}, "
+                f"got {one.dtype} of shape {list(one.shape)}"
+            )
+        if isinstance(one, DeviceTensor):
+            copy = stream.copy_out if device is None else stream.copy_within
+            _copy(copy, (begin if device is None else device) + offset, one.address, one.nbytes)
+        else:
+            join_into(host[row : row + len(one)], [one])
+            if device is not None and one.nbytes:
+                stream.copy_in(device + offset, begin + offset, one.nbytes)
+        offset += one.nbytes
+        row += one.shape[0] if one.shape else 1
+    if device is None:
+        stream.synchronize()
+        host[row:] = host[row - 1 : row]
+    elif padding and offset:
+        repeat(stream, device + offset, offset // row, padding)
+
+
+def repeat(stream: Stream, end: int, row_bytes: int, count: int) -> None:
+    """Queue copies that repeat the row before `end` `count` times; each doubles what is there."""
+    done, begin = 1, end - row_bytes
+    while done <= count:
+        more = min(done, count + 1 - done)
+        stream.copy_within(begin + done * row_bytes, begin, more * row_bytes)
+        done += more
+
+
+def copy_to_targets(
+    stream: Stream, targets: Sequence[Targets], rows: Sequence[int] | None, outputs: Sequence[Made]
+) -> list[Targets]:
+    """Queue the copies of `outputs` to where requests want them. Returns, per request, which outputs (by index) are
+    left where.
+
+    `rows` are those of each request, None if there is no batch axis. Nothing is copied for a request that can't get
+    everything it wants. Raises ExecutionError.
+    """
+    left: list[Targets] = []
+    starts = accumulate(rows or (), initial=0)
+    for number, (wanted, start) in enumerate(zip(targets, starts, strict=False)):
+        there: dict[int, DeviceTensor] = {}
+        sources: list[int] = []
+        for index, target in wanted.items():
+            made = outputs[index]
+            shape = made.shape if rows is None else (rows[number], *made.shape[1:])
+            part = DeviceTensor(target.owner, target.address, made.dtype, shape)
+            if made.address is not None and part.nbytes <= target.nbytes:
+                there[index] = part
+                sources.append(made.address + start * math.prod(made.shape[1:]) * made.dtype.itemsize)
+        left.append(there if len(there) == len(wanted) else {})
+        for part, source in zip(left[-1].values(), sources, strict=False):
+            _copy(stream.copy_within, part.address, source, part.nbytes)
+    return left
+
+
+def with_targets(results: Sequence[Tensors], left: Sequence[Targets]) -> list[Tensors]:
+    """`results` with the outputs that were left on the device in place of the arrays."""
+    return [
+        cast("Tensors", [there.get(index, output) for index, output in enumerate(result)])
+        for result, there in zip(results, left, strict=True)
+    ]
+
+
+def _copy(copy: Callable[[int, int, int], None], target: int, source: int, size_bytes: int) -> None:
+    """Copy from or to a client's memory. If that fails, the memory may be to blame: an ExecutionError lets the batch's
+    other requests run again without it."""
+    if not size_bytes:
+        return
+    try:
+        copy(target, source, size_bytes)
+    except DeviceError as error:
+        problem = device_failure(error)
+        if type(problem) is not InstanceError:
+            raise
+        raise ExecutionError(f"a client's memory on the GPU can't be copied from or to: {error}") from error

@@ -18,20 +18,20 @@ import numpy as np
 
 from paceline.backends.base import Trial
 from paceline.backends.errors import ExecutionError, InstanceError, OutOfMemory, ProcessError
-from paceline.backends.likeness import alike, equal, is_finite
 from paceline.backends.made_up import (
     MAX_BYTES,
     MadeUp,
+    alike,
     attempts,
     bytes_of,
     can_be_stacked,
+    equal,
     has_free_dims,
+    is_finite,
     is_of_floats,
     make_rows,
 )
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
-
-__all__ = ["try_rows"]
 
 _MANY = 8
 """How many rows are in a longer stack. It shows what rows do to others that aren't next to them, or that are like them

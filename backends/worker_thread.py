@@ -12,8 +12,6 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
-__all__ = ["WorkerThread"]
-
 T = TypeVar("T")
 
 

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.backends.accelerator import Memory
-from paceline.backends.cuda.accelerator import CudaAccelerator
-from paceline.backends.cuda.context import check, load_driver
+from paceline.backends.cuda.accelerator import CudaAccelerator, DeviceMemory
+from paceline.backends.cuda.driver import check, load_driver
 from paceline.backends.cuda.memory import HANDLE_BYTES
 from tests.wire import Array
 
@@ -24,7 +23,7 @@ class Exported:
     """Exported memory; `handle` opens it as long as this object is held."""
 
     handle: bytes
-    memory: Memory
+    memory: DeviceMemory
 
 
 def export(array: Array, load: Callable[[str], Any] = ctypes.CDLL) -> Exported:

@@ -5,23 +5,28 @@ device's primary context current, and releasing raises no error, since nobody is
 allocate release the GIL; calls that only queue keep it: these take microseconds, and getting the GIL back beside a busy
 event loop may take half a millisecond each time. They release it, too, while others may keep them waiting
 (`long_calls`).
+
+All methods of what is public here raise DeviceError, and may be called on any thread that has called `enter`. Code that
+stages batches needs no more of a device than they, and is tested with the host as one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
-from paceline.backends.accelerator import Buffer, Event, Stream
 from paceline.backends.base import Device, DeviceKind
-from paceline.backends.cuda.context import PrimaryContext, check, ignore_captures, load_driver
-from paceline.backends.cuda.driver import LIBRARY
+from paceline.backends.cuda.driver import LIBRARY, PrimaryContext, check, ignore_captures, load_driver
 from paceline.backends.cuda.long_calls import LongCalls, long_calls
 from paceline.backends.errors import DeviceError
 
-__all__ = ["CudaAccelerator", "accelerator_of", "open_cuda"]
+Buffer = ctypes.Array[ctypes.c_uint8]
+"""Bytes at an address, for numpy to make arrays over. As it is no numpy array itself, it never replaces another base in
+a chain of numpy's bases."""
 
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for all contexts
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the default stream, which others may use
@@ -107,57 +112,74 @@ def _give_back(device: _Device, call: str, handle: int) -> None:
         pass
 
 
-class _DeviceMemory:
+class DeviceMemory:
+    """`size_bytes` bytes of the device's memory from `address` on, aligned to at least 64 bytes; freed when nobody
+    holds the object."""
+
     def __init__(self, device: _Device, size_bytes: int) -> None:
         self.address = device.make(self, "cuMemAlloc_v2", "cuMemFree_v2", size_bytes)
         self.size_bytes = size_bytes
 
 
-class _HostMemory:
+class HostMemory:
+    """The same of the host's memory, in pages that stay where they are (page-locked), so that the device reads and
+    writes them without the CPU's help. `buffer` is all of it; arrays over it must not outlive the object."""
+
     def __init__(self, device: _Device, size_bytes: int) -> None:
         self.address = device.make(self, "cuMemHostAlloc", "cuMemFreeHost", size_bytes, _PORTABLE)
         self.size_bytes = size_bytes
         self.buffer: Buffer = (ctypes.c_uint8 * size_bytes).from_address(self.address)
 
 
-class _Event:
+class Event:
+    """A position in a stream, which each `Stream.record` sets anew."""
+
     def __init__(self, device: _Device) -> None:
         self._device = device
         self.handle = device.make(self, "cuEventCreate", "cuEventDestroy_v2", _WAITED_FOR)
 
     def synchronize(self) -> None:
+        """Block until the stream has reached the position recorded last. Other Python threads run meanwhile."""
         self._device.wait("cuEventSynchronize", self.handle)
 
 
-class _Stream:
+class Stream:
+    """A queue of work that the device does in order; streams are ordered with each other only by events. Only
+    `synchronize` blocks. `handle` is that by which the runtime knows the stream."""
+
     def __init__(self, device: _Device) -> None:
         self._device = device
         self.handle = device.make(self, "cuStreamCreate", "cuStreamDestroy_v2", _NON_BLOCKING)
 
     def copy_in(self, target: int, source: int, size_bytes: int) -> None:
+        """Copy to the device's memory at `target` from the host's at `source`, when its turn comes."""
         self._device.call("cuMemcpyHtoDAsync_v2", target, source, size_bytes, self.handle)
 
     def copy_out(self, target: int, source: int, size_bytes: int) -> None:
+        """Copy to the host's memory at `target` from the device's at `source`, when its turn comes."""
         self._device.call("cuMemcpyDtoHAsync_v2", target, source, size_bytes, self.handle)
 
     def copy_within(self, target: int, source: int, size_bytes: int) -> None:
+        """Copy from the device's memory at `source` to the same device's at `target`, when its turn comes."""
         self._device.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, self.handle)
 
     def record(self, event: Event) -> None:
-        assert isinstance(event, _Event)
+        """Make `event` stand for everything in the stream now."""
         self._device.call("cuEventRecord", event.handle, self.handle)
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, _Event)
+        """Make everything queued here from now on wait for what `event` stands for now."""
         self._device.call("cuStreamWaitEvent", self.handle, event.handle, 0)
 
     def synchronize(self) -> None:
+        """Block until everything in the stream is done."""
         self._device.wait("cuStreamSynchronize", self.handle)
 
 
 class CudaAccelerator:
-    """GPU `index` as an `Accelerator`. `ort_device` and `memory_name` are the names that ONNX Runtime's CUDA provider
-    uses. `calls` are the process's long calls."""
+    """GPU `index`, the number by which clients know it, too. `ort_device` and `memory_name` are the names that ONNX
+    Runtime's CUDA provider uses for it, and for its memory as opposed to the host's. `calls` are the process's long
+    calls."""
 
     memory_name = "Cuda"
 
@@ -167,32 +189,57 @@ class CudaAccelerator:
         self.ort_device = "cuda", index
 
     def enter(self) -> None:
+        """Prepare the calling thread for this device."""
         self._device.enter()
 
     def current(self) -> AbstractContextManager[None]:
+        """Within the block, the calling thread is prepared for this device, whichever it is prepared for otherwise."""
         return self._device.context.current()
 
     def synchronize(self) -> None:
+        """Block until the device has finished all its work. Other Python threads run meanwhile. No capture may be in
+        progress on it. May be called on any thread, whether it has called `enter` or not."""
         with self._device.calls.making(), self._device.context.current():
             self._device.call("cuCtxSynchronize")
 
     def free_bytes(self) -> int:
+        """How much of the device's memory nobody has. May be called on any thread."""
         free, total = _size(), _size()
         with self._device.context.current():
             self._device.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
-    def host_memory(self, size_bytes: int) -> _HostMemory:
-        return _HostMemory(self._device, size_bytes)
+    def host_memory(self, size_bytes: int) -> HostMemory:
+        return HostMemory(self._device, size_bytes)
 
-    def device_memory(self, size_bytes: int) -> _DeviceMemory:
-        return _DeviceMemory(self._device, size_bytes)
+    def device_memory(self, size_bytes: int) -> DeviceMemory:
+        return DeviceMemory(self._device, size_bytes)
 
     def stream(self) -> Stream:
-        return _Stream(self._device)
+        return Stream(self._device)
 
     def event(self) -> Event:
-        return _Event(self._device)
+        return Event(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """An accelerator's streams for one session: copies in, computation and copies out proceed in parallel."""
+
+    accelerator: CudaAccelerator
+    copy_in: Stream
+    compute: Stream
+    copy_out: Stream
+
+    @property
+    def all(self) -> Sequence[Stream]:
+        return (self.copy_in, self.compute, self.copy_out)
+
+
+def open_streams(accelerator: CudaAccelerator) -> Streams:
+    """New streams; they live as long as somebody holds them. Raises DeviceError."""
+    accelerator.enter()
+    return Streams(accelerator, accelerator.stream(), accelerator.stream(), accelerator.stream())
 
 
 def accelerator_of(device: Device) -> CudaAccelerator | None:

@@ -1,19 +1,39 @@
-"""Whether there are GPUs, according to the CUDA driver, which every machine with a usable GPU has.
+"""CUDA's driver, which every machine with a usable GPU has: whether there are GPUs, and a process's context for one.
 
-Lives here: a few calls into libcuda through ctypes. Must not: a runtime; whether a runtime can use the GPU is for its
-backend to find out.
+Lives here: loading it, counting, the primary context of a device, and what its result codes mean; those of CUDA's
+runtime are the same numbers. Must not: memory, streams, a runtime; whether that can use the GPU is for its backend to
+find out. The rule: everything in the process uses the primary context, as ONNX Runtime does, so that memory and streams
+are interchangeable.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from paceline.backends.errors import DriverFailed, LoadError, NoDriver
+from paceline.backends.errors import DeviceError, DriverFailed, LoadError, NoDriver
 
-__all__ = ["LIBRARY", "count_gpus", "failure_text", "gpu_uuids"]
+# Those after which, says NVIDIA, the process must be terminated and relaunched to use CUDA again: every further call
+# fails with the same. ECC and NVLink errors, what kernels did wrong (addresses, instructions, asserts, time), a process
+# of the same MPS server that was ended, and another device's error.
+BROKEN = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
+# The device is gone, or gone for this process: the driver was shut down, the device is unavailable, there is none, its
+# context is gone, or CUDA has no name for the error, as after a reset.
+GONE = frozenset((3, 4, 46, 100, 101, 201, 709, 999))
+
+_CODE = re.compile(r"returned (\d+) \(")
+
+
+def code_of(error: DeviceError) -> int | None:
+    """The driver's code in `error`; None if it is none of its calls that failed."""
+    found = _CODE.search(str(error))
+    return int(found[1]) if found else None
+
 
 LIBRARY = "libcuda.so.1"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
@@ -78,3 +98,60 @@ def failure_text(driver: Any, call: str, code: int) -> str:
     driver.cuGetErrorName(code, ctypes.byref(text))
     name = (text.value or b"unknown error").decode()
     return f"the NVIDIA driver failed: {call} returned {code} ({name})"
+
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+_threads = threading.local()
+
+
+def load_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Any:
+    """The initialised driver; `load` opens a shared library by name. Raises DeviceError with the driver's reason."""
+    try:
+        driver = load(LIBRARY)
+    except OSError as error:
+        raise DeviceError(f"no NVIDIA driver: {LIBRARY} can't be loaded ({error})") from error
+    check(driver, "cuInit", driver.cuInit(0))
+    return driver
+
+
+def check(driver: Any, call: str, code: int) -> None:
+    """Raise DeviceError unless `call` succeeded."""
+    if code != 0:
+        raise DeviceError(failure_text(driver, call, code))
+
+
+def ignore_captures(driver: Any) -> None:
+    """Allow the calling thread, which must have a current context, all calls while other threads capture graphs. In the
+    mode in which ONNX Runtime captures, allocations anywhere in the process would otherwise fail, and the capture with
+    them."""
+    if getattr(_threads, "ignoring", False):
+        return
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    check(driver, "cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    _threads.ignoring = True
+
+
+class PrimaryContext:
+    """The primary context of one device, retained until `release`; `handle` is the driver's. Raises DeviceError."""
+
+    def __init__(self, driver: Any, device: int) -> None:
+        self._driver = driver
+        number = ctypes.c_int()
+        check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(number), device))
+        handle = ctypes.c_void_p()
+        check(driver, "cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(handle), number))
+        self._number, self.handle = number, handle
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it current on this thread within the block, and restore the previous one afterwards."""
+        check(self._driver, "cuCtxPushCurrent", self._driver.cuCtxPushCurrent_v2(self.handle))
+        try:
+            ignore_captures(self._driver)
+            yield
+        finally:
+            self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def release(self) -> None:
+        self._driver.cuDevicePrimaryCtxRelease_v2(self._number)

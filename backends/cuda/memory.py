@@ -12,10 +12,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from paceline.backends.cuda.context import PrimaryContext, check, load_driver
+from paceline.backends.cuda.driver import PrimaryContext, check, load_driver
 from paceline.backends.errors import DeviceError
-
-__all__ = ["HANDLE_BYTES", "CudaMemories", "CudaMemory"]
 
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
@@ -80,25 +78,19 @@ class CudaMemories:
         if len(handle) != HANDLE_BYTES:
             raise DeviceError(f"expected a handle of {HANDLE_BYTES} bytes, got {len(handle)}")
         driver = load_driver(self._load)
-        return _open(driver, self._context(driver, device), handle)
-
-    def _context(self, driver: Any, device: int) -> PrimaryContext:
         # Two threads may retain it twice, which is harmless: it isn't released anyway.
-        return self._contexts.get(device) or self._contexts.setdefault(device, PrimaryContext(driver, device))
-
-
-def _open(driver: Any, context: PrimaryContext, handle: bytes) -> CudaMemory:
-    address, base, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
-    with context.current():
-        code = driver.cuIpcOpenMemHandle_v2(
-            ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)
-        )
-        check(driver, "cuIpcOpenMemHandle", code)
-        code = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
-        if code:
-            driver.cuIpcCloseMemHandle(address)
-        check(driver, "cuMemGetAddressRange", code)
-    return CudaMemory(driver, context, address.value, base.value + size.value - address.value)
+        context = self._contexts.get(device) or self._contexts.setdefault(device, PrimaryContext(driver, device))
+        address, base, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
+        with context.current():
+            code = driver.cuIpcOpenMemHandle_v2(
+                ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)
+            )
+            check(driver, "cuIpcOpenMemHandle", code)
+            code = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
+            if code:
+                driver.cuIpcCloseMemHandle(address)
+            check(driver, "cuMemGetAddressRange", code)
+        return CudaMemory(driver, context, address.value, base.value + size.value - address.value)
 
 
 def _close(driver: Any, context: PrimaryContext, address: int) -> None:

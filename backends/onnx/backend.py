@@ -11,11 +11,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from paceline.backends.accelerator import Accelerator
 from paceline.backends.base import (
     Device,
     DeviceKind,
@@ -24,31 +24,27 @@ from paceline.backends.base import (
     ModelSource,
     Supervise,
     Trial,
+    on_cpu,
+    on_gpus,
     unsupervised,
 )
-from paceline.backends.cuda.accelerator import accelerator_of
+from paceline.backends.cuda.accelerator import CudaAccelerator, accelerator_of
 from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.cuda.long_calls import captures
 from paceline.backends.errors import DeviceError, DriverFailed, LoadError, NoDriver
-from paceline.backends.onnx.captures import captures
-from paceline.backends.onnx.datatypes import check_served
 from paceline.backends.onnx.instance import OnnxInstance
 from paceline.backends.onnx.model_files import Stamp, files_changed
 from paceline.backends.onnx.options import OnnxOptions, parse_options, without_graphs
 from paceline.backends.onnx.sessions import CUDA, OpenSession, open_session, probe_cuda
 from paceline.backends.onnx.shared import Shared, why_not_staged
-from paceline.backends.onnx.spec import find_spec
+from paceline.backends.onnx.spec import check_served, find_spec
 from paceline.backends.onnx.staged import StagedInstance
-from paceline.backends.onnx.trial import Runs, try_model
-from paceline.backends.own_process.questions import Job
 from paceline.backends.own_process.served import OwnProcessOnnxModel
-from paceline.backends.own_process.session import OwnProcessSession
+from paceline.backends.own_process.session import Job, OwnProcessSession, Runs, try_model
 from paceline.backends.paths import is_file, is_folder
-from paceline.backends.placement import on_cpu, on_gpus
 from paceline.backends.spec import ModelSpec
 
-__all__ = ["OnnxBackend", "OnnxModel"]
-
-Accelerators = Callable[[Device], Accelerator | None]
+Accelerators = Callable[[Device], CudaAccelerator | None]
 
 _MAX_NAMES = 5
 _MAX_APART = 2**29
@@ -99,7 +95,13 @@ class OnnxBackend:
         if group.kind is GroupKind.CPU:
             return on_cpu(group)
         try:
-            gpus = self._gpus()
+            gpus = self._count_gpus()
+            available = self._available_providers()
+            if CUDA not in available:
+                raise LoadError(
+                    f"this onnxruntime {ort.__version__} has no {CUDA}, only {', '.join(available)}; "
+                    "the package onnxruntime-gpu has it"
+                )
         except LoadError as reason:
             if group.kind is GroupKind.GPU:
                 raise LoadError(
@@ -128,16 +130,6 @@ class OnnxBackend:
         _log.info("%s instances run on GPU %s", group.kind.value, ", ".join(map(str, indices)))
         return devices
 
-    def _gpus(self) -> int:
-        gpus = self._count_gpus()
-        available = self._available_providers()
-        if CUDA not in available:
-            raise LoadError(
-                f"this onnxruntime {ort.__version__} has no {CUDA}, only {', '.join(available)}; "
-                "the package onnxruntime-gpu has it"
-            )
-        return gpus
-
 
 class OnnxModel:
     """`OpenModel` of one ONNX file.
@@ -154,13 +146,13 @@ class OnnxModel:
         self._files, self._keeps_files = source.files, False
         self._opener = opener
         self._sessions = {device: opener.open(device)}
-        found = find_spec(name, opener.path, self._sessions[device].session, source.declared)
+        found = find_spec(name, self._sessions[device].session, self._sessions[device].facts, source.declared)
         found.tell(name)
         self.spec = found.spec
         self.rounds_by = found.rounds_by
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
-        return try_model(self.spec, self._opener.options, self._untrusting, supervise)
+        return try_model(self.spec, self._opener.options, self._untrusted, supervise)
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
         check_served(self._name, spec, self.spec)
@@ -171,9 +163,8 @@ class OnnxModel:
             _log.info("model '%s': ONNX Runtime copies its tensors itself, as %s", self._name, reason)
             return OnnxInstance(opened, spec, device, options)
         try:
-            return StagedInstance(
-                Shared(self._name, opened, spec, device, options, lambda: self._opener.open_plainly(device))
-            )
+            reopen = partial(self._opener.open, device, without_graphs(options))
+            return StagedInstance(Shared(self._name, opened, spec, device, options, reopen))
         except DeviceError as error:
             raise LoadError(f"model '{self._name}': {error}") from error
 
@@ -184,24 +175,22 @@ class OnnxModel:
             self._files.release()
 
     @contextmanager
-    def _untrusting(self, spec: ModelSpec) -> Iterator[Runs]:
-        with ExitStack() as stack:
-            yield self._run_untrusted(spec, stack)
-
-    def _run_untrusted(self, spec: ModelSpec, stack: ExitStack) -> Runs:
-        """What runs the model with inputs that it may not survive, until `stack` is closed: a separate process, unless
-        the model is on a GPU or large, or no process can be had."""
+    def _untrusted(self, spec: ModelSpec) -> Iterator[Runs]:
+        """What runs the model with inputs that it may not survive: a separate process, unless the model is on a GPU or
+        large, or no process can be had."""
         ((device, session), *_), options, path = self._sessions.items(), self._opener.options, self._opener.path
-        size_bytes = sum(size for size, _ in session.stamps.values())
-        if device.kind is DeviceKind.CPU and session.streams is None and size_bytes <= _MAX_APART:
-            try:
-                return stack.enter_context(OwnProcessSession(Job(self._name, path, options), spec))
-            except LoadError as error:
-                _log.info(
-                    "model '%s' is tried in the server's own process, as no other can be had: %s", self._name, error
-                )
-        # If left open, the session and all its device memory would stay.
-        return stack.enter_context(closing(OnnxInstance(session, spec, device, options)))
+        size_bytes = sum(size for size, _ in session.facts.stamps.values())
+        with ExitStack() as stack:
+            runs: Runs | None = None
+            if device.kind is DeviceKind.CPU and session.streams is None and size_bytes <= _MAX_APART:
+                try:
+                    runs = stack.enter_context(OwnProcessSession(Job(self._name, path, options), spec))
+                except LoadError as error:
+                    _log.info(
+                        "model '%s' is tried in the server's own process, as no other can be had: %s", self._name, error
+                    )
+            # If left open, the session and all its device memory would stay.
+            yield runs or stack.enter_context(closing(OnnxInstance(session, spec, device, options)))
 
     def _session(self, device: Device) -> OpenSession:
         """The CPU's shared session; otherwise the one that the model was opened with, once, and a new one after
@@ -227,15 +216,9 @@ class Opener:
         self._accelerators = accelerators
         self._stamps: Mapping[str, Stamp] | None = None
 
-    def open(self, device: Device) -> OpenSession:
-        """Blocks; raises LoadError, also if the files have changed since it was first called."""
-        return self._open(device, self.options)
-
-    def open_plainly(self, device: Device) -> OpenSession:
-        """As `open`, but without graphs."""
-        return self._open(device, without_graphs(self.options))
-
-    def _open(self, device: Device, options: OnnxOptions) -> OpenSession:
+    def open(self, device: Device, options: OnnxOptions | None = None) -> OpenSession:
+        """Opens it with `options`, its own unless given. Blocks; raises LoadError, also if the files have changed since
+        it was first called."""
         try:
             accelerator = self._accelerators(device)
         except DeviceError as error:
@@ -243,10 +226,10 @@ class Opener:
                 f"model '{self._name}': can't open '{self.path}': onnxruntime couldn't use GPU {device.index}: {error}"
             ) from error
         with captures.synchronizing() if accelerator is not None else nullcontext():
-            opened = open_session(self._name, self.path, options, device, accelerator)
-        if self._stamps not in (None, opened.stamps):
+            opened = open_session(self._name, self.path, options or self.options, device, accelerator)
+        if self._stamps not in (None, opened.facts.stamps):
             raise files_changed(self._name)
-        self._stamps = opened.stamps
+        self._stamps = opened.facts.stamps
         return opened
 
 
@@ -259,17 +242,13 @@ def _model_file(source: ModelSource) -> Path:
         raise LoadError(f"model '{source.name}': no such file: '{path}'{_instead(path.parent)}")
     if path.stat().st_size == 0:
         raise LoadError(f"model '{source.name}': the file is empty: '{path}'")
-    if not _is_utf8(str(path)):
-        raise LoadError(f"model '{source.name}': expected a path in UTF-8, as ONNX Runtime requires: '{path}'")
-    return path
-
-
-def _is_utf8(text: str) -> bool:
     try:
-        text.encode()
+        str(path).encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise LoadError(
+            f"model '{source.name}': expected a path in UTF-8, as ONNX Runtime requires: '{path}'"
+        ) from None
+    return path
 
 
 def _instead(folder: Path) -> str:

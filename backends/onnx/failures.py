@@ -1,19 +1,27 @@
-"""What an exception of ONNX Runtime means; only its text tells.
+"""What an exception of ONNX Runtime means, which only its text tells, and what it leaves behind.
 
-Lives here: the texts. Must not: onnxruntime. They are those of onnxruntime 1.31 and earlier
-(onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc, core/providers/cpu/text/
-string_normalizer.cc). CUDA's errors come as `CUDA failure NUMBER: TEXT ; GPU=…`, with cudaError_t's numbers; CUBLAS's
-and CUDNN's likewise with their own. Some failed kernel launches come as `CUDA error cudaErrorNAME:TEXT`.
+Lives here: the texts, and which executions a session can't be trusted with after one failed. Must not: onnxruntime,
+locks. The texts are those of onnxruntime 1.31 and earlier (onnxruntime/core/framework/bfc_arena.cc,
+core/providers/cuda/cuda_call.cc, core/providers/cpu/text/string_normalizer.cc). CUDA's errors come as `CUDA failure
+NUMBER: TEXT ; GPU=…`, with cudaError_t's numbers; CUBLAS's and CUDNN's likewise with their own. Some failed kernel
+launches come as `CUDA error cudaErrorNAME:TEXT`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 
-from paceline.backends.cuda.codes import BROKEN, GONE, code_of
-from paceline.backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, OutOfMemory, Unequipped
-
-__all__ = ["device_failure", "failure", "may_lack_memory", "reason_of"]
+from paceline.backends.cuda.driver import BROKEN, GONE, code_of
+from paceline.backends.errors import (
+    DeviceError,
+    DeviceLost,
+    ExecutionError,
+    InstanceError,
+    OutOfMemory,
+    StalePlan,
+    Unequipped,
+)
 
 _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 _CUDA_ERROR = re.compile(r"\bCUDA failure (\d+): ")
@@ -55,7 +63,8 @@ new), and fail where they need them."""
 def failure(error: Exception) -> ExecutionError:
     """The exception to raise for `error`, which an execution raised."""
     reason = reason_of(error)
-    if _is_lost(reason):
+    codes = {int(code) for code in _CUDA_ERROR.findall(reason)}
+    if codes & (BROKEN | GONE) or _LOST.search(reason) or _LOST_BY_NAME.search(reason):
         return DeviceLost(reason)
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(reason):
         return OutOfMemory(reason)
@@ -91,6 +100,58 @@ def reason_of(error: Exception) -> str:
     return f"onnx runtime error{code}: {' '.join(text.split())}"
 
 
-def _is_lost(reason: str) -> bool:
-    codes = {int(code) for code in _CUDA_ERROR.findall(reason)}
-    return bool(codes & (BROKEN | GONE) or _LOST.search(reason) or _LOST_BY_NAME.search(reason))
+_IN_CONVOLUTION = re.compile(r"running \w*Conv\w* node\b(?:\. Name:'(.*?)' )?")
+"""ConvTranspose, FusedConv and NhwcConv store shapes in the same way."""
+
+_MAX_FAILED = 8
+
+
+class Plans:
+    """Which plans of one session's convolutions are wrong after an execution failed. `key` identifies executions with
+    the same plans: the number of rows, where there are rows.
+
+    Each of CUDA's convolutions keeps the plan for the last shape that it has seen. ONNX Runtime (1.31,
+    core/providers/cuda/nn/conv.cc) stores the shape first; only then does it validate the shape, allocate the output,
+    and plan. If that fails, the plan is still the one for the previous shape, and an execution with the shape that
+    failed uses it without an error: the answers are those of other rows, of another size, or of what lies behind the
+    tensor in device memory. An execution with another number of rows renews all plans, and once it has succeeded they
+    can be trusted again.
+    """
+
+    __slots__ = ("_failed", "_reason")
+
+    def __init__(self) -> None:
+        # Per node that failed: the keys of the execution in which it failed last. In that one, nodes before it have the
+        # right plan, and nodes after it weren't reached.
+        self._failed: dict[str, tuple[Hashable, ...]] = {}
+        self._reason = ""
+
+    def check(self, key: Hashable) -> None:
+        """Raise StalePlan if the execution of `key` may use plans made for something else."""
+        if self._failed and self._has_failed(key):
+            raise StalePlan(f"a convolution that failed before would compute with an outdated plan: {self._reason}")
+
+    def next_rows(self, rows: int) -> int:
+        """The smallest number of rows, from `rows` on, that can be computed with. Raises StalePlan after too many
+        failures in a row."""
+        if len(self._failed) > _MAX_FAILED:
+            raise StalePlan(f"convolutions failed in too many executions in a row: {self._reason}")
+        return next(more for more in range(rows, rows + _MAX_FAILED + 1) if not self._has_failed(more))
+
+    def executed(self) -> None:
+        """To be called after an execution of the whole model that `check` let pass, if it wasn't the replay of a
+        graph."""
+        self._failed.clear()
+
+    def failed(self, error: ExecutionError, *keys: Hashable) -> ExecutionError:
+        """Note `error`, which ended an execution, and return it. `keys`: all keys by which later callers may identify
+        the same execution."""
+        found = _IN_CONVOLUTION.search(str(error))
+        if found is not None:
+            # Nodes without a name can't be told apart, so each failure counts as another node.
+            self._failed[found[1] or f" {len(self._failed)}"] = keys
+            self._reason = str(error)
+        return error
+
+    def _has_failed(self, key: Hashable) -> bool:
+        return any(key in keys for keys in self._failed.values())

@@ -9,21 +9,37 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from paceline.backends.accelerator import Streams
 from paceline.backends.base import Device, Execution
+from paceline.backends.cuda.accelerator import Streams
 from paceline.backends.errors import DeviceError, ExecutionError
 from paceline.backends.onnx.failures import device_failure, failure
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.sessions import OpenSession, run_options
 from paceline.backends.ragged import batch_input_tensors, batch_runner
-from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
-from paceline.backends.texts import decode_texts, encode_texts
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
 
-__all__ = ["BFLOAT16", "OnnxInstance", "from_ortvalue"]
+
+def decode_texts(array: Array, name: str) -> Array:
+    """A copy with `str` for each `bytes`, as objects: numpy's fixed-width strings drop NULs at the end of an element.
+    ExecutionError naming the input `name` if one isn't UTF-8."""
+    try:
+        texts = [element.decode() for element in array.ravel().tolist()]
+    except UnicodeDecodeError as error:
+        raise ExecutionError(f"input '{name}': expected UTF-8, got {error.object!r}: {error}") from error
+    return np.array(texts, object).reshape(array.shape)
+
+
+def encode_texts(array: Array) -> Array:
+    """A copy with UTF-8 `bytes` for each `str`."""
+    return np.array([text.encode() for text in array.ravel().tolist()], object).reshape(array.shape)
+
+
+Run = Callable[[Sequence[Array | None]], list[Array]]
 
 BFLOAT16 = 16
 """`TensorProto.DataType.BFLOAT16`."""
@@ -81,30 +97,26 @@ class OnnxInstance:
         if "BF16" in datatypes:
             run = self._run_bound
         if self._streams is not None:
-            run = self._planned(run)
+            run = partial(self._run_planned, run)
         if not any(tensor.optional for tensor in self._inputs):
             return run
         return lambda inputs: run([None if array is MISSING else array for array in inputs])
 
-    def _planned(self, run: Callable[[Sequence[Array | None]], list[Array]]) -> Callable[..., list[Array]]:
+    def _run_planned(self, run: Run, inputs: Sequence[Array | None]) -> list[Array]:
         """`run`, but refusing what convolutions would compute wrongly. Failures are noted by rows, too: if the model is
         being tried now, its session may be staged later, where plans are keyed by rows."""
-
-        def run_planned(inputs: Sequence[Array | None]) -> list[Array]:
-            opened = self._opened()
-            plans = opened.plans
-            shapes = tuple(None if array is None else array.shape for array in inputs)
-            plans.check(shapes)
-            try:
-                with opened.executing(shapes[0][0] if shapes and shapes[0] else 0):
-                    outputs = run(inputs)
-            except ExecutionError as error:
-                plans.failed(error, shapes, *(shape[0] for shape in shapes[:1] if shape))
-                raise
-            plans.executed()
-            return outputs
-
-        return run_planned
+        opened = self._opened()
+        plans = opened.plans
+        shapes = tuple(None if array is None else array.shape for array in inputs)
+        plans.check(shapes)
+        try:
+            with opened.executing(shapes[0][0] if shapes and shapes[0] else 0):
+                outputs = run(inputs)
+        except ExecutionError as error:
+            plans.failed(error, shapes, *(shape[0] for shape in shapes[:1] if shape))
+            raise
+        plans.executed()
+        return outputs
 
     def _run_arrays(self, inputs: Sequence[Array | None]) -> list[Array]:
         """Outputs in memory of their own: ONNX Runtime hands over the buffers that it allocated for this run."""
@@ -121,8 +133,12 @@ class OnnxInstance:
         return outputs
 
     def _run_strings(self, inputs: Sequence[Array | None]) -> list[Array]:
-        outputs = self._run_arrays(self._texts(inputs))
-        return self._elements(outputs)
+        """ONNX Runtime needs `str`: it would use the repr of `bytes`."""
+        texts = [
+            decode_texts(array, tensor.name) if array is not None and tensor.datatype == "BYTES" else array
+            for array, tensor in zip(inputs, self._inputs, strict=True)
+        ]
+        return _elements(self._run_arrays(texts))
 
     def _run_bound(self, inputs: Sequence[Array | None]) -> list[Array]:
         """Run with OrtValues, which support BF16; numpy doesn't."""
@@ -130,36 +146,29 @@ class OnnxInstance:
         binding = session.io_binding()
         try:
             for tensor, array in zip(self._inputs, inputs, strict=True):
-                if array is not None:
-                    binding.bind_ortvalue_input(tensor.name, _to_ortvalue(tensor, array))
+                if array is None:
+                    continue
+                if tensor.datatype == "BF16":
+                    value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
+                else:
+                    value = ort.OrtValue.ortvalue_from_numpy(array)
+                binding.bind_ortvalue_input(tensor.name, value)
             for name in self.output_names:
                 binding.bind_output(name)
             session.run_with_iobinding(binding, self._run_options)
             outputs = [from_ortvalue(value) for value in binding.get_outputs()]
         except Exception as error:  # its exceptions share no base class below this one
             raise failure(error) from error
-        return self._elements(outputs)
+        return _elements(outputs)
 
     def _opened(self) -> OpenSession:
         if self._open is None:
             raise ExecutionError("the instance is closed")
         return self._open
 
-    def _texts(self, inputs: Sequence[Array | None]) -> list[Array | None]:
-        """ONNX Runtime needs `str`: it would use the repr of `bytes`."""
-        return [
-            decode_texts(array, tensor.name) if array is not None and tensor.datatype == "BYTES" else array
-            for array, tensor in zip(inputs, self._inputs, strict=True)
-        ]
 
-    def _elements(self, outputs: Sequence[Array]) -> list[Array]:
-        return [encode_texts(array) if array.dtype == object else array for array in outputs]
-
-
-def _to_ortvalue(tensor: TensorSpec, array: Array) -> ort.OrtValue:
-    if tensor.datatype == "BF16":
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
-    return ort.OrtValue.ortvalue_from_numpy(array)
+def _elements(outputs: Sequence[Array]) -> list[Array]:
+    return [encode_texts(array) if array.dtype == object else array for array in outputs]
 
 
 def from_ortvalue(value: ort.OrtValue) -> Array:

@@ -1,4 +1,5 @@
-"""A model's file and the files beside it that hold its weights, read.
+"""A model's file and the files beside it that hold its weights, read; and what the file says about its graph and ONNX
+Runtime doesn't: to it a tensor without a shape, which may have any rank, looks like a scalar.
 
 Lives here: as much of protobuf's wire format as that takes. Must not: onnxruntime. It would map those files, and a
 served model would change, or end the server with SIGBUS, when somebody writes to them. It would also look for them
@@ -18,9 +19,7 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 
 from paceline.backends.errors import LoadError
-from paceline.backends.opening import open_inside
-
-__all__ = ["ModelFiles", "Stamp", "files_changed", "read_model_files"]
+from paceline.backends.paths import open_inside
 
 _MODEL, _GRAPH, _SUBGRAPH, _FUNCTION, _NODE, _ATTRIBUTE, _SPARSE, _INITIALIZER, _TENSOR = range(9)
 _PARTS: Mapping[int, Mapping[int, int]] = {
@@ -35,6 +34,10 @@ _PARTS: Mapping[int, Mapping[int, int]] = {
 """Where tensors are, by kind of message and number of its field."""
 _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 9, 13, 14  # of TensorProto
 _KEY, _VALUE = 1, 2  # of StringStringEntryProto
+_GRAPH_OF_MODEL = 7  # of ModelProto
+_NODES, _TENSORS = 1, (11, 12)  # of GraphProto; input and output
+_OPERATOR = 4  # of NodeProto: op_type
+_NAME, _SHAPE = 1, (2, 1, 2)  # of ValueInfoProto; its type, tensor_type and shape
 
 _FIXED = {1: 8, 5: 4}
 """Sizes of fields, by wire type."""
@@ -49,13 +52,24 @@ Stamp = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What a model's files say. `stamps`, one for each file, tell later whether any of them has changed. `operators`:
+    the types of the graph's nodes, except those in subgraphs of other nodes; `shapeless`: the names of its inputs and
+    outputs that have no shape. Both are empty for other formats, some of which ONNX Runtime reads."""
+
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
+    operators: frozenset[str] = frozenset()
+    shapeless: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFiles:
     """What ONNX Runtime is to open: `model`, a path or a model's bytes, with the content of other files in `weights`,
-    by the name that the model has for them. `stamps`, one for each file, tell later whether any of them has changed."""
+    by the name that the model has for them."""
 
     model: str | bytes
+    facts: Facts = field(default_factory=Facts)
     weights: Mapping[str, mmap.mmap] = field(default_factory=dict)
-    stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
 def read_model_files(path: Path) -> ModelFiles:
@@ -70,19 +84,19 @@ def read_model_files(path: Path) -> ModelFiles:
     view = memoryview(content)[: stamp[0]]
     try:
         changed = _changed(view, _MODEL, weights)
+        facts = Facts({"": stamp, **weights.stamps}, *_described(view))
     except (ValueError, IndexError, RecursionError):
         # Another format, or no model: ONNX Runtime reads it, or says what is wrong.
-        return ModelFiles(str(path), stamps={"": stamp})
-    stamps = {"": stamp, **weights.stamps}
+        return ModelFiles(str(path), Facts({"": stamp}))
     if not weights.stamps:
-        return ModelFiles(str(path), stamps=stamps)
+        return ModelFiles(str(path), facts)
     model = bytes(view) if changed is None else changed
     if len(model) > _MAX_MODEL_BYTES:
         raise LoadError(
             "expected less than 2 GiB of weights in subgraphs, functions and constants, which become part of the "
             f"model, got {len(model)} bytes"
         )
-    return ModelFiles(model, weights.named, stamps)
+    return ModelFiles(model, facts, weights.named)
 
 
 def files_changed(name: str) -> LoadError:
@@ -181,6 +195,27 @@ def _changed(message: memoryview, kind: int, weights: _Weights) -> bytes | None:
             pieces += [message[done:begin], _field(number, changed)]
             done = end
     return b"".join([*pieces, message[done:]]) if pieces else None
+
+
+def _described(model: memoryview) -> tuple[frozenset[str], frozenset[str]]:
+    """`operators` and `shapeless` of `Facts`. Raises as `_fields`."""
+    operators, shapeless = set[str](), set[str]()
+    for graph in _inside(model, _GRAPH_OF_MODEL):
+        for number, _, _, part in _fields(graph):
+            if isinstance(part, int):
+                continue
+            if number == _NODES:
+                operators |= {bytes(name).decode() for name in _inside(part, _OPERATOR)}
+            elif number in _TENSORS and not [*_inside(part, *_SHAPE)]:
+                shapeless |= {bytes(name).decode() for name in _inside(part, _NAME)}
+    return frozenset(operators), frozenset(shapeless)
+
+
+def _inside(message: memoryview, wanted: int, *path: int) -> Iterator[memoryview]:
+    """The contents of the fields that these field numbers lead to, through nested messages. Raises as `_fields`."""
+    for number, _, _, value in _fields(message):
+        if number == wanted and not isinstance(value, int):
+            yield from _inside(value, *path) if path else (value,)
 
 
 def _place(tensor: memoryview) -> dict[str, str] | None:

@@ -24,8 +24,6 @@ from paceline.backends.onnx.provider_options import (
     tensorrt_options,
 )
 
-__all__ = ["CACHE_DIRECTORY", "OWN_PROCESS", "GraphLevel", "OnnxOptions", "parse_options", "without_graphs"]
-
 CACHE_DIRECTORY = "paceline.cache_directory"
 """The parameter that a server flag sets; configurations may not."""
 OWN_PROCESS = "paceline.own_process"
@@ -87,6 +85,7 @@ def without_graphs(options: OnnxOptions) -> OnnxOptions:
 # Triton's numbers, which are not ONNX Runtime's: 0 is "not given" there.
 _GRAPH_LEVELS = {-1: GraphLevel.BASIC, 0: GraphLevel.ALL, 1: GraphLevel.EXTENDED, 2: GraphLevel.NONE}
 _SWITCH = {"0": False, "1": True, "false": False, "true": True}
+_BITS = {name: str(int(on)) for name, on in _SWITCH.items()}
 _ARENA = re.compile(r"cpu:0|gpu:\d+")
 
 _MAX_THREADS = 1_024
@@ -103,14 +102,17 @@ def parse_options(source: ModelSource) -> OnnxOptions:
     read = _Parameters(source)
     cpu_mem_arena = read.choice("enable_mem_arena", _SWITCH) is not False
     intra_op_threads = read.integer("intra_op_thread_count", 0, _MAX_THREADS) or 0
+    level = 0 if source.graph_level is None else source.graph_level
+    if level not in _GRAPH_LEVELS:
+        raise LoadError(f"model '{source.name}': optimization graph level: expected one of -1, 0, 1, 2, got {level}")
     return OnnxOptions(
-        graph_level=_graph_level(source),
+        graph_level=_GRAPH_LEVELS[level],
         intra_op_threads=intra_op_threads,
         inter_op_threads=read.integer("inter_op_thread_count", 0, _MAX_THREADS) or 0,
         parallel=read.choice("execution_mode", {"0": False, "1": True}) or False,
         cpu_mem_arena=cpu_mem_arena,
         mem_pattern=read.choice("enable_mem_pattern", _SWITCH) is not False,
-        session_entries=_session_entries(read),
+        session_entries=_given({_DEVICE_INITIALIZERS: read.choice(_DEVICE_INITIALIZERS, _BITS)}),
         shrink_arenas=_shrink_arenas(read, cpu_mem_arena),
         cuda=_cuda(source, read),
         op_libraries=source.op_libraries,
@@ -155,18 +157,6 @@ class _Parameters:
         return LoadError(f"model '{self._model}': parameter '{key}': expected {expected}, got '{self._values[key]}'")
 
 
-def _graph_level(source: ModelSource) -> GraphLevel:
-    level = 0 if source.graph_level is None else source.graph_level
-    if level not in _GRAPH_LEVELS:
-        raise LoadError(f"model '{source.name}': optimization graph level: expected one of -1, 0, 1, 2, got {level}")
-    return _GRAPH_LEVELS[level]
-
-
-def _session_entries(read: _Parameters) -> dict[str, str]:
-    device_initializers = read.choice(_DEVICE_INITIALIZERS, _SWITCH)
-    return {} if device_initializers is None else {_DEVICE_INITIALIZERS: str(int(device_initializers))}
-
-
 def _shrink_arenas(read: _Parameters, cpu_mem_arena: bool) -> tuple[str, ...]:
     value = read.text(_SHRINKAGE)
     if value is None:
@@ -182,7 +172,6 @@ def _shrink_arenas(read: _Parameters, cpu_mem_arena: bool) -> tuple[str, ...]:
 def _cuda(source: ModelSource, read: _Parameters) -> dict[str, str]:
     """Options of the CUDA provider: our default, then the parameters, then what the accelerator `cuda` says."""
     gpu_mem_limit_bytes = read.integer("gpu_mem_limit", 1, _MAX_BYTES)
-    copy_in_default_stream = read.choice("do_copy_in_default_stream", _SWITCH)
     given = {
         # ONNX Runtime's own default, EXHAUSTIVE, takes hundreds of milliseconds for each new input shape: it measures
         # every algorithm, or with cuDNN 9 queries its slower heuristics. Behind a batcher every batch size is a new
@@ -191,6 +180,10 @@ def _cuda(source: ModelSource, read: _Parameters) -> dict[str, str]:
         "gpu_mem_limit": None if gpu_mem_limit_bytes is None else str(gpu_mem_limit_bytes),
         "arena_extend_strategy": read.choice("arena_extend_strategy", ARENA_GROWTH),
         _CUDA_GRAPHS: "1" if source.cuda_graphs else None,
-        "do_copy_in_default_stream": None if copy_in_default_stream is None else str(int(copy_in_default_stream)),
+        "do_copy_in_default_stream": read.choice("do_copy_in_default_stream", _BITS),
     }
-    return {key: value for key, value in given.items() if value is not None} | cuda_options(source)
+    return _given(given) | cuda_options(source)
+
+
+def _given(values: Mapping[str, str | None]) -> dict[str, str]:
+    return {key: value for key, value in values.items() if value is not None}

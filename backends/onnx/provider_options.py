@@ -8,22 +8,12 @@ of a configuration run code or call addresses: `trt_extra_plugin_lib_paths`, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from paceline.backends.base import ModelSource
 from paceline.backends.errors import LoadError
 from paceline.backends.spec import TensorSpec
-
-__all__ = [
-    "ARENA_GROWTH",
-    "CONV_SEARCH",
-    "ENGINE_CACHE",
-    "ENGINE_CACHE_PATH",
-    "cuda_options",
-    "openvino_options",
-    "profile_shapes",
-    "tensorrt_options",
-]
 
 ARENA_GROWTH = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 """Triton's numbers for ONNX Runtime's names."""
@@ -32,79 +22,57 @@ ENGINE_CACHE, ENGINE_CACHE_PATH = "trt_engine_cache_enable", "trt_engine_cache_p
 
 _GPU, _CPU = ("cuda", "tensorrt"), ("openvino",)
 
-Reader = Callable[[str], str | None]
-"""Converts a value to ONNX Runtime's form; None if the value is invalid."""
-
-
-def _text(value: str) -> str | None:
-    return value or None
-
-
-def _whole(value: str) -> str | None:
-    return value if value.isascii() and value.isdecimal() else None
-
-
-def _positive(value: str) -> str | None:
-    return _whole(value) if value.strip("0") else None
-
-
-def _switch(value: str) -> str | None:
-    return {"0": "False", "1": "True", "false": "False", "true": "True"}.get(value.lower())
-
-
-def _bit(value: str) -> str | None:
-    return {"0": "0", "1": "1", "false": "0", "true": "1"}.get(value.lower())
-
-
-def _unfused(value: str) -> str | None:
-    """With fused biases, ONNX Runtime 1.31 clears a convolution's output with cudaMemset on the default stream and adds
-    to it on its own stream, which doesn't wait for that: it adds to whatever is there, or what is in use is cleared. In
-    graphs nothing is cleared at all."""
-    return "0" if _bit(value) == "0" else None
-
 
 @dataclass(frozen=True, slots=True)
-class _OneOf:
+class _Kind:
+    """What a value may be: `expected`, in words, and `read`, its form in ONNX Runtime; None if it is something else."""
+
+    expected: str
+    read: Callable[[str], str | None]
+
+
+def _one_of(choices: Sequence[str], numbers: Mapping[str, str] = MappingProxyType({})) -> _Kind:
     """One of `choices`, or Triton's number for one as in its `parameters`, if there are any."""
-
-    choices: tuple[str, ...]
-    numbers: Mapping[str, str] = field(default_factory=dict)
-
-    def __call__(self, value: str) -> str | None:
-        named = self.numbers.get(value, value)
-        return named if named in self.choices else None
+    known = {**{choice: choice for choice in choices}, **numbers}
+    return _Kind(f"one of {', '.join(choices)}", known.get)
 
 
-_EXPECTED: Mapping[Reader, str] = {
-    _text: "a text",
-    _whole: "a whole number",
-    _positive: "a whole number above 0",
-    _switch: "0, 1, false or true",
-    _bit: "0, 1, false or true",
-    _unfused: "0 or false, as answers would be wrong otherwise",
-}
+def _switch(off: str, on: str) -> _Kind:
+    return _Kind("0, 1, false or true", lambda value: {"0": off, "1": on, "false": off, "true": on}.get(value.lower()))
 
-# Source: github.com/triton-inference-server/onnxruntime_backend. Values: ONNX Runtime's name, and how to read it.
-_TENSORRT: Mapping[str, tuple[str, Reader]] = {
-    "max_workspace_size_bytes": ("trt_max_workspace_size", _whole),
-    "int8_calibration_table_name": ("trt_int8_calibration_table_name", _text),
-    "int8_use_native_calibration_table": ("trt_int8_use_native_calibration_table", _switch),
+
+_TEXT = _Kind("a text", lambda value: value or None)
+_WHOLE = _Kind("a whole number", lambda value: value if value.isascii() and value.isdecimal() else None)
+_POSITIVE = _Kind("a whole number above 0", lambda value: _WHOLE.read(value) if value.strip("0") else None)
+_SWITCH, _BIT = _switch("False", "True"), _switch("0", "1")
+# With fused biases, ONNX Runtime 1.31 clears a convolution's output with cudaMemset on the default stream and adds to
+# it on its own stream, which doesn't wait for that: it adds to whatever is there, or what is in use is cleared. In
+# graphs nothing is cleared at all.
+_UNFUSED = _Kind(
+    "0 or false, as answers would be wrong otherwise", lambda value: "0" if _BIT.read(value) == "0" else None
+)
+
+# Source: github.com/triton-inference-server/onnxruntime_backend. Values: ONNX Runtime's name, and what they may be.
+_TENSORRT: Mapping[str, tuple[str, _Kind]] = {
+    "max_workspace_size_bytes": ("trt_max_workspace_size", _WHOLE),
+    "int8_calibration_table_name": ("trt_int8_calibration_table_name", _TEXT),
+    "int8_use_native_calibration_table": ("trt_int8_use_native_calibration_table", _SWITCH),
     **{
-        f"trt_{name}": (f"trt_{name}", read)
-        for read, names in (
+        f"trt_{name}": (f"trt_{name}", kind)
+        for kind, names in (
             (
-                _switch,
+                _SWITCH,
                 "engine_cache_enable timing_cache_enable force_timing_cache dla_enable dump_subgraphs "
                 "force_sequential_engine_build context_memory_sharing_enable layer_norm_fp32_fallback "
                 "detailed_build_log build_heuristics_enable sparsity_enable cuda_graph_enable dump_ep_context_model",
             ),
             (
-                _whole,
+                _WHOLE,
                 "max_partition_iterations min_subgraph_size dla_core builder_optimization_level auxiliary_streams "
                 "ep_context_embed_mode",
             ),
             (
-                _text,
+                _TEXT,
                 "engine_cache_path engine_cache_prefix timing_cache_path tactic_sources profile_min_shapes "
                 "profile_max_shapes profile_opt_shapes ep_context_file_path",
             ),
@@ -118,13 +86,13 @@ _PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "BF16": {"trt_bf16_enable": "True"},
     "INT8": {"trt_int8_enable": "True"},
 }
-_CUDA: Mapping[str, Reader] = {
-    "arena_extend_strategy": _OneOf(tuple(ARENA_GROWTH.values()), ARENA_GROWTH),
-    "cudnn_conv_algo_search": _OneOf(tuple(CONV_SEARCH.values()), CONV_SEARCH),
-    "fuse_conv_bias": _unfused,
-    "gpu_mem_limit": _positive,
-    "sdpa_kernel": _whole,
-    "tunable_op_max_tuning_duration_ms": _whole,
+_CUDA: Mapping[str, _Kind] = {
+    "arena_extend_strategy": _one_of(tuple(ARENA_GROWTH.values()), ARENA_GROWTH),
+    "cudnn_conv_algo_search": _one_of(tuple(CONV_SEARCH.values()), CONV_SEARCH),
+    "fuse_conv_bias": _UNFUSED,
+    "gpu_mem_limit": _POSITIVE,
+    "sdpa_kernel": _WHOLE,
+    "tunable_op_max_tuning_duration_ms": _WHOLE,
     **dict.fromkeys(
         (
             "cudnn_conv1d_pad_to_nc1d",
@@ -139,14 +107,14 @@ _CUDA: Mapping[str, Reader] = {
             "use_ep_level_unified_stream",
             "use_tf32",
         ),
-        _bit,
+        _BIT,
     ),
 }
-_OPENVINO: Mapping[str, Reader] = {
-    "cache_dir": _text,
-    "num_of_threads": _whole,
-    "num_streams": _whole,
-    "precision": _OneOf(("FP32", "FP16", "ACCURACY")),
+_OPENVINO: Mapping[str, _Kind] = {
+    "cache_dir": _TEXT,
+    "num_of_threads": _WHOLE,
+    "num_streams": _WHOLE,
+    "precision": _one_of(("FP32", "FP16", "ACCURACY")),
 }
 
 
@@ -161,7 +129,7 @@ def cuda_options(source: ModelSource) -> dict[str, str]:
                     f"got '{name}'"
                 )
     options: dict[str, str] = {}
-    for key, value in _given(source.accelerators, "cuda"):
+    for key, value in _given(source.accelerators, "cuda") or ():
         if key == "device_id":
             raise LoadError(
                 f"model '{source.name}': execution accelerator 'cuda': expected no 'device_id' (instance_group says "
@@ -173,25 +141,26 @@ def cuda_options(source: ModelSource) -> dict[str, str]:
 
 def tensorrt_options(source: ModelSource) -> dict[str, str] | None:
     """The options given for accelerator `tensorrt`; None if it isn't asked for. LoadError for an unknown option."""
-    if not _has(source.accelerators, "tensorrt"):
+    given = _given(source.accelerators, "tensorrt")
+    if given is None:
         return None
     options: dict[str, str] = {}
-    for key, value in _given(source.accelerators, "tensorrt"):
+    for key, value in given:
         if key == "precision_mode":
-            _read(source, "tensorrt", key, value, _OneOf(tuple(_PRECISIONS)), _TENSORRT)
+            _read(source, "tensorrt", key, value, _one_of(tuple(_PRECISIONS)), _TENSORRT)
             options.update(_PRECISIONS[value])
             continue
-        name, read = _TENSORRT.get(key, (key, None))
-        options[name] = _read(source, "tensorrt", key, value, read, ("precision_mode", *_TENSORRT))
+        name, kind = _TENSORRT.get(key, (key, None))
+        options[name] = _read(source, "tensorrt", key, value, kind, ("precision_mode", *_TENSORRT))
     return options
 
 
 def openvino_options(source: ModelSource, threads: int) -> dict[str, str] | None:
     """The options given for accelerator `openvino`; None if it isn't asked for. `threads`: the model's thread count, 0
     if not given. LoadError for an unknown option."""
-    if not _has(source.cpu_accelerators, "openvino"):
-        return None
     given = _given(source.cpu_accelerators, "openvino")
+    if given is None:
+        return None
     return {
         "device_type": "CPU",
         **({"num_of_threads": str(threads)} if threads else {}),
@@ -223,14 +192,10 @@ def profile_shapes(inputs: Sequence[TensorSpec], largest_rows: int) -> dict[str,
 Given = Sequence[tuple[str, Mapping[str, str]]]
 
 
-def _has(accelerators: Given, name: str) -> bool:
-    return any(one == name for one, _ in accelerators)
-
-
-def _given(accelerators: Given, name: str) -> list[tuple[str, str]]:
-    return [
-        (key, value.strip()) for one, parameters in accelerators if one == name for key, value in parameters.items()
-    ]
+def _given(accelerators: Given, name: str) -> list[tuple[str, str]] | None:
+    """The parameters of accelerator `name`; None if it isn't asked for."""
+    given = [parameters.items() for one, parameters in accelerators if one == name]
+    return [(key, value.strip()) for items in given for key, value in items] if given else None
 
 
 def _read(
@@ -238,14 +203,13 @@ def _read(
     accelerator: str,
     key: str,
     value: str,
-    read: Reader | None,
+    kind: _Kind | None,
     known: Sequence[str] | Mapping[str, object],
 ) -> str:
     where = f"model '{source.name}': execution accelerator '{accelerator}'"
-    if read is None:
+    if kind is None:
         raise LoadError(f"{where}: expected one of {', '.join(sorted(known))}, got '{key}'")
-    text = read(value)
+    text = kind.read(value)
     if text is None:
-        expected = f"one of {', '.join(read.choices)}" if isinstance(read, _OneOf) else _EXPECTED[read]
-        raise LoadError(f"{where}: '{key}': expected {expected}, got '{value}'")
+        raise LoadError(f"{where}: '{key}': expected {kind.expected}, got '{value}'")
     return text

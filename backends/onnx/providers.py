@@ -20,13 +20,11 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from paceline.backends.base import Device, DeviceKind
 from paceline.backends.errors import LoadError
-from paceline.backends.extras import how_to_install
-from paceline.backends.onnx.datatypes import is_known, tensor_spec
+from paceline.backends.installed import how_to_install
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.provider_options import ENGINE_CACHE, ENGINE_CACHE_PATH, profile_shapes
+from paceline.backends.onnx.spec import is_known, tensor_spec
 from paceline.backends.spec import TensorSpec
-
-__all__ = ["check_taken", "missing_library", "prepare_accelerator", "provider_of", "ready_accelerator"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -127,7 +125,8 @@ def _engine_cache(name: str, configured: Mapping[str, str], flag: str) -> dict[s
         return {}
     given = configured.get(ENGINE_CACHE_PATH) or flag
     try:
-        folder = Path(given) if given else _cache_home()
+        home = os.environ.get("XDG_CACHE_HOME") or ("" if given else Path.home() / ".cache")
+        folder = Path(given) if given else Path(home) / "paceline"
         # Engines are for one version of TensorRT; those of a model's versions are distinguished by their graphs.
         place = folder if configured.get(ENGINE_CACHE_PATH) else folder / f"tensorrt-{ort.__version__}" / name
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -145,10 +144,6 @@ def _engine_cache(name: str, configured: Mapping[str, str], flag: str) -> dict[s
         return {ENGINE_CACHE: "False"}
     _log.info("model '%s': TensorRT keeps its engines in '%s'", name, place)
     return {ENGINE_CACHE: "True", ENGINE_CACHE_PATH: str(place)}
-
-
-def _cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
 def _profile(name: str, path: Path, options: OnnxOptions) -> dict[str, str]:

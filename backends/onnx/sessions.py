@@ -23,15 +23,14 @@ from typing import Any
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from paceline.backends.accelerator import Accelerator, Streams, open_streams
 from paceline.backends.base import Device, DeviceKind
+from paceline.backends.cuda.accelerator import CudaAccelerator, Streams, open_streams
+from paceline.backends.cuda.long_calls import captures
 from paceline.backends.errors import DeviceError, LoadError
-from paceline.backends.extras import how_to_install
-from paceline.backends.onnx.captures import captures
-from paceline.backends.onnx.failures import reason_of
-from paceline.backends.onnx.model_files import ModelFiles, Stamp, read_model_files
+from paceline.backends.installed import how_to_install
+from paceline.backends.onnx.failures import Plans, reason_of
+from paceline.backends.onnx.model_files import Facts, ModelFiles, read_model_files
 from paceline.backends.onnx.options import OnnxOptions, without_graphs
-from paceline.backends.onnx.plans import Plans
 from paceline.backends.onnx.providers import (
     check_taken,
     missing_library,
@@ -39,21 +38,6 @@ from paceline.backends.onnx.providers import (
     provider_of,
     ready_accelerator,
 )
-
-__all__ = [
-    "CUDA",
-    "NO_GRAPH",
-    "PROBE_MODEL",
-    "OpenSession",
-    "memory_names",
-    "open_session",
-    "prepare_cuda",
-    "probe_cuda",
-    "run_options",
-    "session_options",
-    "share_threads",
-    "staged_run_options",
-]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -113,19 +97,19 @@ class _Warm(threading.local):
 class OpenSession:
     """A session. `streams` are those of its device, on one of which it computes; they must outlive it, so whoever holds
     the session or anything bound to it holds this object. `graphs`: it captures what runs under a graph id. `plans` is
-    for those who execute the session, one at a time. `stamps` are those of the files that it was made of."""
+    for those who execute the session, one at a time. `facts` are those of the files that it was made of."""
 
-    __slots__ = ("_warm", "graphs", "plans", "session", "stamps", "streams")
+    __slots__ = ("_warm", "facts", "graphs", "plans", "session", "streams")
 
     def __init__(
         self,
         session: ort.InferenceSession,
         streams: Streams | None,
         graphs: bool = False,
-        stamps: Mapping[str, Stamp] | None = None,
+        facts: Facts | None = None,
     ) -> None:
         self.session = session
-        self.stamps = stamps or {}
+        self.facts = facts or Facts()
         self.streams = streams
         self.graphs = graphs
         self.plans = Plans()
@@ -157,16 +141,12 @@ class OpenSession:
                 del self.session
         except DeviceError:
             # The device is lost, or a capture is in progress after all. Destroying the session's graphs could end the
-            # process, as ONNX Runtime throws in a destructor.
-            _keep_for_ever(self.session)
-
-
-def _keep_for_ever(session: ort.InferenceSession) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+            # process, as ONNX Runtime throws in a destructor: it is kept for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.session))
 
 
 def open_session(
-    name: str, path: Path, options: OnnxOptions, device: Device, accelerator: Accelerator | None = None
+    name: str, path: Path, options: OnnxOptions, device: Device, accelerator: CudaAccelerator | None = None
 ) -> OpenSession:
     """The model in `path` on `device`, computing on a stream of its own from `accelerator`, if there is one.
 
@@ -177,7 +157,7 @@ def open_session(
         files = read_model_files(path)
         if provider_of(options, device) is not None:
             # These compile the model, and look for its weights by the path that it came from.
-            files = ModelFiles(str(path), stamps=files.stamps)
+            files = ModelFiles(str(path), files.facts)
         streams = open_streams(accelerator) if accelerator is not None else None
         # The CUDA provider can't capture what TensorRT computes, which has graphs of its own.
         graphs = streams is not None and options.cuda_graphs and options.tensorrt is None
@@ -193,9 +173,9 @@ def open_session(
                     raise
                 _log.warning("model '%s' runs without CUDA graphs: %s", name, error)
             else:
-                return OpenSession(session, streams, graphs, files.stamps)
+                return OpenSession(session, streams, graphs, files.facts)
         session = _session(files, without_graphs(options), device, streams)
-        return OpenSession(session, streams, stamps=files.stamps)
+        return OpenSession(session, streams, facts=files.facts)
     except (DeviceError, LoadError) as error:
         raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
 

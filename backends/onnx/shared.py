@@ -1,7 +1,7 @@
 """What the slots of a staged instance share.
 
-Lives here: whether a model can be staged, what its tensors are, the session, its lock and the ids of its graphs. Must
-not: buffers, or the order of copies (`staged`).
+Lives here: whether a model can be staged, what its tensors are, the session, its lock and the ids of its graphs, and
+whether replays of these do what the model does. Must not: buffers, or the order of copies (`staged`).
 """
 
 from __future__ import annotations
@@ -9,22 +9,58 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
-from paceline.backends.accelerator import Streams
+import numpy as np
+
 from paceline.backends.base import Device
+from paceline.backends.cuda.accelerator import Streams
 from paceline.backends.errors import DeviceError, ExecutionError
+from paceline.backends.made_up import alike
 from paceline.backends.onnx.instance import BFLOAT16
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options
 from paceline.backends.ragged import as_the_model_sees
-from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.backends.staging import DType, OutputPool, Shape
 from paceline.protos.datatypes import by_name
 
-__all__ = ["Bound", "Shared", "StagedTensor", "why_not_staged"]
+
+class GraphUse(Enum):
+    """What an execution does with the graph of its shape: make it, use it if there is one, or neither."""
+
+    CAPTURE = auto()
+    REPLAY = auto()
+    NONE = auto()
+
+
+def changed(spec: ModelSpec, requests: Sequence[Tensors], rows: int) -> Tensors:
+    """A request like the last of `requests`, but with other floats, and with `rows` rows if the model is batched.
+    Integers stay: they may be indices."""
+    random = np.random.default_rng(0)
+    made = []
+    for tensor, array in zip(spec.inputs, requests[-1], strict=True):
+        repeated = np.repeat(array[-1:], rows, axis=0) if spec.batched else array
+        floats = random.random(repeated.shape, np.float32)
+        if tensor.datatype == "BF16":
+            repeated = (floats.view(np.uint32) >> 16).astype(array.dtype)
+        elif array.dtype.kind == "f":
+            repeated = floats.astype(array.dtype)
+        made.append(repeated)
+    return made
+
+
+def check_replayed(spec: ModelSpec, replayed: Tensors, computed: Tensors) -> None:
+    """Raise ExecutionError unless the results are the same but for rounding. A graph repeats what was captured: copies
+    from host memory that has meanwhile got other contents, and the seed of random numbers. ONNX Runtime captures such
+    operators without an error."""
+    for tensor, one, two in zip(spec.outputs, replayed, computed, strict=True):
+        if not alike(tensor, np.atleast_1d(one), np.atleast_1d(two)):
+            raise ExecutionError(f"output '{tensor.name}' of a replayed graph is not what the model computes")
+
 
 _log = logging.getLogger("paceline.backends.onnx")
 

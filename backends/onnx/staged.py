@@ -13,7 +13,6 @@ host memory belong to the slot alone, and everything that it queued is done when
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
@@ -21,10 +20,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from paceline.backends.accelerator import Accelerator, HostMemory, Memory
 from paceline.backends.base import DeviceTensor, Execution, Slot, Targets
-from paceline.backends.batching import check_count, rows_of, split
-from paceline.backends.device_copies import Made, copy_to_targets, gather, repeat, with_targets
+from paceline.backends.batching import check_count, join_into, rows_of, split
+from paceline.backends.cuda.accelerator import DeviceMemory, HostMemory
+from paceline.backends.cuda.long_calls import captures
 from paceline.backends.errors import (
     DeviceError,
     DeviceLost,
@@ -34,18 +33,13 @@ from paceline.backends.errors import (
     OutOfMemory,
     StalePlan,
 )
-from paceline.backends.joining import join_into
-from paceline.backends.onnx.captures import captures
 from paceline.backends.onnx.failures import device_failure, failure, may_lack_memory
 from paceline.backends.onnx.instance import from_ortvalue
-from paceline.backends.onnx.replays import GraphUse, changed, check_replayed
 from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession
-from paceline.backends.onnx.shared import Bound, Shared, StagedTensor
+from paceline.backends.onnx.shared import Bound, GraphUse, Shared, StagedTensor, changed, check_replayed
 from paceline.backends.spec import Array, Tensors
-from paceline.backends.staging import Growing, Shape, array_in
+from paceline.backends.staging import Growing, Made, Shape, array_in, copy_to_targets, gather, repeat, with_targets
 from paceline.backends.worker_thread import WorkerThread
-
-__all__ = ["StagedInstance"]
 
 Inputs = Sequence[Array | DeviceTensor]
 
@@ -81,11 +75,14 @@ class StagedInstance:
 class StagedSlot:
     """`Slot` of a `StagedInstance`."""
 
+    pads = True
+
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self.device = shared.device
         self._home = WorkerThread()
         accelerator = shared.accelerator
+        self.gpu = accelerator.gpu
         self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))
         # By the shapes of the inputs; valid for one session.
         self._bindings: dict[tuple[Shape, ...], Bound] = {}
@@ -96,13 +93,9 @@ class StagedSlot:
             Growing(accelerator.host_memory) if tensor.on_device else Growing(accelerator.host_memory, forget)
             for tensor in shared.inputs
         ]
-        self._given: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.inputs]
-        self._taken: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.outputs]
+        self._given: list[Growing[DeviceMemory]] = [Growing(accelerator.device_memory, forget) for _ in shared.inputs]
+        self._taken: list[Growing[DeviceMemory]] = [Growing(accelerator.device_memory, forget) for _ in shared.outputs]
         self._capturing_thread = 0
-
-    @property
-    def gpu(self) -> int | None:
-        return self._shared.accelerator.gpu
 
     def execute(self, requests: Sequence[Inputs], padded_rows: int = 0, targets: Sequence[Targets] = ()) -> Execution:
         return self._execute(requests, padded_rows, targets)
@@ -114,10 +107,6 @@ class StagedSlot:
             return array_in(self._pinned[index].fit(tensor.size_bytes(shape)), tensor.dtype, shape)
         except DeviceError as error:
             raise device_failure(error) from error
-
-    @property
-    def pads(self) -> bool:
-        return True
 
     def release_buffers(self) -> None:
         """The buffers stay for the next batch."""
@@ -228,7 +217,7 @@ class StagedSlot:
                 arrays = cast("Tensors", column)
                 own = (rows, *shape[1:]) if batched else shape
                 if not _is_there(arrays, host, tensor, own):
-                    join_into(array_in(host, tensor.dtype, own), arrays, 0)
+                    join_into(array_in(host, tensor.dtype, own), arrays)
                 if place is not None:
                     # Padding is made there: writing it here and copying it took a millisecond for a few images.
                     if own_bytes := tensor.size_bytes(own):
@@ -300,13 +289,11 @@ class StagedSlot:
         """The id of the graph to replay or capture, else NO_GRAPH. A graph only reads and writes fixed addresses on the
         device, and belongs to the thread that captured it."""
         thread = threading.get_ident()
-        if use is GraphUse.CAPTURE and bound.graph == NO_GRAPH and self._is_fixed(bound):
+        is_fixed = None not in bound.shapes and all(tensor.on_device for tensor in self._shared.inputs)
+        if use is GraphUse.CAPTURE and bound.graph == NO_GRAPH and is_fixed:
             self._capturing_thread = thread
             return self._shared.next_graph()
         return bound.graph if thread == self._capturing_thread and use is not GraphUse.NONE else NO_GRAPH
-
-    def _is_fixed(self, bound: Bound) -> bool:
-        return None not in bound.shapes and all(tensor.on_device for tensor in self._shared.inputs)
 
     def _let_go(self, bound: Bound) -> None:
         """Have ONNX Runtime allocate outputs of unknown size in each run, and not keep those of the last run: there are
@@ -394,15 +381,14 @@ class StagedSlot:
         from `_settle`."""
         if lost and not isinstance(error, DeviceLost):
             raise DeviceLost(lost) from error
-        if may_lack_memory(error) and (free_bytes := _free_bytes(self._shared.accelerator)) < _LITTLE_BYTES:
+        if not may_lack_memory(error):
+            return
+        try:
+            free_bytes = self._shared.accelerator.free_bytes()
+        except DeviceError:
+            return  # not known
+        if free_bytes < _LITTLE_BYTES:
             raise OutOfMemory(f"{error} (of the device's memory, {free_bytes >> 20} MiB are free)") from error
-
-
-def _free_bytes(accelerator: Accelerator) -> int:
-    try:
-        return accelerator.free_bytes()
-    except DeviceError:
-        return sys.maxsize  # not known
 
 
 def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, shape: Shape) -> bool:

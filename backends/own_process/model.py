@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 import resource
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +18,8 @@ from paceline.backends.errors import DeviceError, InstanceError, LoadError, Stal
 from paceline.backends.onnx.instance import OnnxInstance
 from paceline.backends.onnx.sessions import OpenSession, open_session
 from paceline.backends.onnx.spec import Found, find_spec
-from paceline.backends.own_process.questions import Job, Question, Trying
+from paceline.backends.own_process.session import Job, Question, Trying
 from paceline.backends.spec import MISSING, Array, ModelSpec
-
-__all__ = ["Model"]
 
 
 class Model:
@@ -50,7 +47,8 @@ class Model:
             if not (spec.batched and spec.by_rows):
                 raise
             # Plans depend on the number of rows.
-            outputs = [output[:-1] for output in instance.run([_one_row_longer(array) for array in given])]
+            longer = [np.concatenate([array, array[-1:]]) for array in given]
+            outputs = [output[:-1] for output in instance.run(longer)]
         return dict(zip(instance.output_names, outputs, strict=True))
 
     def close(self) -> None:
@@ -60,7 +58,7 @@ class Model:
         self._job = self._session = self._spec = self._instance = None
 
     def _answer(self, question: Question) -> Found | LoadError | None:
-        self._lift_limit()
+        resource.setrlimit(resource.RLIMIT_DATA, self._own_limit)  # until a trial lowers it again
         if question is None:
             self.close()
         elif isinstance(question, Job):
@@ -86,9 +84,6 @@ class Model:
         if pages and (soft == resource.RLIM_INFINITY or soft > limit):
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
-    def _lift_limit(self) -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, self._own_limit)
-
     def _open(self, job: Job) -> Found:
         self.close()
         try:
@@ -96,10 +91,6 @@ class Model:
         except DeviceError as error:
             raise LoadError(f"model '{job.name}': onnxruntime couldn't use GPU {job.device.index}: {error}") from error
         session = open_session(job.name, job.path, job.options, job.device, accelerator)
-        found = find_spec(job.name, job.path, session.session, job.declared)
+        found = find_spec(job.name, session.session, session.facts, job.declared)
         self._job, self._session = job, session
-        return replace(found, stamps=session.stamps)
-
-
-def _one_row_longer(array: Array) -> Array:
-    return np.concatenate([array, array[-1:]])
+        return found

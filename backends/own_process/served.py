@@ -13,19 +13,13 @@ from dataclasses import replace
 
 from paceline.backends.base import Device, Files, ModelSource, Supervise, Trial, unsupervised
 from paceline.backends.errors import ExecutionError, LoadError, ProcessError
-from paceline.backends.onnx.datatypes import check_served
 from paceline.backends.onnx.model_files import files_changed
 from paceline.backends.onnx.options import without_graphs
-from paceline.backends.onnx.spec import Found
-from paceline.backends.onnx.trial import try_model
-from paceline.backends.own_process.questions import FILE, Job, ask
-from paceline.backends.own_process.session import ProcessRunner
-from paceline.backends.python.instance import PythonInstance
+from paceline.backends.onnx.spec import Found, check_served
+from paceline.backends.own_process.session import FILE, Job, ProcessRunner, ask, try_model
+from paceline.backends.python.instance import Processes, PythonInstance
 from paceline.backends.python.process import ModelProcess
-from paceline.backends.python.processes import Processes
 from paceline.backends.spec import ModelSpec
-
-__all__ = ["OwnProcessOnnxModel"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 

@@ -1,26 +1,104 @@
-"""A session of ONNX Runtime in another process, for inputs that nobody has vouched for.
+"""A session of ONNX Runtime in another process: what that is asked, and trials of models there.
 
-Lives here: which process runs it, and the reuse of processes. Must not: know what follows from it. Inputs that a model
-wasn't made for may cause more than an exception: a division by zero in native code ends the process; the server would
-go with all of its models and callers.
+Lives here: questions; which models are tried, in which process, and the reuse of processes. Must not: know what follows
+from a trial, or how it goes (`backends.trial`). Inputs that a model wasn't made for may cause more than an exception: a
+division by zero in native code ends the process; the server would go with all of its models and callers.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from threading import Lock, Timer
 from types import TracebackType
+from typing import Protocol, TypeAlias
 
-from paceline.backends.base import Device, ModelSource
-from paceline.backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory, ProcessError
-from paceline.backends.own_process.questions import FILE, Job, Trying, ask
+from paceline.backends.base import Device, ModelSource, Supervise, Trial
+from paceline.backends.errors import (
+    BackendError,
+    ExecutionError,
+    InstanceError,
+    LoadError,
+    OutOfMemory,
+    ProcessError,
+    StalePlan,
+)
+from paceline.backends.onnx.options import OnnxOptions
+from paceline.backends.onnx.spec import Found
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import Array, ModelSpec, Tensors
+from paceline.backends.trial import try_rows
 
-__all__ = ["OwnProcessSession", "ProcessRunner"]
+FILE = Path(__file__).with_name("model.py")
+"""What runs there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The model in `path`, to be opened with `options` on `device`. `declared` as in `ModelSource`."""
+
+    name: str
+    path: Path
+    options: OnnxOptions
+    device: Device = field(default_factory=Device)
+    declared: ModelSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trying:
+    """The spec of a trial's batches. While they execute, the process may allocate `memory_bytes` more than it has."""
+
+    spec: ModelSpec
+    memory_bytes: int
+
+
+Question: TypeAlias = Job | ModelSpec | Trying | None
+"""A job: open it, and say what it is (`Found`). A spec: that of the batches to come. None: close the model."""
+
+
+def ask(process: ModelProcess, question: Question) -> Found | None:
+    """The answer of `process`. Blocks. Raises LoadError if the model can't be opened, ProcessError if the process has
+    ended, and ExecutionError for any other failure."""
+    result: Found | BackendError | None = pickle.loads(process.ask(pickle.dumps(question, -1)))
+    if isinstance(result, BackendError):
+        raise result
+    return result
+
+
+class Runs(Protocol):
+    """Executes the made-up inputs of a trial; raises ExecutionError."""
+
+    def run(self, inputs: Sequence[Array]) -> Tensors: ...
+
+
+def try_model(
+    spec: ModelSpec,
+    options: OnnxOptions,
+    opened: Callable[[ModelSpec], AbstractContextManager[Runs]],
+    supervise: Supervise,
+) -> Trial:
+    """Try a model of `spec`. `opened` returns what executes inputs of a given spec, here the one without optional
+    inputs."""
+    if options.tensorrt is not None or options.openvino is not None:
+        # They build an engine for each new shape, which may take minutes.
+        return Trial(spec)
+    needed = replace(spec, inputs=tuple(one for one in spec.inputs if not one.optional))
+    with opened(needed) as runs:
+
+        def run(inputs: Sequence[Array]) -> Tensors:
+            try:
+                return runs.run(inputs)
+            except StalePlan as error:
+                # An earlier execution of that shape failed, as this one would; the trial goes on with others.
+                raise ExecutionError(str(error)) from error
+
+        tried = try_rows(needed, lambda inputs: supervise(lambda: run(inputs)))
+    return replace(tried, spec=replace(tried.spec, inputs=spec.inputs))
+
 
 _SOURCE = ModelSource("a trial", FILE)
 _IDLE_S = 10.0

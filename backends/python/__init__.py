@@ -1,9 +1,8 @@
 """Models that are Python code, each instance in a process of its own.
 
-`backend` is what the server uses; `instance` is a model's instance, which ends with its process; `processes` are those
-that aren't an instance's yet; `process` is the server's side of one, `worker` what runs in it, and `protocol` what the
-two say to each other. A model's interpreter needs nothing of this product but `worker` and what it imports:
-`backends.spec` and `backends.transport`, so no package but numpy.
+`backend` is what the server uses; `instance` is a model's instance, which ends with its process; `process` is the
+server's side of one, and `worker` what runs in it. A model's interpreter needs nothing of this product but `worker` and
+what it imports: `backends.spec` and `backends.transport`, so no package but numpy.
 """
 
 EXECUTABLE = "paceline.python_executable"

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.backends.base import Device, GroupKind, InstanceGroup, ModelSource
+from paceline.backends.base import Device, GroupKind, InstanceGroup, ModelSource, on_cpu, on_gpus
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import LoadError
 from paceline.backends.paths import is_file
-from paceline.backends.placement import on_cpu, on_gpus
-from paceline.backends.python.instance import PythonInstance
+from paceline.backends.python.instance import Processes, PythonInstance
 from paceline.backends.python.process import ModelProcess
-from paceline.backends.python.processes import Processes
-from paceline.backends.python.protocol import Declared
+from paceline.backends.python.worker import Declared
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos.datatypes import DATATYPES
-
-__all__ = ["PythonBackend", "PythonModel"]
 
 _LARGEST_DIM = 2**63 - 1
 """Messages can't carry larger ones."""
@@ -65,7 +61,11 @@ class PythonBackend:
     takes it itself."""
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
-        return tuple(device for group in groups or (InstanceGroup(),) for device in _places(group))
+        return tuple(
+            device
+            for group in groups or (InstanceGroup(),)
+            for device in (on_gpus(group, count_gpus()) if group.kind is GroupKind.GPU else on_cpu(group))
+        )
 
     def open(self, source: ModelSource, device: Device) -> PythonModel:
         for asked, what in (
@@ -83,10 +83,6 @@ class PythonBackend:
         except LoadError:
             process.close()
             raise
-
-
-def _places(group: InstanceGroup) -> list[Device]:
-    return on_gpus(group, count_gpus()) if group.kind is GroupKind.GPU else on_cpu(group)
 
 
 def _spec(source: ModelSource, inputs: Declared | None, outputs: Declared | None) -> ModelSpec:

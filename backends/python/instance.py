@@ -1,27 +1,80 @@
-"""An instance of a Python model: batches go to its process, and it ends with that.
+"""The processes of a Python model: those that are being loaded, and those that are an instance.
 
-Lives here: a batch and its answer, in the process's terms. Must not: the messages (`process`), or replacing the
-process, which is up to the owner of the instances. The rule: if the process ends during a batch, the batch's error says
-whether the batch may have caused that.
+Lives here: a batch and its answer, in the process's terms. Must not: the messages (`process`), what is loaded, or
+replacing the process, which is up to the owner of the instances. The rule: if the process ends during a batch, the
+batch's error says whether the batch may have caused that, and the instance ends with it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
-from paceline.backends.base import Execution
+from paceline.backends.base import Device, Execution, ModelSource
 from paceline.backends.errors import DeviceLost, ProcessEndedBeforeBatch, ProcessError
 from paceline.backends.python.process import ModelProcess
-from paceline.backends.python.protocol import RUN, TRY
+from paceline.backends.python.worker import RUN, TRY
 from paceline.backends.ragged import batch_input_tensors, batch_runner
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.protos.datatypes import by_name
 
-__all__ = ["PythonInstance"]
+
+class Processes:
+    """`first` has loaded the model already, and is the first one to be taken on its device. `load` loads the model in
+    another one; it blocks, and if it raises LoadError, that process has ended."""
+
+    def __init__(self, source: ModelSource, first: ModelProcess, load: Callable[[ModelProcess], None]) -> None:
+        self._source = source
+        self._first: ModelProcess | None = first
+        self._load = load
+        self._lock = threading.Lock()
+        self._loading: set[ModelProcess] = set()
+        self._is_abandoned = False
+
+    @property
+    def first(self) -> ModelProcess:
+        """The first process, until it is taken."""
+        assert self._first is not None
+        return self._first
+
+    def take(self, device: Device) -> ModelProcess:
+        """A process that has the model loaded, now the caller's. Blocks; raises LoadError."""
+        first = self._first
+        if first is not None and first.device == device:
+            self._first = None
+            if not first.ended:
+                return first
+        process = ModelProcess(self._source, device)
+        with self._lock:
+            self._loading.add(process)
+            if self._is_abandoned:
+                process.kill()
+        try:
+            self._load(process)
+        finally:
+            with self._lock:
+                self._loading.discard(process)
+        return process
+
+    def abandon(self) -> None:
+        """End the processes that are loading now, whatever they do: whoever waits for them gets a LoadError, and
+        later loads fail too. On any thread."""
+        with self._lock:
+            self._is_abandoned = True
+            for process in self._loading:
+                process.kill()
+
+    def close(self) -> None:
+        """Close the first process, if nobody has taken it. Blocks."""
+        first, self._first = self._first, None
+        if first is not None:
+            first.close()
 
 
 class PythonInstance:
     """`ModelInstance` in `process`, which has the model loaded."""
+
+    pads = False
 
     def __init__(self, spec: ModelSpec, process: ModelProcess) -> None:
         self.device = process.device
@@ -51,10 +104,6 @@ class PythonInstance:
             return self.execute(requests, padded_rows)
         finally:
             self._kind = RUN
-
-    @property
-    def pads(self) -> bool:
-        return False
 
     def buffer(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """`ProvidesBuffers`: memory that the process sees."""

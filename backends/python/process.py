@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,20 @@ from paceline.backends.errors import (
     StalePlan,
     Unequipped,
 )
-from paceline.backends.exit_status import how_ended
 from paceline.backends.python import EXECUTABLE
-from paceline.backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
+from paceline.backends.python.worker import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
 from paceline.backends.spec import Array, Tensors
 from paceline.backends.transport.blocking_link import BlockingLink
-from paceline.backends.transport.frames import Message
+from paceline.backends.transport.parcel import Message
 
-__all__ = ["ModelProcess"]
+
+def how_ended(status: int) -> str:
+    """The end of a process with this status, as `subprocess` has it: negative if a signal killed it."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    known = {one.value: one.name for one in signal.Signals}
+    return f"was killed by {known.get(-status, f'signal {-status}')}"
+
 
 _log = logging.getLogger("paceline.models")
 
@@ -119,9 +126,7 @@ class ModelProcess:
     def end(self) -> str:
         """How it ended, as part of a sentence."""
         status = self._popen.returncode
-        if status is None:
-            return "is being killed"
-        return how_ended(status)
+        return "is being killed" if status is None else how_ended(status)
 
     @property
     def was_killed(self) -> bool:
@@ -134,9 +139,10 @@ class ModelProcess:
         source = self._source
         parameters = tuple(source.parameters.items())
         try:
-            answer = self._ask(
-                START, source.name, str(source.path), self.device.kind.value, self.device.index, parameters
-            )
+            with self._asking:
+                answer = self._asked(
+                    START, source.name, str(source.path), self.device.kind.value, self.device.index, parameters
+                )
         except ProcessError:
             self.wait_ended()
             suffix = f": {self._last_line}" if self._last_line else ""
@@ -168,15 +174,14 @@ class ModelProcess:
                 answer = self._asked(kind, parcel, names, wanted)
             except (TypeError, ValueError) as error:
                 raise ExecutionError(f"inputs can't be handed to the model's process: {error}") from error
-            if answer is not None and answer[0] == DONE:
+            if answer[0] == DONE:
                 return self._link.unpack(answer[1])
-        if answer is None:
-            raise self._why_no_answer()
         raise _error(answer)
 
     def ask(self, question: bytes) -> bytes:
         """The answer of a model that is part of the server. Blocks. Raises as `execute`."""
-        answer = self._ask(ASK, question)
+        with self._asking:
+            answer = self._asked(ASK, question)
         if answer[0] == ANSWERED:
             reply: bytes = answer[1]
             return reply
@@ -216,29 +221,17 @@ class ModelProcess:
             self.kill()
             self._ended.wait(_REAP_S)
 
-    def _ask(self, kind: int, *content: object) -> Message:
-        with self._asking:
-            answer = self._asked(kind, *content)
-        if answer is None:
-            raise self._why_no_answer()
-        return answer
-
-    def _asked(self, kind: int, *content: object) -> Message | None:
-        if self.ended or not self._link.send(kind, *content):
-            raise self._gone()
-        answer = self._link.receive()
-        if answer is None and self._link.unread:
-            raise self._gone()
-        return answer
-
-    def _gone(self) -> ProcessEndedBeforeBatch:
+    def _asked(self, kind: int, *content: object) -> Message:
+        """The answer. Only where `_asking` is held. Raises ProcessError if there is none, as the process has ended, or
+        has closed its end of the link and is useless."""
+        is_sent = not self.ended and self._link.send(kind, *content)
+        answer = self._link.receive() if is_sent else None
+        if answer is not None:
+            return answer
         self.wait_ended()
-        return ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had read this batch")
-
-    def _why_no_answer(self) -> ProcessError:
-        """The process has ended, or has closed its end of the link and is useless."""
-        self.wait_ended()
-        return ProcessError(f"the model's process {self.end}")
+        if is_sent and not self._link.unread:
+            raise ProcessError(f"the model's process {self.end}")
+        raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had read this batch")
 
     def _watch(self) -> None:
         """Start the threads that wait for its output and its end. If none can be started, LoadError is raised and the
@@ -286,10 +279,8 @@ class ModelProcess:
         on_end()
 
     def _kill_group(self) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
 
 def _error(answer: Message) -> ExecutionError:

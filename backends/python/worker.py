@@ -1,8 +1,9 @@
 """What runs in the process of a Python model: its class is loaded, gets batches, and is closed.
 
-Lives here: everything on that side. Must not: import more of this product than `backends.spec` and
-`backends.transport`, or any package besides numpy, since the interpreter may be another one. The rule: the process ends
-with the server, whatever the model is doing at the time.
+Lives here: everything on that side, and what the two sides say to each other: the server asks, the worker answers, over
+a `BlockingLink`. Must not: import more of this product than `backends.spec` and `backends.transport`, or any package
+besides numpy, since the interpreter may be another one. The rule: the process ends with the server, whatever the model
+is doing at the time.
 """
 
 from __future__ import annotations
@@ -18,21 +19,51 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from paceline.backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, READY, TRY, Declared
 from paceline.backends.spec import MISSING, Array
 from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.link import RemoteEnd
-from paceline.backends.transport.parcel import Parcel
+from paceline.backends.transport.parcel import Message
 
-__all__ = ["Context", "main"]
+START = 1
+"""From the server, first: the model's name, the path of its file, the device's kind and index, its parameters as pairs.
+Answered by READY or FAILED."""
+
+READY = 2
+"""Inputs and outputs: `Declared`, or None if the class leaves them to the configuration."""
+
+RUN = 3
+"""From the server: a parcel of arrays, their names, the names of the wanted outputs. Answered by DONE or FAILED."""
+
+DONE = 4
+"""A parcel of outputs, in the order of the request."""
+
+FAILED = 5
+"""The reason, in one line, and the name of its class in `backends.errors`."""
+
+CLOSE = 6
+"""From the server, last. The answer is the end of the process."""
+
+ASK = 7
+"""From the server, to a model that is part of it, whose class has a method `answer`: bytes. Answered by ANSWERED or
+FAILED. Callers' data, which is only in RUN, can't be mistaken for it."""
+
+ANSWERED = 8
+"""Bytes: what `answer` returned."""
+
+TRY = 9
+"""As RUN, but what the model raises isn't printed."""
+
+Declared: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Name, datatype and dims of each tensor."""
+
 
 _CLASS = "Model"
 _TRITONS = "TritonPythonModel"
@@ -81,20 +112,19 @@ def main(arguments: Sequence[str]) -> None:
         if message[0] == CLOSE:
             model.close()
             return
-        answer = _answer_question if message[0] == ASK else _answer
         model.prints_errors = message[0] != TRY
         try:
-            link.send(*answer(model, own, link, *message[1:]))
+            link.send(*_answer(model, own, link, message))
         except ValueError as error:  # of tensors beyond what memory and messages hold
             link.send(FAILED, f"outputs can't be handed to the server: {error}", _EXECUTION_ERROR)
 
 
-def _answer(
-    model: _Model, own: int, link: BlockingLink, parcel: Parcel, names: Sequence[str], wanted: Sequence[str]
-) -> tuple[Any, ...]:
-    """The answer, as a message. When this returns, nothing here holds the arrays any more, so the message can say
-    so."""
+def _answer(model: _Model, own: int, link: BlockingLink, message: Message) -> Message:
+    """The answer to `message`. When this returns, nothing here holds the arrays any more, so the answer can say so."""
     try:
+        if message[0] == ASK:
+            return ANSWERED, model.answer(message[1])
+        _, parcel, names, wanted = message
         arrays = link.unpack(parcel)
         given = {name: array for name, array in zip(names, arrays, strict=True) if array is not MISSING}
         outputs = model.execute(given)
@@ -104,16 +134,8 @@ def _answer(
         return _failure(model, own, error)
 
 
-def _answer_question(model: _Model, own: int, link: BlockingLink, question: bytes) -> tuple[Any, ...]:
-    """The answer of a model that is part of the server, as a message."""
-    try:
-        return ANSWERED, model.answer(question)
-    except BaseException as error:  # noqa: BLE001 - as above
-        return _failure(model, own, error)
-
-
-def _failure(model: _Model, own: int, error: BaseException) -> tuple[Any, ...]:
-    """The answer that says what the model raised, as a message. Raises `error` again if it is to end the process."""
+def _failure(model: _Model, own: int, error: BaseException) -> Message:
+    """The answer that says what the model raised. Raises `error` again if it is to end the process."""
     _end_unless(own, error)
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
         raise error
@@ -182,11 +204,7 @@ class _Model:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
-        return self._loop.run_until_complete(_awaited(value))
-
-
-async def _awaited(value: Awaitable[object]) -> object:
-    return await value
+        return self._loop.run_until_complete(value)
 
 
 def _class_in(path: Path) -> type:
@@ -302,11 +320,10 @@ def _leave_signals_to_the_server() -> None:
     """Ignore signals that stop a whole process group: they are for the server, which answers what it has accepted
     before it ends this process. Handlers rather than SIG_IGN: programs that the model starts don't inherit them, and
     its forks get the defaults back."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    os.register_at_fork(after_in_child=_default_signals)
 
+    def handle_by(handler: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, handler)
 
-def _default_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+    handle_by(lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: handle_by(signal.SIG_DFL))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import socket
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +17,9 @@ from typing import Any
 import numpy as np
 
 from paceline.backends.spec import Array
-from paceline.backends.transport.frames import FrameReader, Message, frame
 from paceline.backends.transport.link import RemoteEnd, connect
 from paceline.backends.transport.memory import SharedRegion, Window
-from paceline.backends.transport.parcel import Parcel, Place, pack, pack_inline, unpack
-
-__all__ = ["BlockingLink"]
+from paceline.backends.transport.parcel import FrameReader, Message, Parcel, Place, frame, pack, unpack
 
 _RECEIVE_BYTES = 256 * 1024
 _MIN_BUFFER_BYTES = 128 * 1024
@@ -92,7 +90,9 @@ class BlockingLink:
         parcel = None
         try:
             parcel = pack(arrays, self._own, there)
-            return pack_inline(arrays) if parcel is None else parcel
+            whole = parcel or pack(arrays, self._own, inline_bytes=sys.maxsize)
+            assert whole is not None
+            return whole
         finally:
             if parcel is None:
                 for start, _ in there.values():

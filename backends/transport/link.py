@@ -1,12 +1,15 @@
-"""A process's end of the connection to another: messages, and tensors in shared memory.
+"""A process's end of the connection to another, on an event loop: messages, and tensors in shared memory.
 
-Lives here: what joins channel and memory, and the giving back of places. Must not: know what is said. Each end owns the
-memory that it writes to, and sees the other's.
+Lives here: sending and receiving with few wake-ups, and the giving back of places. Must not: know what is said. Each
+end owns the memory that it writes to, and sees the other's. The rule: what is sent during one iteration of the loop
+leaves together, at its end or, to wake the other end less often, a few iterations later; what has arrived is processed
+all at once. The cost is per wake-up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections import deque
@@ -17,19 +20,52 @@ from threading import get_ident
 from typing import TypeVar
 
 from paceline.backends.spec import Array
-from paceline.backends.transport.channel import Channel, socket_pair
-from paceline.backends.transport.frames import Message
-from paceline.backends.transport.gathering import Gathering
 from paceline.backends.transport.memory import SharedRegion, Window, new_region
-from paceline.backends.transport.parcel import Parcel, pack, unpack
-
-__all__ = ["FIRST_KIND", "Link", "RemoteEnd", "connect"]
+from paceline.backends.transport.parcel import FrameReader, Message, Parcel, frame, pack, unpack
 
 T = TypeVar("T")
+
+_log = logging.getLogger("paceline.transport")
 
 _GIVE_BACK = 0
 FIRST_KIND = 1
 """Kinds of messages from here on belong to the users of the link."""
+
+_RECEIVE_BYTES = 256 * 1024
+_BUFFER_BYTES = 2**20
+"""Of the socket. The system may grant less."""
+
+_CROWD_WEIGHT = 0.1
+_CROWD_OF_ONE = 1.05
+_QUIET_ITERATIONS = 8
+_MAX_ITERATIONS = 64
+_MAX_MESSAGES = 32
+
+
+class Gathering:
+    """Decides whether to wait for more messages, in iterations of an event loop that speaks gRPC.
+
+    gRPC hands arrived requests to the loop one per iteration, and a wake-up of the other end costs more than handing
+    one over. So if messages have had company lately, they wait until the loop has had no new ones for some iterations,
+    a few microseconds each. A lone message leaves at once. 64 clients of a tiny model over two fronts: 10 rows per
+    batch instead of 3.5, and two thirds of the processor time at the other end.
+    """
+
+    __slots__ = ("_crowd",)
+
+    def __init__(self) -> None:
+        self._crowd = 1.0
+
+    def on_sent(self, messages: int) -> None:
+        """Record that `messages` were sent together."""
+        self._crowd += _CROWD_WEIGHT * (messages - self._crowd)
+
+    def is_worth_waiting(self, messages: int, quiet: int, iterations: int) -> bool:
+        """Whether to keep waiting with this many, after this many iterations, the last `quiet` of them without a new
+        one."""
+        if self._crowd < _CROWD_OF_ONE or messages >= _MAX_MESSAGES:
+            return False
+        return quiet < _QUIET_ITERATIONS and iterations < _MAX_ITERATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,52 +86,48 @@ class RemoteEnd:
             os.close(descriptor)
 
 
-def _open_ends(size_bytes: int) -> tuple[socket.socket, SharedRegion, int, RemoteEnd]:
-    """This process's socket, its own memory of `size_bytes` and the descriptor of the other's, and what another process
-    needs to `join`. Raises OSError, and leaves nothing open: a caller that tries again may be short of descriptors."""
+def connect(make: Callable[[socket.socket, SharedRegion, int], T], size_bytes: int) -> tuple[T, RemoteEnd]:
+    """What `make` makes of this process's end: its socket, its own memory of `size_bytes` and the descriptor of the
+    other's, which it takes over; and what another process needs to `join`. Raises OSError, and leaves nothing open: a
+    caller that tries again may be short of descriptors."""
     with ExitStack() as undo:
-        here, there = socket_pair()
-        undo.callback(here.close)
-        undo.callback(there.close)
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        for end in (here, there):
+            undo.callback(end.close)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         theirs = new_region(size_bytes)
         undo.callback(os.close, theirs)
         ours = new_region(size_bytes)
         undo.callback(os.close, ours)
-        seen = os.dup(theirs)
-        undo.callback(os.close, seen)
-        memory = SharedRegion(os.dup(ours))
+        made = make(here, SharedRegion(os.dup(ours)), os.dup(theirs))
         undo.pop_all()
-        return here, memory, seen, RemoteEnd(there.detach(), own=theirs, other=ours)
-
-
-def connect(make: Callable[[socket.socket, SharedRegion, int], T], size_bytes: int) -> tuple[T, RemoteEnd]:
-    """What `make` makes of this process's end: its socket, its own memory of `size_bytes` and the descriptor of the
-    other's; and what another process needs to `join`. Raises OSError, and leaves nothing open."""
-    here, own, other, remote = _open_ends(size_bytes)
-    try:
-        return make(here, own, other), remote
-    except OSError:
-        here.close()
-        remote.close()
-        raise
+        return made, RemoteEnd(there.detach(), own=theirs, other=ours)
 
 
 class Link:
     """One end. Belongs to the event loop that `start` ran on; arrays may be dropped on any thread."""
 
     def __init__(self, end: socket.socket, own: SharedRegion, other: int, gathering: Gathering | None = None) -> None:
-        """Takes over `end`, and the descriptor `other` of the other end's memory. With `gathering` it wakes the other
-        end less often."""
-        self._channel = Channel(end, gathering)
-        self._own = own
+        """Takes over `end`, and the descriptor `other` of the other end's memory. `gathering` decides how long messages
+        wait for others; without it they leave at the end of the iteration."""
         self._window = Window(other, self._on_gone)
+        end.setblocking(False)
+        self._socket = end
+        self._own = own
+        self._gathering = gathering
+        self._reader = FrameReader()
+        self._collected: list[Message] = []
+        self._unsent = bytearray()
+        self._closed = False
         self._gone: deque[tuple[int, int]] = deque()
-        self._seen_bytes = 0
+        self.seen_bytes = 0
+        """How much of the other end's memory arrays here hold, or have just released."""
         self._tells_soon = False
-        self._loop: asyncio.AbstractEventLoop
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        self._on_messages: Callable[[list[Message]], None]
-        self._on_room: Callable[[], None]
+        self._on_messages: Callable[[list[Message]], None] = _ignore
+        self._on_end: Callable[[], None] = _nothing
+        self._on_room: Callable[[], None] = _nothing
 
     @classmethod
     def pair(cls, size_bytes: int) -> tuple[Link, RemoteEnd]:
@@ -119,14 +151,9 @@ class Link:
         return self._own.used_bytes
 
     @property
-    def seen_bytes(self) -> int:
-        """How much of the other end's memory arrays here hold, or have just released."""
-        return self._seen_bytes
-
-    @property
     def unsent_bytes(self) -> int:
-        """What the other end hasn't made room for."""
-        return self._channel.unsent_bytes
+        """What the other end hasn't made room for, not counting what was collected in this iteration of the loop."""
+        return len(self._unsent)
 
     def start(
         self,
@@ -134,22 +161,12 @@ class Link:
         on_end: Callable[[], None],
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start to receive. `on_messages` gets all messages that arrived together; `on_end` is called once, when the
-        other end is gone; `on_room` whenever places of this end's memory were given back."""
+        """Start to receive. `on_messages` gets all messages that arrived together, in order; `on_end` is called once,
+        when the other end is gone; `on_room` whenever places of this end's memory were given back."""
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
-        self._on_messages, self._on_room = on_messages, on_room
-
-        def end() -> None:
-            self._forget()
-            on_end()
-
-        self._channel.start(self._receive, end)
-
-    # hot path
-    def send(self, message: Message) -> None:
-        """Send `message` together with whatever else is sent now; its kind is `FIRST_KIND` or more."""
-        self._channel.send(message)
+        self._on_messages, self._on_end, self._on_room = on_messages, on_end, on_room
+        self._loop.add_reader(self._socket.fileno(), self._receive)
 
     # hot path
     def pack(self, arrays: Sequence[Array]) -> Parcel | None:
@@ -162,20 +179,92 @@ class Link:
     # hot path
     def unpack(self, parcel: Parcel) -> tuple[Array, ...]:
         """The arrays that the other end packed. Once per parcel: its place is given back with the last array."""
-        self._seen_bytes += parcel[1]
+        self.seen_bytes += parcel[1]
         return unpack(parcel, self._window)
 
+    # hot path
+    def send(self, message: Message) -> None:
+        """Send `message` together with whatever else is sent now; its kind is `FIRST_KIND` or more. Dropped if the link
+        is closed."""
+        if not self._collected:
+            assert self._loop is not None
+            if self._gathering is None:
+                self._loop.call_soon(self._flush)
+            else:
+                self._loop.call_soon(self._flush_unless_more, self._gathering, 1, 0, 0)
+        self._collected.append(message)
+
     def close(self) -> None:
-        """End. Memory stays as long as arrays over it do."""
-        self._channel.close()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop the callbacks of this link's owner, and stop reporting places."""
+        """End, without calling `on_end`. Memory stays as long as arrays over it do. May be called before `start`."""
         self._window.forget()
-        self._on_messages, self._on_room = _ignore, _nothing
+        # The owners of these callbacks hold this link: without the cycle, neither waits for the garbage collector.
+        self._on_messages, self._on_end, self._on_room = _ignore, _nothing, _nothing
+        if self._closed:
+            return
+        self._closed = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+        self._unsent.clear()
+        self._socket.close()
 
-    def _receive(self, messages: list[Message]) -> None:
+    # hot path
+    def _flush_unless_more(self, gathering: Gathering, seen: int, quiet: int, iterations: int) -> None:
+        """Send, unless more messages are likely to come right away."""
+        messages = len(self._collected)
+        quiet = quiet + 1 if messages == seen else 0
+        if self._loop is not None and gathering.is_worth_waiting(messages, quiet, iterations):
+            self._loop.call_soon(self._flush_unless_more, gathering, messages, quiet, iterations + 1)
+        else:
+            gathering.on_sent(messages)
+            self._flush()
+
+    # hot path: 2 us and a system call
+    def _flush(self) -> None:
+        """Send now what was collected. Raises ValueError if something can't be marshalled; then none of it is sent, but
+        later messages are."""
+        messages, self._collected = self._collected, []
+        if not messages or self._closed:
+            return
+        data = frame(messages)
+        if self._unsent:
+            self._unsent += data
+            return
+        sent = self._try_send(data)
+        if sent < len(data) and self._loop is not None:
+            self._unsent += memoryview(data)[sent:]
+            self._loop.add_writer(self._socket.fileno(), self._send_rest)
+
+    def _send_rest(self) -> None:
+        sent = self._try_send(self._unsent)
+        del self._unsent[:sent]
+        if not self._unsent and self._loop is not None:
+            self._loop.remove_writer(self._socket.fileno())
+
+    def _try_send(self, data: bytes | bytearray) -> int:
+        try:
+            return self._socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            # Reading notices that as well, and gets what the other end sent before it went.
+            _log.debug("the other end is gone: %s", error)
+            return len(data)
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            _log.debug("the other end is gone: %s", error)
+            data = b""
+        if not data:
+            on_end = self._on_end
+            self.close()
+            on_end()
+            return
+        messages = self._reader.feed(data)
         if any(message[0] == _GIVE_BACK for message in messages):
             for message in messages:
                 if message[0] == _GIVE_BACK:
@@ -189,7 +278,7 @@ class Link:
     def _on_gone(self, start: int, size_bytes: int) -> None:
         """Called on any thread, and wherever the interpreter happens to drop an array."""
         self._gone.append((start, size_bytes))
-        if self._tells_soon or self._channel.closed:
+        if self._tells_soon or self._closed or self._loop is None:
             return
         self._tells_soon = True
         if get_ident() == self._thread:
@@ -203,10 +292,10 @@ class Link:
         starts = []
         while self._gone:
             start, size_bytes = self._gone.popleft()
-            self._seen_bytes -= size_bytes
+            self.seen_bytes -= size_bytes
             starts.append(start)
         if starts:
-            self._channel.send((_GIVE_BACK, starts))
+            self.send((_GIVE_BACK, starts))
 
 
 def _ignore(messages: list[Message]) -> None:

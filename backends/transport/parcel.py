@@ -1,10 +1,15 @@
-"""Tensors in transit: what goes into shared memory, what goes into the message, and the way back.
+"""Messages and tensors in transit: as bytes of a stream, and in shared memory.
 
-Lives here: `pack` and `unpack`. Must not: sockets, or what the tensors are for. What is packed can be marshalled.
+Lives here: pure framing; which tensors go into the message and which into memory, and the way back. Must not: sockets,
+or what the tensors are for. A message is a tuple of what `marshal` supports: None, bools, numbers, strings, bytes,
+tuples and lists of these; a frame is several messages preceded by their length. Marshal takes 0.6 of pickle's time, and
+both ends are the same Python.
 """
 
 from __future__ import annotations
 
+import marshal
+import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -13,10 +18,54 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from paceline.backends.spec import MISSING, Array
-from paceline.backends.transport.arena import ALIGNMENT
-from paceline.backends.transport.memory import SharedRegion, Window
+from paceline.backends.transport.memory import ALIGNMENT, SharedRegion, Window
 
-__all__ = ["Parcel", "Place", "is_inline", "pack", "pack_inline", "unpack"]
+Message = tuple[Any, ...]
+"""Its kind, a number, and its contents."""
+
+_LENGTH = struct.Struct("<Q")
+# Since version 3 repeated objects are written as references, which pays off for many messages.
+_LONE, _SHARING = 2, 4
+
+
+# hot path: 0.8 us for one message, 0.2 us for each of many
+def frame(messages: list[Message]) -> bytes:
+    """One frame with all of `messages`. Raises ValueError for what can't be marshalled."""
+    body = marshal.dumps(messages, _LONE if len(messages) == 1 else _SHARING)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Reassembles messages from pieces of a stream."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._wanted = _LENGTH.size
+
+    # hot path
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that `data` completes, in order."""
+        rest = self._rest
+        if rest or len(data) < _LENGTH.size:
+            rest += data
+            # A long frame comes in many pieces, and isn't parsed before all are there.
+            if len(rest) < self._wanted:
+                return []
+            data = bytes(rest)
+            rest.clear()
+        messages: list[Message] = []
+        at, end = 0, len(data)
+        self._wanted = _LENGTH.size
+        while end - at >= _LENGTH.size:
+            until = at + _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
+            if until > end:
+                self._wanted = until - at
+                break
+            messages += marshal.loads(memoryview(data)[at + _LENGTH.size : until])
+            at = until
+        rest += memoryview(data)[at:]
+        return messages
+
 
 _INLINE_BYTES = 8 * 1024
 """Tensors up to this size go into the message. A place has to be found, made an array, dropped and given back, 3 us in
@@ -38,9 +87,15 @@ _NOWHERE: Mapping[int, Place] = {}
 
 
 # hot path: 1 us for a small tensor, 3 us and the copy for others
-def pack(arrays: Sequence[Array], memory: SharedRegion, there: Mapping[int, Place] = _NOWHERE) -> Parcel | None:
-    """A parcel of copies of `arrays`. Its place is taken until its start is freed. None if there is no room. Arrays
-    whose `id` is in `there` are at that place of `memory` already, and aren't copied.
+def pack(
+    arrays: Sequence[Array],
+    memory: SharedRegion,
+    there: Mapping[int, Place] = _NOWHERE,
+    inline_bytes: int = _INLINE_BYTES,
+) -> Parcel | None:
+    """A parcel of copies of `arrays`, of which it contains those of up to `inline_bytes`. Its place is taken until its
+    start is freed. None if there is no room. Arrays whose `id` is in `there` are at that place of `memory` already, and
+    aren't copied.
 
     Raises TypeError or ValueError for elements of object arrays that aren't `bytes`, or have 4 GiB or more.
     """
@@ -57,7 +112,7 @@ def pack(arrays: Sequence[Array], memory: SharedRegion, there: Mapping[int, Plac
             continue
         if dtype.hasobject:
             data = _elements(array)
-        if data.nbytes <= _INLINE_BYTES:
+        if data.nbytes <= inline_bytes:
             tensors.append((dtype.str, array.shape, data.tobytes()))
         else:
             tensors.append((dtype.str, array.shape, size))
@@ -76,18 +131,6 @@ def pack(arrays: Sequence[Array], memory: SharedRegion, there: Mapping[int, Plac
 def is_inline(arrays: Sequence[Array]) -> bool:
     """Whether `pack` needs no room for `arrays`, as far as that can be told without looking at each element."""
     return all(one is MISSING or (not one.dtype.hasobject and one.nbytes <= _INLINE_BYTES) for one in arrays)
-
-
-def pack_inline(arrays: Sequence[Array]) -> Parcel:
-    """A parcel that contains all of `arrays`, for when memory has no room. Raises as `pack`."""
-    tensors: list[Tensor] = []
-    for array in arrays:
-        if array is MISSING:
-            tensors.append(None)
-        else:
-            data = _elements(array) if array.dtype.hasobject else array
-            tensors.append((array.dtype.str, array.shape, data.tobytes()))
-    return 0, 0, tuple(tensors)
 
 
 # hot path: 0.5 us for a small tensor, 1.5 us for others

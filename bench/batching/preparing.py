@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.batching.costs import MS, FirstUse
 from paceline.backends.base import Device, ModelSource
-from paceline.backends.memory import IdentityBackend, MemoryModel
+from paceline.backends.identity import IdentityBackend, IdentityModel
 from paceline.server.app import Server
 from paceline.server.config import Settings
 from tests.harness import ServerProcess
@@ -27,11 +27,10 @@ FIRST_USE_MS = 100
 class _PreparingBackend(IdentityBackend):
     """Identity models with the configured delays; the first batch of each size takes `FIRST_USE_MS` longer."""
 
-    def open(self, source: ModelSource, device: Device) -> MemoryModel:
+    def open(self, source: ModelSource, device: Device) -> IdentityModel:
         model = super().open(source, device)
-        configured = model.latency
-        assert configured is not None
-        latency = configured
+        latency = model.latency
+        assert latency is not None
         cost = FirstUse(lambda rows: int(latency(rows) * 1e9), FIRST_USE_MS * MS)
         model.latency = lambda rows: cost(rows) / 1e9
         return model

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from paceline.backends.base import DeviceTensor
-from paceline.backends.shares import Outputs, Share
+from paceline.backends.batching import Outputs, Share
 from paceline.backends.spec import ModelSpec, Tensors
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferResponse

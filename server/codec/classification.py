@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.backends.opening import open_inside
+from paceline.backends.paths import open_inside
 from paceline.backends.spec import Array
 from paceline.protos.inference_pb2 import InferParameter
 from paceline.protos.model_config_pb2 import ModelConfig

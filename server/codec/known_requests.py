@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.backends.packed import Packed, PackedLayout
+from paceline.backends.batching import Packed, PackedLayout
 from paceline.backends.spec import MISSING, ModelSpec
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferRequest

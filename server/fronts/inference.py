@@ -17,8 +17,8 @@ from typing import Any, cast
 import grpc
 
 from paceline.backends.spec import MISSING, Tensors
-from paceline.backends.transport.frames import Message
 from paceline.backends.transport.link import Link
+from paceline.backends.transport.parcel import Message
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import QueueFull

@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import reduce
 from typing import Protocol
 
-from paceline.backends.exit_status import how_ended
-from paceline.backends.transport.frames import Message
+from paceline.backends.python.process import how_ended
 from paceline.backends.transport.link import Link
+from paceline.backends.transport.parcel import Message
 from paceline.server.addresses import host_and_port, resolve
 from paceline.server.codec.wire_request import RequestReader
 from paceline.server.config import Settings

@@ -21,9 +21,8 @@ from typing import Any
 
 import grpc
 
-from paceline.backends.transport.frames import Message
-from paceline.backends.transport.gathering import Gathering
-from paceline.backends.transport.link import Link, RemoteEnd
+from paceline.backends.transport.link import Gathering, Link, RemoteEnd
+from paceline.backends.transport.parcel import Message
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import QueueFull
 from paceline.server.config import Settings

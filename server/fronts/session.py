@@ -15,9 +15,8 @@ import numpy as np
 
 from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import MISSING, Array, Tensors
-from paceline.backends.transport.frames import Message
 from paceline.backends.transport.link import Link
-from paceline.backends.transport.parcel import Parcel, is_inline
+from paceline.backends.transport.parcel import Message, Parcel, is_inline
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.datatypes import by_name
 from paceline.protos.tensors import TensorError, encode_raw

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.backends.cuda.codes import BROKEN, code_of
+from paceline.backends.cuda.driver import BROKEN, code_of
 from paceline.backends.cuda.memory import CudaMemories, CudaMemory
 from paceline.backends.errors import DeviceError
 from paceline.backends.spec import Array

@@ -20,8 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from paceline.backends.base import DeviceTensor, Execution, ModelInstance, ProvidesBuffers, Slot
-from paceline.backends.batching import shares
-from paceline.backends.packed import Packed
+from paceline.backends.batching import Packed, shares
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.server.errors import GpuLost, InvalidRequest
 from paceline.server.memory.copying import Piece, copy_all

@@ -26,8 +26,7 @@ from paceline.backends.base import (
     Trial,
 )
 from paceline.backends.onnx.options import OWN_PROCESS
-from paceline.backends.opening import open_inside
-from paceline.backends.paths import exists, is_file
+from paceline.backends.paths import exists, is_file, open_inside
 from paceline.backends.python import EXECUTABLE
 from paceline.backends.remote import RemoteInstance, RemoteModel
 from paceline.protos import model_config_pb2 as pb

@@ -31,7 +31,7 @@ from paceline.backends.errors import (
     Unequipped,
     UnfitOutputs,
 )
-from paceline.backends.opening import open_inside
+from paceline.backends.paths import open_inside
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
 from paceline.backends.worker_thread import WorkerThread
 from paceline.protos import model_config_pb2 as pb

@@ -17,8 +17,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, cast
 
+from paceline.backends.batching import Share
 from paceline.backends.remote_messages import RemoteRequest
-from paceline.backends.shares import Share
 from paceline.backends.spec import Tensors
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.errors import SchedulerError

@@ -16,7 +16,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from paceline.backends.base import Execution
-from paceline.backends.extras import how_to_install
+from paceline.backends.installed import how_to_install
 from paceline.scheduler.request import BatchFacts
 from paceline.server.call_facts import TraceParent
 from paceline.server.codec.wire_request import AnyRequest

@@ -14,7 +14,6 @@ from time import monotonic_ns
 import numpy as np
 import pytest
 
-from paceline.backends.accelerator import Accelerator
 from paceline.backends.base import (
     Backend,
     Device,
@@ -25,16 +24,18 @@ from paceline.backends.base import (
     ModelSource,
     OpenModel,
 )
+from paceline.backends.cuda.accelerator import CudaAccelerator
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import ExecutionError, LoadError
-from paceline.backends.host_accelerator import HostAccelerator
-from paceline.backends.memory import IdentityBackend, MemoryBackend, MemoryModel
+from paceline.backends.identity import IdentityBackend
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.python.backend import PythonBackend
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos.datatypes import by_name
 from tests import models
 from tests.cuda import stand_in
+from tests.host_accelerator import HostAccelerator
+from tests.memory_models import MemoryBackend, MemoryModel
 
 CPU = Device(DeviceKind.CPU)
 
@@ -107,7 +108,7 @@ def _onnx_identity(
     return Subject(backend or OnnxBackend(), ModelSource("identity", path), device, spec, request, poisoned)
 
 
-def _staged(accelerator: Accelerator | None = None) -> OnnxBackend:
+def _staged(accelerator: CudaAccelerator | None = None) -> OnnxBackend:
     """Batches go through buffers, streams and bindings as on a GPU, but the CPU computes."""
     return OnnxBackend(accelerators=lambda device: accelerator or HostAccelerator())
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from paceline.backends.base import Device, ModelInstance, ModelSource, OpenModel
-from paceline.backends.memory import IdentityBackend, MemoryModel
+from paceline.backends.identity import IdentityBackend
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.spec import BatchOutput, ModelSpec, Tensors, TensorSpec
 from tests import models
+from tests.memory_models import MemoryModel
 
 CPU = Device()
 OWN = ModelSpec((TensorSpec("INPUT0", "FP32", (-1,)),), (TensorSpec("OUTPUT0", "FP32", (-1,)),))

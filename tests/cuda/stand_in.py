@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from paceline.backends.cuda.accelerator import CudaAccelerator
-from paceline.backends.cuda.context import load_driver
+from paceline.backends.cuda.driver import load_driver
 
 SOURCES = Path(__file__).parent
 _DRIVER = "libcuda.so.1"

@@ -20,10 +20,9 @@ import numpy as np
 
 from paceline.backends import registry
 from paceline.backends.base import Backend
-from paceline.backends.faults import change_datatype, lose_output, lose_row
-from paceline.backends.memory import MemoryBackend, MemoryModel
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.server.cli import main
+from tests.memory_models import MemoryBackend, MemoryModel, change_datatype, lose_output, lose_row
 
 __all__ = [
     "DIES",

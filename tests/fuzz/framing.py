@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.backends.transport.frames import FrameReader, frame
+from paceline.backends.transport.parcel import FrameReader, frame
 from tests.fuzz.judging import Finding, Target
 
 __all__ = ["targets"]

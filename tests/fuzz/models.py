@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.backends.base import Device, ModelInstance
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import BatchOutput, ModelSpec, TensorSpec
 from paceline.protos.datatypes import DATATYPES
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.memory.reading import ExecuteInputs, reading
 from paceline.server.memory.regions import Regions
+from tests.memory_models import MemoryModel
 
 __all__ = ["MAX_ROWS", "FuzzedModel", "open_model"]
 

@@ -9,10 +9,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from paceline.backends.memory import MemoryModel
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import ControlMode, Settings
 from tests.integration.serving import Served, echo_model
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.backends.faults import Gate
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from tests.integration.serving import Served
+from tests.memory_models import Gate, MemoryModel
 from tests.polling import eventually_async
 from tests.wire import Array, infer
 

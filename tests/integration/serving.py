@@ -20,7 +20,6 @@ from typing import Any
 import grpc
 
 from paceline.backends.base import Backend
-from paceline.backends.memory import MemoryBackend, MemoryModel
 from paceline.backends.registry import backend as registered
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
@@ -28,6 +27,7 @@ from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.app import Server
 from paceline.server.config import Settings
 from tests import nursery
+from tests.memory_models import MemoryBackend, MemoryModel
 from tests.nursery import ForkedFront
 
 __all__ = [

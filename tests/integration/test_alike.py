@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.memory import MemoryBackend, MemoryModel
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.errors import QueueFull
@@ -28,6 +27,7 @@ from paceline.server.telemetry.metrics import Metrics
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import Served, serving, write_model
 from tests.integration.without_grpc import Context, called
+from tests.memory_models import MemoryBackend, MemoryModel
 from tests.unit.server.found import find_models
 
 TEXT = "max_batch_size: 32 dynamic_batching { }"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from paceline.backends.packed import Packed
+from paceline.backends.batching import Packed
 from paceline.protos import inference_pb2 as pb
 from paceline.server.codec.wire_request import RequestReader
 from paceline.server.errors import ModelNotFound

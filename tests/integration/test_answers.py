@@ -10,7 +10,6 @@ import grpc
 import numpy as np
 import pytest
 
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.clients import AsyncInferenceClient
 from paceline.protos import inference_pb2 as pb
@@ -20,6 +19,7 @@ from paceline.server.telemetry.trace_settings import TraceConfig
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.streams import Stream
+from tests.memory_models import MemoryModel
 from tests.wire import bytes_element, infer, rows_of_floats
 
 

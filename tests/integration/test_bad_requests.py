@@ -11,10 +11,10 @@ import grpc
 import numpy as np
 import pytest
 
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from tests.integration.serving import Served, failure_of, serving
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import Change, add_raw, bytes_element, infer, raw, rows_of_floats, shape
 

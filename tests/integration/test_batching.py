@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from tests.integration import scripted
 from tests.integration.scripted import Script
 from tests.integration.serving import Served, echo_model, serving, write_model
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 

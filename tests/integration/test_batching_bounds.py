@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.memory import MemoryModel
 from tests.integration.scripted import BUSY, Script, busy, own, queued, request, send, totals
 from tests.integration.serving import echo_model, failure_of, serving
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer
 

@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from paceline.backends.errors import ExecutionError, InstanceError
-from paceline.backends.faults import lose_row
 from paceline.protos import inference_pb2 as pb
 from tests.integration.scripted import Script, busy, mark_of, own, queued, request, send, totals
 from tests.integration.serving import failure_of, serving
+from tests.memory_models import lose_row
 from tests.polling import eventually_async
 
 INTERNAL = grpc.StatusCode.INTERNAL

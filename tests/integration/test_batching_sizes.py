@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from tests.integration.scripted import Script, busy, mark_of, own, queued, request, send, totals
 from tests.integration.serving import Served, failure_of, serving
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import add_raw, infer, rows_of_floats
 

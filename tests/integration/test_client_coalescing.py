@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import OutOfMemory
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.clients import (
     AsyncInferenceClient,
@@ -27,6 +26,7 @@ from paceline.server.config import Settings
 from paceline.server.limits import Limits
 from tests.integration.scripted import Script, busy, marked, own, totals
 from tests.integration.serving import Served, echo_model, serving
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 
 BATCHES = "max_batch_size: 8 dynamic_batching { }"

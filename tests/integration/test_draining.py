@@ -13,8 +13,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.backends.memory import MemoryModel
 from tests.integration.serving import RETRY_CANCELLED, Served, echo_model, failure_of, serving
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.faults import change_datatype, lose_output, lose_row
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.memory_models import MemoryModel, change_datatype, lose_output, lose_row
 from tests.polling import eventually_async
 from tests.wire import Array, infer, rows_of_floats
 

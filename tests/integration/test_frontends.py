@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
@@ -32,6 +31,7 @@ from tests.integration.regions import in_region, register
 from tests.integration.regions import settings as with_shared_memory
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.streams import Stream
+from tests.memory_models import MemoryModel
 from tests.nursery import ForkedFront, start_front
 from tests.polling import eventually_async
 from tests.ports import free_port

@@ -13,13 +13,13 @@ import pytest
 
 from paceline.backends.base import Device
 from paceline.backends.errors import LoadError
-from paceline.backends.memory import MemoryInstance, MemoryModel
 from paceline.backends.spec import ModelSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests import models
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import echo_model, failure_of, serving
+from tests.memory_models import MemoryInstance, MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.backends.memory import MemoryModel
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.wire import MAX_FIELDS
 from paceline.server.config import Settings
@@ -24,6 +23,7 @@ from tests.integration.regions import register
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import RETRY_UNAVAILABLE, Served, echo_model, failure_of, serving
 from tests.integration.streams import Stream
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async, eventually_awaited
 from tests.shared_objects import add_shared_input, shared_object
 from tests.wire import infer, rows_of_floats

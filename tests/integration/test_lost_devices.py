@@ -24,10 +24,10 @@ from paceline.backends.errors import (
     ProcessEndedBeforeBatch,
     StalePlan,
 )
-from paceline.backends.memory import MemoryInstance, MemoryModel
 from paceline.backends.spec import ModelSpec
 from tests.integration.probing import probe
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.memory_models import MemoryInstance, MemoryModel
 from tests.polling import eventually_async
 from tests.rlimits import without_threads
 from tests.wire import infer, rows_of_floats

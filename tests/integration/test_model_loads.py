@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 
 from paceline.backends.errors import LoadError
-from paceline.backends.memory import MemoryModel
 from paceline.protos import inference_pb2 as pb
 from tests.integration.controlling import (
     READY_M,
@@ -28,6 +27,7 @@ from tests.integration.controlling import (
     unload,
 )
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import OutOfMemory
-from paceline.backends.memory import MemoryModel
 from tests import models
 from tests.integration.scripted import own
 from tests.integration.serving import echo_model, failure_of, serving
+from tests.memory_models import MemoryModel
 from tests.wire import infer, rows_of_floats
 
 pytestmark = pytest.mark.usefixtures("frontends")

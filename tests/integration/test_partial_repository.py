@@ -14,13 +14,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.backends.base import Device
 from paceline.backends.errors import LoadError
-from paceline.backends.memory import MemoryInstance, MemoryModel
 from paceline.backends.spec import ModelSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.memory_models import MemoryInstance, MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 

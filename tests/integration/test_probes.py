@@ -13,7 +13,6 @@ from threading import Event, Thread
 import pytest
 
 from paceline.backends.base import Device, ModelSource
-from paceline.backends.memory import MemoryBackend, MemoryModel
 from paceline.server.app import Server
 from paceline.server.config import Settings
 from paceline.server.health import LoopProbe
@@ -22,6 +21,7 @@ from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.probing import get, probe
 from tests.integration.serving import echo_model, failure_of, serving, write_model
+from tests.memory_models import MemoryBackend, MemoryModel
 from tests.polling import eventually_async
 from tests.ports import free_port
 from tests.wire import infer, rows_of_floats

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline.backends.memory import MemoryModel
 from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import LoadError
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import Tensors
 from tests.integration.controlling import all_left, explicit, index, load, polling
 from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.memory_models import MemoryModel
 from tests.wire import infer
 
 pytestmark = pytest.mark.usefixtures("frontends")

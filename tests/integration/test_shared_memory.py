@@ -9,11 +9,11 @@ import grpc
 import numpy as np
 import pytest
 
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from tests.integration.regions import ROW, in_region, regions, register, settings, unregister
 from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.shared_objects import SharedObject, add_shared_input, held_by, request_shared_output, shared_object
 from tests.wire import add_raw, infer, parameter, raw_bytes, rows_of_floats

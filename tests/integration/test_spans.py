@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.memory import MemoryModel
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.config import Settings
@@ -22,6 +21,7 @@ from paceline.server.telemetry.trace_settings import OtlpTarget, TraceConfig, Tr
 from tests.harness import ServerProcess, write_identity
 from tests.integration.collector import Collector, Seen, collecting
 from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 

@@ -12,10 +12,10 @@ import grpc
 import numpy as np
 import pytest
 
-from paceline.backends.host_accelerator import HostAccelerator
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.protos import inference_pb2 as pb
 from tests import models
+from tests.host_accelerator import HostAccelerator
 from tests.integration.serving import failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer

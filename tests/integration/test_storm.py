@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.memory import linear_latency
 from paceline.backends.spec import Tensors
 from paceline.server.telemetry.model_statistics import FailureReason
 from tests.integration.scripted import own, totals
 from tests.integration.serving import Served, echo_model, serving
+from tests.memory_models import linear_latency
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 

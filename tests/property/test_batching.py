@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.backends.batching import rows_of, run_batch, split, stack
-from paceline.backends.packed import Packed, PackedLayout
+from paceline.backends.batching import Packed, PackedLayout, rows_of, run_batch, split, stack
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos.datatypes import DATATYPES, by_name
 

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.backends.shares import Outputs, Share
+from paceline.backends.batching import Outputs, Share
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.datatypes import DATATYPES, by_name

@@ -14,10 +14,8 @@ from hypothesis.extra import numpy as hnp
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paceline.backends.spec import MISSING, Array
-from paceline.backends.transport.arena import ALIGNMENT, Arena
-from paceline.backends.transport.frames import FrameReader, frame
-from paceline.backends.transport.memory import SharedRegion, Window, new_region
-from paceline.backends.transport.parcel import pack, unpack
+from paceline.backends.transport.memory import ALIGNMENT, Arena, SharedRegion, Window, new_region
+from paceline.backends.transport.parcel import FrameReader, frame, pack, unpack
 
 UNITS = 24
 

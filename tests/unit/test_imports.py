@@ -160,10 +160,9 @@ def test_only_server_and_clients_use_grpc_status_codes() -> None:
 
 def test_only_commands_and_modules_for_processes_import_signal() -> None:
     own_processes = {
-        "backends.exit_status",
         "backends.python.process",
         "backends.python.worker",
-    }  # how a process ended; killing one; which signals one leaves to the server
+    }  # how a process ended, and killing it; which signals one leaves to the server
     commands = {"server.cli", "clients.top"}
     assert {module for module in modules() if "signal" in imports(module)} == commands | own_processes
 

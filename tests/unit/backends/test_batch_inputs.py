@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.backends.batch_inputs import batch_input
+from paceline.backends.ragged import batch_input
 from paceline.backends.spec import BatchInputKind
 
 INT32, FP32 = np.dtype("<i4"), np.dtype("<f4")

@@ -13,11 +13,11 @@ import pytest
 
 from paceline.backends.base import Device, DeviceKind, DeviceTensor, ModelSource, Slot, Targets
 from paceline.backends.errors import DeviceLost, ExecutionError, OutOfMemory
-from paceline.backends.host_accelerator import HostAccelerator
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.cuda import stand_in
+from tests.host_accelerator import HostAccelerator
 
 CPU = Device(DeviceKind.CPU)
 ROW = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.extras import how_to_install
+from paceline.backends.installed import how_to_install
 from tests.harness import REPO
 
 EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
@@ -25,7 +25,7 @@ def test_advice_names_all_packages_of_the_extra(extra: str) -> None:
 
 def test_advice_is_for_clones_where_nothing_is_installed(tmp_path: Path) -> None:
     code = "import sys; sys.path.append(sys.argv[1]); "
-    code += "from paceline.backends.extras import how_to_install as it; print(it('otel'))"
+    code += "from paceline.backends.installed import how_to_install as it; print(it('otel'))"
     without_packages = [sys.executable, "-S", "-c", code, str(REPO)]
     said = subprocess.run(without_packages, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert said == "pip install '.[otel]' in a clone of paceline\n"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.faults import Faults, Gate, change_datatype, lose_output, lose_row
+from tests.memory_models import Faults, Gate, change_datatype, lose_output, lose_row
 
 BOOM = ExecutionError("boom")
 INPUTS = [np.zeros((3, 2), np.float32)]

@@ -10,9 +10,17 @@ import pytest
 
 from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError
-from paceline.backends.faults import change_datatype, lose_output, lose_row
-from paceline.backends.memory import IdentityBackend, MemoryBackend, MemoryInstance, MemoryModel, linear_latency
+from paceline.backends.identity import IdentityBackend
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from tests.memory_models import (
+    MemoryBackend,
+    MemoryInstance,
+    MemoryModel,
+    change_datatype,
+    linear_latency,
+    lose_output,
+    lose_row,
+)
 
 PAIR = TensorSpec("x", "FP32", (2,))
 BATCHED = ModelSpec((PAIR,), (TensorSpec("y", "FP32", (2,)),), batched=True)
@@ -193,9 +201,8 @@ def test_identity_unpaired_declaration_is_refused(declared: ModelSpec | None, me
         IdentityBackend().open(_identity_source(declared), Device())
 
 
-@pytest.mark.parametrize("backend", [IdentityBackend(), MemoryBackend({})])
-def test_devices_of_models_in_memory_are_cpus(backend: IdentityBackend | MemoryBackend) -> None:
-    cpu = Device(DeviceKind.CPU)
+def test_devices_of_identity_models_are_cpus() -> None:
+    backend, cpu = IdentityBackend(), Device(DeviceKind.CPU)
 
     assert backend.devices([]) == (cpu,)
     assert backend.devices([InstanceGroup(GroupKind.CPU, 2), InstanceGroup(GroupKind.AUTO)]) == (cpu, cpu, cpu)

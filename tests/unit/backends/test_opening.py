@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.opening import open_inside
+from paceline.backends.paths import open_inside
 from tests.mounts import seen_through_a_process
 
 

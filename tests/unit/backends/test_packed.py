@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from paceline.backends.batching import stack
-from paceline.backends.packed import Packed, PackedLayout, are_alike, stacked
+from paceline.backends.batching import Packed, PackedLayout, run_batch, stack
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 
 FP32, INT8 = np.dtype("<f4"), np.dtype("i1")
+TENSORS = (TensorSpec("a", "FP32", (-1,)), TensorSpec("b", "INT8", (3,)))
+SPEC = ModelSpec(TENSORS, TENSORS, batched=True)
 
 
 def layout(rows: int, columns: int) -> PackedLayout:
@@ -23,6 +27,18 @@ def packed(of: PackedLayout, seed: int) -> Packed:
     return Packed(data, of, (20 + second_bytes, 8))
 
 
+def joined(requests: Sequence[Tensors], padding: int) -> list[Array]:
+    """What a model gets for a batch of `requests`."""
+    given: list[Array] = []
+
+    def run(inputs: list[Array]) -> Tensors:
+        given.extend(inputs)
+        return inputs
+
+    run_batch(SPEC, requests, run, sum(len(one[0]) for one in requests) + padding)
+    return given
+
+
 @pytest.mark.parametrize("columns", [1, 2_000], ids=["small", "large"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("padding", [0, 3])
@@ -30,21 +46,20 @@ def packed(of: PackedLayout, seed: int) -> Packed:
 def test_batch_equals_stacking_its_arrays(columns: int, rows: int, padding: int, count: int) -> None:
     of = layout(rows, columns)
     requests = [packed(of, seed) for seed in range(count)]
-    made = stacked(requests, padding)
+    made = joined(requests, padding)
     for array, expected in zip(made, stack([tuple(one) for one in requests], padding), strict=True):
         assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
         assert array.tobytes() == expected.tobytes()
-        assert array.flags.writeable
+        assert array.flags.writeable or count + padding == 1
         assert array.flags.c_contiguous
 
 
-def test_requests_are_alike_if_they_are_packed_with_the_same_layout_object() -> None:
-    of = layout(1, 2)
-    one = packed(of, 0)
-    assert are_alike([one, packed(of, 1)])
-    for other in (packed(layout(1, 2), 1), tuple(one)):
-        assert not are_alike([one, other])
-        assert not are_alike([other, one])
+def test_requests_of_other_layouts_and_plain_arrays_share_a_batch() -> None:
+    one = packed(layout(1, 2), 0)
+    for other in (packed(layout(1, 2), 1), packed(layout(2, 2), 1), tuple(packed(layout(1, 2), 1))):
+        for requests in ([one, other], [other, one]):
+            for array, expected in zip(joined(requests, 0), stack([tuple(each) for each in requests]), strict=True):
+                assert array.tobytes() == expected.tobytes()
 
 
 def test_request_is_a_sequence_of_read_only_views() -> None:

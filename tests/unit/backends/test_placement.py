@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup
+from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup, on_cpu, on_gpus
 from paceline.backends.errors import LoadError
-from paceline.backends.placement import on_cpu, on_gpus
 
 
 def _gpu(index: int) -> Device:

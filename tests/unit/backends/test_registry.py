@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.backends.errors import LoadError
-from paceline.backends.memory import IdentityBackend
+from paceline.backends.identity import IdentityBackend
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.registry import BACKENDS, backend
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.backends.accelerator import Buffer, HostMemory
-from paceline.backends.host_accelerator import HostAccelerator
+from paceline.backends.cuda.accelerator import Buffer, HostMemory
 from paceline.backends.staging import OutputPool
+from tests.host_accelerator import HostAccelerator
 
 BYTE = np.dtype(np.uint8)
 

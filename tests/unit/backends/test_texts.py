@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
+from paceline.backends.onnx.instance import decode_texts, encode_texts
 from paceline.backends.spec import Array
-from paceline.backends.texts import decode_texts, encode_texts
 
 AWKWARD = ["", "\0", "a\0", "\0\0b\0", "naïve", "日本語", "\U0001f600", "b'quoted'", " ", "x" * 1000]
 

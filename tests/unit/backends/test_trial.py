@@ -17,13 +17,13 @@ import pytest
 
 from paceline.backends.base import Device, ModelSource, Trial
 from paceline.backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
-from paceline.backends.host_accelerator import HostAccelerator
 from paceline.backends.made_up import MAX_BYTES
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.own_process.session import OwnProcessSession
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.backends.trial import try_rows
 from tests import models
+from tests.host_accelerator import HostAccelerator
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
 

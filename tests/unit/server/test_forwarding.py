@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import grpc
 import pytest
 
-from paceline.backends.transport.frames import Message
 from paceline.backends.transport.link import Link
+from paceline.backends.transport.parcel import Message
 from paceline.server.fronts import protocol
 from paceline.server.fronts.inference import Replies
 from paceline.server.fronts.process import forwarded

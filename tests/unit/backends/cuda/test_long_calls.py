@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.backends.cuda.accelerator import CudaAccelerator
-from paceline.backends.cuda.context import load_driver
+from paceline.backends.cuda.driver import load_driver
 from paceline.backends.cuda.long_calls import LongCalls
 from paceline.scheduler.testing import ManualClock
 from tests.cuda import stand_in

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from paceline.backends.base import Device, ModelSource
-from paceline.backends.cuda.long_calls import long_calls
+from paceline.backends.cuda.long_calls import Captures, captures, long_calls
 from paceline.backends.errors import ExecutionError
-from paceline.backends.host_accelerator import HostAccelerator
 from paceline.backends.onnx.backend import OnnxBackend
-from paceline.backends.onnx.captures import Captures, captures
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.backends.worker_thread import WorkerThread
 from tests import models
+from tests.host_accelerator import HostAccelerator
 
 NEVER_S = 0.05
 """How long to check that something doesn't happen."""

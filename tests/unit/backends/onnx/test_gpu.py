@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from paceline.backends.accelerator import Memory
 from paceline.backends.base import DeviceTensor, ModelSource, Targets
-from paceline.backends.cuda.accelerator import CudaAccelerator
-from paceline.backends.cuda.context import load_driver
+from paceline.backends.cuda.accelerator import CudaAccelerator, DeviceMemory
+from paceline.backends.cuda.driver import load_driver
 from paceline.backends.errors import DeviceError, ExecutionError, InstanceLost, OutOfMemory
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.onnx.instance import OnnxInstance
@@ -45,11 +44,11 @@ _HOST = 1  # CU_MEMORYTYPE_HOST
 _MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 
 
-def fill(accelerator: CudaAccelerator) -> list[Memory]:
+def fill(accelerator: CudaAccelerator) -> list[DeviceMemory]:
     """Memory allocated until the device has less than 4 MiB left. In pieces: a GPU doesn't have as much in one as it
     reports as free."""
     accelerator.enter()
-    taken: list[Memory] = []
+    taken: list[DeviceMemory] = []
     size_bytes = 2**30
     while size_bytes >= 2**22:
         try:

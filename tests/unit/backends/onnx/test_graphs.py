@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from paceline.backends.accelerator import open_streams
 from paceline.backends.base import Device, Execution, Slot
+from paceline.backends.cuda.accelerator import open_streams
+from paceline.backends.cuda.long_calls import captures
 from paceline.backends.errors import DeviceLost, ExecutionError, LoadError
-from paceline.backends.host_accelerator import HostAccelerator
-from paceline.backends.onnx.captures import captures
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession, open_session
 from paceline.backends.onnx.shared import Shared
@@ -27,6 +26,7 @@ from paceline.backends.onnx.staged import StagedInstance
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.cuda import stand_in
+from tests.host_accelerator import HostAccelerator
 
 T = TypeVar("T")
 

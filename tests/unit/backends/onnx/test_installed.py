@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.onnx.installed import packages
+from paceline.backends.installed import packages
 from tests.fault.test_startup import failed_start
 from tests.harness import ServerProcess, write_identity
 from tests.models import mlp, write

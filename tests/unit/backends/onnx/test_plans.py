@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.backends.errors import ExecutionError, InstanceLost, OutOfMemory, StalePlan
-from paceline.backends.onnx.plans import Plans
+from paceline.backends.onnx.failures import Plans
 
 NODE = "onnx runtime error 1: Non-zero status code returned while running {} node. Name:'{}' Status Message: why"
 

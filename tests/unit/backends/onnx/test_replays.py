@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.onnx.replays import changed, check_replayed
+from paceline.backends.onnx.shared import changed, check_replayed
 from paceline.backends.spec import ModelSpec, TensorSpec
 from tests.wire import Array
 

@@ -13,10 +13,9 @@ from typing import Any
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from paceline.backends.accelerator import open_streams
 from paceline.backends.base import Device, DeviceKind
+from paceline.backends.cuda.accelerator import open_streams
 from paceline.backends.errors import DeviceError
-from paceline.backends.host_accelerator import HostAccelerator
 from paceline.backends.onnx import sessions
 from paceline.backends.onnx.options import GraphLevel, OnnxOptions
 from paceline.backends.onnx.sessions import (
@@ -28,6 +27,7 @@ from paceline.backends.onnx.sessions import (
     staged_run_options,
 )
 from tests import models
+from tests.host_accelerator import HostAccelerator
 
 
 def test_session_options_have_the_requested_values() -> None:

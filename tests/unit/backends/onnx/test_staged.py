@@ -14,16 +14,16 @@ import numpy as np
 import onnx
 import pytest
 
-from paceline.backends.accelerator import Accelerator, Event
 from paceline.backends.base import Device, DeviceKind, ModelSource, Slotted
+from paceline.backends.cuda.accelerator import CudaAccelerator, Event
 from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, OutOfMemory
-from paceline.backends.host_accelerator import HostAccelerator
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.onnx.instance import OnnxInstance
 from paceline.backends.onnx.staged import StagedInstance
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from tests import models
 from tests.cuda import stand_in
+from tests.host_accelerator import HostAccelerator
 
 CPU = Device(DeviceKind.CPU)
 
@@ -39,13 +39,13 @@ def spec_of(given: str, taken: str, size: int, inputs: int = 1, outputs: int = 1
 SPEC = spec_of("FP32", "FP32", 2)
 
 
-def opened(folder: Path, model: onnx.ModelProto, spec: ModelSpec, accelerator: Accelerator) -> Any:
+def opened(folder: Path, model: onnx.ModelProto, spec: ModelSpec, accelerator: CudaAccelerator) -> Any:
     path = models.write(model, folder / "model.onnx")
     backend = OnnxBackend(accelerators=lambda device: accelerator)
     return backend.open(ModelSource("m", path), CPU).instance(spec, CPU)
 
 
-def identity(folder: Path, accelerator: Accelerator) -> StagedInstance:
+def identity(folder: Path, accelerator: CudaAccelerator) -> StagedInstance:
     instance = opened(folder, models.identity("FP32", ("batch", 2)), SPEC, accelerator)
     assert isinstance(instance, StagedInstance)
     return instance

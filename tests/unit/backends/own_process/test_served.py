@@ -18,18 +18,18 @@ import pytest
 
 from paceline.backends.base import Device, DeviceKind, ModelSource, OpenModel, Trial
 from paceline.backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError, StalePlan
-from paceline.backends.host_accelerator import HostAccelerator
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.onnx.instance import OnnxInstance
 from paceline.backends.onnx.options import OWN_PROCESS, OnnxOptions
 from paceline.backends.own_process.model import Model
-from paceline.backends.own_process.questions import Job
 from paceline.backends.own_process.served import OwnProcessOnnxModel
+from paceline.backends.own_process.session import Job
 from paceline.backends.python.instance import PythonInstance
 from paceline.backends.python.process import ModelProcess
-from paceline.backends.python.protocol import FAILED
+from paceline.backends.python.worker import FAILED
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
 from tests import models
+from tests.host_accelerator import HostAccelerator
 from tests.operators import build_library, twice
 from tests.polling import eventually
 from tests.unit.backends.onnx_models import batched

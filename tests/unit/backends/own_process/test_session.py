@@ -14,8 +14,7 @@ import pytest
 
 from paceline.backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory, ProcessError
 from paceline.backends.onnx.options import OnnxOptions
-from paceline.backends.own_process.questions import Job
-from paceline.backends.own_process.session import OwnProcessSession, _Idle, _started
+from paceline.backends.own_process.session import Job, OwnProcessSession, _Idle, _started
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from tests import models

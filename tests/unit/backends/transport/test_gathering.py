@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from paceline.backends.transport.channel import Channel, socket_pair
-from paceline.backends.transport.frames import Message
-from paceline.backends.transport.gathering import Gathering
+from paceline.backends.transport.link import Gathering, Link
+from paceline.backends.transport.parcel import Message
 
 
 def waits(gathering: Gathering, messages: int = 1) -> int:
@@ -48,10 +47,11 @@ def test_wait_ends_although_messages_keep_coming() -> None:
 
 
 @pytest.mark.parametrize(("gathering", "together"), [(None, [1, 1, 1]), (used_to(8, 8), [3])], ids=["not", "gathering"])
-async def test_channel_gathers_messages_sent_in_the_next_iterations(
+async def test_link_gathers_messages_sent_in_the_next_iterations(
     gathering: Gathering | None, together: list[int]
 ) -> None:
-    one, other = (Channel(end, how) for end, how in zip(socket_pair(), (gathering, None), strict=True))
+    other, remote = Link.pair(1 << 20)
+    one = Link.join(remote, gathering)
     got: list[list[Message]] = []
     one.start(lambda messages: None, lambda: None)
     other.start(got.append, lambda: None)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from paceline.backends.transport.frames import Message
 from paceline.backends.transport.link import FIRST_KIND, Link
+from paceline.backends.transport.parcel import Message
 from tests.polling import eventually_async
 
 SIZE = 1 << 20

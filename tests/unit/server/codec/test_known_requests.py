@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from paceline.backends.packed import Packed
-from paceline.backends.shares import Outputs, Share
+from paceline.backends.batching import Outputs, Packed, Share
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.codec.answers import AnswerPlans, Envelope

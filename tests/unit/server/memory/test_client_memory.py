@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from paceline.backends.shares import Outputs, Share
+from paceline.backends.batching import Outputs, Share
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.codec.codec import ModelCodec

@@ -11,7 +11,6 @@ import pytest
 
 from paceline.backends.base import Device, Execution
 from paceline.backends.errors import ExecutionError
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos.datatypes import by_name
 from paceline.server.errors import InvalidRequest
@@ -19,6 +18,7 @@ from paceline.server.memory import copying
 from paceline.server.memory.reading import reading
 from paceline.server.memory.region_tensors import Input, RegionTensor, Span
 from paceline.server.memory.system_region import SystemRegion, open_system_region
+from tests.memory_models import MemoryModel
 from tests.shared_objects import SharedObject, shared_object
 
 FP32 = by_name("FP32")

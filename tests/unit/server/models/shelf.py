@@ -10,9 +10,9 @@ from pathlib import Path
 
 from paceline.backends.base import Backend, Device, InstanceGroup, ModelSource
 from paceline.backends.errors import LoadError
-from paceline.backends.memory import MemoryInstance, MemoryModel
 from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.server.models.layout import ModelFolder
+from tests.memory_models import MemoryInstance, MemoryModel
 from tests.unit.server.found import find_models
 
 __all__ = ["SPEC", "Model", "VersionBackend", "folder"]

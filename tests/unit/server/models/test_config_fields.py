@@ -15,13 +15,13 @@ from google.protobuf.descriptor import Descriptor
 
 from paceline.backends.base import Backend, Device, InstanceGroup, ModelSource
 from paceline.backends.errors import BackendError
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ServerError
 from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.loader import load_model
 from tests.harness import REPO
+from tests.memory_models import MemoryModel
 from tests.unit.server.found import find_models
 
 TENSORS = """

@@ -12,12 +12,12 @@ from google.protobuf import json_format, text_format
 
 from paceline.backends import registry
 from paceline.backends.base import Device, DeviceKind, InstanceGroup, ModelSource, OpenModel
-from paceline.backends.memory import MemoryModel
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.loader import LoadedVersion, load_model
 from paceline.server.models.model_config import ServingPlan
 from tests import models
+from tests.memory_models import MemoryModel
 from tests.unit.server.found import find_models
 
 IO = """

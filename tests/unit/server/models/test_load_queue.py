@@ -13,13 +13,13 @@ import pytest
 
 from paceline.backends.base import Backend
 from paceline.backends.errors import LoadError
-from paceline.backends.memory import MemoryBackend, MemoryModel
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.server.errors import LoadHangs, ModelNotFound
 from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.layout import ModelFolder
 from paceline.server.models.load_queue import Find, LoadQueue, always
 from paceline.server.models.loader import LoadedVersion
+from tests.memory_models import MemoryBackend, MemoryModel
 from tests.polling import eventually_async
 from tests.rlimits import without_threads
 from tests.unit.server.found import find_models

@@ -11,12 +11,12 @@ import pytest
 
 from paceline.backends.base import Device, DeviceKind, Execution, InstanceGroup, Supervise, Trial, unsupervised
 from paceline.backends.errors import ExecutionError
-from paceline.backends.memory import MemoryInstance, MemoryModel
 from paceline.backends.onnx.options import OWN_PROCESS
 from paceline.backends.spec import ModelSpec, Tensors
 from paceline.server.errors import LoadHangs
 from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.loader import load_model
+from tests.memory_models import MemoryInstance, MemoryModel
 from tests.polling import eventually
 from tests.unit.server.models.shelf import SPEC, Model, VersionBackend, folder
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.memory import MemoryBackend, MemoryModel
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.server.models.layout import Layout, model_folder
 from paceline.server.models.load_queue import LoadQueue
@@ -19,6 +18,7 @@ from paceline.server.models.model_record import IndexLine, ModelState
 from paceline.server.models.poller import Poller, fingerprint
 from paceline.server.models.repository import Repository
 from paceline.server.telemetry.metrics import Metrics
+from tests.memory_models import MemoryBackend, MemoryModel
 from tests.polling import eventually_async
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))

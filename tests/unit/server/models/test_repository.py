@@ -12,7 +12,6 @@ import pytest
 
 from paceline.backends.base import Backend, Device
 from paceline.backends.errors import LoadError
-from paceline.backends.memory import MemoryBackend, MemoryInstance, MemoryModel
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.scheduler.errors import BatcherClosed
 from paceline.server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady
@@ -22,6 +21,7 @@ from paceline.server.models.repository import Repository
 from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.trace_settings import TraceConfig
 from paceline.server.telemetry.tracing import Tracer
+from tests.memory_models import MemoryBackend, MemoryInstance, MemoryModel
 from tests.polling import eventually_async
 from tests.unit.scheduler.workbench import submit
 from tests.unit.server.found import find_models

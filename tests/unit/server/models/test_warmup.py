@@ -14,13 +14,13 @@ from google.protobuf import text_format
 
 from paceline.backends.base import Device
 from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, LoadError, Unequipped
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import DATATYPES, by_name
 from paceline.server.errors import ConfigError
 from paceline.server.models.model_config import plan
 from paceline.server.models.warmup import WarmUp
+from tests.memory_models import MemoryModel
 from tests.unit.server.models.warmup_bench import Bench, sample
 from tests.wire import bytes_element
 

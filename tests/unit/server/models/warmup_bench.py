@@ -9,12 +9,12 @@ import pytest
 from google.protobuf import text_format
 
 from paceline.backends.base import Device, ModelInstance
-from paceline.backends.memory import MemoryModel
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.model_config import plan
 from paceline.server.models.warmup import WarmUp
+from tests.memory_models import MemoryModel
 
 Executed = list[list[Array]]
 

@@ -1,7 +1,6 @@
-"""Whether ONNX Runtime is installed, once and whole.
+"""Which packages are installed: ONNX Runtime, once and whole; and what to install for what is optional.
 
-Lives here: what can be said of the installed packages, before one is imported. Must not: anything of its API. Several
-packages install the same folder: the last one wins, and uninstalling any of them breaks the others.
+Lives here: what can be said of packages before one is imported. Must not: anything of their API.
 """
 
 from __future__ import annotations
@@ -10,11 +9,21 @@ import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distributions, requires
 
 from paceline.backends.errors import LoadError
 
-__all__ = ["check_installed", "packages"]
+
+def how_to_install(extra: str) -> str:
+    """The command that installs the packages of one of paceline's extras. It names them, because no index has paceline
+    itself; only where paceline isn't installed, and its requirements unknown, it is for a clone."""
+    try:
+        lines = requires("paceline") or []
+    except PackageNotFoundError:
+        return f"pip install '.[{extra}]' in a clone of paceline"
+    needed = [line.partition(";")[0].strip() for line in lines if line.endswith(f"extra == '{extra}'")]
+    return "pip install " + " ".join(f"'{each}'" for each in needed)
+
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -23,7 +32,8 @@ _PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxrunt
 
 
 def check_installed() -> None:
-    """Log a warning that says which package to remove if there are several. Raises LoadError if none can be used."""
+    """Log a warning that says which package to remove if there are several: they install the same folder, the last one
+    wins, and uninstalling any of them breaks the others. Raises LoadError if none can be used."""
     found = packages()
     if len(found) > 1:
         _log.warning(

@@ -1,8 +1,6 @@
-"""The host as a device: its "device memory" is ordinary memory, and its copies are carried out as late as allowed.
+"""The host as a device that stages batches: all of staging runs without hardware, with ONNX Runtime's CPU provider.
 
-Lives here: an `Accelerator` without hardware, on which all of staging runs with ONNX Runtime's CPU provider. It brings
-no speed. Nothing is copied before somebody waits for it, so code that forgets to wait reads old contents: ordering
-faults show up without a device. Must not: ONNX Runtime.
+Lives here: an `Accelerator`. Must not: ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 
-from paceline.backends.accelerator import Buffer, Event, Stream
+from paceline.backends.cuda.accelerator import Buffer, Event, Stream
 
 __all__ = ["HostAccelerator"]
 
@@ -74,7 +72,9 @@ class _Stream:
 
 
 class HostAccelerator:
-    """The host as an `Accelerator`."""
+    """The host as an `Accelerator` without hardware, on which all of staging runs with ONNX Runtime's CPU provider. It
+    brings no speed. Its "device memory" is ordinary memory, and nothing is copied before somebody waits for it, so code
+    that forgets to wait reads old contents: ordering faults show up without a device."""
 
     ort_device = ("cpu", 0)
     gpu = 0
