@@ -37,7 +37,7 @@ def test_backend_unknown_name_lists_the_known_ones(name: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "paceline.backends.memory",
+        "paceline.backends.identity",
         "paceline.backends.batching",
         "paceline.backends.registry",
         "paceline.backends.onnx.options",
