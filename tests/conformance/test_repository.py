@@ -227,7 +227,7 @@ async def test_each_version_answers_with_its_own_weights(triton: Triton, version
     np.testing.assert_allclose(result.as_numpy("OUTPUT0"), answer(served, sent), rtol=1e-5, atol=1e-6)
 
 
-async def test_requests_that_add_up_to_a_preferred_size_share_a_batch_and_one_gets_classes(triton: Triton) -> None:
+async def test_requests_of_a_preferred_batch_may_ask_for_classes(triton: Triton) -> None:
     before = await executions(triton, "classifier", "1")
     one, other = samples(3, 1), samples(1, 2)
     wanted = [tritonclient.grpc.InferRequestedOutput("OUTPUT0", class_count=2)]

@@ -95,9 +95,7 @@ async def test_client_with_any_options_of_the_connection_is_served(
 
 
 @pytest.mark.parametrize("module", [tritonclient.grpc, tritonclient.grpc.aio], ids=["sync", "aio"])
-async def test_tls_client_on_a_plain_port_gets_an_error_and_the_server_keeps_serving(
-    server: ServerProcess, triton: Triton, module: Any
-) -> None:
+async def test_tls_client_on_a_plain_port_gets_an_error(server: ServerProcess, triton: Triton, module: Any) -> None:
     client = Triton(module.InferenceServerClient(server.target, ssl=True))
     with pytest.raises(InferenceServerException) as raised:
         await client.is_server_live(client_timeout=20)

@@ -99,7 +99,7 @@ def readiness_during(one: One, request: pb.RepositoryModelLoadRequest) -> set[bo
     return told
 
 
-def test_server_is_ready_during_a_reload_but_not_during_the_load_of_an_unloaded_model(alone: Both) -> None:
+def test_server_is_ready_during_reloads_but_not_loads(alone: Both) -> None:
     for one in (alone.triton, alone.here):
         assert readiness_during(one, load("serial")) == {True}
         assert answer_of(one.channel, Call("", unload("serial"))).status == "OK"

@@ -108,7 +108,7 @@ def test_log_on_a_full_disk_loses_only_lines(tmp_path: Path, form: str, frontend
             server.kill()
 
 
-def test_traces_on_a_full_disk_are_lost_with_one_log_line_but_no_requests(tmp_path: Path) -> None:
+def test_traces_on_a_full_disk_are_lost_without_requests(tmp_path: Path) -> None:
     write_identity(tmp_path / "repository")
     (tmp_path / "traces").symlink_to("/dev/full")
     traces = [("file", tmp_path / "traces"), ("level", "TIMESTAMPS"), ("rate", "1")]

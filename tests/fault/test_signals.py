@@ -261,7 +261,7 @@ def test_signal_at_each_step_of_the_start_ends_with_status_0(tmp_path: Path, lin
         server.kill()
 
 
-def test_signal_before_the_first_log_line_ends_by_default_action_or_with_status_0(tmp_path: Path) -> None:
+def test_signal_before_the_first_log_line_ends_the_process(tmp_path: Path) -> None:
     write_identity(tmp_path)
     server = ServerProcess(tmp_path, fresh=True)
     server.start()
@@ -272,7 +272,7 @@ def test_signal_before_the_first_log_line_ends_by_default_action_or_with_status_
         server.kill()
 
 
-def test_sigint_in_the_middle_of_a_drain_gives_up_on_the_rest_at_once(tmp_path: Path) -> None:
+def test_sigint_during_a_drain_gives_up_at_once(tmp_path: Path) -> None:
     write_identity(tmp_path, dims=FREE, rows=1, extra=delay_ms(300))
     with ServerProcess(tmp_path) as server, connected(server) as client:
         calls = [client.send(request(first=number)) for number in range(40)]

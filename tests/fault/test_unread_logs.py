@@ -109,7 +109,7 @@ def numbers(records: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.usefixtures("frontends")
-def test_unread_log_loses_lines_but_no_request_and_reports_how_many_once_it_is_read(tmp_path: Path) -> None:
+def test_unread_log_loses_lines_and_reports_how_many(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with unread(tmp_path, "--log-level", "debug") as server:
         sent = 0

@@ -111,7 +111,7 @@ async def test_stream_request_withdrawn_before_it_is_started_is_answered_cancell
         assert (counted["success"], counted["CANCELED"], sum(counted.values())) == (1, 1, 2)
 
 
-async def test_requests_of_a_stream_that_ends_before_they_are_started_are_counted_and_not_executed(
+async def test_ended_streams_unstarted_requests_are_counted_and_not_executed(
     tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.scheduler.turns._FORGOTTEN_NS", 100 * 10**9)

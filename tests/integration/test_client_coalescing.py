@@ -162,7 +162,7 @@ async def test_row_whose_answer_is_too_large_for_a_message_fails_alone(tmp_path:
 
 @pytest.mark.parametrize("transport", ["call", "stream"])
 @pytest.mark.parametrize("bound", [{"max_queue_bytes": 100}, {"max_queue_rows": 3}], ids=lambda bound: str(*bound))
-async def test_rows_that_do_not_fit_into_the_queue_together_are_sent_in_smaller_requests(
+async def test_rows_beyond_the_queue_are_sent_in_smaller_requests(
     tmp_path: Path, script: Script, bound: dict[str, int], transport: Literal["call", "stream"]
 ) -> None:
     async with (

@@ -149,7 +149,7 @@ async def test_infer_over_streams_without_room_sends_unchanged_requests_as_calls
     assert {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in sent.items()} == parameters
 
 
-async def test_infer_over_streams_fails_for_all_waiting_callers_if_an_answer_is_not_a_message() -> None:
+async def test_broken_answer_fails_all_who_wait_on_the_stream() -> None:
     with serving_bytes(b"\xff\xff") as target:
         async with AsyncInferenceClient(target, transport="stream", timeout_s=None) as client:
             for _ in range(2):  # the second time, no broken stream may be used
@@ -172,7 +172,7 @@ async def test_infer_over_streams_of_a_foreign_server_gets_answers_and_errors_wi
 
 
 @pytest.mark.parametrize("request_id", ["mine", "grün/7", "7", "7:x", "x" * 5000])
-async def test_infer_over_streams_sends_the_request_id_with_a_number_and_it_may_be_used_twice(request_id: str) -> None:
+async def test_request_id_may_be_used_twice_over_streams(request_id: str) -> None:
     pairing = Pairing()
     async with peer(pairing) as client:
         # Twice as many as there are streams, so that each has two at once.

@@ -330,9 +330,7 @@ async def test_registration_that_the_driver_refuses_says_why(tmp_path: Path, gpu
         assert gpu.driver.stand_in_opened() == 0
 
 
-async def test_gpu_that_is_lost_to_shared_memory_is_told_and_ends_liveness_but_no_other_request(
-    tmp_path: Path, gpu: Gpu
-) -> None:
+async def test_gpu_lost_to_shared_memory_ends_liveness_alone(tmp_path: Path, gpu: Gpu) -> None:
     write(tmp_path / "models", LATER)
     async with served_by(gpu, tmp_path, staged=False) as served:
         assert await probe(served, "/livez") == (200, "ok\n")

@@ -419,7 +419,7 @@ async def test_connection_whose_client_answers_no_ping_is_closed(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("frontends")
-async def test_calls_beyond_the_limit_of_a_connection_wait_in_the_client_and_none_is_lost(tmp_path: Path) -> None:
+async def test_calls_beyond_a_connections_limit_wait_in_the_client(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=limited(tmp_path, connection_calls=4)) as served:
         for _ in range(5):
             await asyncio.gather(*(served.infer(one()) for _ in range(32)))

@@ -101,9 +101,7 @@ async def test_batch_that_its_lost_instance_did_not_begin_runs_whole_on_another(
         assert model.batches == [(1, 1, 1, 1)] * 2
 
 
-async def test_device_that_stays_lost_is_unavailable_not_ready_and_not_live_until_it_is_back(
-    tmp_path: Path, frontends: int
-) -> None:
+async def test_lost_device_is_neither_ready_nor_live_until_back(tmp_path: Path, frontends: int) -> None:
     model = ModelOnBrokenDevice(echo_model().spec)
     async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
         model.gate.close()

@@ -94,7 +94,7 @@ async def test_load_applies_the_version_policy_to_versions_added_since(tmp_path:
         )
 
 
-async def test_reload_serves_the_old_model_until_the_new_one_is_warm_and_then_closes_it(tmp_path: Path) -> None:
+async def test_reload_serves_the_old_model_until_the_new_is_warm(tmp_path: Path) -> None:
     old, new = echo_model(), slow_model()
     models = {"m": old}
     config = "max_batch_size: 8 " + WARMED_UP_CONFIG

@@ -166,7 +166,7 @@ async def test_unload_accepts_unload_dependents_and_refuses_other_parameters(tmp
         assert not await model_ready(served)
 
 
-async def test_stop_during_a_load_does_not_wait_for_it_and_closes_the_loaded_model(tmp_path: Path) -> None:
+async def test_stop_during_a_load_closes_the_loaded_model(tmp_path: Path) -> None:
     model = slow_model()
     async with serving(tmp_path, {"m": model}, config=WARMED_UP_CONFIG, settings=explicit(tmp_path)) as served:
         task = await loading(served, model)

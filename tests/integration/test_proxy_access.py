@@ -80,9 +80,7 @@ def test_proxy_speaks_tls_with_its_own_certificate_and_token(world: World) -> No
         ("no token", "with a token that this server knows"),
     ],
 )
-def test_proxy_that_distrusts_or_is_refused_by_its_upstream_is_not_ready_and_says_why(
-    world: World, fault: str, words: str
-) -> None:
+def test_proxy_refused_by_its_upstream_is_unready_and_says_why(world: World, fault: str, words: str) -> None:
     roots = world.others.roots if fault == "stranger's roots" else world.ours.roots
     token = {"wrong token": "tok-wrong", "no token": None}.get(fault, OURS)
     args = world.args(roots, None if fault == "no certificate" else world.own, token)
@@ -154,9 +152,7 @@ async def test_upstream_gets_no_token_meant_for_us_unless_configured(
     ("header", "travels"),
     [("authorization", False), ("x-tenant-bin", True), ("traceparent", True)],
 )
-async def test_header_that_cannot_be_sent_fails_its_request_or_is_left_out_without_a_warning(
-    tmp_path: Path, header: str, travels: bool
-) -> None:
+async def test_unsendable_header_fails_its_request_or_is_left_out(tmp_path: Path, header: str, travels: bool) -> None:
     """gRPC accepts values that it refuses to send. A trace only accompanies its request, which can do without."""
     stub, passed = Upstream(), ["--upstream-header=authorization", "--upstream-header=x-tenant-bin"]
     value = "AAAA" if header.endswith("-bin") else "a\x01\u00e9"

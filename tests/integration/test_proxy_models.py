@@ -214,7 +214,7 @@ class SilentWhileBusy(Upstream):
         return await super().ServerReady(call, context)
 
 
-async def test_upstream_that_answers_no_readiness_check_while_it_computes_is_not_taken_for_gone(tmp_path: Path) -> None:
+async def test_computing_upstream_is_not_taken_for_gone(tmp_path: Path) -> None:
     """Servers that compute on their event loop behave like this."""
 
     stub = SilentWhileBusy()

@@ -141,7 +141,7 @@ async def test_unconfigured_model_with_wrongly_declared_output_dims_is_served_an
         assert len(await _answers(served, inputs)) == 8
 
 
-async def test_wrongly_declared_output_dims_do_no_harm_if_the_configuration_does_not_state_them(tmp_path: Path) -> None:
+async def test_wrongly_declared_output_dims_do_no_harm_unconfigured(tmp_path: Path) -> None:
     model = models.declared_dims((2, 3))
     path = models.write(model, tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text('input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }')

@@ -213,7 +213,7 @@ def test_run_batch_unbatched_spec_accepts_only_one_request() -> None:
 
 
 @pytest.mark.parametrize("rows", [[1], [2, 1]])
-def test_run_batch_padded_gives_the_model_more_rows_and_returns_only_those_of_the_requests(rows: list[int]) -> None:
+def test_run_batch_padded_returns_only_the_requests_rows(rows: list[int]) -> None:
     requests = [(np.arange(2 * count, dtype=np.float32).reshape(count, 2),) for count in rows]
     seen: list[np.ndarray] = []
 

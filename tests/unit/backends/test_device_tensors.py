@@ -114,9 +114,7 @@ def test_execute_results_do_not_depend_on_where_inputs_and_outputs_are(seed: int
                 assert place[:-1].tolist() == (one[index].tolist() if index in wanted else [[7, 7]] * counts[number])
 
 
-def test_execute_with_inputs_and_outputs_on_the_device_copies_nothing_to_or_from_the_host(
-    tmp_path: Path, device: Gpu
-) -> None:
+def test_execute_on_the_device_copies_nothing_to_the_host(tmp_path: Path, device: Gpu) -> None:
     slot = slots(tmp_path, models.identity("FP32", ("batch", 2)), one_of(2), device.accelerator)[0]
     x = np.arange(6, dtype=np.float32).reshape(3, 2)
     requests = [[device.on_device(x[:2], 64)], [device.on_device(x[2:], 128)]]
@@ -150,9 +148,7 @@ def negative() -> onnx.ModelProto:
     return models.model([node], tensors[:1], tensors[1:])
 
 
-def test_execute_outputs_of_unknown_size_stay_on_the_device_or_come_as_arrays_if_too_large(
-    tmp_path: Path, device: Gpu
-) -> None:
+def test_outputs_of_unknown_size_stay_on_the_device(tmp_path: Path, device: Gpu) -> None:
     slot = slots(tmp_path, models.identity("FP32", ("batch", "n")), OPEN, device.accelerator)[0]
     x = np.arange(10, dtype=np.float32).reshape(2, 5)
     for size, fits in ((20, True), (19, False), (40, True)):

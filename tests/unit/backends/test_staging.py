@@ -41,7 +41,7 @@ class Block:
         return self._memory.size_bytes
 
 
-def test_lease_is_large_enough_even_if_a_smaller_one_grows_the_pool_at_the_same_time() -> None:
+def test_lease_is_large_enough_while_a_smaller_one_grows() -> None:
     has_read, has_grown, other_is_done = (threading.Event() for _ in range(3))
 
     def on_look() -> None:

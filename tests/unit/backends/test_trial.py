@@ -274,7 +274,7 @@ def test_try_rows_reports_too_little_memory_to_compare() -> None:
     assert try_rows(SPEC, run) == Trial(SPEC, GIVEN_UP % "Unable to allocate 9 GiB")
 
 
-def test_try_rows_stacks_two_rows_several_times_if_a_model_does_not_accept_more() -> None:
+def test_try_rows_stacks_two_rows_if_no_more_are_accepted() -> None:
     seen: list[Array] = []
 
     def run(inputs: Tensors) -> Tensors:
@@ -334,7 +334,7 @@ def test_try_rows_reports_dependent_rows_that_end_the_process_when_run_again() -
     assert try_rows(SPEC, run) == Trial(SPEC, "it was killed", deadly=True)
 
 
-def test_try_rows_finds_that_an_output_may_have_any_rank_if_it_depends_on_the_rows() -> None:
+def test_try_rows_finds_outputs_whose_rank_depends_on_rows() -> None:
     tried = try_rows(SPEC, lambda inputs: [inputs[0].squeeze()])
     assert [tensor.any_rank for tensor in tried.spec.outputs] == [True]
     assert tried.why_not == "output 'x' has shape [2] for one row and [2, 2] for two"

@@ -59,7 +59,7 @@ def test_try_rows_reports_rows_that_are_mixed_however_similar_they_are(
     assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_reports_rows_looked_up_in_each_other_although_index_1_fails_for_a_single_row() -> None:
+def test_try_rows_reports_rows_looked_up_in_each_other() -> None:
     spec = ModelSpec((TensorSpec("rows", "FP32", (-1, 2)), TensorSpec("which", "INT64", (-1,))), SPEC.outputs)
 
     def look_up(inputs: Tensors) -> Tensors:
@@ -222,7 +222,7 @@ def test_try_rows_accepts_independent_words_of_small_and_of_large_vocabularies()
         assert try_rows(spec, embed).why_not == ""
 
 
-def test_try_rows_reports_columns_that_are_mixed_beside_larger_ones_that_are_mixed_a_little() -> None:
+def test_try_rows_reports_mixed_columns_beside_larger_ones() -> None:
     def run(inputs: Tensors) -> Tensors:
         (rows,) = inputs
         columns = np.array([1.0, 0.3] if len(rows) == 1 else [1.03, 0.15], np.float32)

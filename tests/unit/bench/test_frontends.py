@@ -3,7 +3,7 @@ from __future__ import annotations
 from bench.frontends import Sample, table
 
 
-def test_table_compares_with_one_process_and_adds_up_cpu_time_of_engine_and_fronts() -> None:
+def test_table_adds_up_cpu_time_of_engine_and_fronts() -> None:
     rounds = {
         ("tiny", 1): [Sample(1000, 300, 0), Sample(2000, 200, 0)],
         ("tiny", 2): [Sample(1500, 50, 250), Sample(2000, 70, 200)],

@@ -82,9 +82,7 @@ def uses(client: AsyncInferenceClient) -> list[Coroutine[Any, Any, Any]]:
 
 
 @pytest.mark.parametrize("way", CLIENT_SETTINGS, ids=str)
-def test_use_in_another_loop_after_the_first_has_ended_is_refused_with_a_reason(
-    peer: Peer, way: dict[str, Any]
-) -> None:
+def test_use_after_the_first_loop_ended_is_refused(peer: Peer, way: dict[str, Any]) -> None:
     client = AsyncInferenceClient(peer.target, **way)
     asyncio.run(use(client))
     seen = len(peer.requests)
@@ -99,9 +97,7 @@ def test_use_in_another_loop_after_the_first_has_ended_is_refused_with_a_reason(
 
 
 @pytest.mark.parametrize("way", CLIENT_SETTINGS, ids=str)
-async def test_use_in_a_loop_beside_the_first_is_refused_with_a_reason_and_the_first_still_works(
-    peer: Peer, way: dict[str, Any]
-) -> None:
+async def test_use_in_a_second_loop_is_refused_with_a_reason(peer: Peer, way: dict[str, Any]) -> None:
     async with AsyncInferenceClient(peer.target, **way) as client:
         for again in [*uses(client), client.close()]:
             with pytest.raises(RuntimeError, match=ANOTHER):

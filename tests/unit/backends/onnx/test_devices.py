@@ -143,9 +143,7 @@ def test_devices_auto_with_gpu_that_cuda_cannot_use_is_the_cpu_with_a_warning(ca
     assert record.getMessage().startswith("KIND_AUTO instances run on the CPU although there is a GPU: ")
 
 
-def test_open_on_gpu_that_cuda_cannot_use_names_the_cause_and_never_uses_the_cpu(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_open_on_an_unusable_gpu_never_uses_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _skip_with_gpu()
     path = models.write(models.add_sub(), tmp_path / "model.onnx")
 

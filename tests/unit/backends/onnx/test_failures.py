@@ -133,9 +133,7 @@ def test_errors_about_tensors_are_plain_execution_errors(text: str) -> None:
 
 
 @pytest.mark.parametrize("arena", ["1", "0"])
-def test_execution_that_needs_too_much_memory_runs_out_of_it_and_the_next_is_answered(
-    arena: str, tmp_path: Path
-) -> None:
+def test_execution_that_needs_too_much_memory_fails_alone(arena: str, tmp_path: Path) -> None:
     path = models.write(models.memory_hungry(2), tmp_path / "model.onnx")
     model = OnnxBackend().open(ModelSource("m", path, parameters={"enable_mem_arena": arena}), Device())
     spec = ModelSpec((TensorSpec("INPUT0", "FP32", (1,)),), (TensorSpec("OUTPUT0", "FP32", (1,)),), batched=True)

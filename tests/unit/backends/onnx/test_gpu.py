@@ -158,9 +158,7 @@ def test_unbatched_instance_is_lost_if_it_would_convolve_memory_behind_an_image(
         instance.execute([image])
 
 
-def test_trial_with_images_of_any_size_uses_larger_ones_after_those_that_are_too_small(
-    tmp_path: Path, accelerator: CudaAccelerator
-) -> None:
+def test_trial_tries_larger_images_after_too_small_ones(tmp_path: Path, accelerator: CudaAccelerator) -> None:
     path = models.write(convolved(4, "h", "w"), tmp_path / "model.onnx")
     backend = OnnxBackend(accelerators=lambda device: accelerator if device == GPU else None)
     trials = [backend.open(ModelSource("m", path), device).try_rows() for device in (CPU, GPU)]

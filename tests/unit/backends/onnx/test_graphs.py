@@ -270,7 +270,7 @@ def test_model_that_cannot_be_captured_or_replayed_runs_without_graphs_and_logs_
         assert values(on_thread_of(slot, lambda: slot.execute([rows(3, 7)], 8))) == [negated(3, 7)]  # noqa: B023
 
 
-def test_streams_of_a_session_that_failed_to_capture_live_as_long_as_its_bindings(tmp_path: Path) -> None:
+def test_streams_live_as_long_as_their_sessions_bindings(tmp_path: Path) -> None:
     driver = stand_in.build(tmp_path)
     bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True, accelerator=stand_in.accelerator(tmp_path, driver))
     instance = bench.instance()

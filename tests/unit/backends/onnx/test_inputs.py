@@ -47,7 +47,7 @@ def test_open_model_with_a_default_reports_that_the_input_is_optional(tmp_path: 
     ]
 
 
-def test_open_model_hides_an_input_with_a_default_of_a_type_that_the_protocol_lacks(tmp_path: Path) -> None:
+def test_defaulted_input_of_a_foreign_type_is_hidden(tmp_path: Path) -> None:
     model = models.with_default()
     kept = onnx.helper.make_tensor("KEPT", onnx.TensorProto.FLOAT8E4M3FN, [1], [1.0])
     model.graph.initializer.append(kept)

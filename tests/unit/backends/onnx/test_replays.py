@@ -17,7 +17,7 @@ SPEC = ModelSpec(
 )
 
 
-def test_changed_requests_have_as_many_rows_as_asked_and_other_floats_but_the_same_integers() -> None:
+def test_changed_requests_have_other_floats_but_the_same_integers() -> None:
     types = (np.float32, np.float16, np.uint16, np.int64)
     request = [np.array([[0, 0], [3, 4]], dtype) for dtype in types]
     floats, halves, shorts, integers = changed(SPEC, [request], 3)

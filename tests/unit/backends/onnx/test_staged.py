@@ -90,7 +90,7 @@ def test_execute_results_that_are_held_stay_unchanged(tmp_path: Path) -> None:
         assert [result[0].tolist() for result in results] == [[[n, n]], [[-n, -n]] * 2]
 
 
-def test_execute_view_of_a_view_keeps_its_memory_and_the_last_one_frees_it_for_reuse(tmp_path: Path) -> None:
+def test_last_view_of_an_output_frees_its_memory(tmp_path: Path) -> None:
     accelerator = HostAccelerator()
     slot = identity(tmp_path, accelerator).slots[0]
     view = slot.execute([rows(1, 5), rows(3, 6)]).results[1][0].reshape(-1)[2:].view(np.uint32)
@@ -217,7 +217,7 @@ def test_execute_tensors_of_any_rank(tmp_path: Path, shapes: list[tuple[int, ...
         ),
     ],
 )
-def test_instance_of_a_model_that_cannot_be_staged_is_a_plain_one_and_the_log_says_why(
+def test_instance_that_cannot_be_staged_is_a_plain_one(
     model: onnx.ModelProto, spec: ModelSpec, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "paceline.backends.onnx"):
@@ -290,9 +290,7 @@ class Failing:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(719, DeviceLost), (900, InstanceError)])
-def test_loss_of_the_device_that_a_library_noticed_first_is_recognized_by_what_the_driver_says(
-    code: int, kind: type[InstanceError], tmp_path: Path
-) -> None:
+def test_driver_tells_a_loss_that_a_library_noticed_first(code: int, kind: type[InstanceError], tmp_path: Path) -> None:
     driver = stand_in.build(tmp_path)
     slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
     opened = slot._shared.opened
@@ -314,7 +312,7 @@ def test_loss_of_the_device_that_a_library_noticed_first_is_recognized_by_what_t
         ("CUBLAS failure 7: CUBLAS_STATUS_INVALID_VALUE ; GPU=0 ; expr=f();", 200, InstanceError),
     ],
 )
-def test_failure_of_a_library_on_a_device_with_little_memory_is_a_shortage_of_it(
+def test_library_failure_with_little_memory_is_a_shortage(
     text: str, free_mib: int, kind: type[InstanceError], tmp_path: Path
 ) -> None:
     accelerator = stand_in.accelerator(tmp_path)

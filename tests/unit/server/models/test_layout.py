@@ -354,7 +354,7 @@ def test_layout_that_may_be_empty_sees_models_come_and_go(tmp_path: Path) -> Non
     assert layout.models() == []
 
 
-def test_layout_of_a_models_folder_that_is_being_replaced_does_not_take_it_for_a_repository(tmp_path: Path) -> None:
+def test_folder_being_replaced_is_not_taken_for_a_repository(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "1" / "model.onnx")
     layout = opened(tmp_path / "m")
     (tmp_path / "m" / "1" / "model.onnx").unlink()
@@ -442,7 +442,7 @@ def test_layout_with_a_name_and_two_single_models_is_refused(tmp_path: Path) -> 
         Layout(paths, model_name="m").open()
 
 
-def test_find_models_takes_a_folder_with_one_onnx_file_of_any_name_as_that_file(tmp_path: Path) -> None:
+def test_folder_with_one_onnx_file_is_that_model(tmp_path: Path) -> None:
     file = touch(tmp_path / "resnet50.onnx")
     touch(tmp_path / "resnet50.onnx_data")
     (tmp_path / ".cache").mkdir()

@@ -83,7 +83,7 @@ class Mixed(VersionBackend):
 
 @pytest.mark.parametrize("shelf", [VersionBackend, Mixed])
 @pytest.mark.parametrize("told", ["", "false"])
-def test_load_opens_a_model_that_kills_its_trial_in_its_own_process_unless_configured_not_to(
+def test_model_that_kills_its_trial_gets_its_own_process(
     told: str, shelf: type[VersionBackend], tmp_path: Path
 ) -> None:
     own = f'parameters {{ key: "{OWN_PROCESS}" value {{ string_value: "{told}" }} }}' if told else ""

@@ -276,7 +276,7 @@ async def test_poll_of_a_folder_that_one_poll_missed_changes_nothing(bench: Benc
     assert bench.load_ids == before
 
 
-async def test_poll_of_a_model_that_fails_to_load_keeps_the_old_one_and_tries_once(
+async def test_changed_model_that_fails_to_load_keeps_the_old_one(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = bench.write("a")
@@ -303,7 +303,7 @@ async def test_poll_of_a_model_that_fails_to_load_keeps_the_old_one_and_tries_on
     assert bench.repository.index() == [IndexLine("a", "1", ModelState.READY)]
 
 
-async def test_poll_of_a_new_model_that_fails_to_load_makes_the_server_unready_until_fixed_or_deleted(
+async def test_new_model_that_fails_to_load_makes_the_server_unready(
     bench: Bench,
 ) -> None:
     bench.write("a", "nonsense")

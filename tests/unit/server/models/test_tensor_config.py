@@ -158,7 +158,7 @@ def test_output_of_one_number_a_row_with_more_dims_is_refused(assumed: bool, dim
     assert refusal(tensor("x", dims, more, kind="output"), model).startswith(f"output 'x': {text}")
 
 
-def test_rows_of_rank_zero_look_like_vectors_of_one_if_the_configuration_leaves_them_out() -> None:
+def test_unconfigured_rows_of_rank_zero_look_like_vectors() -> None:
     spec = served("", own("flat"))
 
     assert [(one.dims, one.reshape) for one in (*spec.inputs, *spec.outputs)] == [

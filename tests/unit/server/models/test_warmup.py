@@ -415,7 +415,7 @@ def test_sample_shape_tensor_has_no_batch_axis() -> None:
     assert (r.shape, s.shape) == ((2, 2, 2), (2,))
 
 
-def test_batched_model_of_only_optional_inputs_has_no_default_and_samples_need_one_of_them() -> None:
+def test_model_of_only_optional_inputs_has_no_default_warmup() -> None:
     own = ModelSpec((TensorSpec("o", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
     text = """max_batch_size: 4 input { name: "o" data_type: TYPE_FP32 dims: [ 2 ] optional: true }
         output { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }"""

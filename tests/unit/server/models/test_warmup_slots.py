@@ -92,7 +92,7 @@ def test_slots_are_prepared_for_no_more_sizes_after_ten_minutes(text: str) -> No
 @pytest.mark.parametrize(
     ("kind", "what"), [(OutOfMemory, "doesn't fit into the device's memory"), (InstanceError, "fails")]
 )
-def test_size_that_does_not_fit_into_memory_or_that_the_session_fails_is_left_out(
+def test_size_that_does_not_fit_or_fails_is_left_out(
     kind: type[InstanceError], what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
@@ -105,14 +105,14 @@ def test_without_a_size_that_its_session_executes_the_load_fails() -> None:
         prepared(most=0, kind=InstanceError)
 
 
-def test_without_memory_for_any_size_there_is_no_warm_up_or_the_sample_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warm_up_without_memory_for_any_size(caplog: pytest.LogCaptureFixture) -> None:
     assert prepared(most=0) == [[], []]
     assert "is served without warm-up" in caplog.messages[-1]
     with pytest.raises(ConfigError, match="failed to run warmup sample 's': too large"):
         prepared(sample(), most=0)
 
 
-def test_slots_of_a_model_with_open_dims_are_not_prepared_and_the_log_says_what_helps(
+def test_slots_of_open_dims_stay_unprepared_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "paceline.server.warmup"):

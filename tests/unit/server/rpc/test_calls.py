@@ -103,9 +103,7 @@ class Remaining:
 
 
 @pytest.mark.parametrize(("remaining_s", "way_back_s"), [(0.1, 0.01), (0.2, 0.02), (1_000.0, 0.1)])
-def test_deadline_leaves_a_tenth_of_the_time_and_at_most_100_ms_for_the_response(
-    remaining_s: float, way_back_s: float
-) -> None:
+def test_deadline_leaves_a_tenth_for_the_response(remaining_s: float, way_back_s: float) -> None:
     before_ns = time.monotonic_ns()
     deadline_ns = deadline_of(Remaining(remaining_s))
     left_ns = int((remaining_s - way_back_s) * 1e9)

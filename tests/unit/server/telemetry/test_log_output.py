@@ -84,7 +84,7 @@ def test_lines_of_several_threads_are_written_in_each_threads_order(played: Pipe
     assert played.output.lost_lines == 0
 
 
-def test_writer_to_an_unread_pipe_does_not_wait_and_losses_are_reported_once_it_is_read(
+def test_writer_to_an_unread_pipe_reports_losses_later(
     played: PipedOutput,
 ) -> None:
     played.write(*range(500))
