@@ -176,7 +176,7 @@ class _World:
             return
         finally:
             logging.getLogger("paceline").setLevel(logging.CRITICAL + 1)
-        handler.response_serializer(answer)
+        _sent(handler, answer)
         if method.endswith(("Unload", "Register", "Unregister", "Setting", "Settings")):
             self._loop.run_until_complete(self._reopen())
 
@@ -196,7 +196,7 @@ class _World:
         )
         context.parse = handler.request_deserializer
         self._loop.run_until_complete(asyncio.wait_for(handler.stream_stream(None, context), 20))
-        answers = [pb.ModelStreamInferResponse.FromString(handler.response_serializer(one)) for one in context.answers]
+        answers = [pb.ModelStreamInferResponse.FromString(_sent(handler, one)) for one in context.answers]
         self._check_stream(requests, ends, context, answers)
 
     def _check_stream(
@@ -219,3 +219,11 @@ class _World:
 
 def _no_gpus() -> int:
     raise LoadError("there are none")
+
+
+def _sent(handler: Any, answer: Any) -> bytes:
+    """What gRPC sends: answers to inferences are bytes already."""
+    sent = answer if handler.response_serializer is None else handler.response_serializer(answer)
+    if not isinstance(sent, bytes):
+        raise Finding(f"expected an answer in bytes, got {type(sent).__name__}")
+    return sent
