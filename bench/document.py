@@ -31,7 +31,8 @@ _HEAD = """# Measurements
 What these figures come to is told in [performance.md](performance.md); `bench/scenarios` defines what is measured,
 [bench/README.md](../bench/README.md) how. Each ratio compares two measurements of the same round, made one after the
 other on the same machine. Shown is the median of the rounds, with the lowest and the highest in brackets. Requests per
-second differ from machine to machine; ratios carry over better.
+second differ from machine to machine; ratios carry over better. All requests were answered, unless a table says what
+share of them was.
 """
 _NO_GPU = "Nothing here was measured on a GPU: see [measurements-gpu.md](measurements-gpu.md)."
 _GPU = """What the missed bounds come from, and what else was seen, is told in
@@ -84,9 +85,17 @@ def _scenario(section: Section, folder: str) -> Iterator[str]:
     yield f"### {section.name}"
     yield f"{section.title}: {section.how}{report.shown(section.generator)}. Medians of the rounds."
     if section.measurements:
-        yield _table(report.absolute(section))
+        yield _table(_without_all_answered(report.absolute(section)))
     if section.plot and section.measurements:
         yield f"![{section.title}: latency over throughput]({folder}/{section.name}.svg)"
+
+
+def _without_all_answered(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows without the column `answered` if there was an answer to all requests."""
+    plain = {
+        at for at, name in enumerate(rows[0]) if name == "answered" and {row[at] for row in rows[1:]} <= {"", "1.00"}
+    }
+    return [[cell for at, cell in enumerate(row) if at not in plain] for row in rows]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
