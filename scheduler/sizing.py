@@ -23,8 +23,8 @@ PAUSE_NS = 10_000_000_000
 """How long memory has to suffice until twice as many rows are tried."""
 LONGEST_PAUSE_NS = 600_000_000_000
 _MAX_BATCHES = 8
-"""How many batches deep to look into a lane for requests that can be answered in time; what lies further back has its
-turn later."""
+"""How many batches deep to look into a lane for requests that can be answered in time; what lies further back is looked
+at later."""
 
 
 class Allowed(NamedTuple):
