@@ -34,40 +34,31 @@ def leave_process_one() -> None:
         return
     while True:
         arrived = signal.sigwaitinfo(signal.valid_signals())
-        if arrived.si_signo == signal.SIGCHLD:
-            _reap(server)
-        elif arrived.si_code != _SI_KERNEL:
-            os.kill(server, arrived.si_signo)
-
-
-def _reap(server: int) -> None:
-    """Release all children that have ended; end like `server` if it is among them. One signal may stand for several."""
-    while True:
+        if arrived.si_signo != signal.SIGCHLD:
+            if arrived.si_code != _SI_KERNEL:
+                os.kill(server, arrived.si_signo)
+            continue
+        # One signal may stand for several children that have ended.
         ended, status = os.waitpid(-1, os.WNOHANG)
-        if ended == 0:
-            return
-        if ended == server:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
+        while ended:
+            if ended == server:
+                code = os.waitstatus_to_exitcode(status)
+                os._exit(code if code >= 0 else 128 - code)
+            ended, status = os.waitpid(-1, os.WNOHANG)
 
 
-def _open_standard_streams() -> None:
-    """Open `/dev/null` as each of descriptors 0, 1 and 2 that is closed, as supervisors and shells may leave them
-    (`<&-`), before anything else is opened. Otherwise that would get the
-    number, and what native code writes to stderr would go to a client. libuv aborts when it closes such a socket."""
+def main() -> None:
+    """Run the command."""
+    leave_process_one()
+    # Supervisors and shells may leave descriptors 0, 1 and 2 closed (`<&-`). What is opened next would get the number,
+    # and what native code writes to stderr would go to a client; libuv aborts when it closes such a socket. Before
+    # anything else, as even importing ctypes may open a file for good: libffi 3.8 keeps its own library open.
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             # Opening takes the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-
-
-def main() -> None:
-    """Run the command."""
-    leave_process_one()
-    # Before anything else: even importing ctypes may open a file for good: libffi 3.8 keeps its own library open.
-    _open_standard_streams()
     from paceline.server.memory import huge_pages
     from paceline.server.tuning import excluded_from_gc
 

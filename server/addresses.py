@@ -155,7 +155,16 @@ class SocketFile:
             bound = os.path.join(os.path.dirname(self._path), os.path.basename(folder), "s")
             yield f"unix:{quote(bound)}"
             os.chmod(bound, self._mode)
-            self._take_stale_away(os.path.join(folder, "stale"))
+            # Two servers that start at the same time may both find the same stale socket; the second one to take it
+            # away would get the socket of the first. So what was taken away is looked at again.
+            if _is_stale(self._path):
+                aside = os.path.join(folder, "stale")
+                os.rename(self._path, aside)
+                try:
+                    _is_stale(aside)
+                except OSError:
+                    os.rename(aside, self._path)
+                    raise
             os.link(bound, self._path)
             self._own = _identity(bound)
 
@@ -170,18 +179,6 @@ class SocketFile:
 
     def _new_folder(self) -> TemporaryDirectory[str]:
         return TemporaryDirectory(prefix=".", dir=os.path.dirname(self._path) or ".")
-
-    def _take_stale_away(self, aside: str) -> None:
-        """Two servers that start at the same time may both find the same stale socket; the second one to take it away
-        would get the socket of the first. So what was taken away is looked at again."""
-        if not _is_stale(self._path):
-            return
-        os.rename(self._path, aside)
-        try:
-            _is_stale(aside)
-        except OSError:
-            os.rename(aside, self._path)
-            raise
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -207,7 +207,8 @@ class Server:
                 await self._stop_models(min(self._settings.exit_timeout_secs, _FAILED_START_S))
             await self._stop_all()
             raise
-        self._health.open(self._say_ports())
+        metrics = f", metrics on port {self.metrics_port}" if self._endpoint else ""
+        self._health.open(f"gRPC on {host_and_port(self._settings.grpc_address, self.grpc_port)}{metrics}")
         if self._settings.model_control_mode is ControlMode.POLL:
             self._polling = asyncio.create_task(self.poller.run())
 
@@ -374,7 +375,3 @@ class Server:
             await asyncio.to_thread(self._endpoint.close)
             self._endpoint = None
         await asyncio.to_thread(self._tracer.close)
-
-    def _say_ports(self) -> str:
-        metrics = f", metrics on port {self.metrics_port}" if self._endpoint else ""
-        return f"gRPC on {host_and_port(self._settings.grpc_address, self.grpc_port)}{metrics}"

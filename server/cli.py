@@ -36,15 +36,17 @@ from paceline.server.flags import (
     GRPC_ADDRESS,
     MODE,
     NATURAL,
+    NETWORK_FLAGS,
     PORT,
     POSITIVE_AMOUNT,
     TEXT,
+    Decorator,
     Given,
     Section,
     SectionedCommand,
+    Serve,
     Value,
     flag,
-    network_flags,
     network_settings,
     usage_errors,
 )
@@ -145,100 +147,83 @@ _frontends, _starting = partial(flag, Section.FRONTENDS), partial(flag, Section.
 _observing = partial(flag, Section.OBSERVING)
 
 
+_FLAGS: Sequence[Decorator] = (
+    _models("model-repository", (), "Another PATH, under Triton's name for it.", multiple=True, also="--model-store",
+        type=_MODEL_PATH),
+    _models("model-name", "", "Name of a single model that isn't in a repository.", also="--model_name"),
+    _models("model-control-mode", "none",
+        "Serve all models (none), follow changes on disk (poll), or load and unload by RPC (explicit).",
+        type=click.Choice([mode.value for mode in ControlMode])),
+    _models("repository-poll-secs", 15.0, "How often to scan the repositories, in mode poll.", type=POSITIVE_AMOUNT),
+    _models("load-model", (), "A model to load at the start, in mode explicit; only '*': all.", multiple=True,
+        metavar="NAME"),
+    _models("model-load-thread-count", 4, "Models to load at the same time.", type=COUNT),
+    _models("model-load-retry-count", 0, "How often to retry a load that fails.", type=NATURAL),
+    _models("model-config-name", "",
+        "Read configs/NAME.pbtxt in a model's folder, if it exists, as its configuration."),
+    _models("disable-auto-complete-config", False, "Serve only models whose configuration spells out their tensors.",
+        is_flag=True),
+    _models("backend-config", (), "Setting of a backend, under Triton's name for it.", multiple=True,
+        metavar="BACKEND,KEY=VALUE"),
+    _models("allow-python-models", False, "Whether models may be Python code, which runs in separate processes."),
+    _models("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server."),
+    _batching("max-batch-size", None, "Largest batch, in rows; by default 32. *", type=click.IntRange(1, _MAX_ROWS),
+        also="--max-batchsize"),
+    _batching("max-queue-delay-microseconds", None, "Longest wait for more requests. *",
+        type=click.IntRange(0, _MAX_US)),
+    _batching("max-latency", None, "The same in milliseconds, as in KServe's batcher. *", type=AMOUNT),
+    _batching("max-batch-time", None, "The same in seconds, as in MLServer. *", type=AMOUNT),
+    _batching("timeout", None, "Longest time in the queue, in seconds. *", type=AMOUNT),
+    _batching("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: no limit.",
+        type=AMOUNT),
+    _access("grpc-address", "0.0.0.0", "Address to listen on for gRPC, or a Unix socket, unix:PATH.",
+        type=GRPC_ADDRESS),
+    _access("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=PORT),
+    _access("grpc-socket-mode", "600", "Permissions of the Unix socket, in octal.", type=MODE, metavar="MODE"),
+    *NETWORK_FLAGS,
+    _access("allow-remote-settings", False, "Whether RPCs may change log and trace settings."),
+    _requests("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=COUNT),
+    _requests("grpc-message-timeout-secs", 300.0, "s until a call's one request has arrived; 0: no limit.",
+        type=AMOUNT),
+    _requests("grpc-header-forward-pattern", "", "Headers that become request parameters, as a regular expression."),
+    _requests("grpc-infer-response-compression-level", "none", "How to compress responses.",
+        type=click.Choice(_LEVELS)),
+    _requests("allow-client-shm", False, "Whether clients may register shared memory."),
+    _requests("max-client-shm-regions", 256, "Shared memory regions registered at the same time.", type=COUNT),
+    _frontends("frontends", 1, "Processes that handle gRPC; 1: the one with the models does.",
+        type=click.IntRange(1, 64)),
+    _frontends("frontend-memory-mb", 1024,
+        "MiB of tensors in transit from each frontend to the models, and as many on the way back.",
+        type=click.IntRange(1, 1_048_576)),
+    _frontends("frontend-timeout-secs", 30, "Silence after which a frontend is replaced; 0: never.", type=NATURAL),
+    _starting("exit-on-error", False, "Exit if any model fails to load at the start, instead of serving the others."),
+    _starting("strict-readiness", True, "Be ready only while every model that should serve is ready."),
+    _starting("drain-grace-secs", 0.0, "How long to accept requests while stopping, after reporting not ready.",
+        type=AMOUNT),
+    _starting("exit-timeout-secs", 30.0, "How long accepted requests may take at the end.", type=AMOUNT),
+    _starting("id", "paceline", "Server name in its metadata.", type=TEXT),
+    _observing("allow-metrics", True, "Whether to open the metrics port, which has the HTTP probes too."),
+    _observing("metrics-address", None, "Address for metrics; by default gRPC's, 127.0.0.1 if that is a socket.",
+        type=ADDRESS),
+    _observing("metrics-port", 8002, "Port for /metrics, /livez and /readyz; 0 takes a free one.", type=PORT),
+    _observing("allow-gpu-metrics", True, "Whether metrics include the GPUs that models may use."),
+    _observing("log-level", "info", "Lowest level to log.", type=click.Choice(["debug", "info", "warning", "error"])),
+    _observing("log-format", "text", "Format of log lines.", type=click.Choice(["text", "json"])),
+    _observing("trace-config", (),
+        "What to trace, into which file (mode triton) or to which collector (opentelemetry).", multiple=True,
+        metavar="[MODE,]KEY=VALUE"),
+)  # fmt: skip
+
+
+def _flagged(command: Serve) -> Serve:
+    for one in reversed(_FLAGS):
+        command = one(command)
+    return command
+
+
 @main.command(cls=_Serve, context_settings={"auto_envvar_prefix": "PACELINE"})
 @click.argument("paths", nargs=-1, type=_MODEL_PATH)
-@_models(
-    "model-repository",
-    (),
-    "Another PATH, under Triton's name for it.",
-    multiple=True,
-    also="--model-store",
-    type=_MODEL_PATH,
-)
-@_models("model-name", "", "Name of a single model that isn't in a repository.", also="--model_name")
-@_models(
-    "model-control-mode",
-    "none",
-    "Serve all models (none), follow changes on disk (poll), or load and unload by RPC (explicit).",
-    type=click.Choice([mode.value for mode in ControlMode]),
-)
-@_models("repository-poll-secs", 15.0, "How often to scan the repositories, in mode poll.", type=POSITIVE_AMOUNT)
-@_models(
-    "load-model", (), "A model to load at the start, in mode explicit; only '*': all.", multiple=True, metavar="NAME"
-)
-@_models("model-load-thread-count", 4, "Models to load at the same time.", type=COUNT)
-@_models("model-load-retry-count", 0, "How often to retry a load that fails.", type=NATURAL)
-@_models("model-config-name", "", "Read configs/NAME.pbtxt in a model's folder, if it exists, as its configuration.")
-@_models(
-    "disable-auto-complete-config",
-    False,
-    "Serve only models whose configuration spells out their tensors.",
-    is_flag=True,
-)
-@_models(
-    "backend-config",
-    (),
-    "Setting of a backend, under Triton's name for it.",
-    multiple=True,
-    metavar="BACKEND,KEY=VALUE",
-)
-@_models("allow-python-models", False, "Whether models may be Python code, which runs in separate processes.")
-@_models("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server.")
-@_batching(
-    "max-batch-size",
-    None,
-    "Largest batch, in rows; by default 32. *",
-    type=click.IntRange(1, _MAX_ROWS),
-    also="--max-batchsize",
-)
-@_batching("max-queue-delay-microseconds", None, "Longest wait for more requests. *", type=click.IntRange(0, _MAX_US))
-@_batching("max-latency", None, "The same in milliseconds, as in KServe's batcher. *", type=AMOUNT)
-@_batching("max-batch-time", None, "The same in seconds, as in MLServer. *", type=AMOUNT)
-@_batching("timeout", None, "Longest time in the queue, in seconds. *", type=AMOUNT)
-@_batching(
-    "execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: no limit.", type=AMOUNT
-)
-@_access("grpc-address", "0.0.0.0", "Address to listen on for gRPC, or a Unix socket, unix:PATH.", type=GRPC_ADDRESS)
-@_access("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=PORT)
-@_access("grpc-socket-mode", "600", "Permissions of the Unix socket, in octal.", type=MODE, metavar="MODE")
-@network_flags
-@_access("allow-remote-settings", False, "Whether RPCs may change log and trace settings.")
-@_requests("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=COUNT)
-@_requests("grpc-message-timeout-secs", 300.0, "s until a call's one request has arrived; 0: no limit.", type=AMOUNT)
-@_requests("grpc-header-forward-pattern", "", "Headers that become request parameters, as a regular expression.")
-@_requests("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
-@_requests("allow-client-shm", False, "Whether clients may register shared memory.")
-@_requests("max-client-shm-regions", 256, "Shared memory regions registered at the same time.", type=COUNT)
-@_frontends("frontends", 1, "Processes that handle gRPC; 1: the one with the models does.", type=click.IntRange(1, 64))
-@_frontends(
-    "frontend-memory-mb",
-    1024,
-    "MiB of tensors in transit from each frontend to the models, and as many on the way back.",
-    type=click.IntRange(1, 1_048_576),
-)
-@_frontends("frontend-timeout-secs", 30, "Silence after which a frontend is replaced; 0: never.", type=NATURAL)
-@_starting("exit-on-error", False, "Exit if any model fails to load at the start, instead of serving the others.")
-@_starting("strict-readiness", True, "Be ready only while every model that should serve is ready.")
-@_starting(
-    "drain-grace-secs", 0.0, "How long to accept requests while stopping, after reporting not ready.", type=AMOUNT
-)
-@_starting("exit-timeout-secs", 30.0, "How long accepted requests may take at the end.", type=AMOUNT)
-@_starting("id", "paceline", "Server name in its metadata.", type=TEXT)
-@_observing("allow-metrics", True, "Whether to open the metrics port, which has the HTTP probes too.")
-@_observing(
-    "metrics-address", None, "Address for metrics; by default gRPC's, 127.0.0.1 if that is a socket.", type=ADDRESS
-)
-@_observing("metrics-port", 8002, "Port for /metrics, /livez and /readyz; 0 takes a free one.", type=PORT)
-@_observing("allow-gpu-metrics", True, "Whether metrics include the GPUs that models may use.")
-@_observing("log-level", "info", "Lowest level to log.", type=click.Choice(["debug", "info", "warning", "error"]))
-@_observing("log-format", "text", "Format of log lines.", type=click.Choice(["text", "json"]))
-@_observing(
-    "trace-config",
-    (),
-    "What to trace, into which file (mode triton) or to which collector (opentelemetry).",
-    multiple=True,
-    metavar="[MODE,]KEY=VALUE",
-)
+@_flagged
 @upstream_flags
 def serve(paths: tuple[Path, ...], **given: Value) -> None:
     """Serve models over gRPC until SIGTERM or SIGINT.
@@ -382,7 +367,9 @@ async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None
         from paceline.server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
 
     stopping = asyncio.Event()
-    _on_signals(stopping, _longest_end_s(settings))
+    # How long an orderly end may take: the user's times, and what the steps after them need at most.
+    traces_s = _TRACES_END_S if settings.trace != TraceConfig() else 0
+    _on_signals(stopping, settings.drain_grace_secs + settings.exit_timeout_secs + _LAST_STEPS_S + traces_s)
     server = Server(settings, backend_of)
     starting = asyncio.create_task(server.start())
     stop_asked = asyncio.create_task(stopping.wait())
@@ -422,12 +409,6 @@ def _on_signals(stopping: asyncio.Event, longest_end_s: float) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-
-
-def _longest_end_s(settings: Settings) -> float:
-    """How long an orderly end may take: the user's times, and what the steps after them need at most."""
-    traces_s = _TRACES_END_S if settings.trace != TraceConfig() else 0
-    return settings.drain_grace_secs + settings.exit_timeout_secs + _LAST_STEPS_S + traces_s
 
 
 def _bound_end(longest_s: float) -> None:

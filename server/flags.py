@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, fields
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,6 @@ Given = Mapping[str, Value]
 Serve = Callable[..., None]
 Decorator = Callable[[Serve], Serve]
 
-_LIMITS, _CONNECTIONS = Limits(), Connections()
 _MANY = 2**31 - 1
 _OCTAL = re.compile(r"0?[0-7]{3}")
 
@@ -227,15 +227,51 @@ def path_flag(section: Section, name: str, what: str) -> Decorator:
     return flag(section, name, None, what, type=click.Path(path_type=Path))
 
 
-def _bound(section: Section, name: str, default: int, what: str, low: int = 1, high: int = _MANY) -> Decorator:
-    return flag(section, name, default, what, type=click.IntRange(low, high))
+_BOUNDS: Mapping[Section, Sequence[tuple[str, str, int, int, str]]] = {
+    Section.MODELS: [("models", "max-models", 1, _MANY, "Models that serve or load at the same time.")],
+    Section.REQUESTS: [
+        ("message_bytes", "grpc-max-message-bytes", 1, LARGEST_MESSAGE_BYTES, "Largest request, in bytes."),
+        ("request_elements", "max-request-elements", 1, _MANY, "Elements of BYTES (text) in a request."),
+        ("metadata_bytes", "grpc-max-metadata-bytes", 1024, _MANY, "Largest headers of a call, in bytes."),
+        ("rpcs", "grpc-max-concurrent-rpcs", 1, _MANY, "Calls in progress, except streams."),
+        ("streams", "grpc-max-streams", 1, _MANY, "Open streams of each streaming RPC."),
+        ("queued_requests", "max-queued-requests", 1, _MANY, "Requests in all queues."),
+        ("queued_bytes", "max-queued-bytes", 1, 2**60, "Bytes of the tensors of these requests."),
+    ],
+    Section.CONNECTIONS: [
+        ("connections", "grpc-max-connections", 1, _MANY,
+         "Open connections; never more than file descriptors suffice for."),
+        ("connection_calls", "grpc-max-connection-calls", 1, _MANY, "Open calls per connection; others wait."),
+        ("max_idle_ms", "grpc-max-connection-idle", 0, _MANY,
+         "ms without a call until a connection is closed; 0: never."),
+        ("max_age_ms", "grpc-max-connection-age", 0, _MANY, "ms until a connection is told to go; 0: never."),
+        ("max_age_grace_ms", "grpc-max-connection-age-grace", 0, _MANY,
+         "ms after that for its calls to end; 0: no limit."),
+        ("keepalive_time_ms", "grpc-keepalive-time", 1, _MANY, "ms of silence before the server pings."),
+        ("keepalive_timeout_ms", "grpc-keepalive-timeout", 1, _MANY, "ms that clients have to answer a ping."),
+        ("keepalive_permit_without_calls", "grpc-keepalive-permit-without-calls", 0, 1,
+         "Whether to ping, and let clients ping, while no call is in progress."),
+        ("min_recv_ping_interval_without_data_ms", "grpc-http2-min-recv-ping-interval-without-data", 0, _MANY,
+         "ms that clients must leave between pings during calls; without calls 2 h, unless permitted."),
+        ("max_ping_strikes", "grpc-http2-max-ping-strikes", 0, _MANY,
+         "Pings that may come too early; the next one closes the connection. 0: any number."),
+        ("max_pings_without_data", "grpc-http2-max-pings-without-data", 0, _MANY,
+         "No effect: gRPC's servers send any number."),
+    ],
+}  # fmt: skip
+"""Flags with bounds, by section: the field of `Limits` or `Connections`, the flag, the least, the most, what it is."""
+_DEFAULTS = asdict(Limits()) | asdict(Connections())
+
+
+def _bounds(section: Section) -> Iterator[Decorator]:
+    for field, name, low, high, what in _BOUNDS[section]:
+        yield flag(section, name, _DEFAULTS[field], what, type=click.IntRange(low, high))
 
 
 _access, _access_file = partial(flag, Section.ACCESS), partial(path_flag, Section.ACCESS)
-_requests, _connections = partial(_bound, Section.REQUESTS), partial(_bound, Section.CONNECTIONS)
 
-_FLAGS: tuple[Decorator, ...] = (
-    _bound(Section.MODELS, "max-models", _LIMITS.models, "Models that serve or load at the same time."),
+NETWORK_FLAGS: tuple[Decorator, ...] = (
+    *_bounds(Section.MODELS),
     _access("grpc-use-ssl", False, "Whether to speak TLS."),
     _access("grpc-use-ssl-mutual", False, "Speak TLS, and require a certificate from clients."),
     _access_file("grpc-server-cert", "The server's certificate, PEM; reread when it changes."),
@@ -249,89 +285,23 @@ _FLAGS: tuple[Decorator, ...] = (
         multiple=True,
         metavar="GROUP,GROUP:KEY=VALUE",
     ),
-    _requests(
-        "grpc-max-message-bytes", _LIMITS.message_bytes, "Largest request, in bytes.", high=LARGEST_MESSAGE_BYTES
-    ),
-    _requests("max-request-elements", _LIMITS.request_elements, "Elements of BYTES (text) in a request."),
-    _requests("grpc-max-metadata-bytes", _LIMITS.metadata_bytes, "Largest headers of a call, in bytes.", low=1024),
-    _requests("grpc-max-concurrent-rpcs", _LIMITS.rpcs, "Calls in progress, except streams."),
-    _requests("grpc-max-streams", _LIMITS.streams, "Open streams of each streaming RPC."),
-    _requests("max-queued-requests", _LIMITS.queued_requests, "Requests in all queues."),
-    _requests("max-queued-bytes", _LIMITS.queued_bytes, "Bytes of the tensors of these requests.", high=2**60),
-    _connections(
-        "grpc-max-connections", _LIMITS.connections, "Open connections; never more than file descriptors suffice for."
-    ),
-    _connections("grpc-max-connection-calls", _LIMITS.connection_calls, "Open calls per connection; others wait."),
-    _connections("grpc-max-connection-idle", 0, "ms without a call until a connection is closed; 0: never.", low=0),
-    _connections("grpc-max-connection-age", 0, "ms until a connection is told to go; 0: never.", low=0),
-    _connections("grpc-max-connection-age-grace", 0, "ms after that for its calls to end; 0: no limit.", low=0),
-    _connections("grpc-keepalive-time", _CONNECTIONS.keepalive_time_ms, "ms of silence before the server pings."),
-    _connections("grpc-keepalive-timeout", _CONNECTIONS.keepalive_timeout_ms, "ms that clients have to answer a ping."),
-    flag(
-        Section.CONNECTIONS,
-        "grpc-keepalive-permit-without-calls",
-        _CONNECTIONS.keepalive_permit_without_calls,
-        "Whether to ping, and let clients ping, while no call is in progress.",
-    ),
-    _connections(
-        "grpc-http2-min-recv-ping-interval-without-data",
-        _CONNECTIONS.min_recv_ping_interval_without_data_ms,
-        "ms that clients must leave between pings during calls; without calls 2 h, unless permitted.",
-        low=0,
-    ),
-    _connections(
-        "grpc-http2-max-ping-strikes",
-        _CONNECTIONS.max_ping_strikes,
-        "Pings that may come too early; the next one closes the connection. 0: any number.",
-        low=0,
-    ),
-    _connections(
-        "grpc-http2-max-pings-without-data",
-        _CONNECTIONS.max_pings_without_data,
-        "No effect: gRPC's servers send any number.",
-        low=0,
-    ),
+    *_bounds(Section.REQUESTS),
+    *_bounds(Section.CONNECTIONS),
 )
-
-
-def network_flags(command: Serve) -> Serve:
-    """Add the flags to `command`, which gets their values as keyword arguments."""
-    for one in reversed(_FLAGS):
-        command = one(command)
-    return command
 
 
 def network_settings(given: Given) -> Given:
     """Fields of Settings, from the flags' values. Raises click.UsageError."""
     with usage_errors("--grpc-restricted-protocol"):
         restrictions = parse_restrictions(given["grpc_restricted_protocol"])
+    bounds = (bound for of_section in _BOUNDS.values() for bound in of_section)
+    values = {field: given[name.replace("-", "_")] for field, name, *_ in bounds}
     return {
         "tls": _tls(given),
         "token_file": given["grpc_token_file"],
         "restrictions": restrictions,
-        "limits": Limits(
-            message_bytes=given["grpc_max_message_bytes"],
-            metadata_bytes=given["grpc_max_metadata_bytes"],
-            request_elements=given["max_request_elements"],
-            connections=given["grpc_max_connections"],
-            connection_calls=given["grpc_max_connection_calls"],
-            rpcs=given["grpc_max_concurrent_rpcs"],
-            streams=given["grpc_max_streams"],
-            queued_requests=given["max_queued_requests"],
-            queued_bytes=given["max_queued_bytes"],
-            models=given["max_models"],
-        ),
-        "connections": Connections(
-            keepalive_time_ms=given["grpc_keepalive_time"],
-            keepalive_timeout_ms=given["grpc_keepalive_timeout"],
-            keepalive_permit_without_calls=given["grpc_keepalive_permit_without_calls"],
-            max_pings_without_data=given["grpc_http2_max_pings_without_data"],
-            min_recv_ping_interval_without_data_ms=given["grpc_http2_min_recv_ping_interval_without_data"],
-            max_ping_strikes=given["grpc_http2_max_ping_strikes"],
-            max_idle_ms=given["grpc_max_connection_idle"],
-            max_age_ms=given["grpc_max_connection_age"],
-            max_age_grace_ms=given["grpc_max_connection_age_grace"],
-        ),
+        "limits": Limits(**{one.name: values[one.name] for one in fields(Limits)}),
+        "connections": Connections(**{one.name: values[one.name] for one in fields(Connections)}),
     }
 
 

@@ -11,12 +11,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from html import escape
 
 from paceline.server.fronts.pool import FrontPool
 from paceline.server.memory.cuda_region import CudaRegions
+from paceline.server.models.load_queue import call_soon
 from paceline.server.models.model_record import IndexLine
 from paceline.server.models.repository import Repository
 from paceline.server.rpc.listener import Listener
@@ -46,7 +46,7 @@ class Health:
         """The server accepts requests. `where` is for the log. On the event loop's thread."""
         self._why_closed, self._where = "", where
         self._repository.on_change = self._tell
-        self._cuda.on_loss = partial(_call_soon, asyncio.get_running_loop(), self._tell)
+        self._cuda.on_loss = partial(call_soon, asyncio.get_running_loop(), self._tell)
         self._tell()
         if why_not := self.why_not_ready():
             _log.info("serving, not ready: %s: %s", why_not, where)
@@ -81,12 +81,6 @@ class Health:
         if ready and not self._was_ready:
             self._was_ready = True
             _log.info("ready: %s", self._where)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    """May be called on any thread, which may outlive the loop."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(function)
 
 
 class LoopProbe:

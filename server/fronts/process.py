@@ -83,7 +83,8 @@ class _Front:
     async def run(self) -> None:
         """Return when the engine has told the front to end, and everything is answered."""
         self._ended = asyncio.Event()
-        self._link.start(self._on_messages, _on_engine_gone)
+        # If the engine was killed, or ended in haste, there is nobody left to answer for.
+        self._link.start(self._on_messages, lambda: os._exit(1))
         await self._ended.wait()
 
     # hot path
@@ -179,11 +180,6 @@ class _Front:
 _REPLIES = frozenset(
     (protocol.RESULT, protocol.STALE, protocol.FAILED, protocol.ANSWER, protocol.PACKED, protocol.ABORTED)
 )
-
-
-def _on_engine_gone() -> None:
-    """The engine was killed, or ended in haste. There is nobody left to answer for."""
-    os._exit(1)
 
 
 def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Context], Any]:

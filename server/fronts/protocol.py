@@ -53,20 +53,17 @@ _BY_NAME = {kind.__name__: kind for kind in STATUS_OF}
 def packed_error(error: BaseException) -> tuple[str, str, str]:
     """What to send of an error: the name of its class, or of its base that is in the table of statuses; its text; and
     the status that follows from its cause, or ""."""
+    # Of another server's error, or of an execution that failed for a reason of its own, such as memory.
+    cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
+    code = status_of(error) if isinstance(error, ExecutionFailed) else None
+    status = "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name
+    if isinstance(cause, (UpstreamFailed, UpstreamRefused)):
+        status = cause.status
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
-            return kind.__name__, error_text(error), _status_by_cause(error)
+            return kind.__name__, error_text(error), status
     _log.error("a request failed with an internal error, a bug in paceline; please report it", exc_info=error)
     return InternalError.__name__, f"internal error: {type(error).__name__}: {error_text(error)}", ""
-
-
-def _status_by_cause(error: BaseException) -> str:
-    """That of another server's error, or of an execution that failed for a reason of its own, such as memory; or ""."""
-    cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
-    if isinstance(cause, (UpstreamFailed, UpstreamRefused)):
-        return cause.status
-    code = status_of(error) if isinstance(error, ExecutionFailed) else None
-    return "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name
 
 
 def unpacked_error(name: str, text: str, status: str) -> BaseException:

@@ -24,10 +24,10 @@ from paceline.server.models.load_request import (
     parse_unload_parameters,
     scratch_folder,
 )
-from paceline.server.models.model_record import IndexLine, ModelState, version_order
+from paceline.server.models.model_record import ModelState, version_order
 from paceline.server.models.repository import Repository
 from paceline.server.rpc.calls import Context, answering
-from paceline.server.telemetry.model_statistics import BatchTotals, VersionStatistics
+from paceline.server.telemetry.model_statistics import VersionStatistics
 
 __all__ = ["ModelRpcs", "statistics_message"]
 
@@ -70,10 +70,21 @@ class ModelRpcs:
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         _refuse_repository(request.repository_name)
         if self._mode is ControlMode.EXPLICIT:
-            await self._look()
-        lines = self._repository.index()
+            try:
+                self._repository.take_note(await asyncio.to_thread(self._layout.models))
+            except OSError as error:
+                _log.warning("the repositories can't be read, so RepositoryIndex lists only known models: %s", error)
         return pb.RepositoryIndexResponse(
-            models=[_line(line) for line in lines if line.state is ModelState.READY or not request.ready]
+            models=[
+                pb.RepositoryIndexResponse.ModelIndex(
+                    name=in_utf8(line.name),
+                    version=line.version,
+                    state=line.state.value if line.state else "",
+                    reason=in_utf8(line.reason),
+                )
+                for line in self._repository.index()
+                if line.state is ModelState.READY or not request.ready
+            ]
         )
 
     @answering
@@ -111,13 +122,6 @@ class ModelRpcs:
                 f"got one with {self._mode.value}"
             )
 
-    async def _look(self) -> None:
-        """Tell the repository which models are on disk now."""
-        try:
-            self._repository.take_note(await asyncio.to_thread(self._layout.models))
-        except OSError as error:
-            _log.warning("the repositories can't be read, so RepositoryIndex lists only known models: %s", error)
-
     @contextmanager
     def _folder(self, name: str, override: Override | None) -> Iterator[ModelFolder]:
         """The folder to load. Runs on a thread."""
@@ -140,15 +144,6 @@ def _refuse_repository(name: str) -> None:
         raise NotSupported(f"'repository_name' specification is not supported: expected none, got '{name}'")
 
 
-def _line(line: IndexLine) -> pb.RepositoryIndexResponse.ModelIndex:
-    return pb.RepositoryIndexResponse.ModelIndex(
-        name=in_utf8(line.name),
-        version=line.version,
-        state=line.state.value if line.state else "",
-        reason=in_utf8(line.reason),
-    )
-
-
 def statistics_message(name: str, version: str, statistics: VersionStatistics) -> pb.ModelStatistics:
     """`statistics` in Triton's terms: times in nanoseconds; each request counts with the whole batch's time."""
     executed = statistics.queue.count
@@ -168,16 +163,15 @@ def statistics_message(name: str, version: str, statistics: VersionStatistics) -
             cache_hit=_duration(0, 0),
             cache_miss=_duration(0, 0),
         ),
-        batch_stats=[_batch(rows, totals) for rows, totals in statistics.by_rows().items()],
-    )
-
-
-def _batch(rows: int, totals: BatchTotals) -> pb.InferBatchStatistics:
-    return pb.InferBatchStatistics(
-        batch_size=rows,
-        compute_input=_duration(totals.count, totals.input_ns),
-        compute_infer=_duration(totals.count, totals.infer_ns),
-        compute_output=_duration(totals.count, totals.output_ns),
+        batch_stats=[
+            pb.InferBatchStatistics(
+                batch_size=rows,
+                compute_input=_duration(totals.count, totals.input_ns),
+                compute_infer=_duration(totals.count, totals.infer_ns),
+                compute_output=_duration(totals.count, totals.output_ns),
+            )
+            for rows, totals in statistics.by_rows().items()
+        ],
     )
 
 

@@ -64,32 +64,19 @@ class GpuCollector(Families[GpuReading]):
         self._last_s = clock()
         self._energy_j = {one.uuid: one.energy_j for one in self._last}
         families: Sequence[Family[GpuReading]] = (
-            Family(
-                "nv_gpu_utilization",
-                "gauge",
-                "Share of recent time in which the GPU computed, 0 to 1",
-                lambda one: one.utilization,
-            ),
-            Family(
-                "nv_gpu_memory_total_bytes", "gauge", "Memory of the GPU, in bytes", lambda one: one.memory_total_bytes
-            ),
-            Family(
-                "nv_gpu_memory_used_bytes",
-                "gauge",
-                "Memory of the GPU that any process uses, in bytes",
-                lambda one: one.memory_used_bytes,
-            ),
+            Family("nv_gpu_utilization", "gauge", "Share of recent time in which the GPU computed, 0 to 1",
+                lambda one: one.utilization),
+            Family("nv_gpu_memory_total_bytes", "gauge", "Memory of the GPU, in bytes",
+                lambda one: one.memory_total_bytes),
+            Family("nv_gpu_memory_used_bytes", "gauge", "Memory of the GPU that any process uses, in bytes",
+                lambda one: one.memory_used_bytes),
             Family("nv_gpu_power_usage", "gauge", "Power that the GPU draws, in watts", lambda one: one.power_w),
-            Family(
-                "nv_gpu_power_limit", "gauge", "Power that the GPU may draw, in watts", lambda one: one.power_limit_w
-            ),
-            Family(
-                "nv_energy_consumption",
-                "counter",
+            Family("nv_gpu_power_limit", "gauge", "Power that the GPU may draw, in watts",
+                lambda one: one.power_limit_w),
+            Family("nv_energy_consumption", "counter",
                 "Energy that the GPU has used since the server started, in joules",
-                lambda one: None if one.energy_j is None else one.energy_j - (self._energy_j.get(one.uuid) or 0),
-            ),
-        )
+                lambda one: None if one.energy_j is None else one.energy_j - (self._energy_j.get(one.uuid) or 0)),
+        )  # fmt: skip
         super().__init__(families, lambda: [({"gpu_uuid": one.uuid}, one) for one in self._recent()])
 
     def _recent(self) -> list[GpuReading]:

@@ -180,8 +180,13 @@ class RepeatFilter:
                 self._timer.cancel()
                 self._timer = None
             ended = [storm for storm in self._storms.values() if storm.count and storm.until_s <= now_s]
-            summaries = [_summary(storm, self._window_s) for storm in ended]
+            summaries = []
             for storm in ended:
+                # A new record: the one that was written may keep an exception alive, with all that led to it.
+                text = f"%s (and %d more like this within {self._window_s:g} s)"
+                summary = logging.LogRecord(*storm.kind[:2], "", 0, text, (storm.text, storm.count), None)
+                summary.fields = {"repeated": storm.count}
+                summaries.append(summary)
                 storm.count, storm.until_s = 0, self._clock() + self._window_s
             if any(storm.count for storm in self._storms.values()):
                 self._start_timer()
@@ -204,15 +209,6 @@ class RepeatFilter:
             self._timer = threading.Timer(self._window_s, self.tell)
             self._timer.daemon = True
             self._timer.start()
-
-
-def _summary(storm: _Storm, window_s: float) -> logging.LogRecord:
-    """A new record: the one that was written may keep an exception alive, with all that led to it."""
-    name, level, _ = storm.kind
-    record = logging.LogRecord(name, level, "", 0, "%s (and %d more like this", (storm.text, storm.count), None)
-    record.msg += f" within {window_s:g} s)"
-    record.fields = {"repeated": storm.count}
-    return record
 
 
 class _Handler(logging.StreamHandler[TextIO]):

@@ -155,7 +155,8 @@ def take_stderr() -> None:
         descriptor = sys.stderr.fileno()
     except (AttributeError, OSError):  # closed, or somebody else's object that has none
         return
-    output = LogOutput(descriptor, _tell_gap)
+    text = "%d log lines were lost, because stderr didn't accept them"
+    output = LogOutput(descriptor, lambda lines: _log.error(text, lines, extra={"fields": {"lost": lines}}))
     output.start()
     sys.stderr = output
     atexit.register(_finish)
@@ -177,7 +178,3 @@ def _finish() -> None:
         logging.shutdown()  # handlers may have more to write at their end
     if isinstance(sys.stderr, LogOutput):
         sys.stderr.drain(_PATIENCE_S)
-
-
-def _tell_gap(lines: int) -> None:
-    _log.error("%d log lines were lost, because stderr didn't accept them", lines, extra={"fields": {"lost": lines}})

@@ -264,96 +264,52 @@ def _buckets(bounds: Sequence[float], counts: Sequence[int], total: float, **lab
 
 _OF_MODELS: Sequence[Family[VersionMetrics]] = (
     _counter("nv_inference_request_success", "Requests answered successfully", lambda s: s.requests.count),
-    Family(
-        "nv_inference_request_failure",
-        "counter",
-        "Failed requests, by reason",
-        lambda version: [("", {"reason": one.value}, count) for one, count in version.statistics.failures.items()],
-    ),
+    Family("nv_inference_request_failure", "counter", "Failed requests, by reason",
+        lambda version: [("", {"reason": one.value}, count) for one, count in version.statistics.failures.items()]),
     _counter("nv_inference_count", "Rows executed, without padding", lambda s: s.rows),
     _counter("nv_inference_exec_count", "Executions: batches that the model answered", lambda s: s.execution_count),
-    _counter(
-        "nv_inference_request_duration_us",
+    _counter("nv_inference_request_duration_us",
         "Microseconds from when successful requests were taken up until their answers were ready",
-        lambda s: s.requests.total_ns // 1_000,
-    ),
-    _counter(
-        "nv_inference_queue_duration_us",
-        "Microseconds in the queue, of requests that were executed and answered",
-        lambda s: s.queue.total_ns // 1_000,
-    ),
-    _counter(
-        "nv_inference_compute_input_duration_us",
-        "Microseconds of stacking inputs, the whole batch's for each of its requests",
-        lambda s: s.input_ns // 1_000,
-    ),
-    _counter(
-        "nv_inference_compute_infer_duration_us",
-        "Microseconds in the model, the whole batch's for each of its requests",
-        lambda s: s.infer_ns // 1_000,
-    ),
-    _counter(
-        "nv_inference_compute_output_duration_us",
+        lambda s: s.requests.total_ns // 1_000),
+    _counter("nv_inference_queue_duration_us", "Microseconds in the queue, of requests that were executed and answered",
+        lambda s: s.queue.total_ns // 1_000),
+    _counter("nv_inference_compute_input_duration_us",
+        "Microseconds of stacking inputs, the whole batch's for each of its requests", lambda s: s.input_ns // 1_000),
+    _counter("nv_inference_compute_infer_duration_us",
+        "Microseconds in the model, the whole batch's for each of its requests", lambda s: s.infer_ns // 1_000),
+    _counter("nv_inference_compute_output_duration_us",
         "Microseconds of splitting outputs, the whole batch's for each of its requests",
-        lambda s: s.output_ns // 1_000,
-    ),
-    _gauge(
-        "nv_inference_pending_request_count",
-        "Requests accepted and not yet executing",
-        lambda version: version.batcher.waiting_requests,
-    ),
+        lambda s: s.output_ns // 1_000),
+    _gauge("nv_inference_pending_request_count", "Requests accepted and not yet executing",
+        lambda version: version.batcher.waiting_requests),
     _gauge("nv_model_load_duration_secs", "Seconds that loading took, including warm-up", lambda v: v.load_ns / 1e9),
-    Family(
-        "paceline_dropped_requests",
-        "counter",
+    Family("paceline_dropped_requests", "counter",
         "Requests that were not executed, by reason; of a split request, its parts",
-        lambda version: [("", {"reason": one.value}, count) for one, count in version.statistics.drops.items()],
-    ),
-    Family(
-        "paceline_pending_requests", "gauge", "Requests accepted and not yet executing, by priority level", _by_level
-    ),
-    _counter(
-        "paceline_hung_executions",
-        "Executions that exceeded their time limit, each of which cost an instance",
-        lambda s: s.hung_executions,
-    ),
-    _counter(
-        "paceline_lost_instances",
-        "Instances that were lost: their device failed, or their process ended",
-        lambda s: s.lost_instances,
-    ),
+        lambda version: [("", {"reason": one.value}, count) for one, count in version.statistics.drops.items()]),
+    Family("paceline_pending_requests", "gauge", "Requests accepted and not yet executing, by priority level",
+        _by_level),
+    _counter("paceline_hung_executions", "Executions that exceeded their time limit, each of which cost an instance",
+        lambda s: s.hung_executions),
+    _counter("paceline_lost_instances", "Instances that were lost: their device failed, or their process ended",
+        lambda s: s.lost_instances),
     _counter("paceline_out_of_memory", "Executions that ran out of memory", lambda s: s.shortages),
-    _gauge(
-        "paceline_allowed_batch_rows",
+    _gauge("paceline_allowed_batch_rows",
         "Rows that a batch may have; fewer than configured for a while after memory ran out",
-        lambda version: version.batcher.allowed_rows,
-    ),
+        lambda version: version.batcher.allowed_rows),
     _gauge("paceline_lanes", "Shapes with waiting requests", lambda version: version.batcher.lanes),
-    _counter(
-        "paceline_padding_rows", "Padding rows executed, to bring batches to an allowed size", lambda s: s.padding_rows
-    ),
-    _gauge(
-        "paceline_padding_share",
-        "Share of padding in all rows that the model saw, 0 to 1",
-        lambda v: v.statistics.padding_rows / max(1, v.statistics.padding_rows + v.statistics.rows),
-    ),
+    _counter("paceline_padding_rows", "Padding rows executed, to bring batches to an allowed size",
+        lambda s: s.padding_rows),
+    _gauge("paceline_padding_share", "Share of padding in all rows that the model saw, 0 to 1",
+        lambda v: v.statistics.padding_rows / max(1, v.statistics.padding_rows + v.statistics.rows)),
     _histogram("paceline_batch_rows", "Rows of each execution, without padding", _batch_rows),
-    _histogram(
-        "paceline_request_duration_us",
+    _histogram("paceline_request_duration_us",
         "Microseconds from when a successful request was taken up until its answer was ready",
-        lambda s: _durations(s.requests),
-    ),
-    _histogram(
-        "paceline_queue_wait_us",
-        "Microseconds in the queue, of each request that was executed and answered",
-        lambda s: _durations(s.queue),
-    ),
-    _histogram(
-        "paceline_execution_us",
-        "Microseconds of each execution, by the power of two that covers the rows that the model saw",
-        _executions,
-    ),
-)
+        lambda s: _durations(s.requests)),
+    _histogram("paceline_queue_wait_us", "Microseconds in the queue, of each request that was executed and answered",
+        lambda s: _durations(s.queue)),
+    _histogram("paceline_execution_us",
+        "Microseconds of each execution, by the power of two that covers the rows that the model saw", _executions),
+)  # fmt: skip
 
 _OF_HEALTH: Sequence[Family[tuple[bool, int]]] = (
     Family("paceline_ready", "gauge", "1 while the server is ready, else 0", lambda health: health[0]),
@@ -376,13 +332,10 @@ class LimitShown(NamedTuple):
 LIMITS: Sequence[Family[LimitShown]] = (
     Family("paceline_limit", "gauge", "The server's limits", lambda one: one.bound()),
     Family("paceline_limit_used", "gauge", "How much of each limit is used", lambda one: one.used and one.used()),
-    Family(
-        "paceline_limit_refusals",
-        "counter",
+    Family("paceline_limit_refusals", "counter",
         "Registrations of shared memory and loads of models that were refused at a limit",
-        lambda one: one.refused and one.refused(),
-    ),
-)
+        lambda one: one.refused and one.refused()),
+)  # fmt: skip
 
 REFUSED_CALLS: Family[Mapping[str, int]] = Family(
     "paceline_refused_rpcs",

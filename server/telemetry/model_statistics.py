@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from paceline.backends.base import Execution
@@ -84,13 +85,14 @@ class DurationHistogram:
         self.total_ns += other.total_ns
 
 
+@dataclass(slots=True)
 class BatchTotals:
     """Executions of one size: how many, and the time that they took, each counted once."""
 
-    __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
-
-    def __init__(self) -> None:
-        self.count = self.input_ns = self.infer_ns = self.output_ns = 0
+    count: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
 
     def merge(self, other: BatchTotals) -> None:
         self.count += other.count

@@ -69,17 +69,14 @@ class TraceWriter:
         with contextlib.closing(_Files(self._path)) as files:
             while (item := self._waiting.get()) is not None:
                 self._begun = 1
-                if not self._failure:
-                    self._write(files, *item)
+                try:
+                    if not self._failure:
+                        files.write(*item)
+                except Exception as error:  # noqa: BLE001 - must not end the thread that writes all traces
+                    self._failure = getattr(error, "strerror", None) or str(error)
+                    _log.error("no more traces are written to %s until a restart: %s", self._path, self._failure)
                 self._lost += bool(self._failure)
                 self._begun = 0
-
-    def _write(self, files: _Files, entries: Entries, per_file: int, last: bool) -> None:
-        try:
-            files.write(entries, per_file, last)
-        except Exception as error:  # noqa: BLE001 - must not end the thread that writes all traces
-            self._failure = getattr(error, "strerror", None) or str(error)
-            _log.error("no more traces are written to %s until a restart: %s", self._path, self._failure)
 
 
 class _Files:
