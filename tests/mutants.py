@@ -246,8 +246,8 @@ MUTANTS = (
     Mutant(
         "errors keep their status on the way to a front",
         "server/fronts/protocol.py",
-        '    return "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name\n',
-        '    return ""\n',
+        '    status = "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name\n',
+        '    status = ""\n',
         _FRONTS,
     ),
 )

@@ -229,33 +229,20 @@ class FrontPool:
             session.send(message)
 
 
+# Memory: that which requests here hold, and that taken by results that fronts haven't released.
 FRONT_METRICS: Sequence[Family[FrontPool]] = (
-    Family(
-        "paceline_frontends", "gauge", "Frontends: processes that handle gRPC and listen", lambda pool: pool.running
-    ),
-    Family(
-        "paceline_frontend_restarts",
-        "counter",
-        "Frontends that died, or hung and were killed, and were replaced",
-        lambda pool: pool.restarts,
-    ),
-    Family(
-        "paceline_frontend_requests",
-        "gauge",
+    Family("paceline_frontends", "gauge", "Frontends: processes that handle gRPC and listen",
+        lambda pool: pool.running),
+    Family("paceline_frontend_restarts", "counter", "Frontends that died, or hung and were killed, and were replaced",
+        lambda pool: pool.restarts),
+    Family("paceline_frontend_requests", "gauge",
         "Calls that frontends have handed over to the process with the models and wait for",
-        lambda pool: sum(session.requests for session in pool.sessions),
-    ),
-    Family(
-        "paceline_frontend_memory_bytes",
-        "gauge",
+        lambda pool: sum(session.requests for session in pool.sessions)),
+    Family("paceline_frontend_memory_bytes", "gauge",
         "Shared memory, in bytes, that holds tensors in transit, by direction",
-        # That which requests here hold, and that taken by results that fronts haven't released.
-        lambda pool: [
-            ("", {"direction": "in"}, sum(session.seen_bytes for session in pool.sessions)),
-            ("", {"direction": "out"}, sum(session.used_bytes for session in pool.sessions)),
-        ],
-    ),
-)
+        lambda pool: [("", {"direction": "in"}, sum(session.seen_bytes for session in pool.sessions)),
+                      ("", {"direction": "out"}, sum(session.used_bytes for session in pool.sessions))]),
+)  # fmt: skip
 
 
 class _Place:

@@ -41,6 +41,9 @@ class LogOutput(io.TextIOBase):
     """Text for `descriptor`, written by a daemon thread once that is started. `on_gap` is called there with the number
     of lost lines, as soon as others can be written again. Any thread may write; none waits."""
 
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
     def __init__(self, descriptor: int, on_gap: Callable[[int], None], most_bytes: int = _MAX_WAITING_BYTES) -> None:
         self._descriptor = descriptor
         self._on_gap = on_gap
@@ -55,14 +58,6 @@ class LogOutput(io.TextIOBase):
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="log", daemon=True).start()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return "utf-8"
-
-    @property
-    def errors(self) -> str:  # type: ignore[override]
-        return "backslashreplace"
 
     def fileno(self) -> int:
         return self._descriptor
@@ -99,7 +94,13 @@ class LogOutput(io.TextIOBase):
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._gap_is_due())
-                data = self._next()
+                # As many of the waiting texts as a pipe takes whole, but at least one.
+                taken: list[bytes] = []
+                size = 0
+                while self._waiting and (not taken or size + len(self._waiting[0]) <= _WHOLE_BYTES):
+                    taken.append(self._waiting.popleft())
+                    size += len(taken[-1])
+                data = b"".join(taken)
                 gap = 0 if data else self._unreported
             if data:
                 self._write(data)
@@ -113,15 +114,6 @@ class LogOutput(io.TextIOBase):
                 self._changed.notify_all()
             if idle:
                 time.sleep(_PAUSE_S)
-
-    def _next(self) -> bytes:
-        """What to write at once: as many of the waiting texts as a pipe takes whole, but at least one."""
-        taken: list[bytes] = []
-        size = 0
-        while self._waiting and (not taken or size + len(self._waiting[0]) <= _WHOLE_BYTES):
-            taken.append(self._waiting.popleft())
-            size += len(taken[-1])
-        return b"".join(taken)
 
     def _gap_is_due(self) -> bool:
         """Whether to report what was lost: not while the report would be lost too."""

@@ -24,9 +24,9 @@ _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,19}\s*")
 """What Triton accepts as a whole number. int() accepts more: 1_0, digits of other scripts."""
 _LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _LEAST = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
-_FIELDS = {"trace_rate": "rate", "trace_count": "count", "log_frequency": "log_frequency"}
+_FIELDS = {"trace_level": "timestamps", "trace_rate": "rate", "trace_count": "count", "log_frequency": "log_frequency"}
 _FIXED = ("trace_file", "trace_mode")
-_NAMES = ("trace_level", *_LEAST, *_FIXED)
+_NAMES = (*_FIELDS, *_FIXED)
 _MODES = ("triton", "opentelemetry")
 # Keys of mode opentelemetry, with the fields of OtlpTarget that they set; `bsp` is its batch span processor.
 _OTLP_NUMBERS = {
@@ -111,7 +111,7 @@ def parse_trace_config(given: Iterable[str]) -> TraceConfig:
         raise ValueError(f"expected file in mode triton, got '{min(strangers)}'")
     config = TraceConfig(Path(own["file"][-1]) if "file" in own else None, otlp=otlp)
     try:
-        return replace(config, settings=_changed(config.settings, values, config))
+        return replace(config, settings=replace(config.settings, **_parsed(values, config)))
     except (InvalidRequest, NotSupported) as error:
         raise ValueError(str(error)) from None
 
@@ -153,7 +153,7 @@ class TraceStore:
 
     def __init__(self, config: TraceConfig) -> None:
         self._config = config
-        self._given: dict[str, dict[str, tuple[str]]] = {"": {}}
+        self._given: dict[str, dict[str, Any]] = {"": {}}
 
     @property
     def models(self) -> list[str]:
@@ -162,20 +162,18 @@ class TraceStore:
 
     def settings(self, model: str) -> TraceSettings:
         """The settings that hold for `model`."""
-        given = {**self._given[""], **self._given.get(model, {})}
-        return _changed(self._config.settings, given, self._config)
+        return replace(self._config.settings, **{**self._given[""], **self._given.get(model, {})})
 
     def update(self, model: str, given: Mapping[str, Sequence[str]]) -> None:
         """Change settings of `model`. A setting without values goes back to what it inherits.
 
         Raises InvalidRequest or NotSupported, and then nothing has changed.
         """
-        changes = {name: values for name, values in given.items() if values or name not in _NAMES}
-        # Kept in the server's own words: what was sent may be long.
-        texts = self.as_text(_changed(self._config.settings, changes, self._config))
-        own = {**self._given.get(model, {}), **{name: (texts[name],) for name in changes}}
-        for name in given.keys() - changes.keys():
-            own.pop(name, None)
+        unset = {name for name, values in given.items() if not values and name in _NAMES}
+        changes = _parsed({name: values for name, values in given.items() if name not in unset}, self._config)
+        own = {**self._given.get(model, {}), **changes}
+        for name in unset:
+            own.pop(_FIELDS.get(name, ""), None)
         if own or not model:
             self._given[model] = own
         else:
@@ -197,19 +195,17 @@ class TraceStore:
         }
 
 
-def _changed(settings: TraceSettings, given: Mapping[str, Sequence[str]], config: TraceConfig) -> TraceSettings:
-    """`settings` as `given` changes them. Raises InvalidRequest or NotSupported."""
+def _parsed(given: Mapping[str, Sequence[str]], config: TraceConfig) -> dict[str, Any]:
+    """The fields of TraceSettings that `given` sets. Raises InvalidRequest or NotSupported."""
     changes: dict[str, Any] = {}
     for name, values in given.items():
         if name in _FIXED:
             raise NotSupported(f"trace setting '{name}' can only be given when the server starts, with --trace-config")
-        if name not in _NAMES:
+        if name not in _FIELDS:
             raise InvalidRequest(f"trace setting '{name}': expected one of {', '.join(_NAMES)}")
-        if name == "trace_level":
-            changes["timestamps"] = _level(values, config.has_target)
-        else:
-            changes[_FIELDS[name]] = _number(name, values, config)
-    return replace(settings, **changes)
+        is_level = name == "trace_level"
+        changes[_FIELDS[name]] = _level(values, config.has_target) if is_level else _number(name, values, config)
+    return changes
 
 
 def _level(values: Sequence[str], has_target: bool) -> bool:

@@ -22,7 +22,7 @@ from paceline.server.call_facts import TraceParent
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import StartError, error_text, status_of
 from paceline.server.telemetry.log import debugging
-from paceline.server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore
+from paceline.server.telemetry.trace_settings import TraceConfig, TraceSettings, TraceStore
 from paceline.server.telemetry.trace_writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -66,7 +66,14 @@ class Tracer:
         self._store = TraceStore(config)
         self._writer = TraceWriter(config.file) if config.file is not None else None
         self.can_trace = config.has_target
-        self.spans = _spans(config.otlp, self) if config.otlp is not None else None
+        self.spans: Spans | None = None
+        if config.otlp is not None:
+            try:
+                from paceline.server.telemetry.spans import Spans  # isn't always installed, and costs memory
+            except ImportError as error:
+                needs = f"mode opentelemetry needs more packages: {how_to_install('otel')} ({error})"
+                raise StartError(f"--trace-config: {needs}") from None
+            self.spans = Spans(config.otlp, self)
         self._samplers: dict[str, _Sampler] = {}
         self._traces = 0
         self.active = False
@@ -144,16 +151,6 @@ class Tracer:
         self.active = self._writer is not None and any(
             sampler.settings.timestamps for sampler in self._samplers.values()
         )
-
-
-def _spans(target: OtlpTarget, tracer: Tracer) -> Spans:
-    try:
-        from paceline.server.telemetry.spans import Spans  # what it imports isn't always installed, and costs memory
-    except ImportError as error:
-        raise StartError(
-            f"--trace-config: mode opentelemetry needs more packages: {how_to_install('otel')} ({error})"
-        ) from None
-    return Spans(target, tracer)
 
 
 def _times(began_ns: int, facts: BatchFacts, ended_ns: int) -> dict[str, int]:
