@@ -120,6 +120,7 @@ _BATCHING = {
     "timeout": "dynamic_batching.default_queue_policy.default_timeout_microseconds",
 }
 """Flags for models without a configuration, and the fields that say the same in one."""
+_DELAYS_NS = {"max_queue_delay_microseconds": 10**3, "max_latency": 10**6, "max_batch_time": 10**9}
 _MAX_US = 10**12
 """A million seconds, the maximum of `AMOUNT`."""
 _MAX_ROWS = 2**31 - 1
@@ -311,23 +312,14 @@ def _settings(paths: Sequence[Path], given: Given) -> Settings:
 def _batch_defaults(backends: BackendConfig, given: Given) -> BatchDefaults:
     among = given["max_batch_size"], backends.max_batch_rows, BatchDefaults().max_batch_rows
     rows = next(value for value in among if value is not None)
-    delays = (given[name] for name in ("max_queue_delay_microseconds", "max_latency", "max_batch_time"))
-    flags = [(f"--{name.replace('_', '-')}", field) for name, field in _BATCHING.items() if given[name] is not None]
-    return BatchDefaults(rows, _delay_ns(*delays), int((given["timeout"] or 0) * 1e9), tuple(flags))
-
-
-def _delay_ns(microseconds: int | None, milliseconds: float | None, seconds: float | None) -> int:
-    """One delay, in whichever of three units it was given."""
-    given = [
-        value * unit_ns
-        for value, unit_ns in ((microseconds, 10**3), (milliseconds, 10**6), (seconds, 10**9))
-        if value is not None
-    ]
-    if len(given) > 1:
+    # One delay, in whichever of three units it was given.
+    delays_ns = [given[name] * unit_ns for name, unit_ns in _DELAYS_NS.items() if given[name] is not None]
+    if len(delays_ns) > 1:
         raise click.UsageError(
             "expected one of --max-queue-delay-microseconds, --max-latency and --max-batch-time, got several"
         )
-    return int(given[0]) if given else 0
+    flags = [(f"--{name.replace('_', '-')}", field) for name, field in _BATCHING.items() if given[name] is not None]
+    return BatchDefaults(rows, int(sum(delays_ns)), int((given["timeout"] or 0) * 1e9), tuple(flags))
 
 
 def _check_socket(address: str, frontends: int) -> None:

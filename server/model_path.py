@@ -80,22 +80,16 @@ def models_to_serve(
     Raises ValueError if STORAGE_URI is needed and isn't a folder's path, as where no storage initializer has run.
     """
     uri, service = environment.get(_STORAGE, ""), environment.get(_SERVICE, "")
-    chosen = tuple(paths) or _storage(uri, service)
-    storage = {_plain(MOUNT), _plain(Path(uri or MOUNT))}
-    is_in_storage = len(chosen) == 1 and _plain(chosen[0]) in storage
+    chosen = tuple(paths)
+    if not chosen and uri:
+        if not uri.startswith("/"):
+            raise ValueError(
+                f"{_STORAGE}: expected the folder into which KServe's storage initializer puts the model, got '{uri}'; "
+                "where no storage initializer runs, give a PATH"
+            )
+        chosen = (Path(uri),)
+    elif not chosen and service:
+        chosen = (MOUNT,)
+    storage = {os.path.normpath(MOUNT), os.path.normpath(uri or MOUNT)}
+    is_in_storage = len(chosen) == 1 and os.path.normpath(chosen[0]) in storage
     return chosen, model_name or (service if is_in_storage else "")
-
-
-def _storage(uri: str, service: str) -> tuple[Path, ...]:
-    if not uri:
-        return (MOUNT,) if service else ()
-    if not uri.startswith("/"):
-        raise ValueError(
-            f"{_STORAGE}: expected the folder into which KServe's storage initializer puts the model, got '{uri}'; "
-            "where no storage initializer runs, give a PATH"
-        )
-    return (Path(uri),)
-
-
-def _plain(path: Path) -> str:
-    return os.path.normpath(path)

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from urllib.parse import unquote
 
@@ -122,7 +122,13 @@ class Listener:
             local = unquote(target.removeprefix("unix:")) if self._socket else port
             keeping = gate.end_overdue_calls(), room.keep_reserve(local)
             self._keeping = [asyncio.get_running_loop().create_task(one) for one in keeping]
-            await _not_cancelled(server.start())
+            # Even if cancelled meanwhile: it takes no time, and a server cancelled halfway through it couldn't be
+            # stopped in order.
+            starting = asyncio.ensure_future(server.start())
+            try:
+                await asyncio.shield(starting)
+            finally:
+                await asyncio.wait((starting,))
         return 0 if self._socket else port
 
     @property
@@ -171,16 +177,6 @@ class Listener:
             task.cancel()
         if self._leaving is not None:
             await self._leaving
-
-
-async def _not_cancelled(starting: Awaitable[None]) -> None:
-    """Await gRPC's start, even if cancelled meanwhile. It takes no time, and a server cancelled halfway through it
-    couldn't be stopped in order."""
-    task = asyncio.ensure_future(starting)
-    try:
-        await asyncio.shield(task)
-    finally:
-        await asyncio.wait((task,))
 
 
 class ConnectionRoom:
