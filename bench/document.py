@@ -83,7 +83,7 @@ def _unknown(rows: Sequence[Row]) -> str:
 
 def _scenario(section: Section, folder: str) -> Iterator[str]:
     yield f"### {section.name}"
-    yield f"{section.title}: {section.how}{report.shown(section.generator)}. Medians of the rounds."
+    yield f"{section.title}: {section.how}{report.shown(section.generator)}."
     if section.measurements:
         yield _table(_without_all_answered(report.absolute(section)))
     if section.plot and section.measurements:
