@@ -119,7 +119,7 @@ class Request(Generic[P, R]):
         self.tag = tag
         self.waits = self.refused = self.ended = self.answered = False
         self.level = self.order = self.act_at_ns = self.waited_ns = self.unbegun = 0
-        self.timer: Timer[Any] | None = None
+        self.timer: Timer[Request[P, R]] | None = None
         self.batcher: _HearsOfCancelling | None = None
         self.on_answers: OnAnswers | None = None
         self.batch_facts: BatchFacts | None = None
@@ -207,6 +207,7 @@ def succeed_all(requests: Sequence[AnyRequest], results: Sequence[object], told:
 
 AnyRequest = Request[Any, Any]
 RequestT = TypeVar("RequestT", bound=AnyRequest)
+RequestT_co = TypeVar("RequestT_co", bound=AnyRequest, covariant=True)
 
 
 class Batch(NamedTuple, Generic[RequestT]):
@@ -222,16 +223,16 @@ class Batch(NamedTuple, Generic[RequestT]):
     expected_ns: int = 0
 
 
-class Timer(Generic[RequestT]):
+class Timer(Generic[RequestT_co]):
     """Stands for a request in the heap of timers. What stays there after the request has left is then small, whereas
     the request would keep its tensors alive."""
 
     __slots__ = ("request",)
 
-    def __init__(self, request: RequestT) -> None:
-        self.request: RequestT | None = request
+    def __init__(self, request: RequestT_co) -> None:
+        self.request: RequestT_co | None = request
 
-    def __lt__(self, other: Timer[RequestT]) -> bool:
+    def __lt__(self, other: object) -> bool:
         """Called only for equal rank and token: those of a put-back request's timer and of the dead one left from
         before."""
         return False
