@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         "each request is counted once, also when many are answered together",
         "server/requests/inference.py",
-        ".statistics.on_successes([now_ns - flight.arrived_ns for flight in answered])\n",
-        ".statistics.on_successes([now_ns - flight.arrived_ns for flight in answered[1:]])\n",
+        ".statistics.on_success(*[now_ns - flight.arrived_ns for flight in answered])\n",
+        ".statistics.on_success(*[now_ns - flight.arrived_ns for flight in answered[1:]])\n",
         _REQUESTS,
     ),
     Mutant(

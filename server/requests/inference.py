@@ -233,7 +233,7 @@ class Inference:
         for flight in answered if self._tracer.active or self._spans is not None or debugging.on else ():
             self._record(flight)
         now_ns = time.monotonic_ns()
-        flights[0].model.statistics.on_successes([now_ns - flight.arrived_ns for flight in answered])
+        flights[0].model.statistics.on_success(*[now_ns - flight.arrived_ns for flight in answered])
         for flight in answered:
             flight.counted = True
             flight.let_go()

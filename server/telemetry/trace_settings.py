@@ -37,6 +37,8 @@ _OTLP_NUMBERS = {
 _OTLP = ("url", "resource", *_OTLP_NUMBERS)
 _FLAGS = {"level": "trace_level", "rate": "trace_rate", "count": "trace_count", "log-frequency": "log_frequency"}
 
+_Changes = dict[str, Any]  # fields of the settings, by name: each has a type of its own
+
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
@@ -153,7 +155,7 @@ class TraceStore:
 
     def __init__(self, config: TraceConfig) -> None:
         self._config = config
-        self._given: dict[str, dict[str, Any]] = {"": {}}
+        self._given: dict[str, _Changes] = {"": {}}
 
     @property
     def models(self) -> list[str]:
@@ -195,9 +197,9 @@ class TraceStore:
         }
 
 
-def _parsed(given: Mapping[str, Sequence[str]], config: TraceConfig) -> dict[str, Any]:
+def _parsed(given: Mapping[str, Sequence[str]], config: TraceConfig) -> _Changes:
     """The fields of TraceSettings that `given` sets. Raises InvalidRequest or NotSupported."""
-    changes: dict[str, Any] = {}
+    changes: _Changes = {}
     for name, values in given.items():
         if name in _FIXED:
             raise NotSupported(f"trace setting '{name}' can only be given when the server starts, with --trace-config")
