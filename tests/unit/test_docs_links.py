@@ -77,3 +77,12 @@ def test_site_shows_each_page_of_docs_once() -> None:
         page.relative_to(REPO).as_posix() for page in (REPO / "docs").rglob("*.md")
     )
     assert site["theme"]["font"] is False
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(REPO).as_posix())
+def test_named_files_of_the_repository_exist(page: Path) -> None:
+    folders = "backends|bench(?!/results)|clients|deploy|docs|protos|scheduler|server|tests"
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(rf"`((?:{folders})/[\w./-]+\.(?:py|md|yaml|json|c|h|sh|proto))`", text))
+    if page.name != "CHANGELOG.md":  # which tells of files that have gone since
+        assert [name for name in sorted(named) if not (REPO / name).is_file()] == []
