@@ -25,7 +25,7 @@ _SCHEDULER = ("tests/unit/scheduler", "tests/property", "tests/integration/test_
 _CODEC = ("tests/unit/server/codec", "tests/unit/protos", "tests/property", "tests/integration/test_bad_requests.py")
 _REQUESTS = ("tests/unit/server/requests", "tests/integration/test_alike.py", "tests/integration/test_statistics.py")
 _PROXY = ("tests/unit/server/models", "tests/integration/test_proxy.py", "tests/integration/test_proxy_models.py")
-_FRONTS = ("tests/unit/server/fronts", "tests/integration/test_frontends.py", "tests/fault/test_frontends.py")
+_FRONTS = ("tests/integration/test_frontends.py", "tests/fault/test_frontends.py", "tests/fault/test_faulty_models.py")
 
 
 @dataclass(frozen=True, slots=True)
