@@ -64,6 +64,32 @@ from paceline.scheduler.errors import (
 from paceline.scheduler.runner import ThreadLost
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
 
+__all__ = [
+    "STATUS_OF",
+    "AnswerTooLarge",
+    "ConfigError",
+    "Ending",
+    "GpuLost",
+    "InternalError",
+    "InvalidRequest",
+    "LoadFailed",
+    "LoadHangs",
+    "MessageTooLarge",
+    "ModelNotFound",
+    "ModelNotReady",
+    "NotSupported",
+    "RegionExists",
+    "RegionNotFound",
+    "ServerError",
+    "ServerStopping",
+    "StartError",
+    "TooFewDescriptors",
+    "TooManyModels",
+    "TooManyRegions",
+    "error_text",
+    "status_of",
+]
+
 
 class ServerError(Exception):
     """Base of what this package raises towards callers; the message is for them."""

@@ -18,6 +18,34 @@ from paceline.backends.transport.link import FIRST_KIND
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.server.errors import STATUS_OF, InternalError, error_text, status_of
 
+__all__ = [
+    "ABORTED",
+    "ANSWER",
+    "CALL",
+    "CANCEL",
+    "CATALOGUE",
+    "END",
+    "FAILED",
+    "HELLO",
+    "INFER",
+    "LEAVE",
+    "LISTENS",
+    "LOG",
+    "MAX_WHOLE_BYTES",
+    "PACKED",
+    "REFUSED",
+    "RESULT",
+    "STALE",
+    "STATE",
+    "SUBMIT",
+    "USAGE",
+    "WHAT_IS_FULL",
+    "Aborted",
+    "CallContext",
+    "packed_error",
+    "unpacked_error",
+]
+
 # From the front.
 LISTENS = FIRST_KIND  # port, or 0 and why not
 SUBMIT = FIRST_KIND + 1  # id, as FrontSession._submit takes it
