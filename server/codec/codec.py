@@ -158,13 +158,16 @@ class ModelCodec:
         than a message can carry, InvalidRequest for classes of too large an output and for shared memory that is too
         small or gone, and MemoryError. The backend has checked what else could be wrong.
         """
-        responses: list[AnyResponse | Exception] = []
-        for request, answer in zip(requests, self._answers.answers(requests), strict=True):
-            try:
-                responses.append(answer if answer is not None else self._message(request))
-            except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
-                responses.append(error)
-        return responses
+        answers = self._answers.answers(requests)
+        pairs = zip(requests, answers, strict=True)
+        return [self._message_or_error(request) if answer is None else answer for request, answer in pairs]
+
+    def _message_or_error(self, request: Answerable) -> ModelInferResponse | Exception:
+        # The error's traceback has this frame, which must not lead back to the error.
+        try:
+            return self._message(request)
+        except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
+            return error
 
     def _message(self, request: Answerable) -> ModelInferResponse:
         request_id, options, results, targets = request.message.id, request.options, request.value, request.targets

@@ -67,13 +67,14 @@ class OpenCodec:
     def encode(self, requests: Sequence[Answerable]) -> list[ModelInferResponse | Exception]:
         """The response to each request, with all of its results. In place of one: ExecutionError for elements that no
         message can carry, or MemoryError."""
-        responses: list[ModelInferResponse | Exception] = []
-        for request in requests:
-            try:
-                responses.append(self._message(request))
-            except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
-                responses.append(error)
-        return responses
+        return [*map(self._message_or_error, requests)]
+
+    def _message_or_error(self, request: Answerable) -> ModelInferResponse | Exception:
+        # The error's traceback has this frame, which must not lead back to the error.
+        try:
+            return self._message(request)
+        except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
+            return error
 
     def _message(self, request: Answerable) -> ModelInferResponse:
         options = request.options

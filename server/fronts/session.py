@@ -196,17 +196,16 @@ class FrontSession:
 
     def _make_answers(self, wholes: Sequence[_Whole]) -> Sequence[Exception | None]:
         """As `encode`; also QueueFull for an answer too large for any front."""
-        errors = encode(wholes)
-        for number, (whole, error) in enumerate(zip(wholes, errors, strict=True)):
-            if error is None and whole.answer is not None:
-                try:
-                    data = whole.answer = serialized(whole.answer)
-                except Exception as raised:  # noqa: BLE001 - the front's caller must get it
-                    errors[number] = raised
-                    continue
-                if len(data) > self._link.size_bytes // 2:
-                    errors[number] = QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
-        return errors
+        return [error or self._serialize(whole) for whole, error in zip(wholes, encode(wholes), strict=True)]
+
+    def _serialize(self, whole: _Whole) -> Exception | None:
+        assert whole.answer is not None
+        try:
+            data = whole.answer = serialized(whole.answer)
+        except Exception as error:  # noqa: BLE001 - the front's caller must get it
+            return error
+        too_large = len(data) > self._link.size_bytes // 2
+        return QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL) if too_large else None
 
     # hot path
     def _send_answer(self, number: int, data: bytes) -> None:
@@ -260,14 +259,15 @@ class FrontSession:
 
     # hot path
     def _send_results(self, done: Sequence[_Submitted]) -> Sequence[Exception | None]:
-        errors: list[Exception | None] = []
-        for submitted in done:
-            try:
-                self._send_result(submitted, submitted.value)
-                errors.append(None)
-            except Exception as error:  # noqa: BLE001 - the front's caller must get it
-                errors.append(error)
-        return errors
+        return [*map(self._sent, done)]
+
+    def _sent(self, submitted: _Submitted) -> Exception | None:
+        # The error's traceback has this frame, which must not lead back to the error.
+        try:
+            self._send_result(submitted, submitted.value)
+        except Exception as error:  # noqa: BLE001 - the front's caller must get it
+            return error
+        return None
 
     # hot path
     def _send_result(self, submitted: _Submitted, results: Tensors) -> None:

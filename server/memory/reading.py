@@ -32,6 +32,9 @@ __all__ = ["Execute", "ExecuteInputs", "over_shared_memory", "reading", "writing
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
 
+_Failures = dict[int, InvalidRequest | GpuLost]
+"""By the place of the request in its batch."""
+
 
 def over_shared_memory(instance: ModelInstance, spec: ModelSpec) -> ExecuteInputs:
     """`instance.execute` for requests with tensors in shared memory. A request whose inputs can't be read gets an
@@ -52,7 +55,7 @@ def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None =
         # hot path for those who bring their own bytes: 20 to 40 ns an input
         if not [inputs for inputs in requests if type(inputs) is not Packed and RegionTensor in map(type, inputs)]:
             return execute(cast("Sequence[Tensors]", requests), padded_rows)
-        reader = _Reader(execute, buffers if stackable else None)
+        reader = _Reader(execute, buffers if stackable else None, {})
         try:
             if stackable and (len(requests) > 1 or padded_rows > requests[0][0].shape[0]):
                 return reader.joined(requests, padded_rows)
@@ -78,11 +81,13 @@ def _reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
         ):
             return slot.execute(cast("Sequence[Tensors]", requests), padded_rows)
 
-        def execute(there: Sequence[Tensors], rows: int) -> Execution:
-            wanted = [one for number, one in enumerate(targets) if number not in reader.failures]
-            return slot.execute(there, rows, wanted)
+        failures: _Failures = {}
 
-        reader = _Reader(execute, None)
+        def execute(there: Sequence[Tensors], rows: int) -> Execution:
+            # Not from the reader, which leads here: a cycle would hold clients' regions.
+            return slot.execute(there, rows, [one for number, one in enumerate(targets) if number not in failures])
+
+        reader = _Reader(execute, None, failures)
         targets = [
             {index: there for index, span in inputs.targets.items() if (there := span.on_gpu(gpu)) is not None}
             if isinstance(inputs, TargetedInputs)
@@ -103,13 +108,13 @@ def _reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
 
 
 class _Reader:
-    """Reads a batch and has it executed. `buffers` may have memory for its inputs."""
+    """Reads a batch and has it executed. `buffers` may have memory for its inputs. `failures` gets those of requests
+    that can't be read."""
 
-    def __init__(self, execute: Execute, buffers: ProvidesBuffers | None) -> None:
+    def __init__(self, execute: Execute, buffers: ProvidesBuffers | None, failures: _Failures) -> None:
         self._execute = execute
         self._buffers = buffers
-        self.failures: dict[int, InvalidRequest | GpuLost] = {}
-        """By the place of the request in its batch."""
+        self._failures = failures
         self._began_ns = monotonic_ns()
 
     def one_by_one(self, requests: Sequence[Sequence[Input | DeviceTensor]], padded_rows: int) -> Execution:
@@ -125,7 +130,7 @@ class _Reader:
                     else:
                         read.append(one)
             except (InvalidRequest, GpuLost) as error:
-                self.failures[number] = _bare(error)
+                self._failures[number] = _bare(error)
             else:
                 there.append(cast("Tensors", read))
         return self._placed(self._timed(there, padded_rows), len(requests))
@@ -165,7 +170,7 @@ class _Reader:
                     else:
                         column[start:stop] = one
             except (InvalidRequest, GpuLost) as error:
-                self.failures[number] = _bare(error)  # the next one takes its rows
+                self._failures[number] = _bare(error)  # the next one takes its rows
             else:
                 bounds.append(stop)
         return bounds
@@ -181,7 +186,7 @@ class _Reader:
     def _placed(self, done: Execution, requests: int) -> Execution:
         """`done`, with the result or failure of each of the batch's `requests` requests, in their order."""
         results = iter(done.results)
-        return replace(done, results=[self.failures.get(number) or next(results) for number in range(requests)])
+        return replace(done, results=[self._failures.get(number) or next(results) for number in range(requests)])
 
 
 def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[int] | None:
