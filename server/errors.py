@@ -86,6 +86,7 @@ __all__ = [
     "TooFewDescriptors",
     "TooManyModels",
     "TooManyRegions",
+    "as_value",
     "error_text",
     "status_of",
 ]
@@ -248,6 +249,18 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
         if kind in STATUS_OF:
             return STATUS_OF[kind]
     return None
+
+
+def as_value(error: Exception) -> Exception:
+    """`error`, to be handed on rather than raised. Without tracebacks: their frames, and those that called them, would
+    hold requests and their memory, and lead back to the error. One that isn't in the table, a bug, keeps its own, to be
+    logged."""
+    if status_of(error) is not None or isinstance(error, MemoryError):
+        error.__context__ = None
+        if error.__cause__ is not None:
+            error.__cause__ = error.__cause__.with_traceback(None)
+        return error.with_traceback(None)
+    return error
 
 
 def error_text(error: BaseException) -> str:

@@ -33,7 +33,7 @@ from paceline.server.codec.classification import Labels, class_count, classes_of
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, parse_parameters
 from paceline.server.codec.wire_request import AnyRequest, WireRequest
-from paceline.server.errors import AnswerTooLarge, InvalidRequest
+from paceline.server.errors import AnswerTooLarge, InvalidRequest, as_value
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.memory.region_tensors import NOWHERE, ClientMemory, Input, RegionTensor, Span, Write
 from paceline.server.memory.regions import Regions
@@ -163,11 +163,10 @@ class ModelCodec:
         return [self._message_or_error(request) if answer is None else answer for request, answer in pairs]
 
     def _message_or_error(self, request: Answerable) -> ModelInferResponse | Exception:
-        # The error's traceback has this frame, which must not lead back to the error.
         try:
             return self._message(request)
         except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
-            return error
+            return as_value(error)
 
     def _message(self, request: Answerable) -> ModelInferResponse:
         request_id, options, results, targets = request.message.id, request.options, request.value, request.targets

@@ -24,7 +24,7 @@ from paceline.server.codec.answers import Answerable
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.wire_request import AnyRequest, message_of
-from paceline.server.errors import InvalidRequest
+from paceline.server.errors import InvalidRequest, as_value
 
 __all__ = ["OpenCodec", "joined"]
 
@@ -70,11 +70,10 @@ class OpenCodec:
         return [*map(self._message_or_error, requests)]
 
     def _message_or_error(self, request: Answerable) -> ModelInferResponse | Exception:
-        # The error's traceback has this frame, which must not lead back to the error.
         try:
             return self._message(request)
         except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
-            return error
+            return as_value(error)
 
     def _message(self, request: Answerable) -> ModelInferResponse:
         options = request.options

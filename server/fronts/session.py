@@ -29,7 +29,7 @@ from paceline.server.codec.known_requests import Group
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, RequestParameters
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
-from paceline.server.errors import AnswerTooLarge
+from paceline.server.errors import AnswerTooLarge, as_value
 from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import Handles
 from paceline.server.fronts.protocol import Aborted, CallContext
@@ -203,7 +203,7 @@ class FrontSession:
         try:
             data = whole.answer = serialized(whole.answer)
         except Exception as error:  # noqa: BLE001 - the front's caller must get it
-            return error
+            return as_value(error)
         too_large = len(data) > self._link.size_bytes // 2
         return QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL) if too_large else None
 
@@ -262,11 +262,10 @@ class FrontSession:
         return [*map(self._sent, done)]
 
     def _sent(self, submitted: _Submitted) -> Exception | None:
-        # The error's traceback has this frame, which must not lead back to the error.
         try:
             self._send_result(submitted, submitted.value)
         except Exception as error:  # noqa: BLE001 - the front's caller must get it
-            return error
+            return as_value(error)
         return None
 
     # hot path

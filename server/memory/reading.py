@@ -22,7 +22,7 @@ import numpy as np
 from paceline.backends.base import DeviceTensor, Execution, ModelInstance, ProvidesBuffers, Slot
 from paceline.backends.batching import Packed, shares
 from paceline.backends.spec import Array, ModelSpec, Tensors
-from paceline.server.errors import GpuLost, InvalidRequest
+from paceline.server.errors import GpuLost, InvalidRequest, as_value
 from paceline.server.memory.copying import Piece, copy_all
 from paceline.server.memory.region_tensors import Input, Inputs, RegionTensor, TargetedInputs
 from paceline.server.memory.regions import Region, all_intact
@@ -32,7 +32,7 @@ __all__ = ["Execute", "ExecuteInputs", "over_shared_memory", "reading", "writing
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
 
-_Failures = dict[int, InvalidRequest | GpuLost]
+_Failures = dict[int, Exception]
 """By the place of the request in its batch."""
 
 
@@ -130,7 +130,7 @@ class _Reader:
                     else:
                         read.append(one)
             except (InvalidRequest, GpuLost) as error:
-                self._failures[number] = _bare(error)
+                self._failures[number] = as_value(error)
             else:
                 there.append(cast("Tensors", read))
         return self._placed(self._timed(there, padded_rows), len(requests))
@@ -170,7 +170,7 @@ class _Reader:
                     else:
                         column[start:stop] = one
             except (InvalidRequest, GpuLost) as error:
-                self._failures[number] = _bare(error)  # the next one takes its rows
+                self._failures[number] = as_value(error)  # the next one takes its rows
             else:
                 bounds.append(stop)
         return bounds
@@ -214,12 +214,6 @@ def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[
     for rows, one in arrays:
         rows[...] = one
     return bounds
-
-
-def _bare(error: InvalidRequest | GpuLost) -> InvalidRequest | GpuLost:
-    """`error` without tracebacks, whose frames would hold the batch, and with it other clients' regions."""
-    error.__context__ = None
-    return error.with_traceback(None)
 
 
 def writing_outputs(execute: ExecuteInputs) -> ExecuteInputs:

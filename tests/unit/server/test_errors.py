@@ -52,6 +52,7 @@ from paceline.server.errors import (
     ServerError,
     StartError,
     TooManyRegions,
+    as_value,
     error_text,
     status_of,
 )
@@ -190,3 +191,20 @@ def test_text_of_an_error_that_cannot_be_formatted_is_its_type() -> None:
             raise KeyError("words")
 
     assert error_text(Wordless()) == "Wordless"
+
+
+def caught(kind: type[Exception]) -> Exception:
+    try:
+        try:
+            raise ValueError("of a frame that holds memory")
+        except ValueError:
+            raise kind("wrong") from None
+    except kind as error:
+        return error
+
+
+def test_error_kept_as_value_holds_no_frames() -> None:
+    expected = as_value(caught(InvalidRequest))
+    assert str(expected) == "wrong"
+    assert (expected.__traceback__, expected.__context__) == (None, None)
+    assert as_value(caught(KeyError)).__traceback__ is not None  # a bug: its traceback is logged
