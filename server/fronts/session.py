@@ -204,8 +204,9 @@ class FrontSession:
             data = whole.answer = serialized(whole.answer)
         except Exception as error:  # noqa: BLE001 - the front's caller must get it
             return as_value(error)
-        too_large = len(data) > self._link.size_bytes // 2
-        return QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL) if too_large else None
+        if len(data) > self._link.size_bytes // 2:
+            return QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+        return None
 
     # hot path
     def _send_answer(self, number: int, data: bytes) -> None:
