@@ -29,7 +29,7 @@ from paceline.server.codec.codec import memory_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.open_codec import OpenCodec
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
-from paceline.server.errors import ServerStopping
+from paceline.server.errors import ServerStopping, as_value
 from paceline.server.memory.region_tensors import TargetedInputs
 from paceline.server.models.repository import Repository, ServedModel
 from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
@@ -223,13 +223,21 @@ class Inference:
                     self._fail(flight, asyncio.CancelledError() if flight.cancelled() else flight.exception())
         if not answered:
             return
-        errors = answer(answered)
+        try:
+            errors = answer(answered)
+        except Exception as error:  # noqa: BLE001 - the callers must get their answers
+            if len(answered) > 1:
+                _log.exception("answering a batch's requests together failed; answering them one by one")
+                for flight in answered:
+                    self.conclude((flight,), answer)
+                return
+            errors = [as_value(error)]
         if any(errors):
-            for flight, error in zip(answered, errors, strict=True):
-                if error is not None:
-                    self._fail(flight, error)
-            answered = [flight for flight, error in zip(answered, errors, strict=True) if error is None]
-            error = None  # its traceback may lead here
+            for flight, why in zip(answered, errors, strict=True):
+                if why is not None:
+                    self._fail(flight, why)
+            answered = [flight for flight, why in zip(answered, errors, strict=True) if why is None]
+            why = None  # its traceback may lead here
         for flight in answered if self._tracer.active or self._spans is not None or debugging.on else ():
             self._record(flight)
         now_ns = time.monotonic_ns()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inference import Inference
 from paceline.server.requests.parts import Parts
 from paceline.server.telemetry.metrics import Metrics
+from paceline.server.telemetry.model_statistics import VersionStatistics
 from tests.wire import rows_of_floats
 
 
@@ -63,3 +66,35 @@ def test_request_let_go_holds_no_results_and_no_error(fails: bool) -> None:
     del results, error
     flight.let_go()
     assert [one() for one in left] == [None, None]
+
+
+class Ended(InFlight):
+    """A request that keeps why it has failed."""
+
+    __slots__ = ("error",)
+
+    error: BaseException | None
+
+    def on_failure(self, error: BaseException) -> None:
+        self.error = error
+
+
+def test_answers_that_fail_together_are_made_one_by_one() -> None:
+    inference = Inference(Repository(Metrics(), lambda name: pytest.fail("nothing is loaded here")))
+    statistics = VersionStatistics()
+    flights = [Ended(pb.ModelInferRequest(id=str(number)), NEVER, None, NO_PASSED_HEADERS) for number in range(3)]
+    for flight in flights:
+        flight.model, flight.error = SimpleNamespace(statistics=statistics, name="m", version="1"), None
+        flight.succeed([rows_of_floats(1)])
+
+    def answer(several: Sequence[Ended]) -> list[Exception | None]:
+        if any(one.message.id == "1" for one in several):
+            raise MemoryError("no room")
+        for one in several:
+            one.answer = b"made"
+        return [None] * len(several)
+
+    inference.conclude(flights, answer)
+    assert [flight.answer for flight in flights] == [b"made", None, b"made"]
+    assert [type(flight.error) for flight in flights] == [type(None), MemoryError, type(None)]
+    assert (statistics.requests.count, statistics.failed) == (2, 1)
