@@ -32,6 +32,25 @@ class Trial:
     deadly: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LengthAxis:
+    """An axis of an input, of which 0 is the batch's, along which requests are to be filled up with `fill`."""
+
+    input: str
+    axis: int
+    fill: int | float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LengthTrial:
+    """What filling up requests showed. `spec` is the one that was tried, with the `lengths` that are to be used, and
+    their inputs' `fill`. `why_not`: why it has none although the model may have a mask, or, where they were asked for,
+    what differs from requests alone; "" if nothing speaks against it."""
+
+    spec: ModelSpec
+    why_not: str = ""
+
+
 class GroupKind(Enum):
     """Where `instance_group` wants its instances (`ModelInstanceGroup.Kind`)."""
 
@@ -298,6 +317,19 @@ class Triable(Protocol):
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         """Run it with made-up inputs, before any instance is made. Blocks for a few executions, each run by
         `supervise`."""
+
+
+@runtime_checkable
+class TriesLengths(Protocol):
+    """A model that can be asked along which axes requests of different sizes may be filled up."""
+
+    def try_lengths(
+        self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
+    ) -> LengthTrial:
+        """Run rows of different sizes, alone and filled up together, before any instance is made. `spec` is batched and
+        as it will be served. `asked`: the axes that a configuration names; None: find out, of a model that has a mask.
+        Blocks for some executions, each run by `supervise`. Raises LoadError for axes that can't be filled up, naming
+        the input, what was expected and what was asked for."""
 
 
 @runtime_checkable

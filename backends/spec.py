@@ -9,8 +9,9 @@ its place, in all requests of a batch or in none. BYTES tensors are object array
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
@@ -41,7 +42,10 @@ class TensorSpec:
     and the model sees all their elements concatenated into one vector. `shape_tensor`: has no batch axis even if the
     model is batched; all requests of a batch have the same value, which the model sees once. `any_rank`: after the
     batch axis, if there is one, any number of axes of any size is allowed, and `dims` mean nothing. `assumed`: the
-    `dims` of an output are only what the model says of itself, which may be wrong, so results may have others.
+    `dims` of an output are only what the model says of itself, which may be wrong, so results may have others. `fill`:
+    what an input is filled up with along its length axes; nothing is written into one of BYTES, whose elements are then
+    empty. `axis_names`: the model's own names of its axes, batch axis included, "" for one without; empty if it has
+    none.
     """
 
     name: str
@@ -54,6 +58,8 @@ class TensorSpec:
     shape_tensor: bool = False
     any_rank: bool = False
     assumed: bool = False
+    fill: int | float = 0
+    axis_names: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def model_dims(self) -> tuple[int, ...]:
@@ -96,15 +102,48 @@ class BatchOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Length:
+    """Axes that have the same size in a request, which differs from request to request: the words of a text, the frames
+    of a sound. Requests of different sizes share a batch: their inputs are filled up to a common size, and outputs are
+    cut back to each request's own.
+
+    `inputs` and `outputs` are pairs of a tensor's index and one of its axes, of which 0 is the batch's. The common size
+    is one of `sizes`, in ascending order, or for a request beyond the largest its own. `in_steps`: without `sizes`, it
+    is one of few, so that a device sees few shapes; otherwise it is the longest request's.
+    """
+
+    name: str
+    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, int], ...] = ()
+    sizes: tuple[int, ...] = ()
+    in_steps: bool = False
+
+    def padded(self, longest: int) -> int:
+        """The common size of a batch whose longest request has the size `longest`."""
+        place = bisect_left(self.sizes, longest)
+        if place < len(self.sizes):
+            return self.sizes[place]
+        return stepped(longest) if self.in_steps and not self.sizes else longest
+
+
+def stepped(size: int) -> int:
+    """`size`, rounded up to one of eight sizes between a power of two and the next."""
+    step = 1 << max(0, (size - 1).bit_length() - 4)
+    return -(-size // step) * step
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Inputs and outputs, in the model's own order. `batched`: every tensor except shape tensors has a batch axis in
-    front of its `dims`. `batch_inputs` are not among `inputs`: clients neither see nor send them."""
+    front of its `dims`. `batch_inputs` are not among `inputs`: clients neither see nor send them. `lengths`: the axes
+    along which requests of different sizes are filled up and cut back."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batched: bool = False
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
+    lengths: tuple[Length, ...] = ()
 
     @property
     def by_rows(self) -> bool:

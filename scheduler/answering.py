@@ -140,7 +140,9 @@ class Answers:
         started_ns, executed = outcome.started_ns, outcome.executed
         assert executed is not None
         duration_ns = outcome.finished_ns - started_ns
-        facts = BatchFacts(batch.number, batch.rows, batch.padded_rows, 0, duration_ns, started_ns, executed)
+        facts = BatchFacts(
+            batch.number, batch.rows, batch.padded_rows, 0, duration_ns, started_ns, executed, batch.sizes
+        )
         requests: Requests = batch.requests
         unfinished: Requests = ()
         results: Sequence[object] = executed.results
@@ -188,6 +190,8 @@ class Answers:
             cancelled=cancelled,
             number=batch.number,
             requests=batch.requests,
+            sizes=batch.sizes,
+            elements=batch.elements,
         )
         try:
             self._observer.on_batch(report)

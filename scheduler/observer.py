@@ -33,7 +33,8 @@ class Drop(Enum):
 
 
 class BatchReport(NamedTuple):
-    """One execution of `rows` rows, padded to `padded_rows`.
+    """One execution of `rows` rows, padded to `padded_rows`, of requests filled up to `sizes`. Without padding they
+    have `elements`: rows times sizes.
 
     `execution` is what the instance returned, None if it raised. Each request of the batch is counted once: `waits_ns`
     holds the times in the queue of those that have results, `failed` counts those that were answered with an error,
@@ -53,6 +54,8 @@ class BatchReport(NamedTuple):
     cancelled: int = 0
     number: int = 0
     requests: Sequence[AnyRequest] = ()
+    sizes: tuple[int, ...] = ()
+    elements: int = 0
 
 
 class Observer(Protocol):

@@ -7,7 +7,7 @@ which `server/models/batch_policy.py` translates. Vocabulary and defaults are Tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -94,7 +94,11 @@ class BatchPolicy:
     requests at fault fail. `deadline_aware`: a request that can't be answered before its RPC's deadline, going by
     measured execution times, is not executed. `await_returns`: if no delay, preferred size or limit of requests is
     configured, an idle instance is held back for callers who have just been answered, if they tend to come again at
-    once. `execution_limit_ns`: an execution that takes longer is given up, and its instance with it (0: no limit).
+    once. `lengths`: one function for each size in which requests of a key may differ (`Request.sizes`), which says
+    the common size of a batch whose longest request has a given one. `max_batch_elements`: the most that rows times
+    these common sizes may be (0: no bound). `grows_always`: a batch is as large as it can be, even if fewer rows were
+    measured to cost less each. `execution_limit_ns`: an execution that takes longer is given up, and its instance with
+    it (0: no limit).
     """
 
     max_batch_rows: int = 1
@@ -111,12 +115,16 @@ class BatchPolicy:
     isolate_failures: bool = True
     deadline_aware: bool = True
     await_returns: bool = False
+    lengths: tuple[Callable[[int], int], ...] = ()
+    max_batch_elements: int = 0
+    grows_always: bool = False
     execution_limit_ns: int = 0
 
     def __post_init__(self) -> None:
         _require(self.max_batch_rows >= 1, "max_batch_rows", ">= 1", self.max_batch_rows)
         _require(self.max_queue_delay_ns >= 0, "max_queue_delay_ns", ">= 0", self.max_queue_delay_ns)
         _require(self.max_batch_requests >= 0, "max_batch_requests", ">= 0", self.max_batch_requests)
+        _require(self.max_batch_elements >= 0, "max_batch_elements", ">= 0", self.max_batch_elements)
         _require(self.execution_limit_ns >= 0, "execution_limit_ns", ">= 0", self.execution_limit_ns)
         for rows in self.preferred_batch_rows:
             _require(0 < rows <= self.max_batch_rows, "preferred_batch_rows", f"1 to {self.max_batch_rows}", rows)

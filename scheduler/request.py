@@ -31,8 +31,8 @@ R = TypeVar("R")
 
 
 class BatchFacts(NamedTuple):
-    """What became of a request: the batch that it was executed in, how long it waited and executed, when its execution
-    began on the monotonic clock, and what the instance returned."""
+    """What became of a request: the batch that it was executed in with its common `sizes`, how long it waited and
+    executed, when its execution began on the monotonic clock, and what the instance returned."""
 
     number: int
     rows: int
@@ -41,6 +41,7 @@ class BatchFacts(NamedTuple):
     compute_ns: int
     started_ns: int
     executed: object
+    sizes: tuple[int, ...] = ()
 
 
 OnAnswers = Callable[[list[Any]], None]
@@ -51,7 +52,7 @@ because each source has a class of requests of its own, and is told only of its 
 
 class Request(Generic[P, R]):
     """`rows` rows of a model's input in `payload`, as the batcher's runners take it. Only requests of equal `key` share
-    a batch.
+    a batch. They may differ in `sizes`, as many as the policy has `lengths`: they are filled up to common ones.
 
     `timeout_ns` is its own queue timeout (0: none), `deadline_ns` the moment its caller gives up. Its wait began at
     `arrived_ns` (0: when it is submitted). `tag` is whatever the caller wants an observer of batches to find.
@@ -84,6 +85,7 @@ class Request(Generic[P, R]):
         "refused",
         "rows",
         "size_bytes",
+        "sizes",
         "tag",
         "timeout_ns",
         "timer",
@@ -103,6 +105,7 @@ class Request(Generic[P, R]):
         arrived_ns: int = 0,
         *,
         size_bytes: int = 0,
+        sizes: tuple[int, ...] = (),
         priority: int = 0,
         timeout_ns: int = 0,
         deadline_ns: int = NEVER,
@@ -113,6 +116,7 @@ class Request(Generic[P, R]):
         self.key = key
         self.arrived_ns = arrived_ns
         self.size_bytes = size_bytes
+        self.sizes = sizes
         self.priority = priority
         self.timeout_ns = timeout_ns
         self.deadline_ns = deadline_ns
@@ -212,8 +216,9 @@ RequestT_co = TypeVar("RequestT_co", bound=AnyRequest, covariant=True)
 
 class Batch(NamedTuple, Generic[RequestT]):
     """Requests that execute together; all of one `key`, in the order of service. `padded_rows` is what the model sees:
-    `rows`, or more where only some sizes are allowed. `number` counts the batches of the queue, from 1. `expected_ns`
-    is how long it is likely to execute (0: not known well enough)."""
+    `rows`, or more where only some sizes are allowed; likewise `sizes`, those that its requests are filled up to.
+    `elements` is what the requests have without that: rows times sizes. `number` counts the batches of the queue, from
+    1. `expected_ns` is how long it is likely to execute (0: not known well enough)."""
 
     number: int
     key: Hashable
@@ -221,6 +226,8 @@ class Batch(NamedTuple, Generic[RequestT]):
     padded_rows: int
     requests: tuple[RequestT, ...]
     expected_ns: int = 0
+    sizes: tuple[int, ...] = ()
+    elements: int = 0
 
 
 class Timer(Generic[RequestT_co]):
