@@ -14,7 +14,8 @@ from typing import Generic, NamedTuple
 
 from paceline.scheduler.errors import DeadlineUnreachable, QueueFull, RequestTooLarge
 from paceline.scheduler.lanes import Lane, Lanes, order_of
-from paceline.scheduler.latency import Executing, LatencyModel
+from paceline.scheduler.latency import Executing, LatencyModel, cost_size
+from paceline.scheduler.lengths import common_sizes
 from paceline.scheduler.policy import NEVER, BatchPolicy, TimeoutAction
 from paceline.scheduler.request import Batch, RequestT
 from paceline.scheduler.returning_callers import ReturningCallers
@@ -62,6 +63,8 @@ class BatchQueue(Generic[RequestT]):
         self._has_levels = policy.priority_levels > 0
         self._queue_policy, self._queue_policies = policy.queue, policy.priority_queue
         self._pads = bool(policy.batch_sizes)
+        self._lengths = policy.lengths
+        self._stops = policy.max_batch_rows > 1 and not policy.grows_always
         self._arrived = 0
         self._lanes: Lanes[RequestT] = Lanes(policy)
         self._timers: Timers[RequestT] = Timers()
@@ -103,7 +106,7 @@ class BatchQueue(Generic[RequestT]):
     # hot path: push, poll and the finish of one request together take 2 to 4 us in one lane, and 4.5 to 7 us where each
     # request is a lane and a batch of its own; see bench/micro.py
     def push(self, group: Sequence[RequestT]) -> Sequence[Refusal | None]:
-        """Add requests that arrived one after the other, and have equal rows, key, size, priority and queue timeout.
+        """Add requests that arrived one after the other, and have equal rows, key, bytes, priority and queue timeout.
 
         Returns why requests are refused, None for each one that isn't; nothing at all if none is. Nothing changes for
         those that are refused.
@@ -130,6 +133,9 @@ class BatchQueue(Generic[RequestT]):
             # What is too much for all of them may not be for each.
             refusals = [one for each in group for one in self.push([each]) or (None,)]
             return refusals if any(refusals) else ()
+        if self._lengths:
+            sizes = common_sizes(self._lengths, group)
+            self.latency.expect(cost_size(self._max_rows, sizes))
         order = order_of(level, self._arrived) if level else self._arrived
         self._arrived += requests
         for request in group:
@@ -201,7 +207,12 @@ class BatchQueue(Generic[RequestT]):
         """Learn that a batch has ended, having executed for `duration_ns`; None if it failed."""
         self._executing.end(batch)
         if duration_ns is not None:
-            self.latency.observe(batch.key, batch.padded_rows, duration_ns, now_ns)
+            size = batch.padded_rows
+            if batch.sizes:
+                size = cost_size(size, batch.sizes)
+            self.latency.observe(batch.key, size, duration_ns, now_ns)
+            if self._stops:
+                self._sizing.growth.observe(batch.key, size, duration_ns, now_ns)
             if self._awaits_returns:
                 self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
 
@@ -243,8 +254,9 @@ class BatchQueue(Generic[RequestT]):
     ) -> tuple[Batch[RequestT], Sequence[RequestT]]:
         """Begin a batch, now, of requests whose earlier batch failed. Returns it, and the requests that don't fit: it
         may have `most_rows` rows (0: any number), or fewer if less is allowed by now."""
-        fitting, rows = self._sizing.fitting(requests, len(requests), most_rows)
-        return self._executing.begin(fitting, rows, self._sizing.padded(rows), now_ns), requests[len(fitting) :]
+        cut = self._sizing.of(*self._sizing.fitting(requests, len(requests), most_rows))
+        batch = self._executing.begin(cut.requests, cut.rows, cut.padded_rows, now_ns, cut.sizes)
+        return batch, requests[len(cut.requests) :]
 
     def flush(self) -> None:
         """From now on, nothing waits for more requests: whatever is queued leaves as soon as an instance is idle."""
@@ -255,7 +267,8 @@ class BatchQueue(Generic[RequestT]):
         """The error of a request, with `left_ns` until its deadline, that is certain to be late: even if only full
         batches are ahead of it and it executes alone. Of several, any that may be."""
         first, now_ns = group[0], group[-1].arrived_ns
-        alone_ns = self.latency.proven_ns(first.key, self._sizing.padded(first.rows), now_ns)
+        alone = self._sizing.of([first], first.rows)
+        alone_ns = self.latency.proven_ns(first.key, cost_size(alone.padded_rows, alone.sizes), now_ns)
         if not alone_ns and len(group) == 1:
             return None
         ahead = self._lanes.rows_before(first.key, level)
@@ -328,15 +341,15 @@ class BatchQueue(Generic[RequestT]):
         leaving: Sequence[RequestT]
         # A lone request with time to spare is its own batch. Otherwise the lane says how many may leave, the sizing how
         # many of these do, and deadlines may change which: then some are given up, and the rest is looked at again.
-        if lane.only is not None and not may_be_late:
+        sizes: tuple[int, ...] = ()
+        if lane.only is not None and not may_be_late and not self._lengths:
             leaving, rows = (lane.only,), lane.rows
             padded_rows = self._sizing.padded(rows) if self._pads else rows
         else:
-            releasable = self._lanes.releasable(lane, now_ns)
-            cut = self._sizing.cut(lane, min(releasable, self.policy.max_batch_requests or releasable))
+            cut = self._sizing.cut(lane, self._lanes.releasable(lane, now_ns), now_ns)
             if may_be_late:
                 cut, late = self._sizing.most_in_time(lane.key, lane, cut, starts_ns)
-            leaving, rows, padded_rows = cut
+            leaving, rows, padded_rows, sizes = cut
             if late:
                 leaving = [one.request for one in late]
         self._lanes.take(lane, leaving)
@@ -346,4 +359,4 @@ class BatchQueue(Generic[RequestT]):
         if late:
             unreachable += late
             return None
-        return self._executing.begin(leaving, rows, padded_rows, starts_ns)
+        return self._executing.begin(leaving, rows, padded_rows, starts_ns, sizes)

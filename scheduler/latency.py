@@ -8,12 +8,13 @@ rises.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 from paceline.scheduler.request import Batch, RequestT
 
-__all__ = ["Executing", "LatencyModel"]
+__all__ = ["Executing", "LatencyModel", "cost_size"]
 
 _RISE = 0.1
 _FALL = 0.5
@@ -69,10 +70,11 @@ class _Curve:
     """Time over rows for one shape key: the mean at each size seen, and for other sizes a line through the smallest and
     the largest (`fewest` and `most` rows) of those that were measured more than once."""
 
-    __slots__ = ("count", "fewest", "last_ns", "most", "sizes")
+    __slots__ = ("count", "fewest", "last_ns", "most", "sizes", "worth_due", "worth_rows")
 
     def __init__(self) -> None:
         self.sizes: dict[int, _Size] = {}
+        self.worth_due, self.worth_rows = 1, 0.0
         self.count = self.last_ns = self.fewest = self.most = 0
 
     def seen_again(self, rows: int) -> None:
@@ -106,6 +108,23 @@ class _Curve:
         few_ns, many_ns = self.sizes[few].mean, self.sizes[many].mean
         return int(max(0.0, few_ns - few * max(0.0, many_ns - few_ns) / (many - few)))
 
+    def worth(self) -> float:
+        """The line of least squares, in proportion to what was measured, through the sizes measured more than once."""
+        sizes = [(rows, one) for rows, one in self.sizes.items() if one.count > 1]
+        weights = [min(one.count, _FEW) / max(1.0, one.mean) ** 2 for _, one in sizes]
+        total = sum(weights)
+        if len(sizes) < 2:
+            return 0.0
+        rows_mean = sum([weight * rows for weight, (rows, _) in zip(weights, sizes, strict=True)]) / total
+        time_mean = sum([weight * one.mean for weight, (_, one) in zip(weights, sizes, strict=True)]) / total
+        spread = together = 0.0
+        for weight, (rows, one) in zip(weights, sizes, strict=True):
+            spread += weight * (rows - rows_mean) ** 2
+            together += weight * (rows - rows_mean) * (one.mean - time_mean)
+        row_ns = together / spread
+        base_ns = max(0.0, time_mean - row_ns * rows_mean)
+        return base_ns / row_ns if row_ns > 0 else base_ns
+
     def margin_ns(self, rows: int) -> int:
         size = self.sizes.get(rows)
         return int(_MARGIN * size.deviation) if size is not None else 0
@@ -118,7 +137,8 @@ class _Curve:
 
 
 class LatencyModel:
-    """Execution times by shape key and rows, up to `max_rows`. Everything is O(1); the keys first seen longest ago are
+    """Execution times by shape key and rows, up to `max_rows`; or, if requests of a key differ in length, by elements,
+    which take the place of rows (`cost_size`). Everything is O(1); the keys first seen longest ago are
     forgotten. Only the hashes of keys are kept: keys may be as large as callers like, and would outlive their requests.
     Two keys of the same hash count as one, and estimates are no worse for that.
 
@@ -128,7 +148,7 @@ class LatencyModel:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
+        self._largest = max_rows
         self._curves: OrderedDict[int, _Curve] = OrderedDict()
         self._sizes = 0
         self._since_look = 0
@@ -154,12 +174,11 @@ class LatencyModel:
         if 2 * duration_ns > self.longest_ns:
             self.longest_ns = 2 * duration_ns
         if size.count < _FEW or not size.count % _FEW:
-            longest_ns = curve.expected_ns(self._max_rows) + curve.margin_ns(self._max_rows)
+            longest_ns = curve.expected_ns(self._largest) + curve.margin_ns(self._largest)
             self.longest_ns = max(self.longest_ns, longest_ns)
         self._since_look += 1
         if self._since_look >= _LOOK_EVERY + _LOOK_EVERY_TIMES * self._sizes:
-            self._since_look = 0
-            self.longest_ns = max([one.longest_ns(self._max_rows) for one in self._curves.values()])
+            self._look()
 
     def expected_ns(self, key: Hashable, rows: int) -> int:
         """What a batch of `rows` rows is expected to take; 0 as long as nothing is known about the key."""
@@ -182,11 +201,41 @@ class LatencyModel:
         curve = self._curves.get(hash(key))
         return curve.base_ns() if curve is not None else 0
 
+    def expect(self, size: int) -> None:
+        """Learn that a batch may have this size."""
+        if size > self._largest:
+            self._largest = size
+            self._look()
+
+    def _look(self) -> None:
+        self._since_look = 0
+        self.longest_ns = max([one.longest_ns(self._largest) for one in self._curves.values()], default=0)
+
+    def worth(self, key: Hashable) -> float:
+        """How many more rows can be computed in the time that one more batch costs whatever its rows; 0 as long as it
+        isn't known."""
+        curve = self._curves.get(hash(key))
+        if curve is None:
+            return 0.0
+        if curve.count >= curve.worth_due:
+            curve.worth_rows, curve.worth_due = curve.worth(), curve.count + _FEW
+        return curve.worth_rows
+
     def _forget_some(self) -> None:
         """Forget the keys first seen, until there aren't too many; one is left however many sizes it has."""
         while len(self._curves) > _MAX_KEYS or (self._sizes > _MAX_SIZES and len(self._curves) > 1):
             _, curve = self._curves.popitem(last=False)
             self._sizes -= len(curve.sizes)
+
+
+def cost_size(rows: int, sizes: Sequence[int]) -> int:
+    """By what a batch's execution time is learned: its rows; or, if its requests differ in length and are filled up to
+    `sizes`, its elements, of which about the same number counts as the same."""
+    if not sizes:
+        return rows
+    elements = rows * math.prod(sizes)
+    step = max(0, elements.bit_length() - 4)
+    return max(1, elements >> step << step)
 
 
 class Executing:
@@ -201,13 +250,17 @@ class Executing:
         self._ends_ns: dict[int, int] = {}
 
     # hot path
-    def begin(self, requests: Sequence[RequestT], rows: int, padded_rows: int, now_ns: int) -> Batch[RequestT]:
-        """Begin a batch of `requests`, all of one key, which starts at `now_ns`."""
+    def begin(
+        self, requests: Sequence[RequestT], rows: int, padded_rows: int, now_ns: int, sizes: tuple[int, ...] = ()
+    ) -> Batch[RequestT]:
+        """Begin a batch of `requests`, all of one key and filled up to `sizes`, which starts at `now_ns`."""
         key = requests[0].key
         self._begun += 1
-        expected_ns = self._latency.proven_ns(key, padded_rows, now_ns)
+        size = padded_rows if not sizes else cost_size(padded_rows, sizes)
+        expected_ns = self._latency.proven_ns(key, size, now_ns)
         self._ends_ns[self._begun] = now_ns + expected_ns
-        return Batch(self._begun, key, rows, padded_rows, tuple(requests), expected_ns)
+        elements = rows if not sizes else sum([one.rows * math.prod(one.sizes) for one in requests])
+        return Batch(self._begun, key, rows, padded_rows, tuple(requests), expected_ns, sizes, elements)
 
     # hot path
     def end(self, batch: Batch[RequestT]) -> None:

@@ -117,7 +117,7 @@ class BatchPolicy:
     await_returns: bool = False
     lengths: tuple[Callable[[int], int], ...] = ()
     max_batch_elements: int = 0
-    grows_always: bool = False
+    grows_always: bool = True
     execution_limit_ns: int = 0
 
     def __post_init__(self) -> None:

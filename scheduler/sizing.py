@@ -7,13 +7,16 @@ them.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple
 
+from paceline.scheduler.growth import Growth
 from paceline.scheduler.lanes import Lane
-from paceline.scheduler.latency import LatencyModel
+from paceline.scheduler.latency import LatencyModel, cost_size
+from paceline.scheduler.lengths import Bounds, common_sizes, sharing
 from paceline.scheduler.policy import NEVER, BatchPolicy
 from paceline.scheduler.request import RequestT
 
@@ -22,6 +25,8 @@ __all__ = ["LONGEST_PAUSE_NS", "PAUSE_NS", "Allowance", "Allowed", "Cut", "Sizin
 PAUSE_NS = 10_000_000_000
 """How long memory has to suffice until twice as many rows are tried."""
 LONGEST_PAUSE_NS = 600_000_000_000
+_WINDOW = 64
+"""How many waiting requests are looked at for those of similar lengths, or twice as many as a batch has rows."""
 _MAX_BATCHES = 8
 """How many batches deep to look into a lane for requests that can be answered in time; what lies further back is looked
 at later."""
@@ -104,11 +109,13 @@ class Unreachable(NamedTuple, Generic[RequestT]):
 
 
 class Cut(NamedTuple, Generic[RequestT]):
-    """The first requests of a lane: `requests` with `rows` rows, executed as `padded_rows` rows of the model."""
+    """The next requests of a lane: `requests` with `rows` rows, executed as `padded_rows` rows of the model and filled
+    up to `sizes`."""
 
     requests: Sequence[RequestT]
     rows: int
     padded_rows: int
+    sizes: tuple[int, ...] = ()
 
 
 class Sizing:
@@ -117,6 +124,9 @@ class Sizing:
     def __init__(self, policy: BatchPolicy, latency: LatencyModel) -> None:
         self._policy = policy
         self._latency = latency
+        self._lengths = policy.lengths
+        self._stops = policy.max_batch_rows > 1 and not policy.grows_always
+        self.growth = Growth(min(policy.preferred_batch_rows, default=1) if not policy.lengths else 1)
         self.allowance = Allowance(policy.max_batch_rows, policy.batch_sizes)
 
     def padded(self, rows: int) -> int:
@@ -125,18 +135,47 @@ class Sizing:
         return sizes[bisect_left(sizes, rows)] if sizes else rows
 
     # hot path
-    def cut(self, lane: Lane[RequestT], max_requests: int) -> Cut[RequestT]:
-        """As many of the lane's first requests as fit into a batch, or into a smaller allowed size if that costs less
-        per row.
+    def cut(self, lane: Lane[RequestT], releasable: int, now_ns: int) -> Cut[RequestT]:
+        """As many of the lane's first `releasable` requests as fit into a batch, or into a smaller allowed size if that
+        costs less per row, or up to the size from which on rows cost more. If requests differ in length, those that
+        the first one shares its batch with.
 
-        The cost is measured execution time; as long as none is known, padding up wins. A request that is larger than
-        what is allowed for now is a batch of its own.
+        The cost is measured execution time; as long as none is known, padding up wins, and only equal lengths share a
+        batch. A request that is larger than what is allowed for now is a batch of its own.
         """
-        if lane.requests <= max_requests and lane.rows <= self.allowance.rows:
+        rows, requests = self.allowance.rows, self._policy.max_batch_requests or releasable
+        most = self.growth.most(lane.key, now_ns) if self._stops and lane.requests > 1 else 0
+        if self._lengths:
+            return self._cut_by_length(lane, releasable, most)
+        if most and most < rows:
+            rows = self._stop(rows, most)
+        if lane.requests <= min(requests, releasable) and lane.rows <= rows:
             fitting, rows = list(lane), lane.rows
         else:
-            fitting, rows = self.fitting(lane, max_requests)
+            fitting, rows = self.fitting(lane, min(requests, releasable), rows)
         return self._to_allowed_size(lane.key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
+
+    def _stop(self, rows: int, most: int) -> int:
+        """The rows to stop at, where `rows` are allowed and rows cost least in batches of `most`: a preferred or
+        allowed size, if there are such."""
+        sizes = sorted(self._policy.preferred_batch_rows or self._policy.batch_sizes)
+        return min(rows, sizes[min(bisect_left(sizes, most), len(sizes) - 1)]) if sizes else most
+
+    def _cut_by_length(self, lane: Lane[RequestT], releasable: int, growth: int) -> Cut[RequestT]:
+        policy, rows = self._policy, self.allowance.rows
+        waiting = list(islice(lane, max(_WINDOW, 2 * rows)))
+        if releasable < lane.requests:
+            # A preferred size: so many rows, whichever they are.
+            rows = min(rows, sum([request.rows for request in islice(lane, releasable)]))
+        elements = min([one for one in (policy.max_batch_elements, growth) if one], default=sys.maxsize)
+        bounds = Bounds(rows, policy.max_batch_requests or len(waiting), elements)
+        return self.of(sharing(waiting, self._lengths, bounds, self._latency.worth(lane.key)))
+
+    def of(self, requests: Sequence[RequestT], rows: int = 0) -> Cut[RequestT]:
+        """`requests` as they are, which have `rows` rows (0: not counted yet)."""
+        rows = rows or sum([request.rows for request in requests])
+        sizes = common_sizes(self._lengths, requests) if self._lengths else ()
+        return Cut(requests, rows, self.padded(rows), sizes)
 
     def fitting(
         self, requests: Iterable[RequestT], max_requests: int, most_rows: int = 0
@@ -161,34 +200,42 @@ class Sizing:
         time left, and small batches for their sake would make everybody late. If no batch is in time for any request,
         those are given up that even a batch of their own would be too late for.
         """
-        end_ns = starts_ns + self._safe_ns(key, cut.padded_rows, starts_ns)
+        end_ns = starts_ns + self._safe_ns(key, cut.padded_rows, cut.sizes, starts_ns)
         if all(one.deadline_ns >= end_ns for one in cut.requests):
             return cut, []
+        if cut.sizes:
+            # Nobody is to be late for the sake of others' lengths.
+            first = cut.requests[0].sizes
+            requests = [one for one in islice(requests, _WINDOW) if one.sizes == first]
+            cut = self.of(self.fitting(requests, len(cut.requests), cut.rows)[0])
         candidates = list(islice(requests, _MAX_BATCHES * len(cut.requests)))
         limit, best, best_late, best_rate = cut.rows + 1, cut, list[Unreachable[RequestT]](), 0.0
         while limit > (smaller := min(cut.rows, max(limit // 2, cut.requests[0].rows))):
             limit = cut.rows if limit > cut.rows else smaller
-            one, late = self._in_time(key, candidates, limit, len(cut.requests), starts_ns)
-            rate = len(one.requests) / max(1, self._safe_ns(key, one.padded_rows, starts_ns)) if one.requests else 0.0
+            one, late = self._in_time(key, candidates, limit, cut, starts_ns)
+            took_ns = self._safe_ns(key, one.padded_rows, one.sizes, starts_ns) if one.requests else 0
+            rate = len(one.requests) / max(1, took_ns)
             if rate > best_rate:
                 best, best_late, best_rate = one, late, rate
         if not best_rate:
-            alone = [(one, self._latency.proven_ns(key, self.padded(one.rows), starts_ns)) for one in cut.requests]
-            best_late = [
-                Unreachable(one, needed_ns) for one, needed_ns in alone if one.deadline_ns < starts_ns + needed_ns
-            ]
+            for one_request in cut.requests:
+                size = cost_size(self.padded(one_request.rows), cut.sizes)
+                needed_ns = self._latency.proven_ns(key, size, starts_ns)
+                if one_request.deadline_ns < starts_ns + needed_ns:
+                    best_late.append(Unreachable(one_request, needed_ns))
         return best, best_late
 
     def _in_time(
-        self, key: Hashable, requests: Sequence[RequestT], max_rows: int, max_requests: int, starts_ns: int
+        self, key: Hashable, requests: Sequence[RequestT], max_rows: int, cut: Cut[RequestT], starts_ns: int
     ) -> tuple[Cut[RequestT], list[Unreachable[RequestT]]]:
-        """The first requests that a batch of up to `max_rows` rows is in time for, and those skipped before them."""
-        needed_ns = self._safe_ns(key, self.padded(max_rows), starts_ns)
+        """The first requests that a batch of up to `max_rows` rows is in time for, no more of them than `cut` has and
+        of its sizes, and those skipped before them."""
+        needed_ns = self._safe_ns(key, self.padded(max_rows), cut.sizes, starts_ns)
         fitting: list[RequestT] = []
         late: list[Unreachable[RequestT]] = []
         rows = 0
         for one in requests:
-            if len(fitting) == max_requests or rows + one.rows > max_rows:
+            if len(fitting) == len(cut.requests) or rows + one.rows > max_rows:
                 break
             if one.deadline_ns < starts_ns + needed_ns:
                 late.append(Unreachable(one, needed_ns))
@@ -197,12 +244,13 @@ class Sizing:
                 rows += one.rows
         if late and 0 < rows < max_rows:
             # No request is to be skipped for the sake of a size that isn't reached.
-            return self._in_time(key, requests, rows, max_requests, starts_ns)
-        return Cut(fitting, rows, self.padded(rows) if rows else 0), late
+            return self._in_time(key, requests, rows, cut, starts_ns)
+        return Cut(fitting, rows, self.padded(rows) if rows else 0, cut.sizes), late
 
-    def _safe_ns(self, key: Hashable, rows: int, starts_ns: int) -> int:
-        proven_ns = self._latency.proven_ns(key, rows, starts_ns)
-        return proven_ns + self._latency.margin_ns(key, rows) if proven_ns else 0
+    def _safe_ns(self, key: Hashable, rows: int, sizes: tuple[int, ...], starts_ns: int) -> int:
+        size = cost_size(rows, sizes)
+        proven_ns = self._latency.proven_ns(key, size, starts_ns)
+        return proven_ns + self._latency.margin_ns(key, size) if proven_ns else 0
 
     def _to_allowed_size(self, key: Hashable, requests: Sequence[RequestT], rows: int) -> Cut[RequestT]:
         """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row."""

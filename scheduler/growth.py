@@ -1,0 +1,137 @@
+"""How large a batch is worth while, where large ones cost more per row than small ones: on a processor whose caches
+they exceed, for example.
+
+Lives here: what a row costs in batches of about a size, measured; and the size to stop at. Must not: cut batches, or
+know deadlines. A size is in rows, or, where requests differ in length, in elements.
+
+Sizes count by octaves. The bound of a key moves by one octave at a time, towards where a row costs less by more than
+the measurements differ among themselves. It starts without a bound, so a model that nothing speaks against has none.
+What is measured is forgotten after half a minute. To know whether the next octave is cheaper, a few batches are made of
+that size now and then: eight in half a minute, and not two in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+
+__all__ = ["Growth"]
+
+_ENOUGH = 8
+"""Measurements that say what a row costs."""
+_WEIGHT = 0.1
+_FRESH_NS = 30_000_000_000
+_NOISE = 0.03
+"""A difference up to this fraction means nothing, however often it is seen."""
+_DEVIATIONS = 2
+_OUTLIER = 3
+_EVERY = 4
+"""Of so many batches, one is of another size, while that has to be measured."""
+_MAX_KEYS = 256
+
+
+class _Octave:
+    """What a row costs in batches of one octave: mean, mean deviation, number of measurements, time of the first one
+    since they were last too old."""
+
+    __slots__ = ("count", "deviation", "last_ns", "mean")
+
+    def __init__(self) -> None:
+        self.mean = self.deviation = 0.0
+        self.count = self.last_ns = 0
+
+    def observe(self, cost: float, now_ns: int) -> None:
+        if now_ns - self.last_ns > _FRESH_NS:
+            self.count = 0
+        self.last_ns = now_ns
+        self.count += 1
+        if self.count == 1:
+            self.mean, self.deviation = cost, 0.0
+            return
+        off = min(cost - self.mean, _OUTLIER * self.mean)
+        weight = max(_WEIGHT, 1 / self.count)
+        self.deviation += weight * (abs(off) - self.deviation)
+        self.mean += weight * off
+
+    def is_cheaper(self, other: _Octave) -> bool:
+        """Whether a row costs less here than in `other`, beyond noise."""
+        effective = min(self.count, other.count, round(2 / _WEIGHT))
+        noise = _DEVIATIONS * (self.deviation + other.deviation) / math.sqrt(effective)
+        return other.mean - self.mean > max(noise, _NOISE * other.mean)
+
+
+class _Key:
+    """What is known of a key. `bound`: the octave to stop at, None if there is no bound."""
+
+    __slots__ = ("batches", "bound", "octaves")
+
+    def __init__(self) -> None:
+        self.octaves: dict[int, _Octave] = {}
+        self.batches = 0
+        self.bound: int | None = None
+
+    def known(self, number: int, now_ns: int) -> _Octave | None:
+        """The octave of this number, if enough of it was measured lately."""
+        octave = self.octaves.get(number)
+        return octave if octave and octave.count >= _ENOUGH and now_ns - octave.last_ns <= _FRESH_NS else None
+
+    def top(self, now_ns: int) -> int | None:
+        """The bound, or without one the largest octave that is known; None if none is."""
+        if self.bound is not None:
+            return self.bound
+        return max((number for number in self.octaves if self.known(number, now_ns)), default=None)
+
+
+class Growth:
+    """The sizes at which batches stop, by key. Only the hashes of keys are kept, as in `LatencyModel`.
+
+    A bound is never below `least`.
+    """
+
+    def __init__(self, least: int = 1) -> None:
+        self._least = (max(1, least) - 1).bit_length()
+        self._keys: OrderedDict[int, _Key] = OrderedDict()
+
+    @property
+    def bounds(self) -> list[int]:
+        """The bounds in force; keys without one have none here."""
+        return [1 << key.bound for key in self._keys.values() if key.bound is not None]
+
+    # hot path
+    def most(self, key: Hashable, now_ns: int) -> int:
+        """The largest size that the next batch of `key`, for which more is waiting, should have; 0: any."""
+        known = self._keys.get(hash(key))
+        if known is None:
+            return 0
+        known.batches += 1
+        if known.batches % _EVERY == 0 and (top := known.top(now_ns)) is not None:
+            # Larger ones than without a bound can't be had, so only a bound hides them.
+            for number in (top - 1, top + 1) if known.bound is not None else (top - 1,):
+                if number >= self._least and not known.known(number, now_ns):
+                    return 1 << number
+        return 0 if known.bound is None else 1 << known.bound
+
+    # hot path
+    def observe(self, key: Hashable, size: int, duration_ns: int, now_ns: int) -> None:
+        """Learn that a batch of `size` took `duration_ns`."""
+        known = self._keys.get(hash(key))
+        if known is None:
+            known = self._keys[hash(key)] = _Key()
+            if len(self._keys) > _MAX_KEYS:
+                self._keys.popitem(last=False)
+        number = (size - 1).bit_length()
+        octave = known.octaves.get(number)
+        if octave is None:
+            octave = known.octaves[number] = _Octave()
+        octave.observe(duration_ns / size, now_ns)
+        if octave.count < _ENOUGH or (top := known.top(now_ns)) is None or number not in (top - 1, top, top + 1):
+            return
+        below, here, above = (known.known(one, now_ns) for one in (top - 1, top, top + 1))
+        if here is None:
+            return
+        if below and top > self._least and below.is_cheaper(here):
+            known.bound = top - 1
+        elif known.bound is not None and above and not here.is_cheaper(above):
+            # Once no larger octave was ever measured, there is nothing to stop before.
+            known.bound = top + 1 if any(one > top + 1 for one in known.octaves) else None

@@ -1,0 +1,118 @@
+"""Which waiting requests of different sizes share a batch.
+
+Requests of a batch are filled up to a common size, so each one shorter than the longest costs more than alone. In
+return, a batch saves what executions cost whatever is in them. Both are measured: a batch is worth as many elements
+(rows times sizes) as could be computed in the time that one more execution costs, see `latency`.
+
+Lives here: splitting waiting requests into batches so that all of them together cost least, and which of these batches
+goes first. Must not: know times, deadlines or priorities; requests come in the order of service.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple
+
+from paceline.scheduler.request import RequestT
+
+__all__ = ["Bounds", "Sizes", "common_sizes", "sharing"]
+
+Sizes = tuple[int, ...]
+
+
+class Bounds(NamedTuple):
+    """The most rows, requests and elements of a batch. A request that has more is a batch of its own."""
+
+    rows: int
+    requests: int
+    elements: int
+
+
+class _Alike(Generic[RequestT]):
+    """Requests of equal common sizes, with `rows` rows together."""
+
+    __slots__ = ("requests", "rows", "sizes")
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.requests: list[RequestT] = []
+        self.rows = 0
+
+
+def common_sizes(lengths: Sequence[Callable[[int], int]], requests: Iterable[RequestT]) -> Sizes:
+    """The sizes that `requests` are filled up to if they share a batch, one for each of `lengths`."""
+    longest = map(max, zip(*[request.sizes for request in requests], strict=True))
+    return tuple([padded(size) for padded, size in zip(lengths, longest, strict=True)])
+
+
+def sharing(
+    waiting: Sequence[RequestT], lengths: Sequence[Callable[[int], int]], most: Bounds, worth: float
+) -> list[RequestT]:
+    """The requests that the first one of `waiting` shares its batch with, itself included, in their order; a batch is
+    `worth` elements.
+
+    O(n log n) in the requests, and in their different sizes quadratic at worst.
+    """
+    groups: dict[Sizes, _Alike[RequestT]] = {}
+    for request in waiting:
+        sizes = tuple([padded(size) for padded, size in zip(lengths, request.sizes, strict=True)])
+        if (group := groups.get(sizes)) is None:
+            group = groups[sizes] = _Alike(sizes)
+        group.requests.append(request)
+        group.rows += request.rows
+    first = next(iter(groups))
+    if worth > 0 and len(groups) > 1:
+        ordered = sorted(groups.values(), key=lambda group: (math.prod(group.sizes), group.sizes))
+        begin, end = _cheapest(ordered, most, worth, ordered.index(groups[first]))
+        chosen = {id(request) for group in ordered[begin:end] for request in group.requests}
+        candidates: Sequence[RequestT] = [request for request in waiting if id(request) in chosen]
+    else:
+        candidates = groups[first].requests
+    return _fitting(candidates, lengths, most)
+
+
+def _cheapest(groups: Sequence[_Alike[RequestT]], most: Bounds, worth: float, place: int) -> tuple[int, int]:
+    """The begin and end of the groups that share batches with the one at `place`, if all `groups`, in ascending order,
+    are split so that they cost least."""
+    # best[n]: the least cost, in elements, of the first n groups, the last batches of which begin with group
+    # begins[n]. Batches of neighbours suffice: to exchange two requests so that a batch gets closer sizes never adds
+    # padding.
+    best, begins = [0.0], [0]
+    for end in range(1, len(groups) + 1):
+        sizes, rows, requests, real = groups[end - 1].sizes, 0, 0, 0
+        least, begin_of_least = math.inf, end - 1
+        for begin in range(end - 1, -1, -1):
+            group = groups[begin]
+            sizes = tuple(map(max, sizes, group.sizes))
+            size = math.prod(sizes)
+            rows += group.rows
+            requests += len(group.requests)
+            real += group.rows * math.prod(group.sizes)
+            batches = max(1, -(-rows // max(1, min(most.rows, most.elements // size))), -(-requests // most.requests))
+            cost = best[begin] + batches * worth + rows * size
+            if cost < least:
+                least, begin_of_least = cost, begin
+            # From here on, more groups add more padding than the batches that they save are worth.
+            if rows * size - real > (end - begin) * worth:
+                break
+        best.append(least)
+        begins.append(begin_of_least)
+    end = len(groups)
+    while begins[end] > place:
+        end = begins[end]
+    return begins[end], end
+
+
+def _fitting(requests: Sequence[RequestT], lengths: Sequence[Callable[[int], int]], most: Bounds) -> list[RequestT]:
+    """As many of `requests`, in their order, as fit into a batch, at least the first. One that doesn't is skipped."""
+    fitting, sizes, rows = [requests[0]], requests[0].sizes, requests[0].rows
+    for request in requests[1:]:
+        if len(fitting) >= most.requests or rows >= most.rows:
+            break
+        longest = tuple(map(max, sizes, request.sizes))
+        common = math.prod([padded(size) for padded, size in zip(lengths, longest, strict=True)])
+        if rows + request.rows <= most.rows and (rows + request.rows) * common <= most.elements:
+            fitting.append(request)
+            sizes, rows = longest, rows + request.rows
+    return fitting
