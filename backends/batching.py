@@ -159,11 +159,11 @@ class Share(_OnDemand):
         return (*[array[self.start : self.stop] for array in self.outputs.arrays],)
 
 
-_MIN_ELEMENTS = 500
+MIN_RELEASING_ELEMENTS = 500
 """From this many elements on, numpy releases the GIL for each array that it copies. Beside a busy event loop, each
 release may cost as long as threads keep the GIL: half a millisecond, for a copy of half a microsecond."""
 
-_MAX_BYTES = 2**20
+MAX_HELD_BYTES = 2**20
 """The most bytes of one request that are copied without releasing the GIL. Between two copies other threads get it once
 they have waited for the switch interval, half a millisecond; releasing it may cost as much for each copy."""
 
@@ -171,10 +171,14 @@ they have waited for the switch interval, half a millisecond; releasing it may c
 def join_into(target: Array, arrays: Sequence[Array]) -> None:
     """Write `arrays` one after the other along axis 0 of `target`. One copy, whatever their layout.
 
-    `target` is C-contiguous, with as many rows as all of these. ExecutionError if they don't fit.
+    `target` is C-contiguous, has no objects, and as many rows as all of these. ExecutionError if they don't fit.
     """
     # hot path
-    if arrays[0].size >= _MIN_ELEMENTS and arrays[0].nbytes <= _MAX_BYTES and _join_holding_on(target, arrays):
+    if (
+        arrays[0].size >= MIN_RELEASING_ELEMENTS
+        and arrays[0].nbytes <= MAX_HELD_BYTES
+        and _join_holding_on(target, arrays)
+    ):
         return
     try:
         if len(arrays) == 1:
@@ -188,7 +192,7 @@ def join_into(target: Array, arrays: Sequence[Array]) -> None:
 def _join_bytes_into(target: Array, pieces: Sequence[bytes | memoryview]) -> None:
     """Write `pieces` one after the other into `target`, which is C-contiguous and has as many bytes as all of them."""
     flat = target.reshape(-1).view(np.uint8)
-    if max(map(len, pieces)) > _MAX_BYTES:
+    if max(map(len, pieces)) > MAX_HELD_BYTES:
         np.concatenate([np.frombuffer(one, np.uint8) for one in pieces], out=flat)
         return
     buffer, begin = flat.data, 0
@@ -247,7 +251,7 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0, allocate: Allocate
 def _joined(column: Sequence[Array], index: int, allocate: Allocate | None) -> Array:
     """The arrays of `column` (input `index`) joined along axis 0. Raises ValueError or ExecutionError if they don't fit
     together."""
-    shape = _common_shape(column) if column[0].size >= _MIN_ELEMENTS else None
+    shape = _common_shape(column) if column[0].size >= MIN_RELEASING_ELEMENTS else None
     if shape is not None:
         if allocate is not None and (target := allocate(index, shape)) is not None:
             join_into(target, column)

@@ -21,6 +21,7 @@ import numpy as np
 from paceline.backends.base import Allocate, Execution
 from paceline.backends.batching import Run, check_count, check_outputs, rows_of, run_batch, split, stack
 from paceline.backends.errors import ExecutionError, UnfitOutputs
+from paceline.backends.lengths import LengthBatches
 from paceline.backends.spec import MISSING, Array, BatchInputKind, ModelSpec, Tensors, TensorSpec
 from paceline.protos.datatypes import by_name
 
@@ -65,7 +66,9 @@ RowCounter = Callable[[Sequence[Tensors]], list[int]]
 def batch_runner(spec: ModelSpec) -> BatchRunner:
     """How instances that serve `spec` execute a batch."""
     seen = as_the_model_sees(spec)
-    return partial(run_batch, seen) if spec.by_rows else _MixedBatches(seen).run
+    if not spec.by_rows:
+        return _MixedBatches(seen).run
+    return LengthBatches(seen).run if spec.lengths else partial(run_batch, seen)
 
 
 def row_counter(spec: ModelSpec) -> RowCounter:

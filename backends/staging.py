@@ -11,6 +11,7 @@ let the tensor change during the computation.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -19,9 +20,9 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 
 from paceline.backends.base import DeviceTensor, Targets
-from paceline.backends.batching import join_into
 from paceline.backends.cuda.accelerator import DeviceMemory, HostMemory, Stream
 from paceline.backends.errors import DeviceError, ExecutionError, InstanceError
+from paceline.backends.lengths import Filling, fill_up, runs
 from paceline.backends.onnx.failures import device_failure
 from paceline.backends.spec import Array, Tensors
 
@@ -137,9 +138,15 @@ class Made(NamedTuple):
 
 
 def gather(
-    stream: Stream, column: Sequence[Array | DeviceTensor], host: Array, device: int | None, padding: int
+    stream: Stream,
+    column: Sequence[Array | DeviceTensor],
+    host: Array,
+    device: int | None,
+    padding: int,
+    fill: object = None,
 ) -> None:
-    """Queue the copies that join `column` along its first axis, followed by `padding` copies of the last row.
+    """Queue the copies that join `column` along its first axis, followed by `padding` copies of the last row. What is
+    shorter than `host` along other axes is filled up with `fill`.
 
     The target is device memory at `device`, or if that is None `host`, which is an array over page-locked memory.
     Arrays of the host are first written to their place in `host`. Without a `device` it blocks until everything is
@@ -147,20 +154,30 @@ def gather(
     """
     begin, offset, row = host.ctypes.data, 0, 0
     for one in column:
-        if one.dtype != host.dtype or one.shape[1:] != host.shape[1:]:
+        is_less = fill is not None and len(one.shape) == host.ndim
+        is_less = is_less and all(map(operator.le, one.shape[1:], host.shape[1:]))
+        if one.dtype != host.dtype or not (is_less or one.shape[1:] == host.shape[1:]):
             raise ExecutionError(
                 f"requests of one batch don't fit together: expected {host.dtype} of shape {[-1, *host.shape[1:]]}, "
                 f"got {one.dtype} of shape {list(one.shape)}"
             )
+        rows = one.shape[0] if one.shape else 1
+        there = host[row : row + rows] if one.shape else host
+        is_filled = one.shape != there.shape
+        if not isinstance(one, DeviceTensor):
+            fill_up(there, [one], fill)
+        elif is_filled:
+            there[...] = fill
+        if device is not None and there.nbytes and (is_filled or not isinstance(one, DeviceTensor)):
+            stream.copy_in(device + offset, begin + offset, there.nbytes)
         if isinstance(one, DeviceTensor):
             copy = stream.copy_out if device is None else stream.copy_within
-            _copy(copy, (begin if device is None else device) + offset, one.address, one.nbytes)
-        else:
-            join_into(host[row : row + len(one)], [one])
-            if device is not None and one.nbytes:
-                stream.copy_in(device + offset, begin + offset, one.nbytes)
-        offset += one.nbytes
-        row += one.shape[0] if one.shape else 1
+            (size, begins), item = runs(one.shape, there.shape), host.itemsize
+            target = (begin if device is None else device) + offset
+            for source, place in begins:
+                _copy(copy, target + place * item, one.address + source * item, size * item)
+        offset += there.nbytes
+        row += rows
     if device is None:
         stream.synchronize()
         host[row:] = host[row - 1 : row]
@@ -178,29 +195,38 @@ def repeat(stream: Stream, end: int, row_bytes: int, count: int) -> None:
 
 
 def copy_to_targets(
-    stream: Stream, targets: Sequence[Targets], rows: Sequence[int] | None, outputs: Sequence[Made]
+    stream: Stream,
+    targets: Sequence[Targets],
+    rows: Sequence[int] | None,
+    outputs: Sequence[Made],
+    filling: Filling | None = None,
 ) -> list[Targets]:
     """Queue the copies of `outputs` to where requests want them. Returns, per request, which outputs (by index) are
     left where.
 
-    `rows` are those of each request, None if there is no batch axis. Nothing is copied for a request that can't get
-    everything it wants. Raises ExecutionError.
+    `rows` are those of each request, None if there is no batch axis; with a `filling`, each has its own sizes. Nothing
+    is copied for a request that can't get everything it wants. Raises ExecutionError.
     """
+    if filling is not None:
+        filling.check([one.shape for one in outputs])
     left: list[Targets] = []
     starts = accumulate(rows or (), initial=0)
     for number, (wanted, start) in enumerate(zip(targets, starts, strict=False)):
         there: dict[int, DeviceTensor] = {}
-        sources: list[int] = []
+        sources: list[tuple[int, Shape]] = []
         for index, target in wanted.items():
             made = outputs[index]
-            shape = made.shape if rows is None else (rows[number], *made.shape[1:])
-            part = DeviceTensor(target.owner, target.address, made.dtype, shape)
+            whole = made.shape if rows is None else (rows[number], *made.shape[1:])
+            own = whole if filling is None else filling.own_shape(index, number, whole)
+            part = DeviceTensor(target.owner, target.address, made.dtype, own)
             if made.address is not None and part.nbytes <= target.nbytes:
                 there[index] = part
-                sources.append(made.address + start * math.prod(made.shape[1:]) * made.dtype.itemsize)
+                sources.append((made.address + start * math.prod(made.shape[1:]) * made.dtype.itemsize, whole))
         left.append(there if len(there) == len(wanted) else {})
-        for part, source in zip(left[-1].values(), sources, strict=False):
-            _copy(stream.copy_within, part.address, source, part.nbytes)
+        for part, (source, whole) in zip(left[-1].values(), sources, strict=False):
+            (size, begins), item = runs(part.shape, whole), part.dtype.itemsize
+            for place, begin in begins:
+                _copy(stream.copy_within, part.address + place * item, source + begin * item, size * item)
     return left
 
 

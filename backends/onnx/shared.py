@@ -19,6 +19,7 @@ import numpy as np
 from paceline.backends.base import Device
 from paceline.backends.cuda.accelerator import Streams
 from paceline.backends.errors import DeviceError, ExecutionError
+from paceline.backends.lengths import Lengths
 from paceline.backends.made_up import alike
 from paceline.backends.onnx.instance import BFLOAT16
 from paceline.backends.onnx.options import OnnxOptions
@@ -130,6 +131,7 @@ class Shared:
     ) -> None:
         assert opened.streams is not None
         self.spec = as_the_model_sees(spec)
+        self.lengths = Lengths(self.spec) if spec.lengths else None
         self.streams: Streams = opened.streams
         self.lock = threading.Lock()
         self.accelerator = opened.streams.accelerator

@@ -33,6 +33,7 @@ from paceline.backends.errors import (
     OutOfMemory,
     StalePlan,
 )
+from paceline.backends.lengths import Filling, fill_up
 from paceline.backends.onnx.failures import device_failure, failure, may_lack_memory
 from paceline.backends.onnx.instance import from_ortvalue
 from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession
@@ -164,14 +165,15 @@ class StagedSlot:
         check_count(spec, requests)
         rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
+        filling = None if shared.lengths is None else shared.lengths.filling(requests)
         opened = shared.opened
         try:
             with opened.executing(sum(rows) + padding):  # which may wait for captures
                 began_ns = monotonic_ns()
-                bound = self._stage(opened, requests, sum(rows), padding)
+                bound = self._stage(opened, requests, sum(rows), padding, filling)
                 staged_ns = monotonic_ns()
                 turn = self._compute(opened, bound, use)
-            outputs, left = self._collect(bound, rows, targets)
+            outputs, left = self._collect(bound, rows, targets, filling)
             ran_ns = monotonic_ns()
             self._let_go(bound)
             waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
@@ -192,12 +194,16 @@ class StagedSlot:
             self._raise_cause(error, self._settle())
             raise
         results: Sequence[Tensors] = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
+        if filling is not None:
+            results = filling.cut(results)
         if left:
             results = with_targets(results, left)
         infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
         return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
 
-    def _stage(self, opened: OpenSession, requests: Sequence[Inputs], rows: int, padding: int) -> Bound:
+    def _stage(
+        self, opened: OpenSession, requests: Sequence[Inputs], rows: int, padding: int, filling: Filling | None
+    ) -> Bound:
         """Write the inputs to the buffers that the device reads, and queue their copies."""
         shared, batched = self._shared, self._shared.spec.batched
         shared.accelerator.enter()
@@ -207,16 +213,20 @@ class StagedSlot:
         shapes, given = [], []
         for index, tensor in enumerate(shared.inputs):
             column = [request[index] for request in requests]
-            shape = (rows + padding, *column[0].shape[1:]) if batched else column[0].shape
+            dims = column[0].shape[1:] if filling is None else filling.shape(index, column)
+            shape = (rows + padding, *dims) if batched else column[0].shape
+            fill = None if filling is None else filling.lengths.fills[index]
             size_bytes = tensor.size_bytes(shape)
             host = self._pinned[index].fit(size_bytes)
             place = self._given[index].fit(size_bytes).address if tensor.on_device else None
             if any(type(one) is DeviceTensor for one in column):
-                gather(shared.streams.copy_in, column, array_in(host, tensor.dtype, shape), place, padding)
+                gather(shared.streams.copy_in, column, array_in(host, tensor.dtype, shape), place, padding, fill)
             else:
                 arrays = cast("Tensors", column)
                 own = (rows, *shape[1:]) if batched else shape
-                if not _is_there(arrays, host, tensor, own):
+                if filling is not None:
+                    fill_up(array_in(host, tensor.dtype, own), arrays, fill)
+                elif not _is_there(arrays, host, tensor, own):
                     join_into(array_in(host, tensor.dtype, own), arrays)
                 if place is not None:
                     # Padding is made there: writing it here and copying it took a millisecond for a few images.
@@ -224,7 +234,8 @@ class StagedSlot:
                         shared.streams.copy_in.copy_in(place, host.address, own_bytes)
                         repeat(shared.streams.copy_in, place + own_bytes, own_bytes // rows, padding)
                 elif padding:
-                    array_in(host, tensor.dtype, shape)[rows:] = arrays[-1][-1:]
+                    whole = array_in(host, tensor.dtype, shape)
+                    whole[rows:] = whole[rows - 1 : rows]
             shapes.append(shape)
             given.append(host.address if place is None else place)
         shared.streams.copy_in.record(self._copied_in)
@@ -306,7 +317,7 @@ class StagedSlot:
                 bound.binding.bind_output(tensor.name, *device)
 
     def _collect(
-        self, bound: Bound, rows: Sequence[int], targets: Sequence[Targets]
+        self, bound: Bound, rows: Sequence[int], targets: Sequence[Targets], filling: Filling | None
     ) -> tuple[list[Array], list[Targets]]:
         """The outputs, in memory that is returned when their last view is gone, and for each request which of them were
         left where it wanted them. Blocks until they are there."""
@@ -316,7 +327,7 @@ class StagedSlot:
         made = [self._made(bound, index, values) for index in range(len(shared.outputs))]
         outputs: list[Array] = []
         copy_out.wait(self._computed)
-        left = copy_to_targets(copy_out, targets, rows if shared.spec.batched else None, made)
+        left = copy_to_targets(copy_out, targets, rows if shared.spec.batched else None, made, filling)
         for index, (dtype, shape, address) in enumerate(made):
             if address is None:
                 continue

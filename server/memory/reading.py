@@ -49,7 +49,7 @@ def over_shared_memory(instance: ModelInstance, spec: ModelSpec) -> ExecuteInput
 def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None = None) -> ExecuteInputs:
     """Wrap an instance's `execute` for requests some of whose inputs aren't read yet. `buffers` is the instance, if
     it has memory of its own for inputs."""
-    stackable = spec.by_rows and spec.batched
+    stackable = spec.by_rows and spec.batched and not spec.lengths  # those are filled up, with a second copy
 
     def read_and_execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         # hot path for those who bring their own bytes: 20 to 40 ns an input
