@@ -13,8 +13,10 @@ that size now and then: eight in half a minute, and not two in a row.
 from __future__ import annotations
 
 import math
+import sys
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 __all__ = ["Growth"]
 
@@ -84,13 +86,12 @@ class _Key:
 
 
 class Growth:
-    """The sizes at which batches stop, by key. Only the hashes of keys are kept, as in `LatencyModel`.
+    """The sizes at which batches stop, by key. Only the hashes of keys are kept, as in `LatencyModel`. If there are
+    only some `sizes`, batches stop at none below them."""
 
-    A bound is never below `least`.
-    """
-
-    def __init__(self, least: int = 1) -> None:
-        self._least = (max(1, least) - 1).bit_length()
+    def __init__(self, sizes: Sequence[int] = ()) -> None:
+        octaves = {(size - 1).bit_length() for size in sizes} or range(sys.maxsize.bit_length())
+        self._octaves = sorted(octaves)
         self._keys: OrderedDict[int, _Key] = OrderedDict()
 
     @property
@@ -106,9 +107,10 @@ class Growth:
             return 0
         known.batches += 1
         if known.batches % _EVERY == 0 and (top := known.top(now_ns)) is not None:
+            below, above = self._beside(top)
             # Larger ones than without a bound can't be had, so only a bound hides them.
-            for number in (top - 1, top + 1) if known.bound is not None else (top - 1,):
-                if number >= self._least and not known.known(number, now_ns):
+            for number in (below, above) if known.bound is not None else (below,):
+                if number is not None and not known.known(number, now_ns):
                     return 1 << number
         return 0 if known.bound is None else 1 << known.bound
 
@@ -125,13 +127,18 @@ class Growth:
         if octave is None:
             octave = known.octaves[number] = _Octave()
         octave.observe(duration_ns / size, now_ns)
-        if octave.count < _ENOUGH or (top := known.top(now_ns)) is None or number not in (top - 1, top, top + 1):
+        if octave.count < _ENOUGH or (top := known.top(now_ns)) is None or (here := known.known(top, now_ns)) is None:
             return
-        below, here, above = (known.known(one, now_ns) for one in (top - 1, top, top + 1))
-        if here is None:
-            return
-        if below and top > self._least and below.is_cheaper(here):
-            known.bound = top - 1
-        elif known.bound is not None and above and not here.is_cheaper(above):
-            # Once no larger octave was ever measured, there is nothing to stop before.
-            known.bound = top + 1 if any(one > top + 1 for one in known.octaves) else None
+        lower, upper = self._beside(top)
+        below, above = (None if one is None else known.known(one, now_ns) for one in (lower, upper))
+        if below and below.is_cheaper(here):
+            known.bound = lower
+        elif known.bound is not None and above and upper is not None and not here.is_cheaper(above):
+            # Where no larger octave was ever measured, there is nothing to stop before.
+            known.bound = upper if any(one > upper for one in known.octaves) else None
+
+    def _beside(self, number: int) -> tuple[int | None, int | None]:
+        """The octaves next to this one in which there are sizes, below and above."""
+        begin, end = bisect_left(self._octaves, number), bisect_right(self._octaves, number)
+        below = self._octaves[begin - 1] if begin else None
+        return below, self._octaves[end] if end < len(self._octaves) else None

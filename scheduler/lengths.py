@@ -63,7 +63,8 @@ def sharing(
         group.rows += request.rows
     first = next(iter(groups))
     if worth > 0 and len(groups) > 1:
-        ordered = sorted(groups.values(), key=lambda group: (math.prod(group.sizes), group.sizes))
+        near = [group for group in groups.values() if _may_share(group, groups[first], worth)]
+        ordered = sorted(near, key=lambda group: (math.prod(group.sizes), group.sizes))
         begin, end = _cheapest(ordered, most, worth, ordered.index(groups[first]))
         chosen = {id(request) for group in ordered[begin:end] for request in group.requests}
         candidates: Sequence[RequestT] = [request for request in waiting if id(request) in chosen]
@@ -72,30 +73,46 @@ def sharing(
     return _fitting(candidates, lengths, most)
 
 
+def _may_share(one: _Alike[RequestT], two: _Alike[RequestT], worth: float) -> bool:
+    """Whether a batch of both may be one of the cheapest. Not if a batch of its own costs either of them less than to
+    be filled up to the other. Of a single length this is left to `_cheapest`, which sees what else waits."""
+    if len(one.sizes) == 1:
+        return True
+    size = math.prod(map(max, one.sizes, two.sizes))
+    return all(group.rows * (size - math.prod(group.sizes)) <= worth for group in (one, two))
+
+
 def _cheapest(groups: Sequence[_Alike[RequestT]], most: Bounds, worth: float, place: int) -> tuple[int, int]:
     """The begin and end of the groups that share batches with the one at `place`, if all `groups`, in ascending order,
     are split so that they cost least."""
     # best[n]: the least cost, in elements, of the first n groups, the last batches of which begin with group
     # begins[n]. Batches of neighbours suffice: to exchange two requests so that a batch gets closer sizes never adds
-    # padding.
+    # padding. (Of several lengths, neighbours are only likely to be close.)
     best, begins = [0.0], [0]
-    for end in range(1, len(groups) + 1):
-        sizes, rows, requests, real = groups[end - 1].sizes, 0, 0, 0
-        least, begin_of_least = math.inf, end - 1
-        for begin in range(end - 1, -1, -1):
+    own = [math.prod(group.sizes) for group in groups]
+    several = len(groups[0].sizes) > 1
+    for last, longest in enumerate(groups):
+        sizes, size = longest.sizes, own[last]
+        rows = requests = real = 0
+        limit = max(1, min(most.rows, most.elements // max(1, size)))
+        least, begin_of_least, may_save = math.inf, last, 0.0
+        for begin in range(last, -1, -1):
             group = groups[begin]
-            sizes = tuple(map(max, sizes, group.sizes))
-            size = math.prod(sizes)
+            if several:
+                sizes = tuple(map(max, sizes, group.sizes))
+                size = math.prod(sizes)
+                limit = max(1, min(most.rows, most.elements // max(1, size)))
             rows += group.rows
             requests += len(group.requests)
-            real += group.rows * math.prod(group.sizes)
-            batches = max(1, -(-rows // max(1, min(most.rows, most.elements // size))), -(-requests // most.requests))
-            cost = best[begin] + batches * worth + rows * size
+            real += group.rows * own[begin]
+            cost = best[begin] + worth + rows * size
+            if rows > limit or requests > most.requests:
+                cost += worth * (max(-(-rows // limit), -(-requests // most.requests)) - 1)
             if cost < least:
                 least, begin_of_least = cost, begin
-            # From here on, more groups add more padding than the batches that they save are worth.
-            if rows * size - real > (end - begin) * worth:
-                break
+            may_save += worth
+            if rows * size - real > may_save:
+                break  # more groups add more padding than the batches that they save are worth
         best.append(least)
         begins.append(begin_of_least)
     end = len(groups)

@@ -126,7 +126,9 @@ class Sizing:
         self._latency = latency
         self._lengths = policy.lengths
         self._stops = policy.max_batch_rows > 1 and not policy.grows_always
-        self.growth = Growth(min(policy.preferred_batch_rows, default=1) if not policy.lengths else 1)
+        # The only sizes to stop at, if they are in rows at all.
+        self._stop_sizes = () if self._lengths else sorted(policy.preferred_batch_rows or policy.batch_sizes)
+        self.growth = Growth(self._stop_sizes)
         self.allowance = Allowance(policy.max_batch_rows, policy.batch_sizes)
 
     def padded(self, rows: int) -> int:
@@ -147,19 +149,14 @@ class Sizing:
         most = self.growth.most(lane.key, now_ns) if self._stops and lane.requests > 1 else 0
         if self._lengths:
             return self._cut_by_length(lane, releasable, most)
-        if most and most < rows:
-            rows = self._stop(rows, most)
+        if most and self._stop_sizes:
+            most = self._stop_sizes[max(0, bisect_right(self._stop_sizes, most) - 1)]
+        rows = min(rows, most or rows)
         if lane.requests <= min(requests, releasable) and lane.rows <= rows:
             fitting, rows = list(lane), lane.rows
         else:
             fitting, rows = self.fitting(lane, min(requests, releasable), rows)
         return self._to_allowed_size(lane.key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
-
-    def _stop(self, rows: int, most: int) -> int:
-        """The rows to stop at, where `rows` are allowed and rows cost least in batches of `most`: a preferred or
-        allowed size, if there are such."""
-        sizes = sorted(self._policy.preferred_batch_rows or self._policy.batch_sizes)
-        return min(rows, sizes[min(bisect_left(sizes, most), len(sizes) - 1)]) if sizes else most
 
     def _cut_by_length(self, lane: Lane[RequestT], releasable: int, growth: int) -> Cut[RequestT]:
         policy, rows = self._policy, self.allowance.rows
