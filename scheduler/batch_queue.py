@@ -99,6 +99,11 @@ class BatchQueue(Generic[RequestT]):
         return self._allowance.rows
 
     @property
+    def growth_bounds(self) -> list[int]:
+        """The sizes at which batches stop, of the keys whose larger ones cost more per row."""
+        return self._sizing.growth.bounds
+
+    @property
     def lanes(self) -> int:
         """How many shape keys have requests waiting."""
         return len(self._lanes)

@@ -19,6 +19,7 @@ from paceline.scheduler.clock import Alarm, Clock, MonotonicClock
 from paceline.scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, SchedulerError
 from paceline.scheduler.failures import Blame, Recovery, Suspects
 from paceline.scheduler.instances import InstanceReplacer, Instances
+from paceline.scheduler.latency import cost_size
 from paceline.scheduler.observer import Drop, Observer
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Batch, Request
@@ -108,6 +109,12 @@ class Batcher(Generic[P, R]):
     def allowed_rows(self) -> int:
         """How many rows a batch may have: for a while after memory ran out, fewer than the policy says."""
         return self._queue.allowed_rows
+
+    @property
+    def growth_bound(self) -> int:
+        """The rows, or elements where requests differ in length, at which batches of some key stop, as each row costs
+        more in larger ones; 0: nowhere."""
+        return min(self._queue.growth_bounds, default=0)
 
     def waiting_of_level(self, level: int) -> int:
         """Those of `waiting_requests` that are at priority `level`, without the announced ones: their level isn't known
@@ -352,7 +359,8 @@ class Batcher(Generic[P, R]):
         """What a batch like this one costs besides its rows, and what half of the callers lately present would take, in
         ns."""
         rows, latency = self._arrivals.half_of_all(len(batch.requests), batch.rows), self._queue.latency
-        return latency.base_ns(batch.key), latency.expected_ns(batch.key, rows)
+        size = cost_size(rows, batch.sizes)
+        return latency.base_ns(batch.key), latency.expected_ns(batch.key, size)
 
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Give up the runner, whose execution takes longer than it may, unless it has begun its next batch by now."""

@@ -112,6 +112,9 @@ class BatcherGauges(Protocol):
     @property
     def allowed_rows(self) -> int: ...
 
+    @property
+    def growth_bound(self) -> int: ...
+
     def waiting_of_level(self, level: int) -> int: ...
 
 
@@ -296,6 +299,9 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
     _gauge("paceline_allowed_batch_rows",
         "Rows that a batch may have; fewer than configured for a while after memory ran out",
         lambda version: version.batcher.allowed_rows),
+    _gauge("paceline_batch_growth_bound",
+        "Rows (elements where requests differ in length) at which batches stop, as larger ones cost more; 0: nowhere",
+        lambda version: version.batcher.growth_bound),
     _gauge("paceline_lanes", "Shapes with waiting requests", lambda version: version.batcher.lanes),
     _counter("paceline_padding_rows", "Padding rows executed, to bring batches to an allowed size",
         lambda s: s.padding_rows),

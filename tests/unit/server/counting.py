@@ -27,6 +27,7 @@ class Gauges:
     lanes: int = 0
     levels: dict[int, int] = field(default_factory=dict)
     allowed_rows: int = 0
+    growth_bound: int = 0
 
     def waiting_of_level(self, level: int) -> int:
         return self.levels.get(level, 0)

@@ -49,6 +49,7 @@ OURS = {
     "paceline_lost_instances": "counter",
     "paceline_out_of_memory": "counter",
     "paceline_allowed_batch_rows": "gauge",
+    "paceline_batch_growth_bound": "gauge",
     "paceline_lanes": "gauge",
     "paceline_padding_rows": "counter",
     "paceline_padding_share": "gauge",
