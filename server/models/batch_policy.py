@@ -6,25 +6,42 @@ the `parameters` (prefix `paceline.`). Must not: tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Literal, NamedTuple, cast
 
 from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import BatchDefaults, as_boolean
 
-__all__ = ["OWN_PARAMETERS", "OwnSettings", "batch_policy", "limit_of", "own_settings"]
+__all__ = ["OWN_PARAMETERS", "OwnSettings", "PadAxis", "batch_policy", "limit_of", "own_settings"]
 
 _PREFIX = "paceline."
 _MAX_NUMBER = 2**63 - 1
 """The highest number of rows, bytes or milliseconds; the most milliseconds that a system timer can be set to."""
 _ACTIONS = {pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT, pb.ModelQueuePolicy.DELAY: TimeoutAction.DELAY}
+_PAD_AXIS = re.compile(r"(?P<input>.+)\[(?P<axis>[1-9][0-9]{0,3})\](\s*=\s*(?P<fill>\S+))?")
+
+
+class PadAxis(NamedTuple):
+    """An axis of an input along which requests are filled up; `fill` is None if the configuration gives none."""
+
+    input: str
+    axis: int
+    fill: int | float | None = None
+
+
+PadSizes = tuple[int, ...]
+BatchGrowth = Literal["auto", "always"]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnSettings:
-    """The settings that `parameters` give under our prefix; defaults for the rest."""
+    """The settings that `parameters` give under our prefix; defaults for the rest. `pad`: None if it is to be found
+    out, empty if it is "off"."""
 
     batch_sizes: tuple[int, ...] = ()
     max_queue_rows: int = 0
@@ -34,6 +51,10 @@ class OwnSettings:
     await_returns: bool = False
     split_oversized: bool = False
     execution_timeout_ms: int | None = None
+    pad: tuple[PadAxis, ...] | None = None
+    pad_sizes: PadSizes = ()
+    max_batch_elements: int = 0
+    batch_growth: BatchGrowth = "auto"
 
 
 def own_settings(config: pb.ModelConfig) -> OwnSettings:
@@ -84,6 +105,8 @@ def batch_policy(
             isolate_failures=own.isolate_failures,
             deadline_aware=own.deadline_aware,
             await_returns=own.await_returns,
+            max_batch_elements=own.max_batch_elements,
+            grows_always=own.batch_growth == "always",
             execution_limit_ns=limit_of(config, execution_limit_ns),
         )
     except PolicyError as error:
@@ -143,12 +166,58 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(","))
 
 
+def _pad(text: str) -> tuple[PadAxis, ...]:
+    if text.strip() == "off":
+        return ()
+    axes = [*map(_pad_axis, text.split(","))]
+    fills = {(one.input, one.fill) for one in axes if one.fill is not None}
+    if len({one[:2] for one in axes}) < len(axes) or len({name for name, _ in fills}) < len(fills):
+        raise ValueError
+    given: dict[str, int | float] = dict(fills)
+    return tuple(one._replace(fill=given.get(one.input)) for one in axes)
+
+
+def _pad_axis(text: str) -> PadAxis:
+    found = _PAD_AXIS.fullmatch(text.strip())
+    if found is None:
+        raise ValueError
+    name, axis, fill = found["input"].strip(), int(found["axis"]), found["fill"]
+    if fill is None:
+        return PadAxis(name, axis)
+    try:
+        return PadAxis(name, axis, int(fill))
+    except ValueError:
+        if (number := float(fill)) != number:
+            raise
+        return PadAxis(name, axis, number)
+
+
+def _pad_sizes(text: str) -> PadSizes:
+    sizes = _sizes(text)
+    if not 0 < sizes[0] <= sizes[-1] <= _MAX_NUMBER or any(one >= other for one, other in pairwise(sizes)):
+        raise ValueError
+    return sizes
+
+
+def _batch_growth(text: str) -> BatchGrowth:
+    if text.strip() not in ("auto", "always"):
+        raise ValueError
+    return cast("BatchGrowth", text.strip())
+
+
 _COUNT = (_count, f"a whole number from 0 to {_MAX_NUMBER}")
 _OF_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
     "tuple[int, ...]": (_sizes, "numbers of rows with commas between them"),
     "int": _COUNT,
     "int | None": _COUNT,
     "bool": (lambda text: as_boolean(text.strip()), "true or false"),
+    "tuple[PadAxis, ...] | None": (
+        _pad,
+        "off, or inputs with axes from 1 on, each once, and one fill for an input, as in "
+        "input_ids[1]=0, attention_mask[1]=0",
+    ),
+    "PadSizes": (_pad_sizes, "sizes from 1 on in ascending order with commas between them"),
+    "BatchGrowth": (_batch_growth, "auto or always"),
 }
 _READERS = {field.name: _OF_TYPE[field.type] for field in fields(OwnSettings)}
 _OF_BACKENDS = {"execute_delay_per_row_us", "own_process", "python_executable"}

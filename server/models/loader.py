@@ -48,6 +48,7 @@ from paceline.server.models.model_config import (
     plan,
 )
 from paceline.server.models.model_record import DUPLICATE_NAME
+from paceline.server.models.padding import Padding, says_only_padding, with_lengths
 from paceline.server.models.tensor_config import can_batch, doubts_outputs, why_no_batch_axis, without_datatype
 from paceline.server.models.warmup import Supervisor, WarmUp
 
@@ -107,7 +108,8 @@ def load_model(
     if tell_versions is not None:
         tell_versions(versions)
     backend = backend_of(backend_name(config))
-    batching = None if override is not None or folder.config else defaults.batching
+    configured = (override is not None or folder.config) and not says_only_padding(config)
+    batching = None if configured else defaults.batching
     _tell_ignored(config, () if batching else defaults.batching.flags)
     loaded: list[LoadedVersion] = []
     with ExitStack() as undo:
@@ -262,6 +264,8 @@ def _load_version(
                 undo.callback(opened.close)
             rounds_by = opened.rounds_by if isinstance(opened, Rounding) else ""
             served = _plan(config, tried, defaults, batching, rounds_by)
+            padding = with_lengths(config, served, opened, devices, supervise)
+            served = padding.plan
             warm_up = WarmUp(config, served, folder.path)
             for device in devices:
                 instance = opened.instance(served.spec, device)
@@ -275,7 +279,10 @@ def _load_version(
         whole = effective_config(config, served, platform=opened.platform, file=file.name, groups=groups)
         undo.pop_all()
     took_ns = time.monotonic_ns() - began_ns
-    text = _say(served, config, tried)
+    if padding.why_not and served.spec.lengths:
+        differs = "model '%s': requests are filled up as paceline.pad says, though %s"
+        _log.warning(differs, folder.name, padding.why_not)
+    text = _say(padding, config, tried)
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, text)
     return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), warm_up, took_ns)
 
@@ -363,7 +370,8 @@ def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> 
     return tuple(map(find, config.model_operations.op_library_filename))
 
 
-def _say(served: ServingPlan, config: pb.ModelConfig, tried: Trial) -> str:
+def _say(padding: Padding, config: pb.ModelConfig, tried: Trial) -> str:
+    served = padding.plan
     policy = served.policy
     if not served.max_batch_rows:
         why = "its configuration has input and output, and no max_batch_size"
@@ -373,4 +381,5 @@ def _say(served: ServingPlan, config: pb.ModelConfig, tried: Trial) -> str:
     if policy.max_batch_requests == 1:
         return f"up to {served.max_batch_rows} rows a request, not batched: no dynamic_batching in its configuration"
     preferred = f", preferred {sorted(policy.preferred_batch_rows)}" if policy.preferred_batch_rows else ""
-    return f"batches of up to {policy.max_batch_rows} rows{preferred}, delay {policy.max_queue_delay_ns // 1_000} us"
+    batches = f"batches of up to {policy.max_batch_rows} rows{preferred}, delay {policy.max_queue_delay_ns // 1_000} us"
+    return f"{batches}; {padding.in_words}" if padding.in_words else batches

@@ -44,6 +44,7 @@ __all__ = [
 
 TensorT = TypeVar("TensorT", pb.ModelInput, pb.ModelOutput)
 
+_PAD = "paceline.pad"
 _ONNX_PLATFORM = "onnxruntime_onnx"
 _OF_FILES = (_ONNX_PLATFORM, "python")
 _GROUP_KINDS = {pb.ModelInstanceGroup.Kind.Value(kind.value): kind for kind in GroupKind}
@@ -266,6 +267,8 @@ def effective_config(
     made.ClearField("output")
     made.output.extend(_tensor(pb.ModelOutput(), config.output, tensor) for tensor in plan.spec.outputs)
     _fill_batching(made, plan)
+    if plan.spec.lengths and _PAD not in made.parameters and (axes := _pad_axes(plan.spec)):
+        made.parameters[_PAD].string_value = axes
     _fill_groups(made, groups)
     return made
 
@@ -298,6 +301,16 @@ def _fill_batching(made: pb.ModelConfig, plan: ServingPlan) -> None:
     if policy.queue.default_timeout_ns:
         timeout_us = policy.queue.default_timeout_ns // 1_000
         made.dynamic_batching.default_queue_policy.default_timeout_microseconds = timeout_us
+
+
+def _pad_axes(spec: ModelSpec) -> str:
+    """The axes along which requests are filled up, as a configuration names them; "" if it can't."""
+    tensors = [(spec.inputs[index], axis) for length in spec.lengths for index, axis in length.inputs]
+    if any("," in tensor.name for tensor, _ in tensors):
+        return ""
+    return ", ".join(
+        f"{tensor.name}[{axis}]" + ("" if tensor.datatype == "BYTES" else f"={tensor.fill}") for tensor, axis in tensors
+    )
 
 
 def _fill_groups(made: pb.ModelConfig, groups: Sequence[Sequence[Device]]) -> None:

@@ -8,7 +8,7 @@ from google.protobuf import text_format
 from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 from paceline.server.errors import ConfigError
-from paceline.server.models.batch_policy import OwnSettings, batch_policy, own_settings
+from paceline.server.models.batch_policy import OwnSettings, PadAxis, batch_policy, own_settings
 from paceline.server.models.defaults import BatchDefaults
 
 U64_MAX = 2**64 - 1
@@ -54,6 +54,8 @@ def test_policy_has_all_fields_at_once_in_rows_and_nanoseconds() -> None:
         + parameter("max_queue_bytes", "1000")
         + parameter("isolate_failures", "false")
         + parameter("deadline_aware", "false")
+        + parameter("max_batch_elements", "512")
+        + parameter("batch_growth", "always")
     )
     assert policy == BatchPolicy(
         max_batch_rows=8,
@@ -67,6 +69,8 @@ def test_policy_has_all_fields_at_once_in_rows_and_nanoseconds() -> None:
         batch_sizes=(2, 8),
         isolate_failures=False,
         deadline_aware=False,
+        max_batch_elements=512,
+        grows_always=True,
     )
 
 
@@ -214,6 +218,16 @@ def test_own_settings_without_parameters_are_the_defaults() -> None:
         ("execution_timeout_ms", "0", 0),
         ("execution_timeout_ms", "1500", 1500),
         ("execution_timeout_ms", "9223372036854775807", 2**63 - 1),
+        ("pad", " off", ()),
+        ("pad", "ids[1]", (PadAxis("ids", 1),)),
+        ("pad", "ids[1]=0, mask[1] = 0", (PadAxis("ids", 1, 0), PadAxis("mask", 1, 0))),
+        ("pad", "image[2]=-1.5,image[3]", (PadAxis("image", 2, -1.5), PadAxis("image", 3, -1.5))),
+        ("pad", "in[0]:0[1]=-inf", (PadAxis("in[0]:0", 1, float("-inf")),)),
+        ("pad_sizes", "32", (32,)),
+        ("pad_sizes", "1, 64,128", (1, 64, 128)),
+        ("max_batch_elements", "16384", 16384),
+        ("batch_growth", "always", "always"),
+        ("batch_growth", "auto", "auto"),
     ],
 )
 def test_valid_own_setting_is_read(key: str, text: str, value: object) -> None:
@@ -221,6 +235,11 @@ def test_valid_own_setting_is_read(key: str, text: str, value: object) -> None:
 
 
 WHOLE = "a whole number from 0 to 9223372036854775807"
+SIZES = "sizes from 1 on in ascending order with commas between them"
+AXES = (
+    "off, or inputs with axes from 1 on, each once, and one fill for an input, as in "
+    "input_ids[1]=0, attention_mask[1]=0"
+)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +258,11 @@ WHOLE = "a whole number from 0 to 9223372036854775807"
         ("split_oversized", "2", "true or false"),
         ("execution_timeout_ms", "1.5", WHOLE),
         ("execution_timeout_ms", "9223372036854775808", WHOLE),
+        *[("pad", text, AXES) for text in ("", "on", "ids", "ids[0]", "ids[-1]", "ids[1]=x", "ids[1]=nan", "ids[1],")],
+        *[("pad", text, AXES) for text in ("[1]", "ids[1], ids[1]", "ids[1]=0, ids[2]=1")],
+        *[("pad_sizes", text, SIZES) for text in ("", "0,8", "-1", "8,8", "16,8", "8,,16", "9223372036854775808")],
+        ("max_batch_elements", "many", WHOLE),
+        ("batch_growth", "never", "auto or always"),
     ],
 )
 def test_invalid_own_setting_is_refused_naming_it_expected_and_got(key: str, text: str, expected: str) -> None:
@@ -260,9 +284,10 @@ def test_unknown_own_setting_is_refused_naming_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         own(parameter("isolate_failure", "true"))
     assert str(caught.value) == (
-        "parameters: expected one of ['paceline.await_returns', 'paceline.batch_sizes', 'paceline.deadline_aware', "
-        "'paceline.execute_delay_per_row_us', 'paceline.execution_timeout_ms', 'paceline.isolate_failures', "
-        "'paceline.max_queue_bytes', 'paceline.max_queue_rows', 'paceline.own_process', "
+        "parameters: expected one of ['paceline.await_returns', 'paceline.batch_growth', 'paceline.batch_sizes', "
+        "'paceline.deadline_aware', 'paceline.execute_delay_per_row_us', 'paceline.execution_timeout_ms', "
+        "'paceline.isolate_failures', 'paceline.max_batch_elements', 'paceline.max_queue_bytes', "
+        "'paceline.max_queue_rows', 'paceline.own_process', 'paceline.pad', 'paceline.pad_sizes', "
         "'paceline.python_executable', 'paceline.split_oversized'], got 'paceline.isolate_failure'"
     )
 
@@ -275,7 +300,7 @@ def test_own_settings_ignore_other_parameters() -> None:
 def test_defaults_apply_to_a_model_without_configuration() -> None:
     defaults = BatchDefaults(max_batch_rows=5, max_queue_delay_ns=9, queue_timeout_ns=7)
     assert made("", 5, defaults=defaults) == BatchPolicy(
-        max_batch_rows=5, max_queue_delay_ns=9, queue=QueuePolicy(default_timeout_ns=7)
+        max_batch_rows=5, max_queue_delay_ns=9, queue=QueuePolicy(default_timeout_ns=7), grows_always=False
     )
 
 

@@ -21,7 +21,7 @@ def policy(batching: str, own: ModelSpec = OWN, rows: int = 8) -> BatchPolicy:
 
 
 def test_policy_of_empty_dynamic_batching_is_greedy_without_bounds() -> None:
-    assert policy("") == BatchPolicy(max_batch_rows=8)
+    assert policy("") == BatchPolicy(max_batch_rows=8, grows_always=False)
 
 
 @pytest.mark.parametrize(("us", "ns"), [(0, 0), (1, 1_000), (100_000, 100_000_000), (2**64 - 1, (2**64 - 1) * 1_000)])
