@@ -25,7 +25,12 @@ _SCHEDULER = ("tests/unit/scheduler", "tests/property", "tests/integration/test_
 _CODEC = ("tests/unit/server/codec", "tests/unit/protos", "tests/property", "tests/integration/test_bad_requests.py")
 _REQUESTS = ("tests/unit/server/requests", "tests/integration/test_alike.py", "tests/integration/test_statistics.py")
 _PROXY = ("tests/unit/server/models", "tests/integration/test_proxy.py", "tests/integration/test_proxy_models.py")
-_FRONTS = ("tests/integration/test_frontends.py", "tests/fault/test_frontends.py", "tests/fault/test_faulty_models.py")
+_FRONTS = (
+    "tests/integration/test_frontends.py",
+    "tests/integration/test_frontends_memory.py",
+    "tests/fault/test_frontends.py",
+    "tests/fault/test_faulty_models.py",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +242,7 @@ MUTANTS = (
         _FRONTS,
     ),
     Mutant(
-        "an answer larger than a front's memory is refused",
+        "an answer that is sent whole gets half of a front's memory",
         "server/fronts/session.py",
         "        if len(data) > self._link.size_bytes // 2:\n",
         "        if len(data) > self._link.size_bytes:\n",

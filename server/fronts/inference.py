@@ -220,6 +220,8 @@ class RemoteInference:
                 continue
             if not flight.answered or _is_small(cast("_Reply", flight.value)):
                 self.finish(flight)
+            elif flight.model is not None:
+                flight.model.answers_large = True
             flight.on_done()
 
     # hot path: see bench/

@@ -7,8 +7,6 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,10 @@ from paceline.server.errors import StartError
 from tests.fronts import channel_each, fronts_of
 from tests.harness import ServerProcess, write_identity
 from tests.integration.controlling import explicit, load, unload
-from tests.integration.front_memory import held_bytes, nothing_held
+from tests.integration.front_memory import BATCHED, nothing_held, through_each, two
 from tests.integration.regions import in_region, register
 from tests.integration.regions import settings as with_shared_memory
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
-from tests.integration.streams import Stream
 from tests.memory_models import MemoryModel
 from tests.nursery import ForkedFront, start_front
 from tests.polling import eventually_async
@@ -39,25 +36,6 @@ from tests.shared_objects import shared_object
 from tests.wire import infer, rows_of_floats
 
 Code = grpc.StatusCode
-BATCHED = "max_batch_size: 8 dynamic_batching { }"
-MIB = 2**20
-KIB_300 = rows_of_floats(1, 300 * 256)
-"""Three of these fit into a MiB, but not four."""
-
-
-def two(path: Path, memory_mb: int = 64, **more: Any) -> Settings:
-    return Settings(paths=(path,), frontends=2, frontend_memory_mb=memory_mb, **more)
-
-
-@asynccontextmanager
-async def through_each(served: Served) -> AsyncIterator[tuple[Served, Served]]:
-    """The server through its first front, and through its second."""
-    async with channel_each(served.target, served.fronts) as channels:
-        first, second = channels.values()
-        yield tuple(  # type: ignore[misc]
-            Served(served.server, channel, GRPCInferenceServiceStub(channel))  # type: ignore[no-untyped-call]
-            for channel in (first, second)
-        )
 
 
 # ---- One server ------------------------------------------------------------------------------------------------------
@@ -189,145 +167,6 @@ async def test_texts_of_any_length_arrive_unchanged(tmp_path: Path) -> None:
         await nothing_held(served)
 
 
-# ---- Memory that is full ---------------------------------------------------------------------------------------------
-
-
-async def test_full_memory_refuses_requests_until_others_are_answered(tmp_path: Path) -> None:
-    model = echo_model()
-    request = infer("m", {"a": KIB_300})
-    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
-        model.gate.close()
-        blocker = asyncio.create_task(served.infer(request))
-        await asyncio.to_thread(model.gate.wait_entered, 1)
-        calls = [asyncio.create_task(served.infer(request)) for _ in range(2)]
-        await eventually_async(lambda: served.waiting("m") == 2, "two requests in the queue")
-        assert await held_bytes(served, "in") == 3 * 300 * 1024
-        for _ in range(2):
-            code, text = await failure_of(served.infer(request))
-            assert code is Code.RESOURCE_EXHAUSTED
-            assert text == (
-                "model 'm': Exceeds maximum queue size of 1048576 bytes of tensors in transit between processes "
-                "(--frontend-memory-mb)"
-            )
-        # A request that needs no shared memory isn't refused.
-        small = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1)})))
-        await eventually_async(lambda: served.waiting("m") == 3, "a small request in the queue")
-        model.gate.open()
-        for answer in await asyncio.gather(blocker, *calls):
-            assert answer.raw_output_contents[0] == request.raw_input_contents[0]
-        await small
-        await nothing_held(served)
-        assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
-        labels = 'model="m",reason="REJECTED",version="1"'
-        assert await served.metric("nv_inference_request_failure", labels) == 2
-
-
-async def test_request_that_can_never_fit_is_refused_and_the_next_is_served(tmp_path: Path) -> None:
-    async with serving(tmp_path, {"m": echo_model()}, settings=two(tmp_path, memory_mb=1)) as served:
-        huge = infer("m", {"a": rows_of_floats(1, MIB // 4 + 1)})
-        assert (await failure_of(served.infer(huge)))[0] is Code.RESOURCE_EXHAUSTED
-        exact = infer("m", {"a": rows_of_floats(1, MIB // 4)})
-        assert (await served.infer(exact)).raw_output_contents[0] == exact.raw_input_contents[0]
-        await nothing_held(served)
-
-
-async def test_requests_cancelled_in_the_queue_release_their_memory(tmp_path: Path) -> None:
-    model = echo_model()
-    request = infer("m", {"a": KIB_300})
-    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
-        model.gate.close()
-        blocker = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1)})))
-        await asyncio.to_thread(model.gate.wait_entered, 1)
-        for _ in range(3):
-            calls = [asyncio.create_task(served.infer(request)) for _ in range(3)]
-            await eventually_async(lambda: served.waiting("m") == 3, "three requests in the queue")
-            for call in calls:
-                call.cancel()
-            await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
-        await nothing_held(served)
-        model.gate.open()
-        await blocker
-        assert model.batches == [(1,)]
-
-
-def widening(columns: int) -> MemoryModel:
-    """A model whose output rows consist of the first element of the input's row, `columns` times."""
-
-    def compute(inputs: Tensors) -> Tensors:
-        return [np.repeat(inputs[0][:, :1], columns, axis=1)]
-
-    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
-    return MemoryModel(spec, compute)
-
-
-async def test_answers_that_do_not_fit_together_wait_for_room(tmp_path: Path) -> None:
-    model = widening(KIB_300.size)
-    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
-        model.gate.close()
-        calls = [
-            asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1, 1, first=number)})))
-            for number in range(16)
-        ]
-        await eventually_async(lambda: served.waiting("m") >= 8, "requests in the queue")
-        model.gate.open()
-        for number, answer in enumerate(await asyncio.gather(*calls)):
-            assert answer.raw_output_contents[0] == np.full(KIB_300.size, number, np.float32).tobytes()
-        await nothing_held(served)
-        assert await served.metric("nv_inference_request_success") == 16
-
-
-async def test_stream_with_unread_answers_leaves_room_for_others(tmp_path: Path) -> None:
-    models = {"wide": widening(KIB_300.size), "m": echo_model()}
-    async with (
-        serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=4)) as served,
-        through_each(served) as (first, second),
-    ):
-        await first.infer(infer("wide", {"a": rows_of_floats(1)}))  # from now on, its answers are known to be large
-        unread = Stream(first)
-        sent = [infer("wide", {"a": rows_of_floats(1, 1, first=number)}) for number in range(60)]
-        await unread.send(*sent)
-        labels = 'model="wide",version="1"'
-        while await served.metric("nv_inference_request_success", labels) < 61:
-            await asyncio.sleep(0.01)
-        for side in (first, second) * 3:
-            for request in (infer("m", {"a": KIB_300}), infer("m", {"a": rows_of_floats(1)})):
-                assert (await side.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
-        await unread.end()
-        for number in range(60):
-            answer = (await unread.message()).infer_response
-            assert answer.raw_output_contents[0] == np.full(KIB_300.size, number, np.float32).tobytes()
-        await nothing_held(served)
-
-
-@pytest.mark.parametrize("columns", [2040, 3000, 2**15], ids=["8 KB", "12 KB", "128 KB"])
-async def test_small_requests_have_answers_of_any_size_alone_and_together(tmp_path: Path, columns: int) -> None:
-    model = widening(columns)
-    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
-        for crowd in (1, 1, 1, 40):
-            answers = await asyncio.gather(
-                *(served.infer(infer("m", {"a": rows_of_floats(1, 1, first=number)})) for number in range(crowd))
-            )
-            for number, answer in enumerate(answers):
-                assert answer.raw_output_contents[0] == np.full(columns, number, np.float32).tobytes()
-        await nothing_held(served)
-        assert await served.metric("nv_inference_request_success") == 43
-
-
-async def test_answer_that_can_never_fit_is_refused_and_the_next_is_sent(tmp_path: Path) -> None:
-    models = {"wide": widening(MIB // 4 + 1), "m": echo_model()}
-    async with serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
-        for _ in range(3):
-            code, text = await failure_of(served.infer(infer("wide", {"a": rows_of_floats(1)})))
-            assert code is Code.RESOURCE_EXHAUSTED
-            assert "--frontend-memory-mb" in text
-        request = infer("m", {"a": KIB_300})
-        assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
-        await nothing_held(served)
-        labels = 'model="wide",reason="REJECTED",version="1"'
-        assert await served.metric("nv_inference_request_failure", labels) == 3
-        assert await served.metric("nv_inference_request_success", 'model="wide",version="1"') == 0
-
-
 class FrontStarter:
     """Starts fronts as long as it `works`."""
 
@@ -405,7 +244,7 @@ async def test_answer_too_large_for_a_message_is_refused_although_memory_has_roo
     spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "UINT8", (-1, -1)),))
     settings = two(tmp_path, memory_mb=2**13)
     async with serving(tmp_path, {"m": MemoryModel(spec, compute)}, config=BATCHED, settings=settings) as served:
-        code, text = await failure_of(served.infer(infer("m", {"a": KIB_300})))
+        code, text = await failure_of(served.infer(infer("m", {"a": rows_of_floats(1, 300 * 256)})))
         assert (code, "outputs that one message can carry" in text) == (Code.RESOURCE_EXHAUSTED, True)
         assert await served.metric("nv_inference_request_success") == 0
 
@@ -416,7 +255,7 @@ async def test_outputs_that_cannot_be_encoded_give_the_same_error_when_memory_ex
     spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "BYTES", (-1,)),))
     model = MemoryModel(spec, lambda inputs: (np.array([7], object),))
     async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=2**13)) as served:
-        assert await failure_of(served.infer(infer("m", {"a": KIB_300}))) == (
+        assert await failure_of(served.infer(infer("m", {"a": rows_of_floats(1, 300 * 256)}))) == (
             Code.INTERNAL,
             "model 'm': output 'x': expected bytes or str in element 0 of BYTES, got int",
         )

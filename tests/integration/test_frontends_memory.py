@@ -1,0 +1,182 @@
+"""The memory between a server and its fronts is bounded: requests without room are refused, answers wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
+from tests.integration.front_memory import BATCHED, held_bytes, nothing_held, through_each, two
+from tests.integration.serving import echo_model, failure_of, serving
+from tests.integration.streams import Stream
+from tests.memory_models import MemoryModel
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+Code = grpc.StatusCode
+MIB = 2**20
+KIB_300 = rows_of_floats(1, 300 * 256)
+"""Three of these fit into a MiB, but not four."""
+
+
+def widening(columns: int) -> MemoryModel:
+    """A model whose output rows consist of the first element of the input's row, `columns` times."""
+
+    def compute(inputs: Tensors) -> Tensors:
+        return [np.repeat(inputs[0][:, :1], columns, axis=1)]
+
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+    return MemoryModel(spec, compute)
+
+
+async def test_full_memory_refuses_requests_until_others_are_answered(tmp_path: Path) -> None:
+    model = echo_model()
+    request = infer("m", {"a": KIB_300})
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        model.gate.close()
+        blocker = asyncio.create_task(served.infer(request))
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        calls = [asyncio.create_task(served.infer(request)) for _ in range(2)]
+        await eventually_async(lambda: served.waiting("m") == 2, "two requests in the queue")
+        assert await held_bytes(served, "in") == 3 * 300 * 1024
+        for _ in range(2):
+            code, text = await failure_of(served.infer(request))
+            assert code is Code.RESOURCE_EXHAUSTED
+            assert text == (
+                "model 'm': Exceeds maximum queue size of 1048576 bytes of tensors in transit between processes "
+                "(--frontend-memory-mb)"
+            )
+        # A request that needs no shared memory isn't refused.
+        small = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1)})))
+        await eventually_async(lambda: served.waiting("m") == 3, "a small request in the queue")
+        model.gate.open()
+        for answer in await asyncio.gather(blocker, *calls):
+            assert answer.raw_output_contents[0] == request.raw_input_contents[0]
+        await small
+        await nothing_held(served)
+        assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
+        labels = 'model="m",reason="REJECTED",version="1"'
+        assert await served.metric("nv_inference_request_failure", labels) == 2
+
+
+async def test_request_that_can_never_fit_is_refused_and_the_next_is_served(tmp_path: Path) -> None:
+    async with serving(tmp_path, {"m": echo_model()}, settings=two(tmp_path, memory_mb=1)) as served:
+        huge = infer("m", {"a": rows_of_floats(1, MIB // 4 + 1)})
+        assert (await failure_of(served.infer(huge)))[0] is Code.RESOURCE_EXHAUSTED
+        exact = infer("m", {"a": rows_of_floats(1, MIB // 4)})
+        assert (await served.infer(exact)).raw_output_contents[0] == exact.raw_input_contents[0]
+        await nothing_held(served)
+
+
+async def test_requests_cancelled_in_the_queue_release_their_memory(tmp_path: Path) -> None:
+    model = echo_model()
+    request = infer("m", {"a": KIB_300})
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        model.gate.close()
+        blocker = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1)})))
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        for _ in range(3):
+            calls = [asyncio.create_task(served.infer(request)) for _ in range(3)]
+            await eventually_async(lambda: served.waiting("m") == 3, "three requests in the queue")
+            for call in calls:
+                call.cancel()
+            await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+        await nothing_held(served)
+        model.gate.open()
+        await blocker
+        assert model.batches == [(1,)]
+
+
+async def test_answers_that_do_not_fit_together_wait_for_room(tmp_path: Path) -> None:
+    model = widening(KIB_300.size)
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        model.gate.close()
+        calls = [
+            asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1, 1, first=number)})))
+            for number in range(16)
+        ]
+        await eventually_async(lambda: served.waiting("m") >= 8, "requests in the queue")
+        model.gate.open()
+        for number, answer in enumerate(await asyncio.gather(*calls)):
+            assert answer.raw_output_contents[0] == np.full(KIB_300.size, number, np.float32).tobytes()
+        await nothing_held(served)
+        assert await served.metric("nv_inference_request_success") == 16
+
+
+async def test_stream_with_unread_answers_leaves_room_for_others(tmp_path: Path) -> None:
+    models = {"wide": widening(KIB_300.size), "m": echo_model()}
+    async with (
+        serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=4)) as served,
+        through_each(served) as (first, second),
+    ):
+        await first.infer(infer("wide", {"a": rows_of_floats(1)}))  # from now on, its answers are known to be large
+        unread = Stream(first)
+        sent = [infer("wide", {"a": rows_of_floats(1, 1, first=number)}) for number in range(60)]
+        await unread.send(*sent)
+        labels = 'model="wide",version="1"'
+        while await served.metric("nv_inference_request_success", labels) < 61:
+            await asyncio.sleep(0.01)
+        for side in (first, second) * 3:
+            for request in (infer("m", {"a": KIB_300}), infer("m", {"a": rows_of_floats(1)})):
+                assert (await side.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
+        await unread.end()
+        for number in range(60):
+            answer = (await unread.message()).infer_response
+            assert answer.raw_output_contents[0] == np.full(KIB_300.size, number, np.float32).tobytes()
+        await nothing_held(served)
+
+
+@pytest.mark.parametrize("columns", [2040, 3000, 2**15], ids=["8 KB", "12 KB", "128 KB"])
+async def test_small_requests_have_answers_of_any_size_alone_and_together(tmp_path: Path, columns: int) -> None:
+    model = widening(columns)
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        for crowd in (1, 1, 1, 40):
+            answers = await asyncio.gather(
+                *(served.infer(infer("m", {"a": rows_of_floats(1, 1, first=number)})) for number in range(crowd))
+            )
+            for number, answer in enumerate(answers):
+                assert answer.raw_output_contents[0] == np.full(columns, number, np.float32).tobytes()
+        await nothing_held(served)
+        assert await served.metric("nv_inference_request_success") == 43
+
+
+async def test_answer_beyond_the_memory_is_refused_each_time(tmp_path: Path) -> None:
+    models = {"wide": widening(MIB // 4 + 1), "m": echo_model()}
+    async with serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        for _ in range(3):
+            code, text = await failure_of(served.infer(infer("wide", {"a": rows_of_floats(1)})))
+            assert code is Code.RESOURCE_EXHAUSTED
+            assert "--frontend-memory-mb" in text
+        request = infer("m", {"a": KIB_300})
+        assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
+        await nothing_held(served)
+        labels = 'model="wide",reason="REJECTED",version="1"'
+        assert await served.metric("nv_inference_request_failure", labels) == 3
+        assert await served.metric("nv_inference_request_success", 'model="wide",version="1"') == 0
+
+
+async def test_answer_of_most_of_the_memory_is_sent_each_time(tmp_path: Path) -> None:
+    columns = MIB // 8 + 1
+    async with serving(
+        tmp_path, {"m": widening(columns)}, config=BATCHED, settings=two(tmp_path, memory_mb=1)
+    ) as served:
+        for number in range(3):
+            answer = await served.infer(infer("m", {"a": rows_of_floats(1, 1, first=number)}))
+            assert answer.raw_output_contents[0] == np.full(columns, number, np.float32).tobytes()
+            await nothing_held(served)
+
+
+async def test_whole_answer_gets_half_of_the_memory(tmp_path: Path) -> None:
+    """Those with typed contents are made by the process with the models. A front may keep the other half for callers
+    that don't read."""
+    typed = {"binary_data_output": False}
+    half = infer("half", {"a": rows_of_floats(1, 1)}, parameters=typed)
+    more = infer("more", {"a": rows_of_floats(1, 1)}, parameters=typed)
+    models = {"half": widening(MIB // 8 - 100), "more": widening(MIB // 8)}
+    async with serving(tmp_path, models, settings=two(tmp_path, memory_mb=1)) as served:
+        assert len((await served.infer(half)).outputs[0].contents.fp32_contents) == MIB // 8 - 100
+        assert (await failure_of(served.infer(more)))[0] is Code.RESOURCE_EXHAUSTED
