@@ -29,6 +29,8 @@ LOCK_IMAGE := .venv-lock/bin/uv pip compile --quiet --universal --python-version
 
 # Keeps ONNX Runtime from reporting to anybody: see backends/__init__.py.
 export ORT_DISABLE_TELEMETRY ?= 1
+# Tests start hundreds of processes, which needn't compile the same modules each, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-rivals dist lock witness witness-kserve fuzz mutants proofs clean
@@ -118,7 +120,8 @@ mutants: $(READY) ## plant 30 faults, one after the other, and see that the test
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 proofs: $(READY) ## run the tests that have a longer form than in the suite, in it
-	TESTS_LONG=1 $(BIN)/python -m pytest tests/conformance/test_node_models.py tests/fault/test_chaos.py $(ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/conformance/test_node_models.py tests/fault/test_chaos.py \
+	    tests/integration/test_bench.py tests/integration/test_stand_in_gpu.py $(ARGS)
 
 fuzz: $(READY) ## search for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
 	test -d .witness/atheris || $(BIN)/python -m pip install --quiet --no-deps --target .witness/atheris $(ATHERIS) \

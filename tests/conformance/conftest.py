@@ -35,8 +35,19 @@ def server(request: pytest.FixtureRequest, servers: Callable[[int], ServerProces
     return servers(request.param)
 
 
-@pytest.fixture(params=[tritonclient.grpc, tritonclient.grpc.aio], ids=["sync", "aio"])
+@pytest.fixture
 async def triton(request: pytest.FixtureRequest, server: ServerProcess) -> AsyncIterator[Triton]:
+    """The blocking client of the one server, the asyncio client of the other: what a client sends doesn't depend on who
+    reads it."""
+    alone = request.node.callspec.params["server"] == 1
+    client = Triton((tritonclient.grpc if alone else tritonclient.grpc.aio).InferenceServerClient(server.target))
+    yield client
+    await client.close()
+
+
+@pytest.fixture(params=[tritonclient.grpc, tritonclient.grpc.aio], ids=["sync", "aio"])
+async def either(request: pytest.FixtureRequest, server: ServerProcess) -> AsyncIterator[Triton]:
+    """Both clients, of a module with a server of its own."""
     client = Triton(request.param.InferenceServerClient(server.target))
     yield client
     await client.close()

@@ -27,6 +27,11 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         yield started
 
 
+@pytest.fixture
+def triton(either: Triton) -> Triton:
+    return either
+
+
 async def index(triton: Triton) -> dict[str, list[tuple[str, str, str]]]:
     found: dict[str, list[tuple[str, str, str]]] = {}
     for line in (await triton.get_model_repository_index()).models:

@@ -168,6 +168,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield started
 
 
+@pytest.fixture
+def triton(either: Triton) -> Triton:
+    return either
+
+
 def samples(rows: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal((rows, 4, 4), np.float32)
 

@@ -25,20 +25,43 @@ PATIENT = "dynamic_batching { max_queue_delay_microseconds: 100000000 }"
 SLOW = 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }'
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """Batches leave when they are full, four rows, and take a second. At the end, the server has to be as good as
-    new."""
-    write_identity(tmp_path, rows=4, extra=PATIENT + SLOW, dims="[ -1 ]")
-    with ServerProcess(tmp_path, args=TWO) as server:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("models")
+    write_identity(folder, rows=4, extra=PATIENT + SLOW, dims="[ -1 ]")
+    with ServerProcess(folder, args=TWO) as server:
         yield server
-        eventually(lambda: len(fronts_of(server.pid)) == 2, "two fronts")
-        eventually(lambda: server.metrics()["paceline_frontends"] == 2, "two fronts that are known")
-        assert pending(server) == 0
-        assert held_bytes(server) == 0
-        assert regions(server) == 4
-        with connected(server) as client:
-            assert client.code(request(rows=4)) is OK
+
+
+@pytest.fixture
+def server(shared: ServerProcess) -> Iterator[ServerProcess]:
+    """Batches leave when they are full, four rows, and take a second. After each test, the server has to be as good as
+    new: the next one uses it too."""
+    yield shared
+    eventually(lambda: len(fronts_of(shared.pid)) == 2, "two fronts")
+    eventually(lambda: shared.metrics()["paceline_frontends"] == 2, "two fronts that are known")
+    assert pending(shared) == 0
+    assert held_bytes(shared) == 0
+    assert regions(shared) == 4
+    with connected(shared) as client:
+        assert client.code(request(rows=4)) is OK
+
+
+class Since:
+    """What a server has counted since this was made."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self._before = self._now()
+
+    def _now(self) -> list[float]:
+        names = ("nv_inference_count", "nv_inference_exec_count")
+        cancelled = self._server.metrics()['nv_inference_request_failure{model="echo",reason="CANCELED",version="1"}']
+        return [*(total(self._server, name) for name in names), cancelled, restarts(self._server)]
+
+    def __call__(self) -> list[float]:
+        """Rows, batches, cancelled requests, replaced fronts."""
+        return [now - before for now, before in zip(self._now(), self._before, strict=True)]
 
 
 def send(channel: grpc.aio.Channel, rows: int = 1, columns: int = 16, first: float = 0) -> Any:
@@ -61,7 +84,25 @@ def restarts(server: ServerProcess) -> float:
     return server.metrics()["paceline_frontend_restarts"]
 
 
+async def test_front_that_keeps_dying_is_replaced_each_time(server: ServerProcess) -> None:
+    """The first test, as each front that has died makes the pauses longer."""
+    told_before, before = len(server.log), restarts(server)
+    for number in range(1, 4):
+        await eventually_async(lambda: len(fronts_of(server.pid)) == 2, "two fronts")
+        youngest = fronts_of(server.pid)[-1]
+        os.kill(youngest, signal.SIGKILL)
+        await eventually_async(lambda n=number: restarts(server) == before + n, f"{number} fronts replaced")
+
+    def pauses() -> list[str]:
+        told = [record["message"] for record in server.log[told_before:] if record["level"] == "ERROR"]
+        return [text.rpartition("; starting another in ")[2] for text in told]
+
+    await eventually_async(lambda: len(pauses()) == 3, "a line for each")
+    assert pauses() == ["0.1 s", "0.2 s", "0.4 s"]
+
+
 async def test_killed_fronts_requests_leave_the_queue_and_no_others(server: ServerProcess) -> None:
+    counted = Since(server)
     async with channel_each(server.target, fronts_of(server.pid)) as channels:
         (doomed, hit), (_, other) = channels.items()
         lost = [send(hit, columns=20_000), send(hit, columns=20_000)]
@@ -74,14 +115,12 @@ async def test_killed_fronts_requests_leave_the_queue_and_no_others(server: Serv
         rest = send(other, rows=3, first=100)
         assert (await kept).raw_output_contents[0] == request().raw_input_contents[0]
         assert await rest.code() is OK
-    assert (total(server, "nv_inference_count"), total(server, "nv_inference_exec_count")) == (4, 1)
-    failures = server.metrics()['nv_inference_request_failure{model="echo",reason="CANCELED",version="1"}']
-    assert failures == 2
-    await eventually_async(lambda: restarts(server) == 1, "the front replaced")
+    await eventually_async(lambda: counted() == [4, 1, 2, 1], "the front replaced, and nothing else counted")
     assert any("was killed by SIGKILL; starting another in" in line["message"] for line in server.log)
 
 
 async def test_front_killed_while_a_batch_executes_does_not_affect_the_others_answers(server: ServerProcess) -> None:
+    counted = Since(server)
     async with channel_each(server.target, fronts_of(server.pid)) as channels:
         (doomed, hit), (_, other) = channels.items()
         lost = send(hit)
@@ -91,34 +130,20 @@ async def test_front_killed_while_a_batch_executes_does_not_affect_the_others_an
         os.kill(doomed, signal.SIGKILL)
         assert (await kept).raw_output_contents[0] == request(rows=3).raw_input_contents[0]
         assert await lost.code() is UNAVAILABLE
-    assert (total(server, "nv_inference_count"), total(server, "nv_inference_exec_count")) == (4, 1)
-
-
-async def test_front_that_keeps_dying_is_replaced_each_time(server: ServerProcess) -> None:
-    for number in range(1, 4):
-        await eventually_async(lambda: len(fronts_of(server.pid)) == 2, "two fronts")
-        youngest = fronts_of(server.pid)[-1]
-        os.kill(youngest, signal.SIGKILL)
-        await eventually_async(lambda n=number: restarts(server) == n, f"{number} fronts replaced")
-
-    def pauses() -> list[str]:
-        told = [record["message"] for record in server.log if record["level"] == "ERROR"]
-        return [text.rpartition("; starting another in ")[2] for text in told]
-
-    await eventually_async(lambda: len(pauses()) == 3, "a line for each")
-    assert pauses() == ["0.1 s", "0.2 s", "0.4 s"]
+    assert counted()[:2] == [4, 1]
 
 
 async def test_channel_of_a_dead_front_is_served_again(server: ServerProcess) -> None:
+    before = restarts(server)
     async with channel_each(server.target, fronts_of(server.pid)) as channels:
-        for number, (front, channel) in enumerate(channels.items(), 1):
-            os.kill(front, signal.SIGKILL)
-            await eventually_async(lambda n=number: restarts(server) == n, "the front gone")
-            await eventually_async(lambda: server.metrics()["paceline_frontends"] == 2, "its place taken")
-            code = None
-            while code is not OK:  # until the client has noticed as well
-                code = await send(channel, rows=4).code()
-                assert code in (OK, UNAVAILABLE)
+        front, channel = next(iter(channels.items()))
+        os.kill(front, signal.SIGKILL)
+        await eventually_async(lambda: restarts(server) == before + 1, "the front gone")
+        await eventually_async(lambda: server.metrics()["paceline_frontends"] == 2, "its place taken")
+        code = None
+        while code is not OK:  # until the client has noticed as well
+            code = await send(channel, rows=4).code()
+            assert code in (OK, UNAVAILABLE)
 
 
 async def test_hanging_front_is_killed_and_replaced(tmp_path: Path) -> None:
@@ -141,12 +166,13 @@ async def test_hanging_front_is_killed_and_replaced(tmp_path: Path) -> None:
 
 
 async def test_fronts_ignore_signals_meant_for_the_server(server: ServerProcess) -> None:
-    for front in fronts_of(server.pid):
+    before, fronts = restarts(server), fronts_of(server.pid)
+    for front in fronts:
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(front, number)
     async with channel_each(server.target, fronts_of(server.pid)) as channels:
         assert [await send(channel, rows=4).code() for channel in channels.values()] == [OK, OK]
-    assert restarts(server) == 0
+    assert (restarts(server), fronts_of(server.pid)) == (before, fronts)
 
 
 async def test_fronts_end_when_their_server_is_killed(tmp_path: Path) -> None:

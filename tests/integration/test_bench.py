@@ -30,6 +30,7 @@ from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import LoadError
 from tests import models as tiny_models
 from tests.harness import REPO, ServerProcess, write_identity
+from tests.lengths import LONG
 
 SHORT = Settings(rounds=2, seconds=0.1, warmup_s=0.2, rivals=False)
 TINY = {"server": "paceline", "model": "tiny"}
@@ -40,7 +41,7 @@ def scenario(**keys: Any) -> Mapping[str, Any]:
 
 
 def test_run_measures_product_and_floor_in_every_round() -> None:
-    references = [{"server": "echo"}, {"server": "kserve"}, {"transport": "stream"}, {"transport": "shm"}]
+    references = [{"server": "kserve"}, {"transport": "stream"}]
     (result,) = run([parse("tiny", scenario(reference=references))], SHORT)
     assert [one.server for one in result.absent] == ["kserve"]
     assert not any(one.failed for one in result.absent.values())
@@ -53,13 +54,13 @@ def test_run_measures_product_and_floor_in_every_round() -> None:
 def test_open_loop_run_reports_how_many_were_answered_in_time() -> None:
     some = {"title": "t", "rates": [100], "subject": TINY}
     late = {"title": "t", "rates": [100], "deadline_s": 1e-6, "subject": TINY, "reference": [{"measure": "p99_ms"}]}
-    result, too_late = run([parse("some", some), parse("late", late)], SHORT)
+    result, too_late = run([parse("some", some), parse("late", late)], replace(SHORT, rounds=1))
     ((_, found),) = result.series.items()
     assert result.generator == "bench.open_loop"
     assert max(found["answered"]) <= 1
     ((_, found),) = too_late.series.items()
     assert not too_late.absent
-    assert (found["requests_per_s"], found["answered"]) == ([0.0, 0.0], [0.0, 0.0])
+    assert (found["requests_per_s"], found["answered"]) == ([0.0], [0.0])
     assert "p99_ms" not in found
 
 
@@ -101,8 +102,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.skipif(not LONG, reason="the other tests run its parts; all of it takes 20 s: make proofs")
 @pytest.mark.timeout(240)
-def test_gpu_benchmark_runs_on_a_cpu_and_its_results_make_a_document(tmp_path: Path) -> None:
+def test_gpu_benchmark_on_a_cpu_makes_a_document(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     done = python("bench.gpu", "--device", "cpu", "--quick", "--models", "bert_base_fp32", "--out", str(out))
     assert done.returncode == 0, done.stderr
@@ -151,22 +153,11 @@ def test_gpu_benchmark_measures_what_it_can_and_says_why_not_the_rest(tmp_path: 
     assert {one.who for one in found["gpu-bert-base-fp32"].measurements} >= {"paceline", "run_with_iobinding"}
 
 
-def test_gpu_benchmark_begins_no_model_after_its_time(tmp_path: Path) -> None:
-    chosen = [one for one in gpu_models.chosen("cpu", quick=True) if one.name == "resnet50_fp32"]
-    found = last_of(gpu.run(replace(short_plan(), until_s=0.0), chosen, tmp_path))
-    assert dict(found["gpu-resnet50-fp32"].absent) == {"resnet50_fp32": "the time was up"}
-    assert dict(found["gpu-frontends"].absent) == {"frontends": "the time was up"}
-
-
 def test_server_that_does_not_end_is_killed_and_reported(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with pytest.raises(BenchError, match="did not end"), serving(tmp_path, 1, end_s=0.2) as server:
         os.kill(server.pid, signal.SIGSTOP)
     assert server.returncode == -signal.SIGKILL
-
-
-def short_plan() -> gpu_plan.Plan:
-    return gpu_plan.Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
 
 
 def last_of(sections: Iterable[Section]) -> Mapping[str, Section]:
@@ -197,10 +188,10 @@ def test_region_in_use_has_no_file_that_would_outlive_a_killed_bench(tmp_path: P
 def test_gpu_benchmark_without_a_gpu_fails_with_the_reason(tmp_path: Path) -> None:
     if can_use_gpu():
         pytest.skip("there is a GPU")
-    done = python(
-        "bench.gpu", "--device", "cuda", "--quick", "--models", "bert_base_fp16", "--out", str(tmp_path / "x")
-    )
+    out = tmp_path / "x"
+    done = python("bench.gpu", "--device", "cuda", "--quick", "--models", "bert_base_fp16", "--out", str(out))
     assert done.returncode == 1
+    assert [list(one.absent) for one in load(out.read_text()).sections] == [["paceline"]]
     assert "paceline did not start" in done.stderr
     assert "no NVIDIA driver" in done.stderr
 

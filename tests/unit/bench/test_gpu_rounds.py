@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from bench import gpu_models
 from bench.gpu_plan import Found, Plan
 from bench.gpu_rounds import ModelRun
+from bench.gpu_sections import scale_frontends
 from bench.summary import Comparison
 
 PLAN = Plan("cuda", 3, 4.0, 1.0, 8, (1, 2), 4, True, 0.0)
@@ -52,6 +54,15 @@ def test_busy_share_stands_beside_the_share_that_batches_take() -> None:
     filled = found["batches/s x the time of a full one in run_with_iobinding"]
     assert filled.found is not None
     assert filled.found.median == pytest.approx(0.96)
+
+
+def test_no_section_begins_after_the_time(tmp_path: Path) -> None:
+    nowhere: Any = None
+    model = replace(MODEL, name="m")
+    *_, of_model = ModelRun(PLAN, nowhere, model, tmp_path, tmp_path, Found()).sections()
+    *_, of_frontends = scale_frontends(PLAN, tmp_path)
+    assert of_model.absent["m"] == of_frontends.absent["frontends"] == "the time was up"
+    assert not list(tmp_path.iterdir())
 
 
 def test_model_that_is_not_measured_has_that_reason_alone() -> None:
