@@ -21,6 +21,8 @@ from paceline.backends.base import (
     DeviceKind,
     GroupKind,
     InstanceGroup,
+    LengthAxis,
+    LengthTrial,
     ModelSource,
     Supervise,
     Trial,
@@ -40,7 +42,7 @@ from paceline.backends.onnx.shared import Shared, why_not_staged
 from paceline.backends.onnx.spec import check_served, find_spec
 from paceline.backends.onnx.staged import StagedInstance
 from paceline.backends.own_process.served import OwnProcessOnnxModel
-from paceline.backends.own_process.session import Job, OwnProcessSession, Runs, try_model
+from paceline.backends.own_process.session import Job, OwnProcessSession, Runs, try_lengths_of, try_model
 from paceline.backends.paths import is_file, is_folder
 from paceline.backends.spec import ModelSpec
 
@@ -153,6 +155,12 @@ class OnnxModel:
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return try_model(self.spec, self._opener.options, self._untrusted, supervise)
+
+    def try_lengths(
+        self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
+    ) -> LengthTrial:
+        device, options = next(iter(self._sessions)), self._opener.options
+        return try_lengths_of(spec, asked, self.spec, options, self._untrusted, supervise, device)
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
         check_served(self._name, spec, self.spec)

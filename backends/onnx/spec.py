@@ -71,9 +71,18 @@ def tensor_spec(model: str, what: str, node: NodeArg, any_rank: bool = False) ->
     if datatype is None:
         raise LoadError(f"model '{model}': {what} '{node.name}': {why_unknown(node)}")
     dims = tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape)
+    names = tuple(dim if isinstance(dim, str) else "" for dim in node.shape)
     any_rank = any_rank and not dims
     assumed = what == "output" and not any_rank
-    return TensorSpec(node.name, datatype, dims, utf8=datatype == "BYTES", any_rank=any_rank, assumed=assumed)
+    return TensorSpec(
+        node.name,
+        datatype,
+        dims,
+        utf8=datatype == "BYTES",
+        any_rank=any_rank,
+        assumed=assumed,
+        axis_names=names if any(names) else (),
+    )
 
 
 def check_served(model: str, served: ModelSpec, own: ModelSpec) -> None:

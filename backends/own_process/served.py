@@ -7,16 +7,16 @@ whatever native code does with this model's requests, it does in the other proce
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from paceline.backends.base import Device, Files, ModelSource, Supervise, Trial, unsupervised
+from paceline.backends.base import Device, Files, LengthAxis, LengthTrial, ModelSource, Supervise, Trial, unsupervised
 from paceline.backends.errors import ExecutionError, LoadError, ProcessError
 from paceline.backends.onnx.model_files import files_changed
 from paceline.backends.onnx.options import without_graphs
 from paceline.backends.onnx.spec import Found, check_served
-from paceline.backends.own_process.session import FILE, Job, ProcessRunner, ask, try_model
+from paceline.backends.own_process.session import FILE, Job, ProcessRunner, ask, try_lengths_of, try_model
 from paceline.backends.python.instance import Processes, PythonInstance
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import ModelSpec
@@ -46,6 +46,12 @@ class OwnProcessOnnxModel:
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return try_model(self.spec, self._job.options, self._trying, supervise)
+
+    def try_lengths(
+        self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
+    ) -> LengthTrial:
+        job = self._job
+        return try_lengths_of(spec, asked, self.spec, job.options, self._trying, supervise, job.device)
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
         check_served(self._job.name, spec, self.spec)

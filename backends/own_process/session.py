@@ -17,7 +17,9 @@ from threading import Lock, Timer
 from types import TracebackType
 from typing import Protocol, TypeAlias
 
-from paceline.backends.base import Device, ModelSource, Supervise, Trial
+import numpy as np
+
+from paceline.backends.base import Device, DeviceKind, LengthAxis, LengthTrial, ModelSource, Supervise, Trial
 from paceline.backends.errors import (
     BackendError,
     ExecutionError,
@@ -27,6 +29,8 @@ from paceline.backends.errors import (
     ProcessError,
     StalePlan,
 )
+from paceline.backends.length_axes import asked_lengths
+from paceline.backends.length_trial import try_lengths, with_assumed_outputs
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.spec import Found
 from paceline.backends.python.process import ModelProcess
@@ -98,6 +102,37 @@ def try_model(
 
         tried = try_rows(needed, lambda inputs: supervise(lambda: run(inputs)))
     return replace(tried, spec=replace(tried.spec, inputs=spec.inputs))
+
+
+def try_lengths_of(
+    spec: ModelSpec,
+    asked: Sequence[LengthAxis] | None,
+    own: ModelSpec,
+    options: OnnxOptions,
+    opened: Callable[[ModelSpec], AbstractContextManager[Runs]],
+    supervise: Supervise,
+    device: Device,
+) -> LengthTrial:
+    """As `TriesLengths.try_lengths`, of a model whose own spec is `own`, on `device`. `opened` as above."""
+    if options.tensorrt is not None or options.openvino is not None:
+        # They build an engine for each new shape, which may take minutes: padding is tried by nobody, or as asked.
+        return LengthTrial(spec if asked is None else with_assumed_outputs(asked_lengths(spec, asked)))
+    fixed = max((one.dims[0] for one in own.inputs if one.dims), default=-1)
+    with opened(spec) as runs:
+
+        def run(inputs: Sequence[Array]) -> Tensors:
+            try:
+                return supervise(lambda: runs.run(inputs))
+            except StalePlan as error:
+                raise ExecutionError(str(error)) from error
+
+        def run_fixed(inputs: Sequence[Array]) -> Tensors:
+            rows = len(inputs[0])
+            places = [[min(row, rows - 1) for row in range(at, at + fixed)] for at in range(0, rows, fixed)]
+            parts = [run([one[place] for one in inputs]) for place in places]
+            return [np.concatenate(column)[:rows] for column in zip(*parts, strict=True)]
+
+        return try_lengths(spec, asked, run_fixed if fixed > 1 else run, coarse=device.kind is DeviceKind.GPU)
 
 
 _SOURCE = ModelSource("a trial", FILE)

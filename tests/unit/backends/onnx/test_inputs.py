@@ -175,3 +175,11 @@ def test_execute_ragged_batch_scatters_its_output(tmp_path: Path) -> None:
 
     for (result,), (request,) in zip(results, requests, strict=True):
         np.testing.assert_array_equal(result, request + 1, strict=True)
+
+
+def test_open_model_reports_the_names_of_axes_in_the_file(tmp_path: Path) -> None:
+    model = models.identity("FP32", ("batch", None, 3, "words"))
+    (tensor,) = opened(model, tmp_path).spec.inputs
+
+    assert tensor.axis_names == ("batch", "", "", "words")
+    assert opened(models.identity("FP32", (None, None)), tmp_path).spec.inputs[0].axis_names == ()

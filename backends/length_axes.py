@@ -1,0 +1,123 @@
+"""Which axes of a model's inputs may be lengths: those that a configuration asks for, or that a mask goes with.
+
+Lives here: lengths by the names and sizes that a model declares, in plain values. Must not: run a model; what follows
+from running it is in `length_trial`. The rule: axes of one symbolic name are one length. Axes without names are one if
+they are asked for, or are a mask's and its words', and have the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from paceline.backends.base import LengthAxis
+from paceline.backends.errors import LoadError
+from paceline.backends.lengths import filling
+from paceline.backends.spec import Length, ModelSpec, TensorSpec
+from paceline.protos.datatypes import by_name
+
+Place = tuple[int, int]
+"""A tensor's index and one of its axes, of which 0 is the batch's."""
+
+
+def asked_lengths(spec: ModelSpec, asked: Sequence[LengthAxis]) -> ModelSpec:
+    """`spec` with the lengths of the axes `asked` for, without their outputs, and with the inputs' fills. LoadError for
+    axes that can't be filled up."""
+    if not spec.by_rows or not spec.batched:
+        raise LoadError("expected a model all of whose tensors have a batch axis and are required, got another one")
+    inputs, places = list(spec.inputs), list[Place]()
+    indices = {tensor.name: index for index, tensor in enumerate(inputs)}
+    for one in asked:
+        if one.input not in indices:
+            raise LoadError(f"input '{one.input}': expected one of {list(indices)}")
+        index = indices[one.input]
+        tensor = replace(inputs[index], fill=one.fill)
+        _check(tensor, one.axis)
+        if any(place[0] == index for place in places) and one.fill != inputs[index].fill:
+            raise LoadError(f"input '{one.input}': expected one fill, got {inputs[index].fill} and {one.fill}")
+        inputs[index] = tensor
+        places.append((index, one.axis))
+    return replace(spec, inputs=tuple(inputs), lengths=_lengths(inputs, places))
+
+
+def _check(tensor: TensorSpec, axis: int) -> None:
+    where = f"input '{tensor.name}'"
+    if tensor.reshape is not None:
+        raise LoadError(f"{where}: expected one without reshape, got {list(tensor.reshape)}")
+    if tensor.any_rank or not 1 <= axis <= len(tensor.dims):
+        raise LoadError(f"{where}: expected an axis from 1 to {len(tensor.dims)} (0 is the batch's), got {axis}")
+    if tensor.dims[axis - 1] != -1:
+        raise LoadError(f"{where}: expected an axis of free size, got axis {axis}, which is {tensor.dims[axis - 1]}")
+    try:
+        filling(tensor)
+    except ValueError as error:
+        raise LoadError(f"{where}: {error}") from error
+
+
+def masked_lengths(spec: ModelSpec) -> Iterator[tuple[ModelSpec, frozenset[int]]]:
+    """What may be the lengths of a model that has masks, and which of its inputs are masks: the likeliest first."""
+    if not spec.by_rows or not spec.batched:
+        return
+    families: dict[tuple[object, ...], list[int]] = {}
+    for index, tensor in enumerate(spec.inputs):
+        if -1 in tensor.dims and tensor.reshape is None and is_of_integers(tensor):
+            families.setdefault((tensor.dims, _names(tensor)), []).append(index)
+    # A mask and what it masks: words are no booleans.
+    found = [one for one in families.values() if len(one) > 1 and any(_are_words(spec.inputs[index]) for index in one)]
+    choices = [_masks(spec, family) for family in found]
+    places = [(index, axis) for family in found for index in family for axis in free_axes(spec.inputs[index])]
+    for number in range(max(map(len, choices), default=0)):
+        masks = frozenset[int]().union(*(one[min(number, len(one) - 1)] for one in choices))
+        yield replace(spec, lengths=_lengths(spec.inputs, places)), masks
+
+
+def named_masks(spec: ModelSpec) -> frozenset[int]:
+    """The inputs that look like masks."""
+    named = [index for index, one in enumerate(spec.inputs) if "mask" in one.name.lower() and _is_of_numbers(one)]
+    return frozenset(named or (index for index, one in enumerate(spec.inputs) if one.datatype == "BOOL"))
+
+
+def _masks(spec: ModelSpec, family: Sequence[int]) -> list[frozenset[int]]:
+    named = named_masks(spec) & frozenset(family)
+    if named:
+        return [named]
+    return [frozenset([index]) for index in family]
+
+
+def is_of_integers(tensor: TensorSpec) -> bool:
+    """Also if they are booleans. BF16 has arrays of integers."""
+    return tensor.datatype != "BF16" and by_name(tensor.datatype).dtype.kind in "iub"
+
+
+def _is_of_numbers(tensor: TensorSpec) -> bool:
+    return tensor.datatype not in ("BF16", "BYTES")
+
+
+def _are_words(tensor: TensorSpec) -> bool:
+    return tensor.datatype != "BOOL"
+
+
+def free_axes(tensor: TensorSpec) -> list[int]:
+    return [axis for axis, dim in enumerate(tensor.dims, 1) if dim == -1]
+
+
+def axis_name(tensor: TensorSpec, axis: int) -> str:
+    """The model's name of the axis; "" if it has none."""
+    return _names(tensor)[axis]
+
+
+def _names(tensor: TensorSpec) -> tuple[str, ...]:
+    rank = len(tensor.model_dims) + 1
+    return tensor.axis_names if len(tensor.axis_names) == rank else ("",) * rank
+
+
+def _lengths(inputs: Sequence[TensorSpec], places: Iterable[Place]) -> tuple[Length, ...]:
+    """One length per name among those of `places`, with all axes that have it, and per number of an axis without."""
+    found: dict[str, set[Place]] = {}
+    for index, axis in places:
+        name = axis_name(inputs[index], axis)
+        found.setdefault(name or f"axis {axis}", set()).add((index, axis))
+        for other, tensor in enumerate(inputs):
+            if name and tensor.reshape is None and not tensor.any_rank:
+                found[name] |= {(other, free) for free in free_axes(tensor) if axis_name(tensor, free) == name}
+    return tuple(Length(name, tuple(sorted(axes))) for name, axes in found.items())

@@ -1,0 +1,360 @@
+"""Whether requests of different sizes may be filled up to a common one, found out by trying.
+
+Lives here: what is tried and what follows from it, in pure numpy. Must not: a runtime, a log, or know which axes may be
+lengths (`length_axes`). A model that has a mask may ignore it, or some of its layers may: recurrences from both ends,
+averages over all words, convolutions. Then a text's results would depend on the longest text beside it. The rule: rows
+of several sizes, filled up a little and by much, must give what they give alone. They may differ by what floats round,
+and, for models that quantize at run time, not by much more than rows of equal sizes already differ in a batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.backends.base import LengthAxis, LengthTrial
+from paceline.backends.errors import ExecutionError, InstanceError, LoadError
+from paceline.backends.length_axes import (
+    asked_lengths,
+    axis_name,
+    free_axes,
+    is_of_integers,
+    masked_lengths,
+    named_masks,
+)
+from paceline.backends.lengths import Filling, Lengths, fill_up
+from paceline.backends.made_up import MAX_BYTES, bytes_of
+from paceline.backends.ragged import as_the_model_sees
+from paceline.backends.spec import Array, Length, ModelSpec, Tensors, TensorSpec
+from paceline.protos.datatypes import by_name
+
+Run = Callable[[Sequence[Array]], Tensors]
+Sizes = tuple[int, ...]
+
+_SIZES = ((5, 11, 24), (13, 6, 25))
+"""Of three rows, along lengths of even and odd index: not the same ones, to see which one an output follows."""
+_LONGER = 37
+"""Added for models that accept nothing shorter."""
+_FILLED = (64, 160)
+"""Larger sizes to fill up to, as long as the model accepts rows of that size."""
+_WORDS = 63
+"""The largest integer that is tried first, for the first input of integers: small vocabularies have fewer words."""
+_FREE = 2
+"""The size of free axes that aren't lengths."""
+
+_CLOSE, _COARSE = 1e-4, 1e-2
+"""How far results may be apart, as a fraction of their usual size: in single precision, and in less. Texts in
+encoders of 12 layers differ by 1e-6 to 1e-5 in single precision."""
+_TIMES, _MOST = 4, 0.3
+"""How many times as far as rows of equal sizes already differ in a batch, and how far at most."""
+_LONGEST_NS = 30 * 10**9
+"""For a trial, from its first execution on: others wait for their loads."""
+
+
+class _GivenUp(InstanceError):
+    """The trial would take too much time or memory."""
+
+
+class _Attempt(NamedTuple):
+    """Rows with integers up to `highest`, or `words` in their first input of integers; sizes are `longer`."""
+
+    words: int
+    highest: int
+    longer: int = 0
+
+
+_ATTEMPTS = (_Attempt(_WORDS, 1), _Attempt(1, 1), _Attempt(0, 0), _Attempt(_WORDS, 1, _LONGER), _Attempt(1, 1, _LONGER))
+
+
+def try_lengths(
+    spec: ModelSpec,
+    asked: Sequence[LengthAxis] | None,
+    run: Run,
+    coarse: bool = False,
+    now_ns: Callable[[], int] = time.monotonic_ns,
+) -> LengthTrial:
+    """As `TriesLengths.try_lengths`. `run` returns the outputs for one array per input and raises ExecutionError.
+    `coarse`: it computes in less than single precision.
+
+    Blocks for about ten executions of up to four rows, and one more for each attempt that the model doesn't accept.
+    After half a minute, no more are begun; nor of rows that take more than MAX_BYTES.
+    """
+    seen = as_the_model_sees(spec)
+    coarse = coarse or any(one.datatype in ("FP16", "BF16") for one in (*spec.inputs, *spec.outputs))
+    trial = _Trial(run, coarse, now_ns)
+    if asked is not None:
+        wanted = asked_lengths(spec, asked)
+        tried = trial.of(
+            replace(seen, inputs=as_the_model_sees(wanted).inputs, lengths=wanted.lengths), named_masks(seen)
+        )
+        if tried.odd:
+            raise LoadError(tried.odd)
+        found = tried.spec if tried.is_known else with_assumed_outputs(tried.spec)
+        return LengthTrial(replace(wanted, lengths=found.lengths), tried.why_not)
+    why_not = ""
+    for guess, masks in masked_lengths(seen):
+        tried = trial.of(guess, masks)
+        if not tried.odd and not tried.why_not:
+            return LengthTrial(replace(spec, lengths=tried.spec.lengths))
+        why_not = why_not or tried.odd or tried.why_not
+    return LengthTrial(spec, why_not)
+
+
+def with_assumed_outputs(spec: ModelSpec) -> ModelSpec:
+    """`spec` whose lengths have the outputs that are likely to follow them, going by names, and without these by the
+    numbers of free axes. Where that is wrong, an execution says so."""
+    tensors = enumerate(spec.outputs)
+    outputs = [(index, axis, tensor) for index, tensor in tensors for axis in free_axes(tensor)]
+    lengths, taken = list[Length](), set[tuple[int, int]]()
+    for one in spec.lengths:
+        numbers = {axis for _, axis in one.inputs}
+        follow = [
+            (index, axis)
+            for index, axis, tensor in outputs
+            if (index, axis) not in taken and (axis_name(tensor, axis) or one.name) == one.name
+            if axis_name(tensor, axis) or axis in numbers
+        ]
+        taken |= {*follow}
+        lengths.append(replace(one, outputs=tuple(follow)))
+    return replace(spec, lengths=tuple(lengths))
+
+
+class _Tried(NamedTuple):
+    """`spec` with the lengths' outputs, if they are known. `odd`: which output varies with a length in another way than
+    by being equal. `why_not` as in `LengthTrial`."""
+
+    spec: ModelSpec
+    is_known: bool = False
+    odd: str = ""
+    why_not: str = ""
+
+
+class _Trial:
+    """Tries specs that have lengths, all within one time limit."""
+
+    def __init__(self, run: Run, coarse: bool, now_ns: Callable[[], int]) -> None:
+        self._model, self._now_ns, self._ends_ns = run, now_ns, 0
+        self._coarse = coarse
+
+    def of(self, spec: ModelSpec, masks: frozenset[int]) -> _Tried:
+        failed = ""
+        for attempt in _ATTEMPTS:
+            try:
+                return self._try(spec, _Rows(spec, masks, attempt))
+            except (InstanceError, MemoryError) as error:
+                failed = f"its trial was given up: {str(error) or type(error).__name__}"
+                break
+            except ExecutionError as error:
+                failed = failed or f"it accepts no made-up inputs ({error})"
+        return _Tried(spec, why_not=f"it isn't known whether the filling shows in its results, as {failed}")
+
+    def _run(self, inputs: Sequence[Array]) -> Tensors:
+        if self._ends_ns and self._now_ns() > self._ends_ns:
+            raise _GivenUp(f"it took longer than {_LONGEST_NS // 10**9} s")
+        try:
+            return self._model(inputs)
+        finally:
+            self._ends_ns = self._ends_ns or self._now_ns() + _LONGEST_NS
+
+    def _try(self, spec: ModelSpec, rows: _Rows) -> _Tried:
+        """Raises ExecutionError if the model doesn't accept rows alone, and InstanceError."""
+        few = rows.few()
+        alone = [self._run(row) for _, row in few]
+        spec, odd = _followed(spec, [sizes for sizes, _ in few], alone)
+        if odd:
+            return _Tried(spec, odd=odd)
+        limits, varied = self._limits(spec, rows, few, alone)
+        if not varied:
+            return _Tried(spec, True, why_not=_SAME)
+        row_bytes = sum(one.nbytes for one in (*few[-1][1], *alone[-1]))
+        if 4 * row_bytes > MAX_BYTES:
+            raise _GivenUp(f"four rows with their results take more than {MAX_BYTES >> 20} MiB")
+        for number, size in enumerate((0, *_FILLED)):
+            more = [rows.one(1, (size + rows.longer,) * len(spec.lengths))] if size else []
+            if size and 4 * row_bytes * ((size + rows.longer) // few[-1][0][0] + 1) ** len(spec.lengths) > MAX_BYTES:
+                break
+            try:
+                others = [self._run(row) for _, row in more]
+            except ExecutionError:
+                break  # what is longer than the model accepts can't show anything, nor may the time be over
+            try:
+                together = [*few, *more]
+                why_not = self._compare(spec, together, [*alone, *others], limits)
+            except _GivenUp:
+                if number:
+                    break
+                raise
+            if why_not:
+                return _Tried(spec, True, why_not=why_not)
+        return _Tried(spec, True)
+
+    def _limits(
+        self, spec: ModelSpec, rows: _Rows, few: Sequence[_Row], alone: Sequence[Tensors]
+    ) -> tuple[list[float], bool]:
+        """How far results of each output may be apart, and whether any of them vary with what is in a row. Outputs that
+        differ when the same row runs again are random, or count executions: nothing is expected of them."""
+        again = _apart(spec, alone[0], self._run(few[0][1]))
+        limits = [_MOST if one <= _COARSE else np.inf for one in again]
+        if min(limits, default=0) == np.inf:
+            raise _GivenUp("its results differ from run to run")
+        bases, varied = [0.0] * len(limits), False
+        for (sizes, row), result in ((few[0], alone[0]), (few[-1], alone[-1])):
+            other = rows.one(3, sizes)[1]
+            both = self._run([np.concatenate(pair) for pair in zip(row, other, strict=True)])
+            if any(len(one) != 2 for one in both):
+                raise ExecutionError("its outputs don't have the rows of its inputs")
+            bases = list(map(max, bases, _apart(spec, result, [one[:1] for one in both])))
+            varied = varied or any(not np.array_equal(one[:1], one[1:]) for one in both)
+        least = [0.0 if _is_exact(one) else _COARSE if self._coarse else _CLOSE for one in spec.outputs]
+        return [
+            limit if limit == np.inf else max(close, min(_TIMES * base, limit))
+            for limit, close, base in zip(limits, least, bases, strict=True)
+        ], varied
+
+    def _compare(self, spec: ModelSpec, rows: Sequence[_Row], alone: Sequence[Tensors], limits: Sequence[float]) -> str:
+        """How results of `rows` filled up together differ from those `alone`, in words. Raises InstanceError."""
+        axes = Lengths(spec)
+        sizes = [one for one, _ in rows]
+        filling = Filling(axes, sizes, tuple(map(max, zip(*sizes, strict=True))))
+        inputs = []
+        for index, column in enumerate(zip(*(row for _, row in rows), strict=True)):
+            target = np.empty((len(rows), *filling.shape(index, column)), column[0].dtype)
+            fill_up(target, column, axes.fills[index])
+            inputs.append(target)
+        try:
+            outputs = self._run(inputs)
+            filling.check([one.shape for one in outputs])
+        except InstanceError:
+            raise
+        except ExecutionError as error:
+            return f"it runs with requests of sizes {_said(sizes)} alone, and fails once they are filled up: {error}"
+        if any(len(one) != len(rows) for one in outputs):
+            return "its outputs don't have the rows of its inputs once they are filled up"
+        cut = filling.cut([[one[number : number + 1] for one in outputs] for number in range(len(rows))])
+        for size, mine, other in zip(sizes, alone, cut, strict=True):
+            for index, apart in enumerate(_apart(spec, mine, other)):
+                if apart > limits[index]:
+                    return (
+                        f"output '{spec.outputs[index].name}' of a request of size {_said([size])} differs from alone "
+                        f"by {apart:.1%} once it is filled up to {_said([filling.common])}"
+                    )
+        return ""
+
+
+_SAME = "it isn't known whether the filling shows in its results, as all made-up rows give the same results"
+_Row = tuple[Sizes, Sequence[Array]]
+
+
+def _said(sizes: Sequence[Sizes]) -> str:
+    return ", ".join("x".join(map(str, one)) for one in sizes)
+
+
+class _Rows:
+    """Made-up rows of `spec`, with ones in `masks`."""
+
+    def __init__(self, spec: ModelSpec, masks: frozenset[int], attempt: _Attempt) -> None:
+        self._spec, self._masks, self._attempt = spec, masks, attempt
+        words = (index for index, one in enumerate(spec.inputs) if is_of_integers(one) and index not in masks)
+        self._words = next(words, None)
+        self._axes = Lengths(spec).inputs
+        self.longer = attempt.longer
+
+    def few(self) -> list[_Row]:
+        """Three rows. In those of even `content`, no integer is what is filled up with: a maximum over all words would
+        not show it otherwise."""
+        return [
+            self.one(number, tuple(_SIZES[at % 2][number] + at + self.longer for at in range(len(self._spec.lengths))))
+            for number in range(3)
+        ]
+
+    def one(self, content: int, sizes: Sizes) -> _Row:
+        random = np.random.default_rng((content, *sizes))
+        shapes, made = [], list[Array]()
+        for tensor, axes in zip(self._spec.inputs, self._axes, strict=True):
+            own = dict(axes)
+            dims = [sizes[own[axis]] if axis in own else dim for axis, dim in enumerate(tensor.dims, 1)]
+            shapes.append((1, *(_FREE if dim < 0 else dim for dim in dims)))
+        sizes_bytes = map(bytes_of, (one.datatype for one in self._spec.inputs))
+        if 4 * sum(map(mul, map(math.prod, shapes), sizes_bytes)) > MAX_BYTES:
+            raise _GivenUp(f"four rows take more than {MAX_BYTES >> 20} MiB")
+        for index, (tensor, shape) in enumerate(zip(self._spec.inputs, shapes, strict=True)):
+            highest = self._attempt.words if index == self._words else self._attempt.highest
+            if index in self._masks:
+                made.append(np.ones(shape, by_name(tensor.datatype).dtype))
+            else:
+                made.append(_elements(tensor, random, shape, highest, content % 2 == 0))
+        return sizes, made
+
+
+def _elements(
+    tensor: TensorSpec, random: np.random.Generator, shape: tuple[int, ...], highest: int, other_than_fill: bool
+) -> Array:
+    dtype = by_name(tensor.datatype).dtype
+    if not is_of_integers(tensor) and not dtype.hasobject:
+        floats = random.standard_normal(shape, np.float32)
+        return (floats.view(np.uint32) >> 16).astype(dtype) if tensor.datatype == "BF16" else floats.astype(dtype)
+    if dtype.hasobject:
+        return np.array([b"%d" % one for one in random.integers(0, 10, shape).ravel()], object).reshape(shape)
+    words = [one for one in range(highest + 1) if one != tensor.fill or not other_than_fill] or [0]
+    return random.choice(np.array(words), shape).astype(dtype)
+
+
+def _followed(spec: ModelSpec, sizes: Sequence[Sizes], results: Sequence[Tensors]) -> tuple[ModelSpec, str]:
+    """`spec` with the outputs' axes that have the sizes of its lengths, and which output's axis varies otherwise, if
+    any does."""
+    outputs: list[list[tuple[int, int]]] = [[] for _ in spec.lengths]
+    columns = [*zip(*sizes, strict=True)]
+    for index, arrays in enumerate(zip(*results, strict=True)):
+        name, shapes = spec.outputs[index].name, [one.shape for one in arrays]
+        said = ", ".join(f"{list(shape)} for {_said([size])}" for shape, size in zip(shapes, sizes, strict=True))
+        if len({len(shape) for shape in shapes}) > 1:
+            return spec, f"output '{name}' has another number of axes for other sizes: {said}"
+        for axis, found in enumerate(zip(*shapes, strict=True)):
+            if len({*found}) == 1:
+                continue
+            if not axis or found not in columns:
+                return spec, f"axis {axis} of output '{name}' varies, and not as the inputs' sizes do: {said}"
+            outputs[columns.index(found)].append((index, axis))
+    lengths = (replace(one, outputs=tuple(places)) for one, places in zip(spec.lengths, outputs, strict=True))
+    return replace(spec, lengths=tuple(lengths)), ""
+
+
+def _is_exact(tensor: TensorSpec) -> bool:
+    return tensor.datatype != "BF16" and by_name(tensor.datatype).dtype.kind != "f"
+
+
+def _apart(spec: ModelSpec, one: Tensors, two: Tensors) -> list[float]:
+    return list(map(_distance, spec.outputs, one, two))
+
+
+def _distance(tensor: TensorSpec, one: Array, two: Array) -> float:
+    """How far two results are apart at most: of numbers, relative to their usual size, in each vector along the last
+    axis; of others, the fraction that differs."""
+    if one.shape != two.shape:
+        return np.inf
+    if not one.size:
+        return 0.0
+    if _is_exact(tensor):
+        return float(np.mean(one != two))
+    one, two = (_numbers(tensor, array) for array in (one, two))
+    finite = np.isfinite(one)
+    if not np.array_equal(finite, np.isfinite(two)):
+        return np.inf
+    one, two = (
+        np.where(finite, array, 0).reshape(-1, array.shape[-1] if array.ndim > 2 else 1) for array in (one, two)
+    )
+    usual = float(np.sqrt(np.mean(one**2)))
+    apart = float(np.sqrt(np.mean((one - two) ** 2, axis=1)).max())
+    return apart / usual if usual else float(apart > 0)
+
+
+def _numbers(tensor: TensorSpec, array: Array) -> Array:
+    if tensor.datatype == "BF16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
