@@ -265,22 +265,24 @@ class _BatchAnswers:
         return True
 
 
-Facts: TypeAlias = tuple[int, int, int, int, int]
+Facts: TypeAlias = tuple[int, int, int, int, int, tuple[int, ...]]
 """What a request may learn about its batch: the number of the batch, its rows and padded rows, nanoseconds in the queue
-and computing."""
+and computing, and the sizes that its requests were filled up to."""
 
 
 def batch_facts_of(facts: BatchFacts) -> Facts:
     """The part of `facts` that a request may learn."""
-    return facts.number, facts.rows, facts.padded_rows, facts.queue_ns, facts.compute_ns
+    return facts.number, facts.rows, facts.padded_rows, facts.queue_ns, facts.compute_ns, facts.sizes
 
 
 def add_batch_facts(response: ModelInferResponse, batch_id_prefix: str, facts: Facts) -> None:
     """Put `facts` into the parameters of `response`."""
-    number, rows, padded_rows, queue_ns, compute_ns = facts
+    number, rows, padded_rows, queue_ns, compute_ns, sizes = facts
     parameters = response.parameters
     parameters["paceline_batch_id"].string_param = f"{batch_id_prefix}-{number}"
     parameters["paceline_batch_rows"].int64_param = rows
     parameters["paceline_batch_padded_rows"].int64_param = padded_rows
     parameters["paceline_queue_us"].int64_param = queue_ns // 1_000
     parameters["paceline_compute_us"].int64_param = compute_ns // 1_000
+    if sizes:
+        parameters["paceline_batch_padded_sizes"].string_param = ",".join(map(str, sizes))

@@ -32,6 +32,7 @@ from paceline.server.codec.answers import Answerable, AnswerPlans
 from paceline.server.codec.classification import Labels, class_count, classes_of
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, parse_parameters
+from paceline.server.codec.sizes import Sizes
 from paceline.server.codec.wire_request import AnyRequest, WireRequest
 from paceline.server.errors import AnswerTooLarge, InvalidRequest, as_value
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
@@ -100,6 +101,7 @@ class ModelCodec:
             for index, tensor in enumerate(spec.inputs)
             if (tensor.any_rank or -1 in tensor.dims) and not (tensor.ragged or tensor.shape_tensor)
         ]
+        self._sizes = Sizes(model, spec)
 
     # hot path: see bench/
     def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
@@ -143,10 +145,12 @@ class ModelCodec:
             self._memory.check_targets(targets, rows)
         # Without a batch axis nothing is merged, but execution times are learned for each key separately.
         lead = 1 if self._max_batch_rows else 0
-        free = tuple(inputs[index].shape[lead:] for index in self._free)
+        sizes, fixed = self._sizes.of([one.shape for one in inputs])
+        free = tuple(fixed[index][lead:] for index in self._free)
         classes = self._wanted_classes(request, outputs) if request.outputs else None
         plain = not (classes or parameters.typed_outputs or parameters.batch_info)
-        return Group.of_one(RequestOptions(rows, free, outputs, parameters, classes, plain=plain), inputs, targets)
+        options = RequestOptions(rows, free, outputs, parameters, classes, plain=plain, sizes=sizes)
+        return Group.of_one(options, inputs, targets)
 
     # hot path: see bench/
     def encode(self, requests: Sequence[Answerable]) -> list[AnyResponse | Exception]:

@@ -122,7 +122,7 @@ class KnownRequests:
         size_bytes = sum(sizes) if min(sizes, default=0) >= 0 else options.size_bytes
         # One object for all requests that ask for the same, even if their signatures differ, as in the shared memory
         # that they name.
-        what = options.rows, options.key, options.outputs, options.parameters, size_bytes
+        what = options.rows, options.key, options.sizes, options.outputs, options.parameters, size_bytes
         if what not in self._options:
             self._options.remember(what, replace(options, size_bytes=size_bytes))
         plan = _Plan(

@@ -77,7 +77,8 @@ class RequestOptions:
     """What a request asks for, apart from its tensors. Requests of equal `key` may share a batch. `outputs` are the
     indices of the wanted outputs, in the order asked for; `classes` has, by index, those of which only some classes are
     wanted, and how many. `spec` describes the request's tensors if its model doesn't. `size_bytes` is the size of all
-    its inputs, -1 if that has to be counted. `plain`: nothing but raw outputs is wanted."""
+    its inputs, -1 if that has to be counted. `plain`: nothing but raw outputs is wanted. `sizes`: those in the model's
+    lengths, which `key` leaves out."""
 
     rows: int
     key: Hashable
@@ -87,6 +88,7 @@ class RequestOptions:
     spec: ModelSpec | None = None
     size_bytes: int = -1
     plain: bool = True
+    sizes: tuple[int, ...] = ()
 
 
 def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParameters:

@@ -24,7 +24,7 @@ from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.request import AnyRequest, Request
 from paceline.server.call_facts import NO_PASSED_HEADERS
-from paceline.server.codec.answers import add_batch_facts
+from paceline.server.codec.answers import Facts, add_batch_facts
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters
 from paceline.server.codec.passing import passed_on_by
@@ -47,7 +47,7 @@ _KEPT_SHARE = 4
 _MAX_MADE_BYTES = 2**13
 """The largest answer that is made before it can leave."""
 
-_Reply = bytes | tuple[Tensors, tuple[int, int, int, int, int] | None]
+_Reply = bytes | tuple[Tensors, Facts | None]
 """What the engine sends: the answer, or outputs and the facts about the batch, from which it is made here."""
 
 _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
@@ -206,6 +206,7 @@ class RemoteInference:
             flight.parent,
             options.rows,
             options.key,
+            options.sizes,
             options.outputs,
             None if parameters is NO_PARAMETERS else _parameter_values(parameters),
             parcel,

@@ -23,7 +23,7 @@ from paceline.protos.tensors import TensorError, encode_raw
 from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.observer import Drop
 from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
-from paceline.server.codec.answers import batch_facts_of
+from paceline.server.codec.answers import Facts, batch_facts_of
 from paceline.server.codec.codec import tensor_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, RequestParameters
@@ -46,7 +46,7 @@ Handlers = Mapping[str, Any]
 
 
 _Values = tuple[Any, ...]  # the fields of a named tuple, as `marshal` brings them
-_Result = tuple[int, int, list[Array], tuple[int, ...] | None]
+_Result = tuple[int, int, list[Array], Facts | None]
 """Kind of message, the front's number, what to pack, and the facts about a batch if the caller asked for them."""
 
 _NAMELESS = pb.ModelInferRequest()
@@ -229,6 +229,7 @@ class FrontSession:
         parent: TraceParent | None,
         rows: int,
         key: Hashable,
+        sizes: tuple[int, ...],
         outputs: tuple[int, ...],
         parameter_values: _Values | None,
         parcel: Parcel,
@@ -240,7 +241,7 @@ class FrontSession:
             self._link.send((protocol.STALE, number))
             return
         parameters = RequestParameters(*parameter_values) if parameter_values else NO_PARAMETERS
-        group = Group.of_one(RequestOptions(rows, key, outputs, parameters), inputs)
+        group = Group.of_one(RequestOptions(rows, key, outputs, parameters, sizes=sizes), inputs)
         request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
         submitted = _Submitted(self, number, request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
         try:
@@ -296,7 +297,7 @@ class FrontSession:
             raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
         self._results.append(result)
 
-    def _try_send(self, kind: int, number: int, outputs: list[Array], facts: tuple[int, ...] | None) -> bool:
+    def _try_send(self, kind: int, number: int, outputs: list[Array], facts: Facts | None) -> bool:
         parcel = self._link.pack(outputs)
         if parcel is None:
             return False

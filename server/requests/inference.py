@@ -134,7 +134,7 @@ class Inference:
                 flight.tag = flight.trail
             flight.on_answers = on_answers
             flight.options, flight.targets = options, targets
-            flight.payload, flight.rows, flight.key = inputs, options.rows, options.key
+            flight.payload, flight.rows, flight.key, flight.sizes = inputs, options.rows, options.key, options.sizes
             flight.size_bytes = options.size_bytes if options.size_bytes >= 0 else sum(map(memory_bytes, inputs))
             flight.priority, flight.timeout_ns = parameters.priority, parameters.timeout_ns
             if targets and model.writes_outputs and any(one.region.kind == "cuda" for one in targets.values()):

@@ -79,6 +79,7 @@ async def _execute(
                 share,
                 whole.key,
                 size_bytes=whole.size_bytes * share // rows,
+                sizes=whole.sizes,
                 priority=whole.priority,
                 timeout_ns=whole.timeout_ns,
                 deadline_ns=whole.deadline_ns,

@@ -1,0 +1,50 @@
+"""In which sizes requests of one batch may differ, as they are filled up to common ones.
+
+Lives here: reading and checking these sizes of a request. Must not: fill up anything, or know batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.backends.spec import Length, ModelSpec
+from paceline.server.errors import InvalidRequest
+
+__all__ = ["Sizes"]
+
+Shape = tuple[int, ...]
+
+
+class Sizes:
+    """The sizes of requests to `model` in the lengths of `spec`."""
+
+    def __init__(self, model: str, spec: ModelSpec) -> None:
+        self._model = model
+        self._spec = spec
+        self._axes = {place for length in spec.lengths for place in length.inputs}
+
+    def of(self, shapes: Sequence[Shape]) -> tuple[Shape, Sequence[Shape]]:
+        """The size in each length of a request whose inputs have `shapes`, and `shapes` with -1 in place of these.
+        Raises InvalidRequest for a size of 0, as a batch of nothing costs nothing, and for axes of one length that have
+        different sizes."""
+        if not self._axes:
+            return (), shapes
+        sizes = tuple([self._size(length, shapes) for length in self._spec.lengths])
+        rest = [
+            tuple([-1 if (index, axis) in self._axes else size for axis, size in enumerate(shape)])
+            for index, shape in enumerate(shapes)
+        ]
+        return sizes, rest
+
+    def _size(self, length: Length, shapes: Sequence[Shape]) -> int:
+        first_index, first_axis = length.inputs[0]
+        size = shapes[first_index][first_axis]
+        expected = f"{size} as in axis {first_axis} of input '{self._spec.inputs[first_index].name}'"
+        for index, axis in length.inputs:
+            if shapes[index][axis] != size or not size:
+                name, shape = self._spec.inputs[index].name, list(shapes[index])
+                raise InvalidRequest(
+                    f"model '{self._model}': input '{name}': expected {expected if size else 'a size above 0'} in axis "
+                    f"{axis}, got {shape[axis]} in shape {shape}"
+                )
+        return size
