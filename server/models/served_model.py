@@ -75,7 +75,7 @@ class ServedModel:
             if silent
             else codec_for(self.name, self.version, self.spec, self.max_request_rows, loaded.labels, regions)
         )
-        self.statistics = VersionStatistics()
+        self.statistics = VersionStatistics(tuple(length.name for length in self.spec.lengths))
         self._partial: set[asyncio.Task[object]] = set()
 
         def execute_of(instance: ModelInstance) -> ExecuteInputs:

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_SIZE_BUCKETS = tuple(1 << power for power in range(17))
 _LEVELS = 16
 """Priority levels with a series of their own. There may be 2^64 levels, and clients choose among them."""
 
@@ -247,6 +248,14 @@ def _batch_rows(statistics: VersionStatistics) -> Samples:
     return _buckets(_ROW_BUCKETS, counts, total)
 
 
+def _padded_sizes(statistics: VersionStatistics) -> Samples:
+    executions = statistics.padded_sizes.copy()
+    for name in statistics.lengths:
+        counts = [executions[name, bound] for bound in _SIZE_BUCKETS]
+        beyond = sum(count for (one, bound), count in executions.items() if one == name and bound > _SIZE_BUCKETS[-1])
+        yield from _buckets(_SIZE_BUCKETS, [*counts, beyond], statistics.padded_size_sums[name], length=name)
+
+
 def _durations(histogram: DurationHistogram, **labels: str) -> Samples:
     bounds_us = [bound_ns / 1_000 for bound_ns in DURATION_BOUNDS_NS]
     return _buckets(bounds_us, list(histogram.counts), histogram.total_ns / 1_000, **labels)
@@ -307,6 +316,12 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
         lambda s: s.padding_rows),
     _gauge("paceline_padding_share", "Share of padding in all rows that the model saw, 0 to 1",
         lambda v: v.statistics.padding_rows / max(1, v.statistics.padding_rows + v.statistics.rows)),
+    Family("paceline_elements", "counter", "Elements executed, without padding: rows times sizes that may differ",
+        lambda version: version.statistics.elements if version.statistics.lengths else None),
+    Family("paceline_padding_elements", "counter", "Elements of padding executed, to fill up rows and sizes",
+        lambda version: version.statistics.padding_elements if version.statistics.lengths else None),
+    _histogram("paceline_padded_size", "Size that each execution's requests were filled up to, by length",
+        _padded_sizes),
     _histogram("paceline_batch_rows", "Rows of each execution, without padding", _batch_rows),
     _histogram("paceline_request_duration_us",
         "Microseconds from when a successful request was taken up until its answer was ready",

@@ -8,6 +8,7 @@ written on the event loop alone; other threads may read, and copy what they iter
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -111,9 +112,13 @@ class VersionStatistics:
     the power of two that covers the rows that the model saw. `hung_executions`: those given up, each of which cost an
     instance. `lost_instances`: those on which nothing could be executed any more. `shortages`: executions that memory
     wasn't enough for.
+
+    Where requests differ in `lengths`, `elements` are rows times sizes without padding, `padding_elements` what the
+    model saw besides. `padded_sizes` has executions by length and the power of two that covers the size that it was
+    filled up to, `padded_size_sums` these sizes' sums.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: tuple[str, ...] = ()) -> None:
         self.requests = DurationHistogram()
         self.failures = Counter(dict.fromkeys(FailureReason, 0))
         self.failure_ns = 0
@@ -121,6 +126,10 @@ class VersionStatistics:
         self.queue = DurationHistogram()
         self.input_ns = self.infer_ns = self.output_ns = 0
         self.padding_rows = 0
+        self.lengths = lengths
+        self.elements = self.padding_elements = 0
+        self.padded_sizes: Counter[tuple[str, int]] = Counter()
+        self.padded_size_sums: Counter[str] = Counter()
         self.hung_executions = self.lost_instances = self.shortages = 0
         self.batches: defaultdict[int, BatchTotals] = defaultdict(BatchTotals)
         self.executions: defaultdict[int, DurationHistogram] = defaultdict(DurationHistogram)
@@ -162,6 +171,11 @@ class VersionStatistics:
         self.infer_ns += other.infer_ns
         self.output_ns += other.output_ns
         self.padding_rows += other.padding_rows
+        self.lengths = other.lengths or self.lengths
+        self.elements += other.elements
+        self.padding_elements += other.padding_elements
+        self.padded_sizes.update(other.padded_sizes.copy())
+        self.padded_size_sums.update(other.padded_size_sums.copy())
         self.hung_executions += other.hung_executions
         self.lost_instances += other.lost_instances
         self.shortages += other.shortages
@@ -193,6 +207,12 @@ class VersionStatistics:
         self.infer_ns += answered * infer_ns
         self.output_ns += answered * output_ns
         self.padding_rows += report.padded_rows - report.rows
+        if report.sizes:
+            self.elements += report.elements
+            self.padding_elements += report.padded_rows * math.prod(report.sizes) - report.elements
+            for name, padded_size in zip(self.lengths, report.sizes, strict=True):
+                self.padded_sizes[name, 1 << (padded_size - 1).bit_length()] += 1
+                self.padded_size_sums[name] += padded_size
         totals = self.batches[report.rows]
         totals.count += 1
         totals.input_ns += input_ns

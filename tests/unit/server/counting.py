@@ -34,7 +34,8 @@ class Gauges:
 
 
 def version(model: str = "m", number: str = "3", **more: Any) -> VersionMetrics:
-    return VersionMetrics(model, number, VersionStatistics(), more.pop("batcher", Gauges()), **more)
+    statistics = VersionStatistics(more.pop("lengths", ()))
+    return VersionMetrics(model, number, statistics, more.pop("batcher", Gauges()), **more)
 
 
 def report(
@@ -48,13 +49,27 @@ def report(
     other_us: int = 0,
     failed: int = 0,
     cancelled: int = 0,
+    sizes: tuple[int, ...] = (),
+    elements: int = 0,
 ) -> BatchReport:
     """The report of an execution that took the sum of the given times, or raised an error if requests `failed`."""
     execution = None if failed else Execution([()] * len(waits_us), input_us * US, infer_us * US, output_us * US)
     took_ns = (input_us + infer_us + output_us + other_us) * US
     waits_ns = [wait_us * US for wait_us in waits_us]
     error = RuntimeError("x") if failed else None
-    return BatchReport(rows, padded_rows or rows, waits_ns, 5, 5 + took_ns, execution, error, failed, cancelled)
+    return BatchReport(
+        rows,
+        padded_rows or rows,
+        waits_ns,
+        5,
+        5 + took_ns,
+        execution,
+        error,
+        failed,
+        cancelled,
+        sizes=sizes,
+        elements=elements,
+    )
 
 
 def samples(metrics: Metrics) -> dict[str, float]:

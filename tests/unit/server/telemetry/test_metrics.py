@@ -53,6 +53,9 @@ OURS = {
     "paceline_lanes": "gauge",
     "paceline_padding_rows": "counter",
     "paceline_padding_share": "gauge",
+    "paceline_elements": "counter",
+    "paceline_padding_elements": "counter",
+    "paceline_padded_size": "histogram",
     "paceline_batch_rows": "histogram",
     "paceline_request_duration_us": "histogram",
     "paceline_queue_wait_us": "histogram",
@@ -412,3 +415,27 @@ def test_pending_requests_of_2_to_the_64_levels_are_few_series(metrics: Metrics)
     found = waiting_by_level(metrics)
     assert {level: number for level, number in found.items() if number} == {"1": 1, "16": 2, "17+": 7}
     assert len(found) == 17
+
+
+def test_padded_elements_and_sizes_are_shown_by_length(metrics: Metrics) -> None:
+    shown, reloaded = version(lengths=("words", "frames")), version(lengths=("words", "frames"))
+    metrics.add(shown)
+    shown.statistics.on_batch(report(3, [1, 2], padded_rows=4, sizes=(33, 2), elements=100))
+    metrics.add(reloaded)
+    reloaded.statistics.on_batch(report(1, [1], sizes=(2**17, 4), elements=2**19))
+    words = f'length="words",{LABELS}'
+    found = samples(metrics)
+    assert found[f"paceline_elements{{{LABELS}}}"] == 100 + 2**19
+    assert found[f"paceline_padding_elements{{{LABELS}}}"] == 4 * 33 * 2 - 100
+    buckets = [
+        found[f'paceline_padded_size_bucket{{le="{bound}",length="words",{LABELS}}}']
+        for bound in ("32.0", "64.0", "65536.0", "+Inf")
+    ]
+    assert buckets == [0, 1, 1, 2]
+    assert found[f"paceline_padded_size_sum{{{words}}}"] == 33 + 2**17
+    assert found[f'paceline_padded_size_sum{{length="frames",{LABELS}}}'] == 6
+
+
+def test_models_whose_requests_do_not_differ_show_no_elements(metrics: Metrics, model: VersionMetrics) -> None:
+    model.statistics.on_batch(report(3, [1, 2]))
+    assert not [name for name in samples(metrics) if "element" in name or "padded_size" in name]
