@@ -39,12 +39,13 @@ class Sizes:
     def _size(self, length: Length, shapes: Sequence[Shape]) -> int:
         first_index, first_axis = length.inputs[0]
         size = shapes[first_index][first_axis]
-        expected = f"{size} as in axis {first_axis} of input '{self._spec.inputs[first_index].name}'"
+        first_name = self._spec.inputs[first_index].name
         for index, axis in length.inputs:
             if shapes[index][axis] != size or not size:
                 name, shape = self._spec.inputs[index].name, list(shapes[index])
+                expected = f"{size} in axis {axis}, as in axis {first_axis} of input '{first_name}'"
                 raise InvalidRequest(
-                    f"model '{self._model}': input '{name}': expected {expected if size else 'a size above 0'} in axis "
-                    f"{axis}, got {shape[axis]} in shape {shape}"
+                    f"model '{self._model}': input '{name}': expected "
+                    f"{expected if size else f'a size above 0 in axis {axis}'}, got {shape[axis]} in shape {shape}"
                 )
         return size

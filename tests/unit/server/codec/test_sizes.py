@@ -47,7 +47,7 @@ def test_key_differs_in_axes_that_are_not_filled_up() -> None:
     [
         (
             request(5, masked=6),
-            "model 'm': input 'mask': expected 5 as in axis 1 of input 'ids' in axis 1, got 6 in shape [1, 6, 1]",
+            "model 'm': input 'mask': expected 5 in axis 1, as in axis 1 of input 'ids', got 6 in shape [1, 6, 1]",
         ),
         (request(0), "model 'm': input 'ids': expected a size above 0 in axis 1, got 0 in shape [1, 0]"),
         (request(frames=0), "model 'm': input 'sound': expected a size above 0 in axis 2, got 0 in shape [1, 2, 0]"),
