@@ -25,11 +25,13 @@ T = TypeVar("T")
 class Trial:
     """What running a model showed. `spec`: what the model declares, with output dims as observed. `why_not`: why rows
     can't be stacked, or why that couldn't be determined; "" if nothing speaks against it. `deadly`: the trial ended the
-    process that it ran in."""
+    process that it ran in. `fixed_rows`: how many rows the model always takes, if they don't depend on each
+    other, so that it can be served by rows all the same; else 0."""
 
     spec: ModelSpec
     why_not: str = ""
     deadly: bool = False
+    fixed_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,7 @@ class ModelInstance(Protocol):
 
         `padded_rows` is the number of rows that the model is to see: missing rows are added as padding and cut off the
         outputs again. Nothing is padded if it is less than the requests' own rows, or if the spec isn't `paddable`.
+        It is at least the spec's `fixed_rows`, whatever the caller gives.
 
         Raises ExecutionError if the model fails or its outputs don't fit the spec, and InstanceError if the instance as
         a whole is at fault, whatever the requests.

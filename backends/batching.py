@@ -335,6 +335,7 @@ def run_batch(
     """
     check_count(spec, requests)
     began_ns = monotonic_ns()
+    padded_rows = max(padded_rows, spec.fixed_rows)
     layout = _common_layout(requests)
     if layout is not None:
         rows = [layout.rows] * len(requests)

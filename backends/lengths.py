@@ -167,7 +167,7 @@ class LengthBatches:
         if filling is None:
             return run_batch(spec, requests, run, padded_rows, allocate)
         rows = rows_of(requests)
-        padding = max(0, padded_rows - sum(rows))
+        padding = max(0, padded_rows - sum(rows), spec.fixed_rows - sum(rows))
         inputs = []
         for index, column in enumerate(zip(*requests, strict=True)):
             shape = (sum(rows) + padding, *filling.shape(index, column))

@@ -170,14 +170,17 @@ _ATTEMPTS = (
 )
 
 
-def attempts(spec: ModelSpec) -> Iterator[MadeUp]:
-    """What to try with a model of `spec`, in this order, of at most MAX_BYTES for two rows."""
+def attempts(spec: ModelSpec, fixed_rows: int = 0) -> Iterator[MadeUp]:
+    """What to try with a model of `spec`, in this order, of at most MAX_BYTES for what is executed together: two rows
+    where they can be stacked, or `fixed_rows`, if that is how many the model always takes."""
+    together = fixed_rows or 1 + can_be_stacked(spec)
     datatypes = [tensor.datatype for tensor in spec.inputs]
     takes_words = len(datatypes) == 1 and datatypes[0] != "BF16" and by_name(datatypes[0]).dtype.kind in "iu"
     for made_up in _ATTEMPTS:
         are_words = made_up.highest == _WORDS
         is_for_it = (takes_words or not are_words) and (has_free_dims(spec) or made_up.free <= _LONG)
-        if is_for_it and 2 * made_up.row_bytes(spec) <= MAX_BYTES:
+        is_for_it = is_for_it and not (fixed_rows and made_up.rows > 1)
+        if is_for_it and together * made_up.row_bytes(spec) <= MAX_BYTES:
             yield made_up
 
 

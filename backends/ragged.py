@@ -122,7 +122,7 @@ class _MixedBatches:
         check_count(spec, requests)
         began_ns = monotonic_ns()
         rows = self._rows(requests)
-        padding = max(0, padded_rows - sum(rows)) if spec.batched and spec.paddable else 0
+        padding = max(0, padded_rows - sum(rows), spec.fixed_rows - sum(rows)) if spec.batched and spec.paddable else 0
         inputs = [
             _joined(tensor, [request[index] for request in requests], padding)
             for index, tensor in enumerate(spec.inputs)

@@ -136,7 +136,8 @@ def stepped(size: int) -> int:
 class ModelSpec:
     """Inputs and outputs, in the model's own order. `batched`: every tensor except shape tensors has a batch axis in
     front of its `dims`. `batch_inputs` are not among `inputs`: clients neither see nor send them. `lengths`: the axes
-    along which requests of different sizes are filled up and cut back."""
+    along which requests of different sizes are filled up and cut back. `fixed_rows`: the only number of rows that the
+    model takes, to which each batch is padded; 0: any number."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -144,6 +145,7 @@ class ModelSpec:
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
     lengths: tuple[Length, ...] = ()
+    fixed_rows: int = 0
 
     @property
     def by_rows(self) -> bool:

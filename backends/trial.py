@@ -2,8 +2,10 @@
 
 Lives here: what is tried and what follows from it, in pure numpy. Must not: a runtime, a configuration, a log. A free
 first dimension looks like a batch axis but needn't be one: it may be time, be summed over, or depend in size on how
-many things were found. Batching such a model would give callers each other's numbers. The rule: only observations
-count. A model that accepts no made-up inputs isn't batched; for one with random outputs, its declaration is believed.
+many things were found. Batching such a model would give callers each other's numbers. A fixed first dimension may be
+one, too, of an export for batches of one size: then what is tried is such batches of rows and copies of them. The rule:
+only observations count. A model that accepts no made-up inputs isn't batched; for one with random outputs, its
+declaration is believed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.backends.base import Trial
+from paceline.backends.batching import stack as stack_rows
 from paceline.backends.errors import ExecutionError, InstanceError, OutOfMemory, ProcessError
 from paceline.backends.made_up import (
     MAX_BYTES,
@@ -41,6 +44,9 @@ _OF_TWO = (0, 0, 1, 0, 1, 1, 0, 1)
 """Which of two rows is at each place of a longer stack, if a model accepts no more of them: for each distance from one
 to seven, in either direction, there are two different rows that far apart."""
 
+_PAIRS = 2
+"""How many of the stacks that are tried have two rows. They suffice if the longer ones can't be had."""
+
 _LONGEST_NS = 30 * 10**9
 """For a trial, from its first execution on, for which the model is opened. Loads take as long, and others wait."""
 
@@ -62,8 +68,8 @@ class _Shown(NamedTuple):
 
 def try_rows(spec: ModelSpec, run: Run, now_ns: Callable[[], int] = time.monotonic_ns) -> Trial:
     """Run rows of a model of `spec` (complete dims, no optional inputs), each alone and several together, in either
-    order; one row if its inputs don't all have a free first dimension. `run` returns the outputs for one array per
-    input and raises ExecutionError.
+    order; one row if its inputs don't all have a free first dimension. If all tensors have the same fixed one above 1,
+    batches of so many rows, too. `run` returns the outputs for one array per input and raises ExecutionError.
 
     Blocks for twenty-one executions, three of them of eight rows; for about as many again if the only input is of
     integers; for four more if other dimensions are free, too, and for some more if results differ or the model doesn't
@@ -72,12 +78,36 @@ def try_rows(spec: ModelSpec, run: Run, now_ns: Callable[[], int] = time.monoton
     """
     if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
+    run = _timed(run, now_ns)
     try:
-        tried = _try_all(spec, _timed(run, now_ns))
+        tried = _try_all(spec, run)
         outputs = tuple(map(_doubted, spec.outputs, tried.spec.outputs))
-        return replace(tried, spec=replace(tried.spec, outputs=outputs))
+        return _try_fixed(replace(tried, spec=replace(tried.spec, outputs=outputs)), run)
     except ProcessError as error:
         return Trial(spec, str(error), deadly=True)
+
+
+def _try_fixed(tried: Trial, run: Run) -> Trial:
+    """`tried`, and whether the rows of a model that always takes the same number of them can be stacked up to that.
+    Raises ProcessError."""
+    spec, count = tried.spec, next((tensor.dims[0] for tensor in tried.spec.inputs if tensor.dims), 0)
+    inputs_agree = all(tensor.dims[:1] == (count,) for tensor in spec.inputs)
+    outputs_agree = all(tensor.dims[:1] in ((count,), (-1,)) for tensor in spec.outputs)
+    if tried.why_not or count < 2 or not (inputs_agree and outputs_agree):
+        return tried
+
+    def run_padded(inputs: Sequence[Array]) -> Tensors:
+        rows = len(inputs[0])
+        outputs = run(stack_rows([inputs], count - rows))
+        # A copy, as a row would hold on to all that its copies gave.
+        return [array[:rows].copy() if array.shape[:1] == (count,) else array for array in outputs]
+
+    inputs, outputs = (
+        tuple(replace(tensor, dims=(-1, *tensor.dims[1:])) for tensor in tensors)
+        for tensors in (spec.inputs, spec.outputs)
+    )
+    why_not = _try_all(replace(spec, inputs=inputs, outputs=outputs), run_padded, count).why_not
+    return replace(tried, why_not=why_not, fixed_rows=0 if why_not else count)
 
 
 def _timed(run: Run, now_ns: Callable[[], int]) -> Run:
@@ -95,16 +125,17 @@ def _timed(run: Run, now_ns: Callable[[], int]) -> Run:
     return run_in_time
 
 
-def _try_all(spec: ModelSpec, run: Run) -> Trial:
-    """Raises ProcessError."""
+def _try_all(spec: ModelSpec, run: Run, fixed_rows: int = 0) -> Trial:
+    """`fixed_rows`: to how many rows `run` adds copies of the last one, 0 if it doesn't. Raises ProcessError."""
     stackable = can_be_stacked(spec)
     shown, failed = list[_Shown](), "it accepts no made-up inputs (they would be too large)"
-    for made_up in attempts(spec):
+    for made_up in attempts(spec, fixed_rows):
         if shown and not made_up.adds_to(shown[-1].made_up):
             continue
         try:
             many = not shown or made_up.short_words
-            shown.append(_try(shown[-1].trial.spec if shown else spec, run, made_up, many=many))
+            known = shown[-1].trial.spec if shown else spec
+            shown.append(_try(known, run, made_up, many=many, fixed_rows=fixed_rows))
         except ProcessError:
             raise
         except (InstanceError, MemoryError) as error:
@@ -120,16 +151,17 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
     if not shown:
         return _unknown(spec, failed)
     if stackable and not shown[-1].trial.why_not:
-        shown += _contrasted(shown[-1], run)
+        shown += _contrasted(shown[-1], run, fixed_rows)
     return _judged(shown)
 
 
-def _contrasted(shown: _Shown, run: Run) -> list[_Shown]:
+def _contrasted(shown: _Shown, run: Run, fixed_rows: int) -> list[_Shown]:
     """What extremely different rows show, if the model has floats and accepts such. Raises ProcessError."""
     if not any(map(is_of_floats, shown.trial.spec.inputs)):
         return []
     try:
-        return [_try(shown.trial.spec, run, shown.made_up._replace(signed=False, contrast=True), many=False)]
+        made_up = shown.made_up._replace(signed=False, contrast=True)
+        return [_try(shown.trial.spec, run, made_up, many=False, fixed_rows=fixed_rows)]
     except ProcessError:
         raise
     except (ExecutionError, MemoryError):  # such large numbers aren't accepted, or memory is too small
@@ -149,34 +181,35 @@ def _unknown(spec: ModelSpec, why: str) -> Trial:
     return Trial(spec, f"it isn't known whether its rows depend on each other, as {why}")
 
 
-def _try(spec: ModelSpec, run: Run, made_up: MadeUp, *, many: bool) -> _Shown:
+def _try(spec: ModelSpec, run: Run, made_up: MadeUp, *, many: bool, fixed_rows: int) -> _Shown:
     """`many`: also try more than two rows at a time. Raises ExecutionError if the model doesn't accept single rows, and
     InstanceError."""
     stackable, row_bytes = can_be_stacked(spec), made_up.row_bytes(spec)
-    many = many and stackable and made_up.rows == 1 and _MANY * row_bytes <= MAX_BYTES
+    few_rows, many_rows = fixed_rows or 2, fixed_rows or _MANY
+    many = many and stackable and made_up.rows == 1 and many_rows * row_bytes <= MAX_BYTES
     rows = make_rows(spec, made_up, _MANY if many else 2)
     alone = [run(rows[0])]
     if stackable:
         row_bytes += sum(array.size * bytes_of(one.datatype) for one, array in zip(spec.outputs, alone[0], strict=True))
-        if 2 * row_bytes > MAX_BYTES:
-            count, took, most = 2 * made_up.rows, 2 * row_bytes >> 20, MAX_BYTES >> 20
+        if few_rows * row_bytes > MAX_BYTES:
+            count, took, most = few_rows * made_up.rows, few_rows * row_bytes >> 20, MAX_BYTES >> 20
             raise InstanceError(f"{count} rows with their results take {took} MiB, and may take {most} MiB")
         alone.append(run(rows[1]))
     if made_up.signed and not all(map(is_finite, spec.outputs * len(alone), chain(*alone))):
         raise ExecutionError("it computes infinities from negative numbers")
     if not stackable:
         return _Shown(Trial(_as_seen(spec, map(_shapes, alone))), made_up, True)
-    many = many and _MANY * row_bytes <= MAX_BYTES
+    many = many and many_rows * row_bytes <= MAX_BYTES
     alone += _more_alone(rows[2:], run) if many else []
     shapes, found = [*map(_shapes, alone)], dict[int, str]()
     seen = _as_seen(spec, shapes)
-    for order in _orders(len(alone), many):
+    for number, order in enumerate(_orders(len(alone), many, fixed_rows)):
         try:
             together = run(
                 [np.concatenate([rows[number][index] for number in order]) for index in range(len(spec.inputs))]
             )
         except (OutOfMemory, _TimeIsUp):
-            if len(order) == _MANY:  # pairs have to do
+            if number >= _PAIRS:
                 break
             raise
         except InstanceError:
@@ -207,13 +240,16 @@ def _more_alone(rows: Sequence[Sequence[Array]], run: Run) -> list[Tensors]:
         return []
 
 
-def _orders(count: int, many: bool) -> Iterator[Sequence[int]]:
+def _orders(count: int, many: bool, fixed_rows: int) -> Iterator[Sequence[int]]:
     """Which of `count` rows to stack. In either order, to see what rows do to those before them and to those after
-    them; and many that are the same, as there may be room for only a few of one kind."""
-    yield from ((0, 1), (1, 0))
+    them; and many that are the same, as there may be room for only a few of one kind. If `fixed_rows`, each stack has
+    so many: in the first ones, one row is beside copies of another, in all places but one."""
+    others = (fixed_rows or 2) - 1
+    yield from ((0, *[1] * others), (1, *[0] * others))
     if many:
-        stack = range(_MANY) if count == _MANY else _OF_TWO
-        yield from (stack, stack[::-1], (0,) * _MANY)
+        of_many, length = range(_MANY) if count == _MANY else _OF_TWO, fixed_rows or _MANY
+        stack = [of_many[place * _MANY // length] for place in range(length)]
+        yield from (stack, stack[::-1], [0] * length)
 
 
 def _vary(spec: ModelSpec, alone: Sequence[Tensors]) -> bool:

@@ -355,8 +355,8 @@ def memory_hungry(rows: int) -> onnx.ModelProto:
     return model(nodes, [tensor("INPUT0", "FP32", ["batch", 1])], [tensor("OUTPUT0", "FP32", ["batch", 1])], constants)
 
 
-def over_rows(kind: str) -> onnx.ModelProto:
-    """OUTPUT0, FP32, whose rows depend on other rows of INPUT0 [batch, 3]: `softmax`, `cumulate`, `compare` (with every
+def over_rows(kind: str, rows: int | str = "batch") -> onnx.ModelProto:
+    """OUTPUT0, FP32, whose rows depend on other rows of INPUT0 [rows, 3]: `softmax`, `cumulate`, `compare` (with every
     other row) or `quantize` (by the largest number), or which may have one row only: `reshape`."""
     nodes = {
         "softmax": [helper.make_node("Softmax", ["INPUT0"], ["OUTPUT0"], axis=0)],
@@ -377,8 +377,8 @@ def over_rows(kind: str) -> onnx.ModelProto:
     ]
     return model(
         nodes[kind],
-        [tensor("INPUT0", "FP32", ["batch", 3])],
-        [tensor("OUTPUT0", "FP32", ["batch", None])],
+        [tensor("INPUT0", "FP32", [rows, 3])],
+        [tensor("OUTPUT0", "FP32", [rows, None])],
         constants,
     )
 

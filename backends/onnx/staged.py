@@ -164,7 +164,7 @@ class StagedSlot:
         shared, spec = self._shared, self._shared.spec
         check_count(spec, requests)
         rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
-        padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
+        padding = max(0, padded_rows - sum(rows), spec.fixed_rows - sum(rows)) if spec.batched else 0
         filling = None if shared.lengths is None else shared.lengths.filling(requests)
         opened = shared.opened
         try:
@@ -183,7 +183,7 @@ class StagedSlot:
             raise failed from error
         except StalePlan:
             self._settle()
-            if not (spec.batched and spec.paddable):
+            if not (spec.batched and spec.paddable) or spec.fixed_rows:
                 raise
             with shared.lock:
                 more = opened.plans.next_rows(sum(rows) + padding)

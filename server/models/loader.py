@@ -49,7 +49,14 @@ from paceline.server.models.model_config import (
 )
 from paceline.server.models.model_record import DUPLICATE_NAME
 from paceline.server.models.padding import Padding, says_only_padding, with_lengths
-from paceline.server.models.tensor_config import can_batch, doubts_outputs, why_no_batch_axis, without_datatype
+from paceline.server.models.tensor_config import (
+    can_batch,
+    doubts_outputs,
+    fixed_rows,
+    freed,
+    why_no_batch_axis,
+    without_datatype,
+)
 from paceline.server.models.warmup import Supervisor, WarmUp
 
 __all__ = ["LoadedVersion", "load_model"]
@@ -297,10 +304,12 @@ def _give_up(instances: Sequence[ModelInstance], undo: ExitStack, error: LoadHan
 
 def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> Trial:
     """The model's own spec, tried out if the configuration doesn't say what the first dimensions are, or if what it
-    says contradicts the model."""
-    batches = config.max_batch_size > 0 or config.HasField("dynamic_batching")
+    says contradicts the model. Of fixed ones, only `max_batch_size` says that they are a batch axis."""
+    is_fixed = fixed_rows(config, opened.spec) > 1
+    own = freed(config, opened.spec) if is_fixed else opened.spec
+    batches = config.max_batch_size > 0 or (config.HasField("dynamic_batching") and not is_fixed)
     says = config.max_batch_size or batches or config.input or config.output
-    agreed = says and (not batches or can_batch(config, opened.spec)) and not doubts_outputs(config, opened.spec)
+    agreed = says and (not batches or can_batch(config, own)) and not doubts_outputs(config, own)
     if agreed or not isinstance(opened, Triable):
         return Trial(opened.spec)
     tried = opened.try_rows(supervise)
@@ -322,7 +331,12 @@ def _plan(
     """How to serve it; not batched if the trial spoke against that. Logs what the user may not expect: that, or that
     requests share batches of a model that rounds by all rows of a batch, as `rounds_by` does."""
     limit_ns = defaults.execution_limit_ns
-    served = plan(config, tried.spec, batching, defaults.max_batch_rows, limit_ns)
+    try:
+        served = plan(config, tried.spec, batching, defaults.max_batch_rows, limit_ns, tried.fixed_rows)
+    except ConfigError as error:
+        if fixed_rows(config, tried.spec) > 1 and tried.why_not:  # so batch settings are refused
+            raise ConfigError(f"{error}; {tried.why_not}") from None
+        raise
     if tried.why_not and served.max_batch_rows:
         because = f" ({rounds_by} scales by the largest number in a batch)" if rounds_by else ""
         text = "model '%s' isn't batched: %s%s; to batch it anyway, set max_batch_size in a config.pbtxt"
@@ -376,10 +390,11 @@ def _say(padding: Padding, config: pb.ModelConfig, tried: Trial) -> str:
     if not served.max_batch_rows:
         why = "its configuration has input and output, and no max_batch_size"
         if not is_complete(config):
-            why = why_no_batch_axis(config, tried.spec) or tried.why_not or "the default for max_batch_size is 0"
+            why = why_no_batch_axis(config, tried) or tried.why_not or "the default for max_batch_size is 0"
         return f"no batch axis, requests run one by one ({why})"
     if policy.max_batch_requests == 1:
         return f"up to {served.max_batch_rows} rows a request, not batched: no dynamic_batching in its configuration"
     preferred = f", preferred {sorted(policy.preferred_batch_rows)}" if policy.preferred_batch_rows else ""
+    preferred += ", padded to that many" if served.spec.fixed_rows else ""
     batches = f"batches of up to {policy.max_batch_rows} rows{preferred}, delay {policy.max_queue_delay_ns // 1_000} us"
     return f"{batches}; {padding.in_words}" if padding.in_words else batches

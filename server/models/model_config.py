@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,14 @@ from paceline.server.errors import ConfigError
 from paceline.server.files import check_file
 from paceline.server.models.batch_policy import batch_policy, own_settings
 from paceline.server.models.defaults import BatchDefaults
-from paceline.server.models.tensor_config import can_batch, declared_spec, served_spec
+from paceline.server.models.tensor_config import (
+    EXPORT_AGAIN,
+    can_batch,
+    declared_spec,
+    fixed_rows,
+    freed,
+    served_spec,
+)
 
 __all__ = [
     "ServingPlan",
@@ -148,17 +155,26 @@ def plan(
     defaults: BatchDefaults | None = None,
     max_batch_rows: int = BatchDefaults().max_batch_rows,
     execution_limit_ns: int = 0,
+    confirmed_rows: int = 0,
 ) -> ServingPlan:
     """Join `config` with `own`, what the model says about itself (whole dims, batch axis included).
 
     What the configuration leaves out is filled in from the model. `defaults` are given if there is no configuration at
     all, `max_batch_rows` holds if there is one without `max_batch_size`, and `execution_limit_ns` if it sets no limit.
+    A model that always takes the same number of rows above 1 is served by rows if `max_batch_size` is that number, or
+    left open and `confirmed_rows`, what a trial has confirmed, is.
     Raises ConfigError if the two contradict each other, naming tensor, expected and got.
     """
-    max_rows = _max_batch_rows(config, own, defaults.max_batch_rows if defaults else max_batch_rows)
-    spec = served_spec(config, own, batched=max_rows > 0)
+    default_rows = defaults.max_batch_rows if defaults else max_batch_rows
+    rows = _fixed_rows(config, own, confirmed_rows if default_rows else 0)
+    if rows:
+        own, default_rows = freed(config, own), rows
+    max_rows = _max_batch_rows(config, own, default_rows)
+    spec = replace(served_spec(config, own, batched=max_rows > 0), fixed_rows=rows)
     merges = max_rows > 0 and (config.HasField("dynamic_batching") or not is_complete(config))
     policy = batch_policy(config, max_rows, merges=merges, defaults=defaults, execution_limit_ns=execution_limit_ns)
+    if rows and not policy.batch_sizes:
+        policy = replace(policy, batch_sizes=(rows,))
     splits = own_settings(config).split_oversized
     _check_rows(spec, policy, splits)
     return ServingPlan(spec, max_rows, policy, splits, _metric_tags(config))
@@ -178,6 +194,16 @@ def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:
 
 def _check_rows(spec: ModelSpec, policy: BatchPolicy, splits: bool) -> None:
     """Settings that add rows to a batch or split a request by rows need tensors that are made of rows."""
+    if spec.fixed_rows and not spec.paddable:
+        raise ConfigError(
+            f"max_batch_size: expected 0, as the model always takes {spec.fixed_rows} rows, to which batches can't be "
+            f"padded with allow_ragged_batch, batch_input or batch_output, got {policy.max_batch_rows}"
+        )
+    if spec.fixed_rows and policy.batch_sizes != (spec.fixed_rows,):
+        raise ConfigError(
+            f"paceline.batch_sizes: expected {spec.fixed_rows}, the number of rows that the model always takes, "
+            f"got {list(policy.batch_sizes)}"
+        )
     if policy.batch_sizes and not spec.paddable:
         raise ConfigError(
             "paceline.batch_sizes: expected none, as batches can't be padded with allow_ragged_batch, "
@@ -228,6 +254,19 @@ def is_complete(config: pb.ModelConfig) -> bool:
     return bool(config.input and config.output)
 
 
+def _fixed_rows(config: pb.ModelConfig, own: ModelSpec, confirmed_rows: int) -> int:
+    """How many rows the model always takes, if it is to be served by rows all the same; else 0."""
+    rows = fixed_rows(config, own)
+    if rows < 2 or not can_batch(config, freed(config, own)):
+        return 0
+    if config.max_batch_size not in (0, rows):
+        raise ConfigError(
+            f"max_batch_size: expected {rows}, the fixed first dimension of all tensors of the model, or 0 with whole "
+            f"shapes in input and output, got {config.max_batch_size}"
+        )
+    return rows if config.max_batch_size or rows == confirmed_rows else 0
+
+
 def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int:
     """`max_batch_size`, or what the model allows if neither it nor the tensors are given."""
     rows: int = config.max_batch_size
@@ -239,6 +278,7 @@ def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int
             raise ConfigError(
                 "max_batch_size: expected 0, as not all tensors of the model have a free first dimension, "
                 f"got {rows}; the model's shapes are {dims}"
+                + (f"; {EXPORT_AGAIN}" if fixed_rows(config, own) == 1 else "")
             )
         return 0
     return rows if rows or is_complete(config) else default

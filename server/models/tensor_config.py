@@ -12,14 +12,30 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from paceline.backends.base import Trial
 from paceline.backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES
 from paceline.server.errors import ConfigError
 
-__all__ = ["can_batch", "declared_spec", "doubts_outputs", "served_spec", "why_no_batch_axis", "without_datatype"]
+__all__ = [
+    "EXPORT_AGAIN",
+    "can_batch",
+    "declared_spec",
+    "doubts_outputs",
+    "fixed_rows",
+    "freed",
+    "served_spec",
+    "why_no_batch_axis",
+    "without_datatype",
+]
 
 _BATCH_INPUT_TYPES = ("INT32", "FP32")
+EXPORT_AGAIN = (
+    "if that is the batch, export the model with a free one, and its requests share batches; in PyTorch, "
+    'torch.onnx.export(..., dynamo=True, dynamic_shapes=[{0: torch.export.Dim("rows")}]) with an entry for each input'
+)
+"""What to do about a first dimension that is fixed at 1."""
 _FLAT = (-1,)
 _MANY = 20
 
@@ -66,6 +82,31 @@ def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
     return not any(_against_a_batch_axis(config, own))
 
 
+def fixed_rows(config: pb.ModelConfig, own: ModelSpec) -> int:
+    """The size of the first dimension of all tensors that a batch axis would need in a model of spec `own`, as exports
+    for batches of one size have it. 0 if it isn't the same for all, or if `config` gives tensors as they are, without a
+    batch axis. Outputs may have a free one."""
+    if (config.input or config.output) and config.max_batch_size <= 0:
+        return 0
+    axes: dict[str, set[tuple[int, ...]]] = {"input": set(), "output": set()}
+    for kind, tensor in _by_rows(config, own):
+        if not tensor.any_rank:
+            axes[kind].add(tensor.dims[:1])
+    if len(axes["input"]) != 1 or not axes["output"] <= axes["input"] | {(-1,)}:
+        return 0
+    return max(0, *axes["input"].pop(), 0)
+
+
+def freed(config: pb.ModelConfig, own: ModelSpec) -> ModelSpec:
+    """`own` with a free first dimension where `fixed_rows` found a fixed one."""
+    names = {(kind, tensor.name) for kind, tensor in _by_rows(config, own) if tensor.dims}
+    inputs, outputs = (
+        tuple(replace(one, dims=(-1, *one.dims[1:])) if (kind, one.name) in names else one for one in tensors)
+        for kind, tensors in (("input", own.inputs), ("output", own.outputs))
+    )
+    return replace(own, inputs=inputs, outputs=outputs)
+
+
 def doubts_outputs(config: pb.ModelConfig, own: ModelSpec) -> bool:
     """Whether `config` gives dims to an output that a model of spec `own` declares as one number, or one number a row.
     Which of the two is wrong, only a trial can tell."""
@@ -79,28 +120,46 @@ def doubts_outputs(config: pb.ModelConfig, own: ModelSpec) -> bool:
     return False
 
 
-def why_no_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> str:
-    """What keeps a model of spec `own` from having a batch axis, in words; "" if nothing does."""
+def why_no_batch_axis(config: pb.ModelConfig, tried: Trial) -> str:
+    """What keeps a model of which a trial showed `tried` from having a batch axis, in words; "" if nothing does, except
+    perhaps rows that could be stacked."""
+    own = tried.spec
+    if (rows := fixed_rows(config, own)) == 1:
+        return f"its inputs have a first dimension of 1; {EXPORT_AGAIN}"
+    if rows:
+        doubt = tried.why_not or "it was not tried"
+        text = (
+            f"all its tensors have a fixed first dimension of {rows}; {doubt}; to batch it anyway, set max_batch_size"
+        )
+        return "" if tried.fixed_rows else f"{text}: {rows} in a config.pbtxt"
     why = next(_against_a_batch_axis(config, own), "")
     others = not config.output and any(one.dims[:1] == (-1,) for one in own.outputs)
     return f"{why}; it may be left out of `output` in a config.pbtxt" if why.startswith("output") and others else why
 
 
-def _against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[str]:
+def _by_rows(config: pb.ModelConfig, own: ModelSpec) -> Iterator[tuple[str, TensorSpec]]:
+    """The inputs and outputs of which a batch axis needs the first dimension, and which of the two they are."""
     made = _made(config)
     joined = {one.name: not (one.allow_ragged_batch or one.is_shape_tensor) for one in config.input}
     cut = {one.name: not one.is_shape_tensor for one in config.output} | dict.fromkeys(_scattered(config), False)
-    if all(one.optional and one.name not in joined for one in own.inputs):
+    for one in own.inputs:
+        if one.name not in made and joined.get(one.name, not one.optional):
+            yield "input", one
+    for one in own.outputs:
+        if cut.get(one.name, not config.output):
+            yield "output", one
+
+
+def _against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[str]:
+    named = {one.name for one in config.input}
+    if all(one.optional and one.name not in named for one in own.inputs):
         yield "no request has to bring an input"
-    inputs = [one for one in own.inputs if one.name not in made and joined.get(one.name, not one.optional)]
-    outputs = [one for one in own.outputs if cut.get(one.name, not config.output)]
-    for kind, tensors in (("input", inputs), ("output", outputs)):
-        for tensor in tensors:
-            if tensor.dims[:1] == (-1,) or (tensor.any_rank and config.max_batch_size > 0):
-                continue
-            verb = "is declared with" if tensor.assumed else "has"
-            axes = f"{verb} a first dimension of {tensor.dims[0]}" if tensor.dims else f"{verb} no dimensions"
-            yield f"{kind} '{tensor.name}' {'may have any number of axes' if tensor.any_rank else axes}"
+    for kind, tensor in _by_rows(config, own):
+        if tensor.dims[:1] == (-1,) or (tensor.any_rank and config.max_batch_size > 0):
+            continue
+        verb = "is declared with" if tensor.assumed else "has"
+        axes = f"{verb} a first dimension of {tensor.dims[0]}" if tensor.dims else f"{verb} no dimensions"
+        yield f"{kind} '{tensor.name}' {'may have any number of axes' if tensor.any_rank else axes}"
 
 
 def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:

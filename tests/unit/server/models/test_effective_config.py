@@ -69,9 +69,22 @@ WAITING = 'parameters { key: "paceline.await_returns" value { string_value: "tru
 DELAYED = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 1000 }"
 
 ModelMaker = Callable[[], onnx.ModelProto]
+
+
+def without_batch_axis() -> onnx.ModelProto:
+    return models.over_rows("softmax", 4)
+
+
 CONFIGS: dict[str, tuple[ModelMaker | None, str | None]] = {
     "none": (models.mlp, None),
-    "none, without a batch axis": (models.fixed_batch, None),
+    "none, a fixed batch": (models.fixed_batch, None),
+    "none, a fixed batch of nothing else": (lambda: models.identity(dims=(4,)), None),
+    "a fixed batch": (models.fixed_batch, "max_batch_size: 4"),
+    "a fixed batch by size": (
+        models.fixed_batch,
+        'parameters { key: "paceline.batch_sizes" value { string_value: "4" } }',
+    ),
+    "none, without a batch axis": (without_batch_axis, None),
     "none, a scalar": (models.scalar, None),
     "none, nothing but a batch axis": (lambda: models.identity(dims=("batch",)), None),
     "none, free dimensions": (models.matrix_product, None),
@@ -99,7 +112,7 @@ CONFIGS: dict[str, tuple[ModelMaker | None, str | None]] = {
     "tensors, one request a batch": (models.mlp, "max_batch_size: 4" + IO),
     "tensors, batching": (models.mlp, "max_batch_size: 4 dynamic_batching { }" + IO),
     "a queue without a batch axis": (
-        models.fixed_batch,
+        without_batch_axis,
         "dynamic_batching { default_queue_policy { max_queue_size: 1 default_timeout_microseconds: 9 } }",
     ),
     "some outputs": (models.add_sub, 'output { name: "OUTPUT1" data_type: TYPE_INT32 dims: [ 16 ] }'),
@@ -194,8 +207,8 @@ def test_config_loaded_again_without_the_flags_serves_the_same(shelf: ModelLoade
     first = shelf.load(models.mlp, None, flags)
     assert first.plan.policy.queue.default_timeout_ns == 7_000
     assert_same_service(first, shelf.load(models.mlp, text_format.MessageToString(first.config)))
-    alone = shelf.load(models.fixed_batch, None, flags)
-    assert_same_service(alone, shelf.load(models.fixed_batch, text_format.MessageToString(alone.config)))
+    alone = shelf.load(without_batch_axis, None, flags)
+    assert_same_service(alone, shelf.load(without_batch_axis, text_format.MessageToString(alone.config)))
 
 
 def test_model_without_configuration_gets_a_complete_one(shelf: ModelLoader) -> None:

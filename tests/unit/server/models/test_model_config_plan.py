@@ -11,6 +11,7 @@ from paceline.protos.datatypes import CONFIG_DATATYPES
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.model_config import ServingPlan, plan
+from paceline.server.models.tensor_config import EXPORT_AGAIN
 
 MERGES, ALONE = 0, 1
 
@@ -148,7 +149,7 @@ def test_plan_dims_omitted_beside_a_reshape_are_those_of_a_scalar() -> None:
             "max_batch_size: 8",
             FIXED,
             "max_batch_size: expected 0, as not all tensors of the model have a free first dimension, got 8; "
-            "the model's shapes are {'a': [1, 16], 'x': [-1, 16]}",
+            f"the model's shapes are {{'a': [1, 16], 'x': [-1, 16]}}; {EXPORT_AGAIN}",
         ),
         (INPUT_A, BATCHABLE, "input: the model needs ['b'] too, got only ['a']"),
         (
