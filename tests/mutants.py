@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         "shapes that differ keep requests apart",
         "server/codec/codec.py",
-        "        free = tuple(inputs[index].shape[lead:] for index in self._free)\n",
+        "        free = tuple(fixed[index][lead:] for index in self._free)\n",
         "        free = tuple(inputs[index].ndim for index in self._free)\n",
         _CODEC,
     ),
