@@ -22,6 +22,7 @@ __all__ = ["INPUT", "MAX_ROWS", "MODELS", "OUTPUT", "Model", "add", "in_memory",
 
 INPUT, OUTPUT = "INPUT0", "OUTPUT0"
 MAX_ROWS = 64
+_FIXED_ROWS = 16
 _MLP_SIZES = (1024, 4096, 4096, 1024)
 _IMAGE, _CLASSES = 3 * 224 * 224, 1_000
 
@@ -40,13 +41,14 @@ parameters {{ key: "intra_op_thread_count" value {{ string_value: "1" }} }}
 class Model:
     """One FP32 tensor in, one FP32 tensor out, a batch axis in front. -1 is a free dimension; `shape` is used if a
     scenario gives none. Without `batched`, the file is the same but no batching is configured, so that rows run one by
-    one."""
+    one. `rows`: of its largest batch."""
 
     dims: tuple[int, ...]
     output_dims: tuple[int, ...]
     shape: tuple[int, ...]
     make: Callable[[], onnx.ModelProto]
     batched: bool = True
+    rows: int = MAX_ROWS
 
     def output_bytes(self, input_bytes: int) -> int:
         """Bytes of one row's output, for a row of `input_bytes`."""
@@ -72,12 +74,22 @@ def _mlp() -> onnx.ModelProto:
     return models.mlp(_MLP_SIZES)
 
 
+def _fixed_mlp() -> onnx.ModelProto:
+    """The same as an export for batches of one size."""
+    made = _mlp()
+    for tensor in (*made.graph.input, *made.graph.output):
+        tensor.type.tensor_type.shape.dim[0].dim_value = _FIXED_ROWS
+    return made
+
+
 MODELS: Mapping[str, Model] = {
     "tiny": Model((16,), (16,), (16,), lambda: models.identity("FP32", ("batch", 16))),
     "free": Model((-1,), (-1,), (16,), lambda: models.identity("FP32", ("batch", "length"))),
     "image": Model((_IMAGE,), (_CLASSES,), (_IMAGE,), _first_of_image),
     "mlp": Model((1024,), (1024,), (1024,), _mlp),
     "mlp_unbatched": Model((1024,), (1024,), (1024,), _mlp, batched=False),
+    "mlp_to_16": Model((1024,), (1024,), (1024,), _mlp, rows=_FIXED_ROWS),
+    "mlp_fixed_16": Model((1024,), (1024,), (1024,), _fixed_mlp, rows=_FIXED_ROWS),
 }
 
 
@@ -93,7 +105,7 @@ def add(name: str, file: Path, repository: Path) -> None:
     (folder / "1" / "model.onnx").symlink_to(file)
     (folder / "config.pbtxt").write_text(
         _CONFIG.format(
-            rows=MAX_ROWS,
+            rows=model.rows,
             dims=list(model.dims),
             output_dims=list(model.output_dims),
             batching="dynamic_batching { }" if model.batched else "",
