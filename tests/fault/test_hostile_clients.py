@@ -193,7 +193,7 @@ def test_loads_leave_descriptors_to_connections_and_probes(tmp_path: Path) -> No
     [
         ((), range(80, 112)),
         (("--frontends=2",), range(160, 224)),
-        (("--frontends=2", "--grpc-max-connections=51"), [51]),
+        (("--grpc-max-connections=51",), [51]),
     ],
 )
 def test_metrics_show_the_connection_limit_that_descriptors_or_the_flag_allow(

@@ -44,10 +44,9 @@ def ends(server: ServerProcess, within_s: float) -> int:
     return status
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_while_idle_ends_at_once_with_status_0(tmp_path: Path, number: int) -> None:
+def test_signal_while_idle_ends_at_once_with_status_0(tmp_path: Path, frontends: int) -> None:
     write_identity(tmp_path)
+    number = signal.SIGTERM if frontends == 1 else signal.SIGINT
     with ServerProcess(tmp_path) as server, connected(server) as client:
         assert client.code(request()) is OK
         server.signal(number)
@@ -192,10 +191,9 @@ def test_sigterm_during_a_hanging_execution_ends_after_the_grace_period(tmp_path
         assert says(server, "gave up waiting after 1.5 s for models that are still executing, loading or being closed")
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_at_once_with_its_status(tmp_path: Path, second: int) -> None:
+def test_second_signal_ends_at_once_with_its_status(tmp_path: Path, frontends: int) -> None:
     write_identity(tmp_path, dims=FREE, extra=HANGS)
+    second = signal.SIGINT if frontends == 1 else signal.SIGTERM
     with ServerProcess(tmp_path, args=("--exit-timeout-secs", "100")) as server, connected(server) as client:
         call, other = client.send(request()), client.send(request())
         eventually(lambda: pending(server) == 1, "one request running, one waiting")

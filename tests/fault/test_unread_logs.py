@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-import pytest
 
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
@@ -108,7 +107,6 @@ def numbers(records: list[dict[str, Any]]) -> list[int]:
     return [int(one["request_id"].rstrip("\x01")) for one in records if one["logger"] == "paceline.access"]
 
 
-@pytest.mark.usefixtures("frontends")
 def test_unread_log_loses_lines_and_reports_how_many(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with unread(tmp_path, "--log-level", "debug") as server:
@@ -129,10 +127,9 @@ def test_unread_log_loses_lines_and_reports_how_many(tmp_path: Path) -> None:
         assert server.terminate() == 0
 
 
-@pytest.mark.usefixtures("frontends")
 def test_server_whose_log_is_never_read_starts_serves_and_ends(tmp_path: Path) -> None:
     write_identity(tmp_path)
-    with unread(tmp_path, "--log-level", "debug", is_full=True) as server:
+    with unread(tmp_path, "--frontends", "2", "--log-level", "debug", is_full=True) as server:
         for number in range(10):
             server.echo(number)
         assert server.is_ready()

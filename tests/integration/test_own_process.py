@@ -66,7 +66,7 @@ def processes(name: str = "m") -> list[int]:
     return found
 
 
-async def test_input_that_crashes_the_process_fails_only_its_own_request(tmp_path: Path, frontends: int) -> None:
+async def test_input_that_crashes_the_process_fails_only_its_own_request(tmp_path: Path) -> None:
     write_quotient(tmp_path, FOUR)
     write_quotient(tmp_path, name="other")
     async with serving(tmp_path) as served:
@@ -167,18 +167,6 @@ async def test_batch_without_memory_in_its_process_is_rerun_in_smaller_ones(tmp_
         status, _ = await failure_of(served.infer(infer("m", {"INPUT0": np.zeros((3, 1), np.float32)})))
         assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await served.metric("paceline_lost_instances") == 0
-
-
-async def test_invalid_model_file_fails_the_load_with_onnx_runtimes_message(tmp_path: Path) -> None:
-    write_quotient(tmp_path, name="good")
-    write_quotient(tmp_path).write_bytes(b"no model")
-    async with serving(tmp_path) as served:
-        (line,) = [one for one in await index(served) if one[0] == "m"]
-        assert line[2] == "UNAVAILABLE"
-        assert line[3].startswith("can't open ")
-        assert "Protobuf parsing failed" in line[3]
-        assert await divide(served, 8, 2, name="good") == 4
-        assert processes() == []
 
 
 async def test_library_that_ends_the_process_on_opening_fails_the_load(tmp_path: Path) -> None:

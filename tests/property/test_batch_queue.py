@@ -14,6 +14,7 @@ from paceline.scheduler.errors import QueueFull, RequestTooLarge
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 from paceline.scheduler.request import Batch, Request
 from paceline.scheduler.sizing import LONGEST_PAUSE_NS, PAUSE_NS
+from tests.lengths import LONG
 
 Queued = Request[int, None]
 
@@ -355,7 +356,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
 
 
 QueueAgainstNaive.TestCase.settings = settings(
-    max_examples=1000,
+    max_examples=1000 if LONG else 200,
     stateful_step_count=60,
     deadline=None,
     report_multiple_bugs=False,

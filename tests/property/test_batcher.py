@@ -25,6 +25,7 @@ from paceline.scheduler.errors import (
 )
 from paceline.scheduler.failures import Blame
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
+from tests.lengths import LONG
 from tests.property.batching_world import LIMIT_NS, MS, POISONS, Fault, Like, Request, Setup, Slot, World
 
 LONG_NS = 10_000 * MS
@@ -364,7 +365,7 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[Any, ...]], bool]:
     return actions, draw(st.sampled_from([False, False, True]))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300 if LONG else 100, suppress_health_check=[HealthCheck.too_slow])
 @given(
     setup=setups(),
     measured=st.sampled_from([True, True, False]),

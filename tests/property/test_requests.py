@@ -18,6 +18,7 @@ from tests.codecs import encoded
 from tests.fuzz.judging import judged
 from tests.fuzz.models import MAX_ROWS, SPECS, open_model
 from tests.fuzz.targets import target
+from tests.lengths import LONG
 from tests.wire import raw_bytes
 
 NAMES = st.sampled_from(["a", "b", "c", "x", "y", "FP32", "BYTES", "BOOL", "", "nobody"])
@@ -65,7 +66,7 @@ def hostile_requests(draw: st.DrawFn) -> pb.ModelInferRequest:
     return request
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=300 if LONG else 100)
 @given(hostile_requests())
 def test_requests_of_any_kind_are_answered_or_refused(request: pb.ModelInferRequest) -> None:
     judged(target("infer"), request.SerializeToString())
