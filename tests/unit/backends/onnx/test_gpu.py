@@ -173,7 +173,7 @@ def test_batch_that_ran_out_of_memory_is_computed_correctly_once_memory_suffices
     rng, slot = np.random.default_rng(1), pair.gpu.slots[0]
     pair.check(slot, [floats(rng, 4, 3, 16, 16)])
     large = [floats(rng, 200, 3, 16, 16)]
-    slot._stage(pair.gpu._shared.opened, large, 200, 0)  # so that only ONNX Runtime lacks memory
+    slot._stage(pair.gpu._shared.opened, large, 200, 0, None)  # so that only ONNX Runtime lacks memory
     taken = fill(accelerator)
     with pytest.raises(OutOfMemory, match="running Conv node"):
         slot.execute(large)
@@ -284,7 +284,7 @@ def test_computation_is_queued_and_not_waited_for(
     slot.prepare(requests, 4)
 
     def compute() -> tuple[int, int]:
-        bound = slot._stage(pair.gpu._shared.opened, requests, 4, 0)
+        bound = slot._stage(pair.gpu._shared.opened, requests, 4, 0, None)
         staged = driver.stand_in_pending()
         slot._compute(pair.gpu._shared.opened, bound, False)
         computing = driver.stand_in_pending()
