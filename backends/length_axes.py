@@ -23,8 +23,10 @@ Place = tuple[int, int]
 def asked_lengths(spec: ModelSpec, asked: Sequence[LengthAxis]) -> ModelSpec:
     """`spec` with the lengths of the axes `asked` for, without their outputs, and with the inputs' fills. LoadError for
     axes that can't be filled up."""
+    special = [one.name for one in spec.inputs if one.ragged or one.optional or one.shape_tensor]
     if not spec.by_rows or not spec.batched:
-        raise LoadError("expected a model all of whose tensors have a batch axis and are required, got another one")
+        got = f"input '{special[0]}'" if special else "others"
+        raise LoadError(f"expected only tensors that are stacked by their batch axis and never left out, got {got}")
     inputs, places = list(spec.inputs), list[Place]()
     indices = {tensor.name: index for index, tensor in enumerate(inputs)}
     for one in asked:
@@ -61,7 +63,7 @@ def masked_lengths(spec: ModelSpec) -> Iterator[tuple[ModelSpec, frozenset[int]]
     families: dict[tuple[object, ...], list[int]] = {}
     for index, tensor in enumerate(spec.inputs):
         if -1 in tensor.dims and tensor.reshape is None and is_of_integers(tensor):
-            families.setdefault((tensor.dims, _names(tensor)), []).append(index)
+            families.setdefault((tensor.dims, _names(tensor)[1:]), []).append(index)
     # A mask and what it masks: words are no booleans.
     found = [one for one in families.values() if len(one) > 1 and any(_are_words(spec.inputs[index]) for index in one)]
     choices = [_masks(spec, family) for family in found]

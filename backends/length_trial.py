@@ -53,6 +53,8 @@ _CLOSE, _COARSE = 1e-4, 1e-2
 encoders of 12 layers differ by 1e-6 to 1e-5 in single precision."""
 _TIMES, _MOST = 4, 0.3
 """How many times as far as rows of equal sizes already differ in a batch, and how far at most."""
+_ENOUGH_NS = 10 * 10**9
+"""After which no larger sizes are tried."""
 _LONGEST_NS = 30 * 10**9
 """For a trial, from its first execution on: others wait for their loads."""
 
@@ -139,7 +141,7 @@ class _Trial:
     """Tries specs that have lengths, all within one time limit."""
 
     def __init__(self, run: Run, coarse: bool, now_ns: Callable[[], int]) -> None:
-        self._model, self._now_ns, self._ends_ns = run, now_ns, 0
+        self._model, self._now_ns, self._began_ns = run, now_ns, 0
         self._coarse = coarse
 
     def of(self, spec: ModelSpec, masks: frozenset[int]) -> _Tried:
@@ -155,12 +157,12 @@ class _Trial:
         return _Tried(spec, why_not=f"it isn't known whether the filling shows in its results, as {failed}")
 
     def _run(self, inputs: Sequence[Array]) -> Tensors:
-        if self._ends_ns and self._now_ns() > self._ends_ns:
+        if self._began_ns and self._now_ns() > self._began_ns + _LONGEST_NS:
             raise _GivenUp(f"it took longer than {_LONGEST_NS // 10**9} s")
         try:
             return self._model(inputs)
         finally:
-            self._ends_ns = self._ends_ns or self._now_ns() + _LONGEST_NS
+            self._began_ns = self._began_ns or self._now_ns()
 
     def _try(self, spec: ModelSpec, rows: _Rows) -> _Tried:
         """Raises ExecutionError if the model doesn't accept rows alone, and InstanceError."""
@@ -176,16 +178,18 @@ class _Trial:
         if 4 * row_bytes > MAX_BYTES:
             raise _GivenUp(f"four rows with their results take more than {MAX_BYTES >> 20} MiB")
         for number, size in enumerate((0, *_FILLED)):
-            more = [rows.one(1, (size + rows.longer,) * len(spec.lengths))] if size else []
-            if size and 4 * row_bytes * ((size + rows.longer) // few[-1][0][0] + 1) ** len(spec.lengths) > MAX_BYTES:
+            larger = size + rows.longer
+            is_late = self._now_ns() > self._began_ns + _ENOUGH_NS
+            grown = (larger // few[-1][0][0] + 1) ** len(spec.lengths)
+            if size and (is_late or 4 * row_bytes * grown > MAX_BYTES):
                 break
+            more = [rows.one(1, (larger,) * len(spec.lengths))] if size else []
             try:
                 others = [self._run(row) for _, row in more]
             except ExecutionError:
-                break  # what is longer than the model accepts can't show anything, nor may the time be over
+                break  # it is longer than the model accepts
             try:
-                together = [*few, *more]
-                why_not = self._compare(spec, together, [*alone, *others], limits)
+                why_not = self._compare(spec, [*few, *more], [*alone, *others], limits)
             except _GivenUp:
                 if number:
                     break

@@ -152,6 +152,7 @@ class OnnxModel:
         found.tell(name)
         self.spec = found.spec
         self.rounds_by = found.rounds_by
+        self._halves = found.halves
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return try_model(self.spec, self._opener.options, self._untrusted, supervise)
@@ -160,7 +161,8 @@ class OnnxModel:
         self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
     ) -> LengthTrial:
         device, options = next(iter(self._sessions)), self._opener.options
-        return try_lengths_of(spec, asked, self.spec, options, self._untrusted, supervise, device)
+        coarse = self._halves or device.kind is DeviceKind.GPU
+        return try_lengths_of(spec, asked, self.spec, options, self._untrusted, supervise, coarse)
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
         check_served(self._name, spec, self.spec)

@@ -146,12 +146,13 @@ class Session(Protocol):
 @dataclass(frozen=True, slots=True)
 class Found:
     """A model's spec. `left_out`: outputs left out although nobody asked for that, as pairs of name and reason.
-    `rounds_by` as in `Rounding`. `stamps`: of the files that the session was made of."""
+    `rounds_by` as in `Rounding`. `stamps`: of the files that the session was made of. `halves` as in `Facts`."""
 
     spec: ModelSpec
     left_out: tuple[tuple[str, str], ...] = ()
     rounds_by: str = ""
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
+    halves: bool = False
 
     def tell(self, model: str) -> None:
         for name, why in self.left_out:
@@ -178,4 +179,4 @@ def find_spec(name: str, session: Session, facts: Facts, declared: ModelSpec | N
     )
     dynamic = [one for one in sorted(facts.operators) if one.startswith(_DYNAMIC)]
     why_left_out = tuple((node.name, why_unknown(node)) for node in left_out)
-    return Found(spec, why_left_out, dynamic[0] if dynamic else "", facts.stamps)
+    return Found(spec, why_left_out, dynamic[0] if dynamic else "", facts.stamps, facts.halves)

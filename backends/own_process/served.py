@@ -11,7 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from paceline.backends.base import Device, Files, LengthAxis, LengthTrial, ModelSource, Supervise, Trial, unsupervised
+from paceline.backends.base import (
+    Device,
+    DeviceKind,
+    Files,
+    LengthAxis,
+    LengthTrial,
+    ModelSource,
+    Supervise,
+    Trial,
+    unsupervised,
+)
 from paceline.backends.errors import ExecutionError, LoadError, ProcessError
 from paceline.backends.onnx.model_files import files_changed
 from paceline.backends.onnx.options import without_graphs
@@ -39,6 +49,7 @@ class OwnProcessOnnxModel:
         found.tell(job.name)
         self.spec = found.spec
         self.rounds_by = found.rounds_by
+        self._halves = found.halves
         self._stamps = found.stamps
         files.keep()
         self._files, self._keeps_files = files, True
@@ -51,7 +62,8 @@ class OwnProcessOnnxModel:
         self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
     ) -> LengthTrial:
         job = self._job
-        return try_lengths_of(spec, asked, self.spec, job.options, self._trying, supervise, job.device)
+        coarse = self._halves or job.device.kind is DeviceKind.GPU
+        return try_lengths_of(spec, asked, self.spec, job.options, self._trying, supervise, coarse)
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
         check_served(self._job.name, spec, self.spec)

@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from paceline.backends.base import Device, DeviceKind, LengthAxis, LengthTrial, ModelSource, Supervise, Trial
+from paceline.backends.base import Device, LengthAxis, LengthTrial, ModelSource, Supervise, Trial
 from paceline.backends.errors import (
     BackendError,
     ExecutionError,
@@ -111,9 +111,10 @@ def try_lengths_of(
     options: OnnxOptions,
     opened: Callable[[ModelSpec], AbstractContextManager[Runs]],
     supervise: Supervise,
-    device: Device,
+    coarse: bool,
 ) -> LengthTrial:
-    """As `TriesLengths.try_lengths`, of a model whose own spec is `own`, on `device`. `opened` as above."""
+    """As `TriesLengths.try_lengths`, of a model whose own spec is `own`. `opened` as above. `coarse`: it may compute in
+    less than single precision, as GPUs do where they multiply matrices."""
     if options.tensorrt is not None or options.openvino is not None:
         # They build an engine for each new shape, which may take minutes: padding is tried by nobody, or as asked.
         return LengthTrial(spec if asked is None else with_assumed_outputs(asked_lengths(spec, asked)))
@@ -132,7 +133,7 @@ def try_lengths_of(
             parts = [run([one[place] for one in inputs]) for place in places]
             return [np.concatenate(column)[:rows] for column in zip(*parts, strict=True)]
 
-        return try_lengths(spec, asked, run_fixed if fixed > 1 else run, coarse=device.kind is DeviceKind.GPU)
+        return try_lengths(spec, asked, run_fixed if fixed > 1 else run, coarse)
 
 
 _SOURCE = ModelSource("a trial", FILE)

@@ -16,13 +16,15 @@ WORDS = 64
 _SIZE = 6
 
 
-def encoder(kind: str, words: int = WORDS, names: bool = True, output: str = "FP32") -> onnx.ModelProto:
+def encoder(
+    kind: str, words: int = WORDS, names: bool = True, output: str = "FP32", halves: bool = False
+) -> onnx.ModelProto:
     """x, FP32 [batch, words, 6] or, if it is pooled, [batch, 6], of ids and mask, INT64 [batch, words].
 
     Heeding the mask: "masked" (each word and the masked mean), "pooled", "words" (a word by itself), "causal",
     "quantized" at run time, "twice" (each word twice, an axis that varies in another way). Traps: "mean", "max", "both"
     (sums from both ends), "convolution", "leaky" (padding counts by a thousandth),
-    "quantized mean".
+    "quantized mean". `halves`: it has an initializer of half precision.
     """
     table = np.random.default_rng(1).standard_normal((words, _SIZE)).astype(np.float32)
     kernel = np.random.default_rng(2).standard_normal((_SIZE, _SIZE, 3)).astype(np.float32)
@@ -78,6 +80,8 @@ def encoder(kind: str, words: int = WORDS, names: bool = True, output: str = "FP
         "first": np.array(1, np.int64),
         "little": np.array(1e-3, np.float32),
     }
+    if halves:
+        arrays["halves"] = table.astype(np.float16)
     made = model(
         [*nodes, *end],
         [tensor("ids", "INT64", axes), tensor("mask", "INT64", axes)],

@@ -401,3 +401,15 @@ def test_any_rank_may_be_ragged_scattered_made_per_batch_or_a_shape() -> None:
         ModelSpec((*ANY.inputs, *own("square").inputs), OWN.outputs),
     )
     assert (shape.inputs[0].shape_tensor, shape.inputs[0].any_rank) == (True, True)
+
+
+def test_served_tensors_keep_the_models_names_of_axes() -> None:
+    names = ("batch", "words")
+    model = ModelSpec(
+        (TensorSpec("a", "FP32", (-1, -1), axis_names=names),), (TensorSpec("x", "FP32", (-1, -1), axis_names=names),)
+    )
+    text = "max_batch_size: 8 " + tensor("a", "-1") + tensor("x", "-1", kind="output")
+
+    for config in (pb.ModelConfig(max_batch_size=8), text_format.Parse(text, pb.ModelConfig())):
+        spec = plan(config, model).spec
+        assert [one.axis_names for one in (*spec.inputs, *spec.outputs)] == [names, names]
