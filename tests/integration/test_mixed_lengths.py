@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import onnxruntime
 import pytest
 
 from paceline.backends.base import LengthAxis, LengthTrial, Supervise, unsupervised
@@ -23,12 +24,15 @@ from tests.integration.scripted import own
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
 from tests.memory_models import MemoryModel
+from tests.models import write
 from tests.polling import eventually_async
 from tests.shared_objects import add_shared_input, request_shared_output, shared_object
+from tests.unit.backends.length_models import WORDS, encoder
 from tests.wire import infer, raw_bytes
 
 REQUESTS = 30
 PAD = "max_batch_size: 64 dynamic_batching { } " + own(pad="ids[1]=7, mask[1], words[1]", pad_sizes="64,3000")
+OWN_PROCESS = own(own_process=True)
 SPEC = ModelSpec(
     (
         TensorSpec("ids", "INT64", (-1, -1)),
@@ -140,6 +144,40 @@ async def test_requests_of_different_lengths_share_a_batch(tmp_path: Path, made:
             for number, answer in enumerate(answers):
                 check(answer, text(number))
     assert model.shapes[1:] == [(45, 64), (1, 64), (45, 64)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [("masked", None), ("pooled", own(pad_sizes="64")), ("masked", OWN_PROCESS)]
+)
+async def test_masked_onnx_model_answers_mixed_lengths_as_alone(tmp_path: Path, kind: str, config: str | None) -> None:
+    folder = write(encoder(kind), tmp_path / "m" / "1" / "model.onnx").parents[1]
+    if config is not None:
+        (folder / "config.pbtxt").write_text(config)
+    texts = [
+        {name: text(number)[name].astype(np.int64) % WORDS for name in ("ids", "mask")} for number in range(REQUESTS)
+    ]
+    for one in texts:
+        one["mask"][:, 0] = 1
+    session = onnxruntime.InferenceSession(str(folder / "1" / "model.onnx"))
+    async with serving(tmp_path) as served:
+        for _ in range(3):
+            answers = await asyncio.gather(*(served.infer(infer("m", one)) for one in texts))
+            for answer, one in zip(answers, texts, strict=True):
+                (got,), (wanted,) = outputs_of(answer), session.run(None, one)
+                assert got.shape == wanted.shape
+                np.testing.assert_allclose(got, wanted, atol=1e-5)
+        real = await served.metric("paceline_elements")
+        shown = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+    assert real == 3 * sum(one["ids"].size for one in texts)
+    assert shown.parameters["paceline.pad"].string_value == "ids[1]=0, mask[1]=0"
+
+
+async def test_model_that_looks_at_its_padding_keeps_lengths_apart(tmp_path: Path) -> None:
+    write(encoder("leaky"), tmp_path / "m" / "1" / "model.onnx")
+    async with serving(tmp_path) as served:
+        shown = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+        assert not any(name.startswith("paceline_elements") for name in await served.metrics())
+    assert "paceline.pad" not in shown.parameters
 
 
 async def test_requests_of_different_lengths_on_a_stream_share_a_batch(tmp_path: Path) -> None:

@@ -185,23 +185,11 @@ RAGGED = 'max_batch_size: 4 dynamic_batching { } input { name: "a" allow_ragged_
 @pytest.mark.parametrize(
     ("model", "config", "text"),
     [
-        (
-            Masked(),
-            parameters(pad="ids[1], tokens[1]"),
-            "paceline.pad: expected some of the inputs ['ids', 'mask', 'word'], got 'tokens'",
-        ),
         (Masked(), parameters(pad="ids[2]"), "paceline.pad: input 'ids': expected an axis up to 1, got 2"),
         (
             Masked(),
             parameters(pad="word[1]=0"),
             "paceline.pad: input 'word': expected no fill, as text is filled up with empty strings, got 0",
-        ),
-        (
-            Masked(),
-            IO.replace("} input", "dims: [ -1 ] reshape { shape: [ -1 ] } } input", 1)
-            + " dynamic_batching { } "
-            + parameters(pad="ids[1]"),
-            "paceline.pad: input 'ids': expected one without reshape, got [-1]",
         ),
         (
             Masked(),
