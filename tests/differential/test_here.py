@@ -4,9 +4,11 @@ of this needs Triton."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from paceline.protos import inference_pb2 as pb
 from tests.differential.calls import CALLS, HARMFUL
 from tests.differential.comparing import Call, answer_of, faults_here
 from tests.differential.pair import One, serving_here, shared_objects
@@ -19,10 +21,26 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[One]:
         yield serving
 
 
+def without_process(call: Call) -> Call:
+    """A load with a configuration alone: on the identity backend if that can have such inputs and outputs, as nothing
+    of it depends on a Python model's process."""
+    request = call.request
+    if not isinstance(request, pb.RepositoryModelLoadRequest) or [*request.parameters] != ["config"]:
+        return call
+    config = request.parameters["config"].string_param
+    if '"allowRaggedBatch"' in config or config.count('"TYPE_') % 2:
+        return call
+    loaded = pb.RepositoryModelLoadRequest()
+    loaded.CopyFrom(request)
+    if config:
+        loaded.parameters["config"].string_param = config.replace('"backend": "python"', '"backend": "identity"')
+    return replace(call, request=loaded)
+
+
 # In the order of the list: some calls change what later ones see.
 @pytest.mark.parametrize("call", [*HARMFUL, *CALLS], ids=lambda call: f"{call.rpc}: {call.what}")
 def test_call_is_answered_as_expected(call: Call, here: One) -> None:
-    found = faults_here(call, answer_of(here.channel, call))
+    found = faults_here(call, answer_of(here.channel, without_process(call)))
     assert not found, "\n".join(found)
 
 
