@@ -1,0 +1,157 @@
+"""Texts of different lengths: what filling them up to share batches is worth on one thread.
+
+Lives here: the loads, the best that could be had, the ratios, a figure. Must not: assert. A server has one encoder
+twice, with its lengths found and with `paceline.pad` off, so that everything else is equal. The best that could be
+had: all texts are known, sorted by length, and run in batches of the best size, in a process without a server.
+
+1. `closed`: 64 callers, texts of log-normal lengths. Texts per second, over the best and over equal lengths alone.
+2. `open`: half of the texts have up to 32 words and half 200 or more, at 60 % of what callers in a closed loop got.
+   The median latency of the short ones over that of the long ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+
+from bench import text_model
+from bench.figures import COLORS, pyplot, save
+from bench.stats import spread
+from bench.steps import open_loop, run_module
+from tests.harness import ServerProcess
+
+__all__ = ["main", "measure", "packed_per_s"]
+
+CLIENTS = 64
+_TEXTS = 128
+_SIZES = (1, 2, 4, 8, 16, 32)
+_SHARE = 0.6
+_DEADLINE_S = 30.0
+
+
+def packed_per_s(file: Path, sizes: Sequence[int], seconds: float) -> dict[int, float]:
+    """Texts per second of one thread, by rows of a batch: sorted by length, nothing but `session.run`. Each size is
+    measured over all texts, again and again until `seconds` have passed."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    found, ordered = {}, sorted(sizes)
+    for rows in _SIZES:
+        batches = [text_model.feeds(ordered[at : at + rows]) for at in range(0, len(ordered), rows)]
+        session.run(None, batches[-1])
+        began, texts = time.perf_counter(), 0
+        while not texts or time.perf_counter() - began < seconds:
+            for batch in batches:
+                session.run(None, batch)
+            texts += len(ordered)
+        found[rows] = texts / (time.perf_counter() - began)
+    return found
+
+
+def measure(seconds: float, sizes: text_model.Sizes) -> dict[str, Any]:
+    """One round of everything. Raises BenchError for errors of requests."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
+        folder = Path(name)
+        file, repository = text_model.write(folder, sizes), folder / "models"
+        for model in ("pads", "exact"):
+            text_model.add(model, file, repository, pads=model == "pads")
+        mixed, random = text_model.lengths(_TEXTS), Random(1)
+        short = [random.randint(8, 32) for _ in range(_TEXTS // 2)]
+        long = [random.randint(200, 256) for _ in range(_TEXTS // 2)]
+        found: dict[str, Any] = {
+            "packed": run_module("lengths", "--packed", str(file), "--seconds", str(seconds / 4), timeout_s=600)
+        }
+        with ServerProcess(repository, args=["--model-control-mode=none"], fresh=True) as server:
+            for model in ("pads", "exact"):
+                found[model] = _closed(server.target, _files(folder, model, mixed), seconds)
+            both = _closed(server.target, _files(folder, "pads", [*short, *long]), seconds)
+            rate = _SHARE * both / 2
+            with ThreadPoolExecutor() as pool:
+                running = {
+                    kind: pool.submit(
+                        open_loop, server.target, _files(folder, "pads", texts), rate, _DEADLINE_S, 2 * seconds, 1.0
+                    )
+                    for kind, texts in (("short", short), ("long", long))
+                }
+                found |= {kind: load.result()["p50_ms"] for kind, load in running.items()}
+            found["padding"] = {name: value for name, value in server.metrics().items() if "padd" in name}
+    best = max(found["packed"].values())
+    return found | {
+        "of_best": found["pads"] / best,
+        "of_exact": found["pads"] / found["exact"],
+        "short_of_long": found["short"] / found["long"],
+    }
+
+
+def _files(folder: Path, model: str, sizes: Sequence[int]) -> tuple[Path, ...]:
+    paths = []
+    for number, size in enumerate(sizes):
+        paths.append(folder / f"{model}-{size}-{number}")
+        paths[-1].write_bytes(text_model.request(model, size))
+    return tuple(paths)
+
+
+def _closed(target: str, requests: Sequence[Path], seconds: float) -> float:
+    told = run_module(
+        *("load", target, *map(str, requests), "--clients", str(CLIENTS)),
+        *("--seconds", str(seconds), "--warmup", "3"),
+        timeout_s=seconds + 120,
+    )
+    return float(told["requests_per_s"])
+
+
+def draw(rounds: Sequence[dict[str, Any]], path: Path) -> None:
+    """Texts per second of all that is compared, with the best and the worst round."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6.4, 2.6))
+    packed = [max(one["packed"].values()) for one in rounds]
+    bars = (
+        ("equal lengths share batches", [one["exact"] for one in rounds]),
+        ("different lengths share batches", [one["pads"] for one in rounds]),
+        ("all texts known, sorted, no server", packed),
+    )
+    for place, (label, values) in enumerate(bars):
+        found = spread(values)
+        error = [[found.median - found.low], [found.high - found.median]]
+        axes.barh(place, found.median, xerr=error, color=COLORS[place], height=0.6)
+        axes.annotate(f"{found.median:.0f}", (found.median, place), xytext=(12, -3), textcoords="offset points")
+        axes.annotate(label, (0, place), xytext=(6, 12), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="texts per second, one thread", yticks=[], xlim=(0, 1.2 * max(packed)), ylim=(-0.5, 2.7))
+    save(figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.lengths", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="the median is reported (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="per load (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: check that everything works")
+    parser.add_argument("--packed", type=Path, metavar="MODEL", help="only the best that could be had, as JSON")
+    parser.add_argument("--figure", type=Path, help="where to draw")
+    got = parser.parse_args(arguments)
+    if got.packed:
+        print(json.dumps(packed_per_s(got.packed, text_model.lengths(4 * _TEXTS), got.seconds)))
+        return
+    rounds = [measure(got.seconds, text_model.QUICK if got.quick else text_model.FULL) for _ in range(got.rounds)]
+    for one in rounds:
+        print(json.dumps(one))
+    print("\n| | median | lowest | highest |\n|---|---|---|---|")
+    for key in ("of_best", "of_exact", "short_of_long"):
+        found = spread([one[key] for one in rounds])
+        print(f"| {key} | {found.median:.2f} | {found.low:.2f} | {found.high:.2f} |")
+    if got.figure:
+        draw(rounds, got.figure)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""A masked encoder of texts, made on the spot with random weights, and texts of the lengths that people send.
+
+Lives here: its graph, its place in a repository, token ids, requests. Must not: serve or measure. It takes what exports
+of Hugging Face's encoders take, and returns the mean of the tokens' vectors, as they are used for embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from paceline.clients.messages import infer_request
+from tests.wire import Array
+
+__all__ = ["FULL", "IDS", "MASK", "QUICK", "Sizes", "add", "feeds", "lengths", "request", "write"]
+
+IDS, MASK, OUTPUT = "input_ids", "attention_mask", "embedding"
+_WORDS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the encoder is."""
+
+    layers: int
+    hidden: int
+    heads: int
+
+
+FULL = Sizes(layers=4, hidden=256, heads=4)
+QUICK = Sizes(layers=1, hidden=16, heads=2)
+
+
+class _Graph:
+    """Collects nodes and weights."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: list[onnx.TensorProto] = []
+        self._random = np.random.default_rng(0)
+
+    def add(self, operator: str, *inputs: str, **attributes: object) -> str:
+        name = f"{operator}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operator, inputs, [name], **attributes))
+        return name
+
+    def constant(self, array: Array) -> str:
+        name = f"weight_{len(self.weights)}"
+        self.weights.append(numpy_helper.from_array(array, name))
+        return name
+
+    def numbers(self, *values: float) -> str:
+        return self.constant(np.array(values, np.float32))
+
+    def integers(self, *values: int) -> str:
+        return self.constant(np.array(values, np.int64))
+
+    def linear(self, x: str, inputs: int, outputs: int) -> str:
+        weights = self._random.standard_normal((inputs, outputs), np.float32) / math.sqrt(inputs)
+        return self.add("MatMul", x, self.constant(weights))
+
+    def norm(self, x: str, hidden: int) -> str:
+        ones = self.constant(np.ones(hidden, np.float32))
+        return self.add("LayerNormalization", x, ones, axis=-1)
+
+    def embedding(self, ids: str, hidden: int) -> str:
+        return self.add("Gather", self.constant(self._random.standard_normal((_WORDS, hidden), np.float32)), ids)
+
+    def attention(self, x: str, bias: str, sizes: Sizes) -> str:
+        """Multi-head self-attention; `bias` is added to the scores."""
+        head = sizes.hidden // sizes.heads
+        shape = self.integers(0, 0, sizes.heads, head)
+        by_head = [
+            self.add("Transpose", self.add("Reshape", self.linear(x, sizes.hidden, sizes.hidden), shape), perm=perm)
+            for perm in ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
+        ]
+        scores = self.add("Mul", self.add("MatMul", *by_head[:2]), self.numbers(head**-0.5))
+        shares = self.add("Softmax", self.add("Add", scores, bias), axis=-1)
+        mixed = self.add("Transpose", self.add("MatMul", shares, by_head[2]), perm=[0, 2, 1, 3])
+        joined = self.add("Reshape", mixed, self.integers(0, 0, sizes.hidden))
+        return self.linear(joined, sizes.hidden, sizes.hidden)
+
+
+def write(folder: Path, sizes: Sizes = FULL) -> Path:
+    """Write the encoder into `folder`; returns its file."""
+    graph, hidden = _Graph(), sizes.hidden
+    mask = graph.add("Cast", MASK, to=TensorProto.FLOAT)
+    hides = graph.add("Mul", graph.add("Sub", mask, graph.numbers(1.0)), graph.numbers(1e9))
+    bias = graph.add("Unsqueeze", hides, graph.integers(1, 2))
+    x = graph.embedding(IDS, hidden)
+    for _ in range(sizes.layers):
+        x = graph.norm(graph.add("Add", x, graph.attention(x, bias, sizes)), hidden)
+        wide = graph.add("Relu", graph.linear(x, hidden, 4 * hidden))
+        x = graph.norm(graph.add("Add", x, graph.linear(wide, 4 * hidden, hidden)), hidden)
+    column = graph.add("Unsqueeze", mask, graph.integers(2))
+    total = graph.add("ReduceSum", graph.add("Mul", x, column), graph.integers(1), keepdims=0)
+    graph.nodes.append(
+        helper.make_node("Div", [total, graph.add("ReduceSum", column, graph.integers(1), keepdims=0)], [OUTPUT])
+    )
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "words"]) for name in (IDS, MASK)]
+    outputs = [helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, ["batch", hidden])]
+    model = helper.make_model(
+        helper.make_graph(graph.nodes, "encoder", inputs, outputs, graph.weights),
+        opset_imports=[helper.make_opsetid("", 18)],
+        ir_version=10,
+    )
+    path = folder / "encoder.onnx"
+    onnx.save(model, str(path))
+    return path
+
+
+def add(name: str, file: Path, repository: Path, *, pads: bool) -> None:
+    """Put the encoder into a repository as model `name`, on one thread: its lengths are found, or left alone."""
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "1" / "model.onnx").symlink_to(file)
+    off = "" if pads else 'parameters { key: "paceline.pad" value { string_value: "off" } }'
+    (repository / name / "config.pbtxt").write_text(
+        'backend: "onnxruntime" max_batch_size: 32 dynamic_batching { } instance_group { kind: KIND_CPU count: 1 } '
+        f'parameters {{ key: "intra_op_thread_count" value {{ string_value: "1" }} }} {off}'
+    )
+
+
+def lengths(count: int, seed: int = 0) -> list[int]:
+    """Numbers of words: log-normal, median 40, sigma 0.8, from 5 to 256."""
+    random = Random(seed)
+    return [min(256, max(5, round(40 * math.exp(random.gauss(0, 0.8))))) for _ in range(count)]
+
+
+def feeds(sizes: Sequence[int]) -> dict[str, Array]:
+    """One batch of texts of these numbers of words, filled up to the longest: ids and mask."""
+    random, longest = np.random.default_rng(sum(sizes)), max(sizes)
+    mask = np.array([[int(at < size) for at in range(longest)] for size in sizes], np.int64)
+    return {IDS: random.integers(1, _WORDS, mask.shape) * mask, MASK: mask}
+
+
+def request(model: str, size: int) -> bytes:
+    """A request of one text of `size` words, ready for the wire."""
+    return infer_request(model, feeds([size])).SerializeToString()
