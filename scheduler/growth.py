@@ -66,11 +66,11 @@ class _Octave:
 class _Key:
     """What is known of a key. `bound`: the octave to stop at, None if there is no bound."""
 
-    __slots__ = ("batches", "bound", "octaves")
+    __slots__ = ("batches", "bound", "measurements", "octaves")
 
     def __init__(self) -> None:
         self.octaves: dict[int, _Octave] = {}
-        self.batches = 0
+        self.batches = self.measurements = 0
         self.bound: int | None = None
 
     def known(self, number: int, now_ns: int) -> _Octave | None:
@@ -127,7 +127,13 @@ class Growth:
         if octave is None:
             octave = known.octaves[number] = _Octave()
         octave.observe(duration_ns / size, now_ns)
-        if octave.count < _ENOUGH or (top := known.top(now_ns)) is None or (here := known.known(top, now_ns)) is None:
+        known.measurements += 1
+        if not known.measurements % _ENOUGH:
+            self._judge(known, now_ns)
+
+    def _judge(self, known: _Key, now_ns: int) -> None:
+        """Move the bound of a key, if what is known of the octaves beside it speaks for that."""
+        if (top := known.top(now_ns)) is None or (here := known.known(top, now_ns)) is None:
             return
         lower, upper = self._beside(top)
         below, above = (None if one is None else known.known(one, now_ns) for one in (lower, upper))
