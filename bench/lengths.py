@@ -74,7 +74,8 @@ def measure(seconds: float, sizes: text_model.Sizes) -> dict[str, Any]:
         with ServerProcess(repository, args=["--model-control-mode=none"], fresh=True) as server:
             for model in ("pads", "exact"):
                 found[model] = _closed(server.target, _files(folder, model, mixed), seconds)
-            both = _closed(server.target, _files(folder, "pads", [*short, *long]), seconds)
+            in_turn = [size for pair in zip(short, long, strict=True) for size in pair]
+            both = _closed(server.target, _files(folder, "pads", in_turn), seconds)
             rate = _SHARE * both / 2
             with ThreadPoolExecutor() as pool:
                 running = {
@@ -84,7 +85,9 @@ def measure(seconds: float, sizes: text_model.Sizes) -> dict[str, Any]:
                     for kind, texts in (("short", short), ("long", long))
                 }
                 found |= {kind: load.result()["p50_ms"] for kind, load in running.items()}
-            found["padding"] = {name: value for name, value in server.metrics().items() if "padd" in name}
+            found["padding"] = {
+                name: value for name, value in server.metrics().items() if "elements" in name or "growth" in name
+            }
     best = max(found["packed"].values())
     return found | {
         "of_best": found["pads"] / best,
