@@ -121,7 +121,8 @@ mutants: $(READY) ## plant 30 faults, one after the other, and see that the test
 
 proofs: $(READY) ## run the tests that have a longer form than in the suite, in it
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/conformance/test_node_models.py tests/fault/test_chaos.py \
-	    tests/integration/test_bench.py tests/integration/test_stand_in_gpu.py tests/property $(ARGS)
+	    tests/integration/test_bench.py tests/integration/test_stand_in_gpu.py tests/property \
+	    tests/unit/scheduler/test_deadly_requests.py $(ARGS)
 
 fuzz: $(READY) ## search for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
 	test -d .witness/atheris || $(BIN)/python -m pip install --quiet --no-deps --target .witness/atheris $(ATHERIS) \

@@ -198,7 +198,7 @@ async def test_missing_or_invalid_files_keep_the_server_from_starting(tmp_path: 
         await server.start()
 
 
-@pytest.mark.parametrize(("mode", "warnings"), [(0o600, 0), (0o640, 0), (0o644, 1)])
+@pytest.mark.parametrize(("mode", "warnings"), [(0o640, 0), (0o644, 1)])
 def test_world_readable_key_is_a_warning(tmp_path: Path, mode: int, warnings: int) -> None:
     pair = Authority(tmp_path).sign("server")
     pair.key.chmod(mode)

@@ -14,6 +14,7 @@ from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import Request
 from paceline.scheduler.testing import StepRunner
+from tests.lengths import LONG
 from tests.unit.scheduler.workbench import LossBench, one_turn
 
 
@@ -143,7 +144,7 @@ async def test_suspect_stays_alone_when_its_instance_ended_before_beginning_it()
     bench.batcher.close()
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(50 if LONG else 15))
 async def test_every_request_is_answered_once_however_many_of_them_are_deadly(seed: int) -> None:
     chance = random.Random(seed)
     bench = DeadlyBench(BatchPolicy(max_batch_rows=8), instances=chance.randint(1, 3))
@@ -159,7 +160,7 @@ async def test_every_request_is_answered_once_however_many_of_them_are_deadly(se
     bench.batcher.close()
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(100 if LONG else 30))
 async def test_every_request_is_answered_and_reported_once_whatever_happens(seed: int) -> None:
     bench = Chaos(seed)
     for _ in range(80):
