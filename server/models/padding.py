@@ -54,8 +54,13 @@ def with_lengths(
     config: pb.ModelConfig, plan: ServingPlan, opened: OpenModel, devices: Sequence[Device], supervise: Supervise
 ) -> Padding:
     """`plan` with the lengths that `config` asks for, or, if it asks for none and doesn't rule it out, with those that
-    a trial of the model finds. Blocks. Raises ConfigError for what can't be had, LoadError as opening the model."""
+    a trial of the model finds. Blocks. Raises ConfigError for what can't be had, LoadError as opening the model.
+
+    On a GPU batches always grow: rows get cheaper there, and a new size may cost as much as many batches."""
     own = own_settings(config)
+    on_gpu = any(device.kind is DeviceKind.GPU for device in devices)
+    if on_gpu:
+        plan = replace(plan, policy=replace(plan.policy, grows_always=True))
     why_not = _why_not(own, plan, opened)
     if why_not or not isinstance(opened, TriesLengths):
         _refuse(own, why_not)
@@ -66,7 +71,6 @@ def with_lengths(
         if own.pad:
             raise ConfigError(f"paceline.pad: {error}") from error
         raise
-    on_gpu = any(device.kind is DeviceKind.GPU for device in devices)
     lengths = tuple(
         replace(length, sizes=own.pad_sizes, in_steps=on_gpu)
         for length in trial.spec.lengths

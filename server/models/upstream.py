@@ -394,5 +394,6 @@ def _plan(
         return replace(tensor, dims=dims, any_rank=not dims, assumed=tensor.assumed and bool(dims))
 
     spec = ModelSpec(tuple(map(served, own.inputs)), tuple(map(served, own.outputs)), batched=rows > 0)
-    policy = batch_policy(queueing, rows, merges=rows > 0, defaults=batching)
+    # What rows cost there isn't for this server to try out.
+    policy = replace(batch_policy(queueing, rows, merges=rows > 0, defaults=batching), grows_always=True)
     return ServingPlan(spec, rows, policy, splits=rows > 0 and splits and spec.by_rows)

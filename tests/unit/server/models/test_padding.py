@@ -112,6 +112,11 @@ def test_lengths_on_a_gpu_have_sizes_in_steps(tmp_path: Path) -> None:
     assert [padded(33) for padded in plan.policy.lengths] == [36]
 
 
+@pytest.mark.parametrize(("shelf", "grows"), [(VersionBackend, False), (OnGpu, True)])
+def test_batches_stop_to_grow_on_cpus_alone(tmp_path: Path, shelf: type[VersionBackend], grows: bool) -> None:
+    assert loaded(tmp_path, Model(spec=SPEC), None, shelf=shelf).plan.policy.grows_always == grows
+
+
 def test_length_of_a_fixed_size_is_none(tmp_path: Path) -> None:
     fixed = replace(SPEC, inputs=(replace(SPEC.inputs[0], dims=(-1, 8)), *SPEC.inputs[1:]))
     plan = loaded(tmp_path, Masked(WORDS, spec=fixed), None).plan
