@@ -92,7 +92,7 @@ def test_command_writes_results_and_prints_the_table(tmp_path: Path) -> None:
 def test_command_with_an_unknown_scenario_lists_the_known_ones(tmp_path: Path) -> None:
     done = command("nope", "--out", str(tmp_path / "found.json"))
     assert done.returncode == 1
-    assert "bench: no such scenario: nope; there are: image, " in done.stderr
+    assert "bench: no such scenario: nope; there are: fixed-batch, " in done.stderr
     assert not list(tmp_path.iterdir())
 
 
