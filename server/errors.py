@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -64,6 +64,9 @@ from paceline.scheduler.errors import (
 from paceline.scheduler.runner import ThreadLost
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 __all__ = [
     "STATUS_OF",
     "AnswerTooLarge",
@@ -89,6 +92,7 @@ __all__ = [
     "as_value",
     "error_text",
     "status_of",
+    "value_or_error",
 ]
 
 
@@ -261,6 +265,14 @@ def as_value(error: Exception) -> Exception:
             error.__cause__ = error.__cause__.with_traceback(None)
         return error.with_traceback(None)
     return error
+
+
+def value_or_error(make: Callable[[T], R], of: T) -> R | Exception:
+    """What `make` returns, or, as a value, what it raises: for whoever asked, while others get what they asked for."""
+    try:
+        return make(of)
+    except Exception as error:  # noqa: BLE001 - handed on
+        return as_value(error)
 
 
 def error_text(error: BaseException) -> str:

@@ -34,7 +34,7 @@ from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, parse_parameters
 from paceline.server.codec.sizes import Sizes
 from paceline.server.codec.wire_request import AnyRequest, WireRequest
-from paceline.server.errors import AnswerTooLarge, InvalidRequest, as_value
+from paceline.server.errors import AnswerTooLarge, InvalidRequest, value_or_error
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.memory.region_tensors import NOWHERE, ClientMemory, Input, RegionTensor, Span, Write
 from paceline.server.memory.regions import Regions
@@ -164,13 +164,7 @@ class ModelCodec:
         """
         answers = self._answers.answers(requests)
         pairs = zip(requests, answers, strict=True)
-        return [self._message_or_error(request) if answer is None else answer for request, answer in pairs]
-
-    def _message_or_error(self, request: Answerable) -> ModelInferResponse | Exception:
-        try:
-            return self._message(request)
-        except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
-            return as_value(error)
+        return [value_or_error(self._message, request) if answer is None else answer for request, answer in pairs]
 
     def _message(self, request: Answerable) -> ModelInferResponse:
         request_id, options, results, targets = request.message.id, request.options, request.value, request.targets

@@ -24,7 +24,7 @@ from paceline.server.codec.answers import Answerable
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.wire_request import AnyRequest, message_of
-from paceline.server.errors import InvalidRequest, as_value
+from paceline.server.errors import InvalidRequest, value_or_error
 
 __all__ = ["OpenCodec", "joined"]
 
@@ -67,13 +67,7 @@ class OpenCodec:
     def encode(self, requests: Sequence[Answerable]) -> list[ModelInferResponse | Exception]:
         """The response to each request, with all of its results. In place of one: ExecutionError for elements that no
         message can carry, or MemoryError."""
-        return [*map(self._message_or_error, requests)]
-
-    def _message_or_error(self, request: Answerable) -> ModelInferResponse | Exception:
-        try:
-            return self._message(request)
-        except Exception as error:  # noqa: BLE001 - for the caller; others get their responses
-            return as_value(error)
+        return [value_or_error(self._message, request) for request in requests]
 
     def _message(self, request: Answerable) -> ModelInferResponse:
         options = request.options

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.spec import MISSING, Array, Tensors
+from paceline.backends.spec import MISSING, Array
 from paceline.backends.transport.link import Link
 from paceline.backends.transport.parcel import Message, Parcel, is_inline
 from paceline.protos import inference_pb2 as pb
@@ -29,7 +29,7 @@ from paceline.server.codec.known_requests import Group
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, RequestParameters
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
-from paceline.server.errors import AnswerTooLarge, as_value
+from paceline.server.errors import AnswerTooLarge, value_or_error
 from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import Handles
 from paceline.server.fronts.protocol import Aborted, CallContext
@@ -200,10 +200,10 @@ class FrontSession:
 
     def _serialize(self, whole: _Whole) -> Exception | None:
         assert whole.answer is not None
-        try:
-            data = whole.answer = serialized(whole.answer)
-        except Exception as error:  # noqa: BLE001 - the front's caller must get it
-            return as_value(error)
+        data = value_or_error(serialized, whole.answer)
+        if isinstance(data, Exception):
+            return data
+        whole.answer = data
         if len(data) > self._link.size_bytes // 2:
             return QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
         return None
@@ -261,23 +261,16 @@ class FrontSession:
 
     # hot path
     def _send_results(self, done: Sequence[_Submitted]) -> Sequence[Exception | None]:
-        return [*map(self._sent, done)]
-
-    def _sent(self, submitted: _Submitted) -> Exception | None:
-        try:
-            self._send_result(submitted, submitted.value)
-        except Exception as error:  # noqa: BLE001 - the front's caller must get it
-            return as_value(error)
-        return None
+        return [value_or_error(self._send_result, submitted) for submitted in done]
 
     # hot path
-    def _send_result(self, submitted: _Submitted, results: Tensors) -> None:
-        """Send what the request wants of `results`, now or when there is room.
+    def _send_result(self, submitted: _Submitted) -> None:
+        """Send what the request wants of its results, now or when there is room.
 
         Raises ExecutionError or AnswerTooLarge, as the codec would, for what no message can carry, and QueueFull for
         what no front could take.
         """
-        number, options = submitted.number, submitted.options
+        number, options, results = submitted.number, submitted.options, submitted.value
         assert options is not None
         outputs = [MISSING] * len(results)
         for index in options.outputs:

@@ -5,7 +5,7 @@ steps of a request, which are those of any other (`inference`), or what to batch
 calls queue together.
 
 A stream has two sides. One reads requests and announces each; the other writes answers that are ready, and sleeps while
-there are none. Each request has a slot, but no task, lock or timer.
+there are none. Each request is one object, without a task, lock or timer.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Streaming:
             stream.close()
 
 
-class _Slot(InFlight):
+class _Flight(InFlight):
     """A request, from the moment it is read until its answer is written."""
 
     __slots__ = ("failure", "is_ready", "stream", "unordered")
@@ -143,10 +143,10 @@ class _Stream:
         self._ends_at_error = header(context, _ENDS_AT_ERROR) == "true"
         self._loop = asyncio.get_running_loop()
         # All requests in progress.
-        self._slots: set[_Slot] = set()
+        self._flights: set[_Flight] = set()
         # Those whose answers keep the order; the first of them isn't done.
-        self._ordered: deque[_Slot] = deque()
-        self._ready: deque[_Slot] = deque()
+        self._ordered: deque[_Flight] = deque()
+        self._ready: deque[_Flight] = deque()
         self._ended = self._closed = False
         # Why reading ended early.
         self._unreadable: Failure | None = None
@@ -176,12 +176,12 @@ class _Stream:
         self._reading.cancel()
 
     def _give_up(self) -> None:
-        """Withdraw the requests in progress, and forget them at once: slots and stream refer to each other."""
-        slots, self._slots = self._slots, set()
+        """Withdraw the requests in progress, and forget them at once: they and the stream refer to each other."""
+        flights, self._flights = self._flights, set()
         self._ordered.clear()
         self._ready.clear()
-        for slot in slots:
-            self._inference.give_up(slot)
+        for flight in flights:
+            self._inference.give_up(flight)
 
     # hot path: see bench/
     async def _read(self) -> None:
@@ -189,7 +189,7 @@ class _Stream:
         while (request := await read()) is not EOF:
             self._take(request)
             del request
-            if len(self._slots) >= self._max_requests:
+            if len(self._flights) >= self._max_requests:
                 self._reader = self._loop.create_future()
                 await self._reader
 
@@ -204,50 +204,50 @@ class _Stream:
         unordered = False
         if type(request) is not WireRequest or not request.form.plain:
             if isinstance(request, Unread):
-                slot = self._slot(_NO_REQUEST)
-                self._ordered.append(slot)
-                self._refuse(slot, request)
+                flight = self._flight(_NO_REQUEST)
+                self._ordered.append(flight)
+                self._refuse(flight, request)
                 return
             if _true(request.parameters, CANCEL):
                 self._take_back(request.id)
                 return
             unordered = _true(request.parameters, UNORDERED)
-        slot = self._slot(request)
+        flight = self._flight(request)
         if unordered:
-            slot.unordered = True
+            flight.unordered = True
         else:
-            self._ordered.append(slot)
+            self._ordered.append(flight)
         if self._headers:
             try:
-                slot.message = message_of(request)
-                add_headers(slot.message, self._headers)
+                flight.message = message_of(request)
+                add_headers(flight.message, self._headers)
             except Exception as error:  # noqa: BLE001 - the caller must get an answer
-                self._refuse(slot, error)
+                self._refuse(flight, error)
                 return
-        self._announce(slot)
+        self._announce(flight)
 
     # hot path: see bench/
-    def _slot(self, request: AnyRequest) -> _Slot:
-        slot = _Slot(self, request, self._deadline_ns, self._parent, self._passed)
-        self._slots.add(slot)
-        return slot
+    def _flight(self, request: AnyRequest) -> _Flight:
+        flight = _Flight(self, request, self._deadline_ns, self._parent, self._passed)
+        self._flights.add(flight)
+        return flight
 
-    def _refuse(self, slot: _Slot, error: Exception) -> None:
-        slot.on_failure(error)
-        self.on_done(slot)
+    def _refuse(self, flight: _Flight, error: Exception) -> None:
+        flight.on_failure(error)
+        self.on_done(flight)
 
     def _take_back(self, request_id: str) -> None:
-        """Cancel the requests with this id. Looking through all slots costs nothing to those who never cancel."""
-        for slot in self._slots:
-            if not slot.is_ready and slot.message.id == request_id:
-                slot.cancel()
+        """Cancel the requests with this id. Looking through all of them costs nothing to those who never cancel."""
+        for flight in self._flights:
+            if not flight.is_ready and flight.message.id == request_id:
+                flight.cancel()
 
     # hot path: see bench/
-    def on_done(self, slot: _Slot) -> None:
-        """The answer of `slot` is ready to leave, and so may be others that waited for it."""
-        slot.is_ready = True
-        if slot.unordered:
-            self._ready.append(slot)
+    def on_done(self, flight: _Flight) -> None:
+        """The answer of `flight` is ready to leave, and so may be others that waited for it."""
+        flight.is_ready = True
+        if flight.unordered:
+            self._ready.append(flight)
         else:
             ordered = self._ordered
             while ordered and ordered[0].is_ready:
@@ -261,19 +261,19 @@ class _Stream:
         write, ready = self._context.write, self._ready
         while True:
             while ready:
-                slot = ready.popleft()
-                answer: Any = slot.answer
+                flight = ready.popleft()
+                answer: Any = flight.answer
                 if not isinstance(answer, bytes):
-                    answer = self._message(slot)
+                    answer = self._message(flight)
                     if answer is None:
                         return
                 await write(answer)
-                self._slots.remove(slot)
+                self._flights.remove(flight)
                 # Keep nothing of this answer while waiting for the next one.
-                del slot, answer
+                del flight, answer
                 if self._reader is not None:
                     self._wake_reader()
-            if self._ended and not self._slots:
+            if self._ended and not self._flights:
                 break
             self._writer = self._loop.create_future()
             await self._writer
@@ -282,23 +282,23 @@ class _Stream:
         elif self._closed:
             self._end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
-    def _message(self, slot: _Slot) -> bytes | None:
+    def _message(self, flight: _Flight) -> bytes | None:
         """What to write for a request whose answer isn't made yet or isn't bytes; None if its failure ends the
         stream."""
-        if slot.answer is None and slot.failure is None:
-            self._inference.finish(slot)
-        answer, failure = slot.answer, slot.failure
+        if flight.answer is None and flight.failure is None:
+            self._inference.finish(flight)
+        answer, failure = flight.answer, flight.failure
         if isinstance(answer, bytes):
             return answer
         if failure is None:
             try:
                 return _final(pb.ModelStreamInferResponse(infer_response=answer))
             except MemoryError as error:
-                failure = status_and_text(error, slot.message, _RPC)
+                failure = status_and_text(error, flight.message, _RPC)
         if self._ends_at_error:
             self._end(*failure)
             return None
-        return _final(_failure_message(slot.message, *failure))
+        return _final(_failure_message(flight.message, *failure))
 
     def _end(self, code: grpc.StatusCode, text: str) -> None:
         self._context.set_code(code)
