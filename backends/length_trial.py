@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ _SIZES = ((5, 11, 24), (13, 6, 25))
 """Of three rows, along lengths of even and odd index: not the same ones, to see which one an output follows."""
 _LONGER = 37
 """Added for models that accept nothing shorter."""
+_SHORT, _MANY = (1, 3), 32
+"""The sizes of many short rows, if the model accepts them, and how many there are."""
 _FILLED = (64, 160)
 """Larger sizes to fill up to, as long as the model accepts rows of that size."""
 _WORDS = 63
@@ -84,7 +87,8 @@ def try_lengths(
     """As `TriesLengths.try_lengths`. `run` returns the outputs for one array per input and raises ExecutionError.
     `coarse`: it computes in less than single precision.
 
-    Blocks for about ten executions of up to four rows, and one more for each attempt that the model doesn't accept.
+    Blocks for about ten executions of up to four rows and two of 32 short ones, and one more for each attempt that the
+    model doesn't accept.
     After half a minute, no more are begun; nor of rows that take more than MAX_BYTES.
     """
     seen = as_the_model_sees(spec)
@@ -190,6 +194,8 @@ class _Trial:
                 break  # it is longer than the model accepts
             try:
                 why_not = self._compare(spec, [*few, *more], [*alone, *others], limits)
+                if not number and not why_not:
+                    why_not = self._compare_short(spec, rows, few[-1][0], min(_MANY, MAX_BYTES // row_bytes), limits)
             except _GivenUp:
                 if number:
                     break
@@ -221,14 +227,40 @@ class _Trial:
             for limit, close, base in zip(limits, least, bases, strict=True)
         ], varied
 
-    def _compare(self, spec: ModelSpec, rows: Sequence[_Row], alone: Sequence[Tensors], limits: Sequence[float]) -> str:
-        """How results of `rows` filled up together differ from those `alone`, in words. Raises InstanceError."""
+    def _compare_short(self, spec: ModelSpec, rows: _Rows, common: Sizes, count: int, limits: Sequence[float]) -> str:
+        """How results of `count` rows as short as the model accepts change once these are filled up to `common`, in
+        words. The largest of all words' numbers, or its place, shows the filling only where that exceeds all words: the
+        fewer these are, the likelier."""
+        for size in (*_SHORT, 0):
+            sizes = (size,) * len(spec.lengths) if size else rows.few()[0][0]
+            many = [rows.one(4 + number, sizes)[1] for number in range(count)]
+            together = [np.concatenate(column) for column in zip(*many, strict=True)]
+            try:
+                expected = self._run(together)
+            except InstanceError:
+                raise
+            except ExecutionError:
+                continue
+            return self._compare(spec, [(sizes, together)], [expected], limits, common)
+        return ""  # it doesn't accept so many
+
+    def _compare(
+        self,
+        spec: ModelSpec,
+        rows: Sequence[_Row],
+        alone: Sequence[Tensors],
+        limits: Sequence[float],
+        common: Sizes | None = None,
+    ) -> str:
+        """How results of `rows` filled up together differ from those `alone`, in words. They are filled up to the
+        longest of them, unless `common` is given. Raises InstanceError."""
         axes = Lengths(spec)
         sizes = [one for one, _ in rows]
-        filling = Filling(axes, sizes, tuple(map(max, zip(*sizes, strict=True))))
+        ends = [*accumulate((len(row[0]) for _, row in rows), initial=0)]
+        filling = Filling(axes, sizes, common or tuple(map(max, zip(*sizes, strict=True))))
         inputs = []
         for index, column in enumerate(zip(*(row for _, row in rows), strict=True)):
-            target = np.empty((len(rows), *filling.shape(index, column)), column[0].dtype)
+            target = np.empty((ends[-1], *filling.shape(index, column)), column[0].dtype)
             fill_up(target, column, axes.fills[index])
             inputs.append(target)
         try:
@@ -238,9 +270,9 @@ class _Trial:
             raise
         except ExecutionError as error:
             return f"it runs with requests of sizes {_said(sizes)} alone, and fails once they are filled up: {error}"
-        if any(len(one) != len(rows) for one in outputs):
+        if any(len(one) != ends[-1] for one in outputs):
             return "its outputs don't have the rows of its inputs once they are filled up"
-        cut = filling.cut([[one[number : number + 1] for one in outputs] for number in range(len(rows))])
+        cut = filling.cut([[one[begin:end] for one in outputs] for begin, end in pairwise(ends)])
         for size, mine, other in zip(sizes, alone, cut, strict=True):
             for index, apart in enumerate(_apart(spec, mine, other)):
                 if apart > limits[index]:

@@ -244,7 +244,7 @@ def test_trial_runs_no_rows_with_too_large_results() -> None:
         return _wide(inputs, 1 << 17)
 
     assert try_lengths(_spec(wide=1 << 17), None, run).why_not == ""
-    assert max(sizes) == 3 * 24
+    assert max(sizes) == 5 * 24
     found = try_lengths(_spec(wide=1 << 20), None, lambda inputs: _wide(inputs, 1 << 20))
     assert found.why_not.endswith("given up: four rows with their results take more than 64 MiB")
 
@@ -268,6 +268,24 @@ def test_trial_judges_results_beside_random_ones() -> None:
     assert try_lengths(spec, None, run).spec.lengths
     mean = try_lengths(spec, None, lambda inputs: [_wide(inputs)[0] * inputs[0].shape[1], run(inputs)[1]])
     assert mean.why_not.startswith("output 'x' of a request of size 5 differs")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_trial_catches_one_largest_word_of_all(index: int) -> None:
+    """Which the filling exceeds in few texts only."""
+
+    def run(inputs: Sequence[Array]) -> Tensors:
+        ids, mask = inputs
+        scores = np.where(mask == 0, 6, ids)  # of 63 words, a tenth is below
+        return [[scores.argmax(1), scores.max(1).astype(np.float32)][index]]
+
+    spec = replace(_spec(), outputs=((TensorSpec("y", "INT64", ()), TensorSpec("y", "FP32", ()))[index],))
+    found = try_lengths(spec, None, run)
+
+    assert found.spec.lengths == ()
+    assert re.fullmatch(
+        r"output 'y' of a request of size 1 differs from alone by [\d.]+% once it is filled up to 24", found.why_not
+    )
 
 
 def test_trial_of_equal_results_shows_nothing() -> None:
