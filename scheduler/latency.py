@@ -97,9 +97,14 @@ class _Curve:
         count, last_ns = (size.count, size.last_ns) if size is not None else (self.count, self.last_ns)
         if count < _PROOFS:
             return 0
-        expected_ns = int(size.mean) if size is not None else self.expected_ns(rows)
-        fresh = now_ns - last_ns <= max(_FRESH_NS, _FRESH_TIMES * expected_ns)
-        return expected_ns if fresh else 0
+        # Of a size beyond all that were measured, only that it takes no less than these is proven: a line through two
+        # sizes close to each other says anything of one that is far away, which would be refused for ever.
+        expected_ns = int(size.mean) if size is not None else self.expected_ns(min(rows, self.most or rows))
+        return expected_ns if _is_fresh(last_ns, expected_ns, now_ns) else 0
+
+    def recent_ns(self, rows: int, now_ns: int) -> int:
+        expected_ns = self.expected_ns(rows)
+        return expected_ns if self.count >= _PROOFS and _is_fresh(self.last_ns, expected_ns, now_ns) else 0
 
     def base_ns(self) -> int:
         few, many = min(self.sizes), max(self.sizes)
@@ -134,6 +139,10 @@ class _Curve:
         executions may take longer."""
         seen_ns = max([one.mean + _MARGIN * one.deviation for one in self.sizes.values()])
         return max(2 * int(seen_ns), self.expected_ns(max_rows) + self.margin_ns(max_rows))
+
+
+def _is_fresh(last_ns: int, expected_ns: int, now_ns: int) -> bool:
+    return now_ns - last_ns <= max(_FRESH_NS, _FRESH_TIMES * expected_ns)
 
 
 class LatencyModel:
@@ -189,6 +198,11 @@ class LatencyModel:
         """Like `expected_ns`, if that is known well enough to refuse a request for it; else 0."""
         curve = self._curves.get(hash(key))
         return curve.proven_ns(rows, now_ns) if curve is not None else 0
+
+    def recent_ns(self, key: Hashable, rows: int, now_ns: int) -> int:
+        """Like `expected_ns`, if anything of the key was measured lately, whatever its size; else 0."""
+        curve = self._curves.get(hash(key))
+        return curve.recent_ns(rows, now_ns) if curve is not None else 0
 
     def margin_ns(self, key: Hashable, rows: int) -> int:
         """How much longer than expected it may well take; 0 as long as nothing is known about the size."""

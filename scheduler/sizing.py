@@ -200,13 +200,53 @@ class Sizing:
         end_ns = starts_ns + self._safe_ns(key, cut.padded_rows, cut.sizes, starts_ns)
         if all(one.deadline_ns >= end_ns for one in cut.requests):
             return cut, []
+        candidates = list(islice(requests, max(_WINDOW if cut.sizes else 0, _MAX_BATCHES * len(cut.requests))))
         if cut.sizes:
-            # Nobody is to be late for the sake of others' lengths.
-            first = cut.requests[0].sizes
-            requests = [one for one in islice(requests, _WINDOW) if one.sizes == first]
-            cut = self.of(self.fitting(requests, len(cut.requests), cut.rows)[0])
-        candidates = list(islice(requests, _MAX_BATCHES * len(cut.requests)))
-        limit, best, best_late, best_rate = cut.rows + 1, cut, list[Unreachable[RequestT]](), 0.0
+            return self._most_in_time_by_length(key, candidates, cut, starts_ns)
+        best, best_late = self._fastest(key, candidates, cut, starts_ns)
+        return (best, best_late) if best.requests else (cut, self._too_late(key, cut, starts_ns))
+
+    def _most_in_time_by_length(
+        self, key: Hashable, candidates: Sequence[RequestT], cut: Cut[RequestT], starts_ns: int
+    ) -> tuple[Cut[RequestT], list[Unreachable[RequestT]]]:
+        """As `most_in_time`. The first request's sizes alone, if all others can be in time after it: nobody is to be
+        late for the sake of others' lengths. Under overload, that would have everybody wait for small batches; then
+        either these or the sizes of `cut`, whichever answer more requests per time."""
+        first, columns = cut.requests[0].sizes, [*zip(*[one.sizes for one in cut.requests], strict=True)]
+        bounds = [(min(column), max(column)) for column in columns]
+        alike = [one for one in candidates if one.sizes == first]
+        near = [
+            one
+            for one in candidates
+            if all(low <= size <= high for size, (low, high) in zip(one.sizes, bounds, strict=True))
+        ]
+        own = self.of(self.fitting(alike, len(cut.requests), cut.rows)[0])
+        mine, mine_late = self._fastest(key, alike, own, starts_ns)
+        others, others_late = self._fastest(key, near, cut, starts_ns)
+        if not mine.requests:
+            too_late = self._too_late(key, own, starts_ns)
+            return (others, others_late) if others.requests and not too_late else (own, too_late)
+        mine_ns, others_ns = (self._safe_ns(key, one.padded_rows, one.sizes, starts_ns) for one in (mine, others))
+        if not others.requests or len(mine.requests) * others_ns >= len(others.requests) * mine_ns:
+            return mine, mine_late
+        taken, after_ns = {id(one) for one in mine.requests}, starts_ns + mine_ns
+        waits = [(one, others_ns) for one in others.requests]
+        for late in others_late:
+            alone = self.of([late.request])
+            alone_ns = self._safe_ns(key, alone.padded_rows, alone.sizes, starts_ns)
+            if late.request.deadline_ns >= starts_ns + alone_ns:  # else it is late in any case
+                waits.append((late.request, alone_ns))
+        if any(one.deadline_ns < after_ns + needed_ns for one, needed_ns in waits if id(one) not in taken):
+            return others, others_late
+        return mine, mine_late
+
+    def _fastest(
+        self, key: Hashable, candidates: Sequence[RequestT], cut: Cut[RequestT], starts_ns: int
+    ) -> tuple[Cut[RequestT], list[Unreachable[RequestT]]]:
+        """The batch of up to the rows of `cut`, and its sizes, that answers the most of `candidates` in time per time
+        spent, and those skipped for it; a batch of none if none is in time."""
+        limit, best_rate = cut.rows + 1, 0.0
+        best, best_late = Cut[RequestT]((), 0, 0, cut.sizes), list[Unreachable[RequestT]]()
         while limit > (smaller := min(cut.rows, max(limit // 2, cut.requests[0].rows))):
             limit = cut.rows if limit > cut.rows else smaller
             one, late = self._in_time(key, candidates, limit, cut, starts_ns)
@@ -214,13 +254,16 @@ class Sizing:
             rate = len(one.requests) / max(1, took_ns)
             if rate > best_rate:
                 best, best_late, best_rate = one, late, rate
-        if not best_rate:
-            for one_request in cut.requests:
-                size = cost_size(self.padded(one_request.rows), cut.sizes)
-                needed_ns = self._latency.proven_ns(key, size, starts_ns)
-                if one_request.deadline_ns < starts_ns + needed_ns:
-                    best_late.append(Unreachable(one_request, needed_ns))
-        return best, best_late
+        return (self.of(best.requests, best.rows) if best.sizes and best.requests else best), best_late
+
+    def _too_late(self, key: Hashable, cut: Cut[RequestT], starts_ns: int) -> list[Unreachable[RequestT]]:
+        """The requests of `cut` that even a batch of their own would be too late for."""
+        too_late = []
+        for one in cut.requests:
+            needed_ns = self._latency.proven_ns(key, cost_size(self.padded(one.rows), cut.sizes), starts_ns)
+            if one.deadline_ns < starts_ns + needed_ns:
+                too_late.append(Unreachable(one, needed_ns))
+        return too_late
 
     def _in_time(
         self, key: Hashable, requests: Sequence[RequestT], max_rows: int, cut: Cut[RequestT], starts_ns: int
@@ -245,9 +288,10 @@ class Sizing:
         return Cut(fitting, rows, self.padded(rows) if rows else 0, cut.sizes), late
 
     def _safe_ns(self, key: Hashable, rows: int, sizes: tuple[int, ...], starts_ns: int) -> int:
-        size = cost_size(rows, sizes)
-        proven_ns = self._latency.proven_ns(key, size, starts_ns)
-        return proven_ns + self._latency.margin_ns(key, size) if proven_ns else 0
+        size, latency = cost_size(rows, sizes), self._latency
+        # Where requests differ in length, there are too many sizes for each to be measured all the time.
+        known_ns = latency.recent_ns(key, size, starts_ns) if sizes else latency.proven_ns(key, size, starts_ns)
+        return known_ns + latency.margin_ns(key, size) if known_ns else 0
 
     def _to_allowed_size(self, key: Hashable, requests: Sequence[RequestT], rows: int) -> Cut[RequestT]:
         """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row."""

@@ -71,3 +71,36 @@ def test_again_with_fewer_has_the_sizes_of_these() -> None:
     requests = [text(10), text(30), text(20)]
     batch, rest = queue.again(requests, 5, 2)
     assert (batch.sizes, batch.elements, rest) == ((30,), 40, [requests[2]])
+
+
+def test_overload_gives_up_one_for_a_batch() -> None:
+    """After a batch of the short one alone, all others would be late."""
+    queue = learned()
+    hurried, others = text(10, patience_ms=250), [text(20, patience_ms=500) for _ in range(5)]
+    assert leaving(queue, hurried, *others) == others
+    assert not hurried.waits
+
+
+def test_one_in_a_hurry_goes_before_those_with_time() -> None:
+    hurried, others = text(10, patience_ms=250), [text(20, patience_ms=600) for _ in range(5)]
+    assert leaving(learned(), hurried, *others) == [hurried]
+
+
+def test_sizes_measured_long_ago_still_count() -> None:
+    """There are too many for each to be measured all the time."""
+    queue, now_ns = learned(), 60_000 * MS
+    for _ in range(3):
+        queue.latency.observe("k", 10, (BASE_MS + 10) * MS, now_ns)
+    hurried, longer = text(10, 300, now_ns), text(110, 0, now_ns)
+    assert not any(queue.push([hurried]))
+    assert not any(queue.push([longer]))
+    assert [one.requests for one in queue.poll(now_ns, idle=1).batches] == [(hurried,)]
+
+
+def test_text_beyond_all_measured_is_not_refused() -> None:
+    """What two close sizes say of a much larger one is no proof, and nothing would ever correct it."""
+    queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8, lengths=(lambda size: size,)))
+    for size in (10, 11):
+        for _ in range(3):
+            queue.latency.observe("k", size, (BASE_MS + 2 * size) * MS, 0)
+    assert not any(queue.push([text(500, patience_ms=600)]))
