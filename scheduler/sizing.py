@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Sequence
@@ -156,7 +157,8 @@ class Sizing:
             fitting, rows = list(lane), lane.rows
         else:
             fitting, rows = self.fitting(lane, min(requests, releasable), rows)
-        return self._to_allowed_size(lane.key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
+        cut = Cut(fitting, rows, rows)
+        return self._to_allowed_size(lane.key, cut) if self._policy.batch_sizes else cut
 
     def _cut_by_length(self, lane: Lane[RequestT], releasable: int, growth: int) -> Cut[RequestT]:
         policy, rows = self._policy, self.allowance.rows
@@ -166,7 +168,13 @@ class Sizing:
             rows = min(rows, sum([request.rows for request in islice(lane, releasable)]))
         elements = min([one for one in (policy.max_batch_elements, growth) if one], default=sys.maxsize)
         bounds = Bounds(rows, policy.max_batch_requests or len(waiting), elements)
-        return self.of(sharing(waiting, self._lengths, bounds, self._latency.worth(lane.key)))
+        worth = self._latency.worth(lane.key)
+        cut = self.of(sharing(waiting, self._lengths, bounds, worth))
+        least = min(rows, min(policy.preferred_batch_rows, default=0))
+        if growth and cut.rows < least:  # below a preferred size, only the policy stops a batch
+            bounds = bounds._replace(rows=least, elements=policy.max_batch_elements or sys.maxsize)
+            cut = self.of(sharing(waiting, self._lengths, bounds, worth))
+        return self._to_allowed_size(lane.key, cut) if policy.batch_sizes else cut
 
     def of(self, requests: Sequence[RequestT], rows: int = 0) -> Cut[RequestT]:
         """`requests` as they are, which have `rows` rows (0: not counted yet)."""
@@ -293,19 +301,24 @@ class Sizing:
         known_ns = latency.recent_ns(key, size, starts_ns) if sizes else latency.proven_ns(key, size, starts_ns)
         return known_ns + latency.margin_ns(key, size) if known_ns else 0
 
-    def _to_allowed_size(self, key: Hashable, requests: Sequence[RequestT], rows: int) -> Cut[RequestT]:
-        """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row."""
-        sizes = self._policy.batch_sizes
+    def _to_allowed_size(self, key: Hashable, cut: Cut[RequestT]) -> Cut[RequestT]:
+        """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row, or
+        where padding would exceed the most elements."""
+        sizes, most, rows = self._policy.batch_sizes, self._policy.max_batch_elements, cut.rows
         place = bisect_left(sizes, rows)
         above = sizes[place]
         if above == rows or not place:
-            return Cut(requests, rows, above)
+            return cut._replace(padded_rows=above)
         below = sizes[place - 1]
-        fewer, fewer_rows = _fitting(requests, below, len(requests))
-        padded_ns, cut_ns = self._latency.expected_ns(key, above), self._latency.expected_ns(key, below)
-        if fewer and cut_ns and cut_ns * rows < padded_ns * fewer_rows:
-            return Cut(fewer, fewer_rows, below)
-        return Cut(requests, rows, above)
+        fewer, fewer_rows = _fitting(cut.requests, below, len(cut.requests))
+        if fewer:
+            smaller = self.of(fewer, fewer_rows)._replace(padded_rows=below)
+            padded_ns = self._latency.expected_ns(key, cost_size(above, cut.sizes))
+            cut_ns = self._latency.expected_ns(key, cost_size(below, smaller.sizes))
+            is_too_much = 0 < most < above * math.prod(cut.sizes)
+            if is_too_much or (cut_ns and cut_ns * rows < padded_ns * fewer_rows):
+                return smaller
+        return cut._replace(padded_rows=above)
 
 
 def _fitting(requests: Iterable[RequestT], max_rows: int, max_requests: int) -> tuple[list[RequestT], int]:
