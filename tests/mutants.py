@@ -23,8 +23,18 @@ _LIMIT_S = 600
 
 _SCHEDULER = ("tests/unit/scheduler", "tests/property", "tests/integration/test_batching.py")
 _CODEC = ("tests/unit/server/codec", "tests/unit/protos", "tests/property", "tests/integration/test_bad_requests.py")
-_REQUESTS = ("tests/unit/server/requests", "tests/integration/test_alike.py", "tests/integration/test_statistics.py")
-_PROXY = ("tests/unit/server/models", "tests/integration/test_proxy.py", "tests/integration/test_proxy_models.py")
+_REQUESTS = (
+    "tests/unit/server/requests",
+    "tests/integration/test_alike.py",
+    "tests/integration/test_statistics.py",
+    "tests/integration/test_metrics.py",
+)
+_PROXY = (
+    "tests/unit/server/models",
+    "tests/integration/test_proxy.py",
+    "tests/integration/test_proxy_models.py",
+    "tests/integration/test_proxy_upstream_states.py",
+)
 _FRONTS = (
     "tests/integration/test_frontends.py",
     "tests/integration/test_frontends_memory.py",

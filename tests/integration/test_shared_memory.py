@@ -1,4 +1,4 @@
-"""System shared memory over gRPC: registering regions, and requests whose tensors are stored there."""
+"""Requests whose tensors are stored in system shared memory, over gRPC."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
-from tests.integration.regions import ROW, in_region, regions, register, settings, unregister
+from tests.integration.regions import ROW, in_region, register, settings
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.memory_models import MemoryModel
-from tests.polling import eventually_async
-from tests.shared_objects import SharedObject, add_shared_input, held_by, request_shared_output, shared_object
+from tests.shared_objects import SharedObject, add_shared_input, request_shared_output, shared_object
 from tests.wire import add_raw, infer, parameter, raw_bytes, rows_of_floats
 
 Code = grpc.StatusCode
@@ -38,154 +37,8 @@ async def served(tmp_path: Path, memory: SharedObject) -> AsyncIterator[Served]:
         yield served
 
 
-# ---- Switched off ----------------------------------------------------------------------------------------------------
-
-
-async def test_registering_while_switched_off_is_unimplemented_and_names_the_flag(tmp_path: Path) -> None:
-    async with serving(tmp_path, {"m": echo_model()}) as served:
-        calls = [
-            served.stub.SystemSharedMemoryRegister(pb.SystemSharedMemoryRegisterRequest(name="r")),
-            served.stub.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest()),
-            served.stub.CudaSharedMemoryRegister(pb.CudaSharedMemoryRegisterRequest(name="r")),
-            served.stub.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest()),
-        ]
-        for call in calls:
-            code, text = await failure_of(call)
-            assert code is Code.UNIMPLEMENTED
-            assert "--allow-client-shm=true" in text
-        code, text = await failure_of(served.infer(in_region()))
-        assert code is Code.UNIMPLEMENTED
-        assert text.startswith("model 'm': input 'a': 'shared_memory_region' is switched off")
-        assert await regions(served) == {}
-        assert not (await served.stub.CudaSharedMemoryStatus(pb.CudaSharedMemoryStatusRequest())).regions
-        code, text = await failure_of(
-            served.stub.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest(name="r"))
-        )
-        assert (code, "'r'" in text) == (Code.NOT_FOUND, True)
-        metadata = await served.stub.ServerMetadata(pb.ServerMetadataRequest())
-        assert not [name for name in metadata.extensions if "shared_memory" in name]
-
-
-async def test_extension_is_advertised_when_switched_on(served: Served) -> None:
-    assert "system_shared_memory" in (await served.stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
-
-
-# ---- Registering -----------------------------------------------------------------------------------------------------
-
-
-async def test_status_reports_the_registered_regions(served: Served, memory: SharedObject) -> None:
-    await register(served, "part", memory.key[1:], 100, 7)
-    assert await regions(served) == {"r": (memory.key, 0, 4096), "part": (memory.key[1:], 7, 100)}
-    assert await regions(served, "part") == {"part": (memory.key[1:], 7, 100)}
-    code, text = await failure_of(regions(served, "other"))
-    assert (code, text) == (
-        Code.NOT_FOUND,
-        "Unable to find system shared memory region: 'other'; registered are ['part', 'r']",
-    )
-
-
-async def test_registering_a_name_twice_fails_and_keeps_the_first_region(served: Served, memory: SharedObject) -> None:
-    code, text = await failure_of(register(served, "r", memory.key, 10))
-    assert code is Code.ALREADY_EXISTS
-    assert text.startswith("shared memory region 'r' already in manager")
-    assert await regions(served) == {"r": (memory.key, 0, 4096)}
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "offset", "size", "text"),
-    [
-        ("n", "", 0, 1, "invalid shm key ''"),
-        ("n", "/", 0, 1, "invalid shm key '/'"),
-        ("n", "//x", 0, 1, "invalid shm key '//x'"),
-        ("n", "/a/b", 0, 1, "invalid shm key '/a/b'"),
-        ("n", "../etc/passwd", 0, 1, "invalid shm key '../etc/passwd'"),
-        ("n", "..", 0, 1, "invalid shm key '..'"),
-        ("n", "/.", 0, 1, "invalid shm key '/.'"),
-        ("n", "a\0b", 0, 1, "invalid shm key 'a\0b'"),
-        ("n", "/triton_python_backend_shm_region_1", 0, 1, "the reserved prefix 'triton_python_backend_shm_region_'"),
-        ("n", "/paceline-test-nosuch", 0, 1, "Unable to open shared memory region: '/paceline-test-nosuch': No such"),
-        ("n", "x" * 300, 0, 1, "File name too long"),
-        ("", None, 0, 1, "expected a name"),
-        ("n" * 1025, None, 0, 1, "expected a name of at most 1024 bytes, got 1025"),
-        ("n", None, 0, 0, "expected at least 1 byte, all within the 4096 bytes of "),
-        ("n", None, 0, 4097, "got 4097 bytes from offset 0"),
-        ("n", None, 1, 4096, "got 4096 bytes from offset 1"),
-        ("n", None, 4096, 1, "got 1 bytes from offset 4096"),
-        ("n", None, 4097, 0, "got 0 bytes from offset 4097"),
-        ("n", None, 2**64 - 1, 2, f"got 2 bytes from offset {2**64 - 1}"),
-        ("n", None, 1, 2**64 - 1, f"got {2**64 - 1} bytes from offset 1"),
-    ],
-)
-async def test_invalid_registration_is_refused_and_changes_nothing(
-    served: Served, memory: SharedObject, name: str, key: str | None, offset: int, size: int, text: str
-) -> None:
-    before = held_by()
-    code, got = await failure_of(register(served, name, memory.key if key is None else key, size, offset))
-    assert code is Code.INVALID_ARGUMENT
-    assert text in got
-    assert await regions(served) == {"r": (memory.key, 0, 4096)}
-    assert held_by() == before
-
-
-async def test_registering_more_regions_than_allowed_is_refused_until_one_is_unregistered(
-    tmp_path: Path, memory: SharedObject
-) -> None:
-    allowed = settings(tmp_path, max_client_shm_regions=2)
-    async with serving(tmp_path, {"m": echo_model()}, settings=allowed) as served:
-        await register(served, "1", memory.key, 1)
-        await register(served, "2", memory.key, 1)
-        code, text = await failure_of(register(served, "3", memory.key, 1))
-        assert code is Code.RESOURCE_EXHAUSTED
-        assert "--max-client-shm-regions" in text
-        assert await served.metric("paceline_limit_refusals", 'limit="client_shm_regions"') == 1
-        await unregister(served, "1")
-        await register(served, "3", memory.key, 1)
-        assert (await regions(served)).keys() == {"2", "3"}
-
-
-async def test_unregister_removes_one_or_all_and_ignores_unknown_names(served: Served, memory: SharedObject) -> None:
-    await register(served, "s", memory.key, 8)
-    await unregister(served, "nosuch")
-    await unregister(served, "s")
-    assert (await regions(served)).keys() == {"r"}
-    await register(served, "s", memory.key, 16)
-    await unregister(served)
-    assert await regions(served) == {}
-    await unregister(served)
-    await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
-
-
-async def test_cuda_registration_without_a_driver_is_refused_and_the_rest_works(served: Served) -> None:
-    extensions = (await served.stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
-    if "cuda_shared_memory" in extensions:
-        pytest.skip("there is a GPU")
-    request = pb.CudaSharedMemoryRegisterRequest(name="c", raw_handle=b"\0" * 64, byte_size=8)
-    code, text = await failure_of(served.stub.CudaSharedMemoryRegister(request))
-    assert code is Code.UNIMPLEMENTED
-    assert "GPUs not supported: " in text
-    await served.stub.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest())
-    assert not (await served.stub.CudaSharedMemoryStatus(pb.CudaSharedMemoryStatusRequest())).regions
-    assert (await regions(served)).keys() == {"r"}
-
-
-async def test_system_region_asked_for_as_a_cuda_one_is_not_found(served: Served) -> None:
-    for call in (
-        served.stub.CudaSharedMemoryStatus(pb.CudaSharedMemoryStatusRequest(name="r")),
-        served.stub.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(name="r")),
-    ):
-        code, text = await failure_of(call)
-        assert (code, "'r', which is a system one" in text) == (Code.NOT_FOUND, True)
-    await served.stub.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest())
-    assert (await regions(served)).keys() == {"r"}
-
-
-# ---- Inference -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [1, 3])
-async def test_infer_with_input_and_output_in_shared_memory_leaves_the_message_empty(
-    served: Served, memory: SharedObject, rows: int
-) -> None:
+async def test_infer_in_shared_memory_leaves_message_empty(served: Served, memory: SharedObject, rows: int) -> None:
     sent = rows_of_floats(rows, first=5)
     memory.put(sent, 24)
     answer = await served.infer(in_region(rows, 24, target=1001))
@@ -200,9 +53,7 @@ async def test_infer_with_input_and_output_in_shared_memory_leaves_the_message_e
     assert not answer.outputs[0].HasField("contents")
 
 
-async def test_infer_with_typed_outputs_leaves_those_in_shared_memory_out_of_the_message(
-    served: Served, memory: SharedObject
-) -> None:
+async def test_infer_typed_output_in_shared_memory_leaves_message(served: Served, memory: SharedObject) -> None:
     memory.put(rows_of_floats(1, first=3))
     request = in_region(target=512)
     request.parameters["binary_data_output"].bool_param = False
@@ -252,7 +103,7 @@ async def test_infer_bytes_element_with_a_wrong_length_is_refused(
     assert (code, text[:23]) == (Code.INVALID_ARGUMENT, "model 't': input 'a': e")
 
 
-async def test_infer_bool_that_is_neither_0_nor_1_is_refused(served: Served, memory: SharedObject) -> None:
+async def test_infer_bool_of_other_byte_is_refused(served: Served, memory: SharedObject) -> None:
     memory.put(b"\x01\x02")
     for size, code in ((1, Code.OK), (2, Code.INVALID_ARGUMENT)):
         request = Request(model_name="b")
@@ -274,9 +125,7 @@ def three_in_out() -> MemoryModel:
 
 
 @pytest.mark.parametrize("inside", range(8))
-async def test_infer_any_mixture_of_raw_and_shared_memory_tensors_keeps_their_order(
-    tmp_path: Path, memory: SharedObject, inside: int
-) -> None:
+async def test_infer_mixture_of_tensors_keeps_their_order(tmp_path: Path, memory: SharedObject, inside: int) -> None:
     sent = [rows_of_floats(1, first=10 * index) for index in range(3)]
     request = Request(model_name="m")
     for index, array in enumerate(sent):
@@ -419,7 +268,7 @@ async def test_infer_of_impossibly_large_tensors_is_refused(
 
 
 @pytest.mark.parametrize(("change", "text"), BAD)
-async def test_infer_with_an_invalid_place_of_a_tensor_is_refused_and_writes_nothing(
+async def test_infer_with_invalid_place_writes_nothing(
     served: Served, memory: SharedObject, change: Change, text: str
 ) -> None:
     memory.put(b"\x07" * 4096)
@@ -431,9 +280,7 @@ async def test_infer_with_an_invalid_place_of_a_tensor_is_refused_and_writes_not
     assert memory.get(4096) == b"\x07" * 4096
 
 
-async def test_infer_with_too_little_room_for_an_output_of_known_size_is_never_queued(
-    tmp_path: Path, memory: SharedObject
-) -> None:
+async def test_infer_with_too_little_room_is_never_queued(tmp_path: Path, memory: SharedObject) -> None:
     model = MemoryModel(ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),)))
     async with serving(tmp_path, {"m": model}, config=BATCHED, settings=settings(tmp_path)) as served:
         await register(served, "r", memory.key, 4096)

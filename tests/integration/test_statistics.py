@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 
-from paceline.backends.cuda.driver import count_gpus
-from paceline.backends.errors import ExecutionError, LoadError
+from paceline.backends.errors import ExecutionError
 from paceline.protos import inference_pb2 as pb
-from paceline.server.config import Settings
 from tests.integration.scripted import Script, busy, own, queued, request, send, totals
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.streams import Stream
@@ -61,7 +57,7 @@ async def assert_metrics_agree(served: Served, statistics: pb.ModelStatistics) -
 # ---- Which models ----------------------------------------------------------------------------------------------------
 
 
-async def test_statistics_of_a_model_without_traffic_exist_and_are_zero(tmp_path: Path) -> None:
+async def test_statistics_without_traffic_are_zero(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}) as served:
         (one,) = await asked(served)
     assert (one.name, one.version, one.last_inference, one.inference_count, one.execution_count) == ("m", "1", 0, 0, 0)
@@ -70,7 +66,7 @@ async def test_statistics_of_a_model_without_traffic_exist_and_are_zero(tmp_path
     assert not one.response_stats
 
 
-async def test_statistics_without_a_name_are_those_of_all_models_and_versions_sorted(tmp_path: Path) -> None:
+async def test_statistics_without_name_are_all_sorted(tmp_path: Path) -> None:
     (write_model(tmp_path, "b", "version_policy { all { } }") / "10").mkdir()
     (tmp_path / "b" / "9").mkdir()
     async with serving(tmp_path, {"b": echo_model(), "a": echo_model()}) as served:
@@ -174,7 +170,7 @@ async def test_statistics_of_times_are_what_the_model_took(tmp_path: Path) -> No
     assert stats.success.ns >= sum(part.ns for part in parts)
 
 
-async def test_statistics_count_requests_cancelled_in_the_queue_as_failures_without_execution(tmp_path: Path) -> None:
+async def test_statistics_of_cancelled_queued_requests_lack_executions(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         async with busy(served, script):
@@ -190,7 +186,7 @@ async def test_statistics_count_requests_cancelled_in_the_queue_as_failures_with
         assert seen['paceline_dropped_requests{model="m",reason="cancelled",version="1"}'] == 1
 
 
-async def test_statistics_count_requests_cancelled_while_executing_as_failures_with_executed_rows(
+async def test_statistics_of_cancelled_executing_requests_keep_rows(
     tmp_path: Path,
 ) -> None:
     script = Script()
@@ -215,7 +211,7 @@ async def test_statistics_count_requests_cancelled_while_executing_as_failures_w
         assert seen['paceline_dropped_requests{model="m",reason="cancelled",version="1"}'] == 0
 
 
-async def test_statistics_count_a_deadline_passed_during_execution_as_a_cancelled_request(tmp_path: Path) -> None:
+async def test_statistics_count_passed_deadlines_as_cancelled(tmp_path: Path) -> None:
     for timeout_s in (0.2, 2, 20):
         script = Script()
         gate = script.hold(0)
@@ -233,7 +229,7 @@ async def test_statistics_count_a_deadline_passed_during_execution_as_a_cancelle
     pytest.fail("no request was executing in time")
 
 
-async def test_statistics_of_failed_executions_are_failures_with_their_time_but_no_batches(tmp_path: Path) -> None:
+async def test_statistics_of_failed_executions_have_no_batches(tmp_path: Path) -> None:
     script = Script()
     script.errors[13.0] = ExecutionError("unlucky")
     script.model.latency = lambda rows: 0.01
@@ -248,7 +244,7 @@ async def test_statistics_of_failed_executions_are_failures_with_their_time_but_
         assert totals(await assert_metrics_agree(served, one))["BACKEND"] == 3
 
 
-async def test_statistics_of_a_batch_rerun_in_halves_count_each_request_once(tmp_path: Path) -> None:
+async def test_statistics_of_rerun_halves_count_requests_once(tmp_path: Path) -> None:
     script = Script()
     script.errors[13.0] = ExecutionError("unlucky")
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
@@ -261,7 +257,7 @@ async def test_statistics_of_a_batch_rerun_in_halves_count_each_request_once(tmp
         await assert_metrics_agree(served, one)
 
 
-async def test_statistics_of_a_split_request_count_it_once_and_its_parts_as_batches(tmp_path: Path) -> None:
+async def test_statistics_of_split_request_count_it_once(tmp_path: Path) -> None:
     script = Script()
     text = f"max_batch_size: 8 dynamic_batching {{ }} {own(split_oversized=True)}"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
@@ -279,7 +275,7 @@ async def test_statistics_of_a_split_request_count_it_once_and_its_parts_as_batc
         assert seen['paceline_dropped_requests{model="m",reason="cancelled",version="1"}'] == 13
 
 
-async def test_statistics_after_every_kind_of_outcome_count_each_request_once(tmp_path: Path) -> None:
+async def test_statistics_count_every_outcome_once(tmp_path: Path) -> None:
     script = Script()
     script.errors[13.0] = ExecutionError("unlucky")
     policy = "default_queue_policy { max_queue_size: 4 allow_timeout_override: true }"
@@ -309,7 +305,7 @@ async def test_statistics_after_every_kind_of_outcome_count_each_request_once(tm
     ]  # fmt: skip
 
 
-async def test_statistics_count_requests_that_arrive_while_the_server_stops_as_rejected(tmp_path: Path) -> None:
+async def test_statistics_count_requests_while_stopping_as_rejected(tmp_path: Path) -> None:
     script = Script()
     gate = script.hold(0)
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
@@ -330,74 +326,3 @@ async def test_statistics_count_requests_that_arrive_while_the_server_stops_as_r
         assert await stream.next() == 0
         assert await stopping
     assert (statistics.requests.count, statistics.failed) == (1, 1)
-
-
-async def test_metrics_of_pending_requests_by_priority_level(tmp_path: Path) -> None:
-    script = Script()
-    text = "max_batch_size: 4 dynamic_batching { priority_levels: 3 default_priority_level: 2 }"
-    async with serving(tmp_path, {"m": script.model}, config=text) as served:
-        async with busy(served, script):
-            calls = await queued(served, [request(1), request(2, priority=3), request(3, priority=3)])
-            seen = await served.metrics()
-        await asyncio.gather(*calls)
-        after = await served.metrics()
-    names = [f'paceline_pending_requests{{model="m",priority="{level}",version="1"}}' for level in (1, 2, 3)]
-    assert [seen[name] for name in names] == [0, 1, 2]
-    assert [after[name] for name in names] == [0, 0, 0]
-
-
-async def test_metrics_of_a_queue_rise_and_fall_by_batch(tmp_path: Path) -> None:
-    """L0_metrics/metrics_queue_size_test: the waiting requests exclude executing ones and never exceed the bound."""
-    script = Script()
-    gates = [script.hold(mark) for mark in (0.0, 4.0)]
-    text = "max_batch_size: 4 dynamic_batching { default_queue_policy { max_queue_size: 8 } }"
-    async with serving(tmp_path, {"m": script.model}, config=text) as served:
-        async with busy(served, script):
-            calls = await queued(served, (request(mark) for mark in range(8)))
-            assert (await failure_of(served.infer(request(9))))[0] is Code.RESOURCE_EXHAUSTED
-            assert await served.metric("nv_inference_pending_request_count") == 8
-        for gate, left in zip(gates, (4, 0), strict=True):
-            await asyncio.to_thread(gate.wait_entered, 1)
-            assert await served.metric("nv_inference_pending_request_count") == left
-            gate.open()
-        await asyncio.gather(*calls)
-
-
-async def test_metrics_have_the_configured_tags_as_labels(tmp_path: Path) -> None:
-    tags = 'metric_tags { key: "team" value: "blue" } metric_tags { key: "cost_center" value: "7" }'
-    async with serving(tmp_path, {"m": echo_model()}, config=tags) as served:
-        await served.infer(infer("m", {"a": rows_of_floats(2)}))
-        labels = '_cost_center="7",_team="blue",model="m"'
-        assert await served.metric("nv_inference_count", f'{labels},version="1"') == 2
-        assert await served.metric("nv_model_load_duration_secs", f'{labels},version="1"') > 0
-
-
-async def test_metric_tag_with_an_invalid_label_name_fails_the_load(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", 'metric_tags { key: "my-team" value: "blue" }')
-    async with serving(tmp_path, {"m": echo_model(), "n": echo_model()}) as served:
-        code, text = await failure_of(served.infer(infer("m", {"a": np.zeros((1, 2), np.float32)})))
-        assert code is Code.UNAVAILABLE
-        assert "metric_tags: expected names of ASCII letters, digits and _" in text
-        assert "got 'my-team'" in text
-
-
-async def test_gpu_metrics_are_left_out_without_a_driver_and_one_log_line_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    try:
-        pytest.skip(f"there are {count_gpus()} GPUs")
-    except LoadError as error:
-        reason = str(error)
-    with caplog.at_level(logging.DEBUG, "paceline.server"):
-        async with serving(tmp_path, {"m": echo_model()}) as served:
-            assert not any(name.startswith("nv_gpu") for name in await served.metrics())
-    told = [record.getMessage() for record in caplog.records if "GPU" in record.getMessage()]
-    assert told == [f"no GPU metrics: {reason}"]
-
-
-async def test_gpus_are_not_looked_for_if_gpu_metrics_are_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = Settings(paths=(tmp_path,), allow_gpu_metrics=False)
-    with caplog.at_level(logging.INFO, "paceline.server"):
-        async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
-            assert not any(name.startswith("nv_gpu") for name in await served.metrics())
-    assert "GPU" not in caplog.text

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,6 @@ from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.datatypes import DATATYPES, by_name
 from paceline.protos.tensors import encode_raw
-from paceline.protos.wire import delimited, scan_request, varint
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.codec import ModelCodec, tensor_bytes
@@ -30,111 +28,10 @@ from paceline.server.memory.regions import Regions
 from paceline.server.memory.system_region import open_system_region
 from paceline.server.rpc.handlers import serialized
 from tests.codecs import encoded, encoded_as_message
+from tests.property.wire_messages import parameters, texts
 from tests.shared_objects import SharedObject, add_shared_input, held_by, request_shared_output, shared_object
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-texts = st.text(max_size=5)
-parameters = st.dictionaries(
-    st.sampled_from(["priority", "timeout", "mine", "paceline_batch_info", "binary_data_output"]),
-    st.one_of(
-        st.builds(pb.InferParameter, bool_param=st.booleans()),
-        st.builds(pb.InferParameter, int64_param=st.integers(-1, 3)),
-        st.builds(pb.InferParameter, string_param=texts),
-    ),
-    max_size=2,
-)
-messages = st.builds(
-    pb.ModelInferRequest,
-    model_name=texts,
-    model_version=texts,
-    id=texts,
-    parameters=parameters,
-    inputs=st.lists(
-        st.builds(
-            pb.ModelInferRequest.InferInputTensor,
-            name=texts,
-            datatype=texts,
-            shape=st.lists(st.integers(-1, 300), max_size=3),
-            contents=st.none()
-            | st.builds(pb.InferTensorContents, fp32_contents=st.lists(st.floats(width=32, allow_nan=False))),
-        ),
-        max_size=2,
-    ),
-    outputs=st.lists(st.builds(pb.ModelInferRequest.InferRequestedOutputTensor, name=texts), max_size=2),
-    raw_input_contents=st.lists(st.binary(max_size=300), max_size=3),
-)
-
-
-@given(messages)
-def test_scan_separates_a_messages_head_from_its_id_and_tensors(message: pb.ModelInferRequest) -> None:
-    data = message.SerializeToString()
-    fields = scan_request(data)
-    assert fields is not None
-    assert fields.id == message.id.encode()
-    assert [data[start:end] for start, end in fields.raw] == list(message.raw_input_contents)
-    head = pb.ModelInferRequest.FromString(fields.signature)
-    assert (head.id, list(head.raw_input_contents)) == ("", [])
-    head.id = message.id
-    head.raw_input_contents.extend(message.raw_input_contents)
-    assert head == message
-
-
-@given(st.one_of(st.binary(max_size=60), st.lists(messages, max_size=3)), st.integers(0, 80))
-def test_scan_of_any_other_bytes_agrees_with_protobuf_or_gives_up(source: Any, cut: int) -> None:
-    data = source if isinstance(source, bytes) else b"".join(one.SerializeToString() for one in source)[: cut or None]
-    fields = scan_request(data)
-    if fields is None:
-        return
-    try:
-        message = pb.ModelInferRequest.FromString(data)
-        head = pb.ModelInferRequest.FromString(fields.signature)
-    except DecodeError:
-        return
-    assert fields.id == message.id.encode()
-    assert [data[start:end] for start, end in fields.raw] == list(message.raw_input_contents)
-    assert list(head.inputs) == list(message.inputs)
-    assert (head.model_name, head.model_version) == (message.model_name, message.model_version)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
-        b"\x3a" + b"\xff" * 1_000_000,
-        b"\x0a",
-        b"\x0a\x80",
-        b"\x0a\x02m",
-        b"\x3a\x01a\x0a\x01m",
-        b"\x1a\x01a\x1a\x01b",
-        b"\x0d\x00\x00\x00\x00",
-        b"\xfa\x01\x01a",
-        b"\x08\x01a",
-        b"\x42\x01a",
-    ],
-    ids=[
-        "length over 64 bits",
-        "length without end",
-        "tag alone",
-        "half a length",
-        "short",
-        "order",
-        "ids",
-        "type",
-        "tag",
-        "type with a length's look",
-        "unknown field",
-    ],
-)
-def test_scan_leaves_odd_messages_to_protobuf(data: bytes) -> None:
-    assert scan_request(data) is None
-
-
-@given(st.integers(0, 2**31))
-def test_varint_is_what_protobuf_writes(number: int) -> None:
-    written = pb.InferParameter(uint64_param=number).SerializeToString()
-    assert varint(number) == (written[1:] if number else b"\0")
-    assert delimited(b"\x0a", b"x" * 200) == pb.ModelInferRequest(model_name="x" * 200).SerializeToString()
 
 
 @st.composite
@@ -197,7 +94,7 @@ def assert_same(one: Group | str, other: Group | str) -> None:
 
 
 @given(st.data())
-def test_known_requests_are_read_and_answered_as_if_each_were_the_first(data: st.DataObject) -> None:
+def test_known_requests_are_answered_like_the_first(data: st.DataObject) -> None:
     draw = data.draw
     spec = draw(models())
     rows = draw(st.integers(1, 3)) if spec.batched else 1
@@ -267,7 +164,7 @@ def float_codec() -> ModelCodec:
     return ModelCodec("m", "1", ModelSpec((TensorSpec("x", "FP32", (2,)),), (TensorSpec("y", "FP32", (2,)),), True), 8)
 
 
-def test_third_request_of_a_signature_needs_no_message_and_no_copy() -> None:
+def test_third_request_needs_no_message_or_copy() -> None:
     reader, codec = RequestReader(), float_codec()
     assert isinstance(reader(floats(1, 2)), pb.ModelInferRequest)
     for number in range(3):
@@ -316,7 +213,7 @@ def test_number_of_remembered_id_lengths_is_bounded() -> None:
     assert len(plan.starts) == 64
 
 
-def test_id_that_is_not_utf8_is_refused_in_known_requests_too() -> None:
+def test_known_request_with_non_utf8_id_is_refused() -> None:
     reader = RequestReader()
     reader(floats(1, 2, request_id="ab"))
     good = floats(1, 2, request_id="ab")
@@ -324,7 +221,7 @@ def test_id_that_is_not_utf8_is_refused_in_known_requests_too() -> None:
     assert isinstance(reader(good.replace(b"ab", b"\xff\xfe")), InvalidRequest)
 
 
-def test_contents_beside_raw_contents_are_refused_whatever_is_known_of_their_signature() -> None:
+def test_known_signature_refuses_contents_beside_raw_ones() -> None:
     reader, codec = RequestReader(), float_codec()
     both = pb.ModelInferRequest.FromString(floats(1, 2))
     both.inputs[0].contents.fp32_contents.extend((3, 4))
@@ -340,7 +237,7 @@ def test_contents_beside_raw_contents_are_refused_whatever_is_known_of_their_sig
         assert content_of(codec.read(request).inputs[0][0])[-1] == [[3, 4]]
 
 
-def test_results_with_another_memory_layout_than_on_the_wire_are_answered_correctly() -> None:
+def test_results_of_any_memory_layout_are_answered() -> None:
     reader, codec = RequestReader(), float_codec()
     reader(floats(1, 2))
     request = reader(floats(1, 2))
@@ -407,7 +304,7 @@ CONTENTS = {
     output_bytes=st.sampled_from([7, 8, 16, 300]),
     changes=st.lists(st.sampled_from(["as it was", "gone", "smaller", "cut short"]), min_size=3, max_size=6),
 )
-def test_known_requests_in_shared_memory_are_treated_as_if_each_were_the_first(
+def test_known_requests_in_shared_memory_equal_the_first(
     kind: str, input_at: int | None, output_at: int | None, output_bytes: int, changes: list[str]
 ) -> None:
     inputs = (TensorSpec("x", kind, (2,)), TensorSpec("z", "INT8", (1,)))
@@ -440,7 +337,7 @@ def test_known_requests_in_shared_memory_are_treated_as_if_each_were_the_first(
             assert ways[0] == ways[1]
 
 
-def test_third_request_of_a_signature_in_shared_memory_needs_no_message() -> None:
+def test_third_shared_memory_request_needs_no_message() -> None:
     regions, reader = Regions(4), RequestReader()
     spec = ModelSpec((TensorSpec("x", "FP32", (2,)),), (TensorSpec("y", "FP32", (2,)),), True)
     codec = ModelCodec("m", "1", spec, 8, regions=regions)

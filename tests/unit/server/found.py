@@ -1,4 +1,4 @@
-"""The models that a server finds at given paths, in one call."""
+"""Files on disk, and the models that a server finds at given paths, in one call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.server.models.layout import Layout, ModelFolder
 
-__all__ = ["find_models"]
+__all__ = ["find_models", "opened", "touch"]
 
 
 def find_models(paths: list[Path], config_name: str = "") -> list[ModelFolder]:
@@ -14,3 +14,17 @@ def find_models(paths: list[Path], config_name: str = "") -> list[ModelFolder]:
     layout = Layout(paths, config_name)
     layout.open()
     return layout.models()
+
+
+def opened(*paths: Path) -> Layout:
+    """What is at `paths`, which may be nothing yet."""
+    layout = Layout(paths)
+    layout.open(may_be_empty=True)
+    return layout
+
+
+def touch(path: Path) -> Path:
+    """An empty file, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path

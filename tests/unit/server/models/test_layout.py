@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paceline.server.errors import StartError
-from paceline.server.models.layout import Layout, ModelFolder
-from tests.unit.server.found import find_models
+from paceline.server.models.layout import ModelFolder
+from tests.unit.server.found import find_models, opened, touch
 from tests.unit.server.privileges import open_folder, unprivileged
-
-
-def touch(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    return path
 
 
 def found(*paths: Path) -> dict[str, ModelFolder]:
@@ -98,36 +91,36 @@ def test_repository_broken_link_is_a_model_with_a_problem(tmp_path: Path) -> Non
         "1/model.py",
     ],
 )
-def test_model_folder_is_distinguished_from_a_repository_by_its_contents(tmp_path: Path, marker: str) -> None:
+def test_model_folder_is_told_from_repository_by_contents(tmp_path: Path, marker: str) -> None:
     touch(tmp_path / "m" / marker)
     assert found(tmp_path / "m").keys() == {"m"}
 
 
-def test_model_folder_may_have_a_folder_in_place_of_the_model_file(tmp_path: Path) -> None:
+def test_model_folder_may_have_folder_as_model_file(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "1" / "model.onnx" / "model.onnx")
     assert found(tmp_path / "m")["m"].versions.keys() == {1}
 
 
-def test_model_folder_with_the_file_directly_inside_is_version_1(tmp_path: Path) -> None:
+def test_model_folder_with_bare_file_is_version_1(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "model.onnx")
     model = found(tmp_path / "m")["m"]
     assert (model.versions, model.file) == ({1: tmp_path / "m"}, None)
 
 
-def test_model_folder_with_versions_prefers_them_to_the_file_directly_inside(tmp_path: Path) -> None:
+def test_model_folder_prefers_versions_to_bare_file(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "model.onnx")
     touch(tmp_path / "m" / "4" / "model.onnx")
     assert found(tmp_path / "m")["m"].versions.keys() == {4}
 
 
-def test_model_folder_given_as_a_link_is_named_like_the_link(tmp_path: Path) -> None:
+def test_linked_model_folder_is_named_like_the_link(tmp_path: Path) -> None:
     touch(tmp_path / "releases" / "2024-05" / "1" / "model.onnx")
     (tmp_path / "m").symlink_to(tmp_path / "releases" / "2024-05")
     assert found(tmp_path / "m").keys() == {"m"}
 
 
 @pytest.mark.parametrize("path", [".", "../m", "./", "../m/."])
-def test_model_folder_given_by_a_relative_path_is_named_like_the_folder(
+def test_relative_model_folder_is_named_like_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     touch(tmp_path / "m" / "1" / "model.onnx")
@@ -171,7 +164,7 @@ def test_version_folder_is_that_version_of_its_model(tmp_path: Path, file: str) 
     assert model.config == config
 
 
-def test_version_folder_with_another_file_belongs_to_the_configuration_above(tmp_path: Path) -> None:
+def test_version_folder_belongs_to_configuration_above(tmp_path: Path) -> None:
     touch(tmp_path / "iris" / "1" / "net.onnx")
     assert found(tmp_path / "iris" / "1").keys() == {"net"}
     touch(tmp_path / "iris" / "config.pbtxt")
@@ -201,7 +194,7 @@ def test_folders_of_triton_and_hidden_ones_are_no_strays(tmp_path: Path) -> None
     assert [stray.name for stray in found(tmp_path)["m"].strays] == ["abc"]
 
 
-def test_link_that_cannot_be_followed_is_no_stray_and_hides_no_model(tmp_path: Path) -> None:
+def test_broken_link_is_no_stray(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "assets").symlink_to("x" * 300)  # an error other than "not found", for any user
     assert (found(tmp_path)["m"].strays, list(found(tmp_path)["m"].versions)) == ((), [1])
@@ -220,7 +213,7 @@ def test_versions_may_be_links(tmp_path: Path) -> None:
     assert found(tmp_path / "repository")["m"].versions.keys() == {3}
 
 
-def test_bare_file_is_version_1_of_a_model_named_like_it(tmp_path: Path) -> None:
+def test_bare_file_is_version_1_of_its_model(tmp_path: Path) -> None:
     file = touch(tmp_path / "res.net.onnx")
     touch(tmp_path / "config.pbtxt")
     model = found(file)["res.net"]
@@ -234,7 +227,7 @@ def test_bare_file_may_be_a_link(tmp_path: Path) -> None:
     assert found(tmp_path / "m.onnx").keys() == {"m"}
 
 
-def test_config_is_that_of_the_folder_even_if_it_is_no_file(tmp_path: Path) -> None:
+def test_config_of_folder_may_be_no_file(tmp_path: Path) -> None:
     config = touch(tmp_path / "a" / "config.pbtxt")
     (tmp_path / "b" / "config.pbtxt").mkdir(parents=True)
     (tmp_path / "c").mkdir()
@@ -256,7 +249,7 @@ def test_config_of_another_name_is_used_where_it_exists(tmp_path: Path) -> None:
     assert find_models([tmp_path])[0].config == usual
 
 
-def test_several_paths_of_every_kind_are_combined_in_order_of_names(tmp_path: Path) -> None:
+def test_several_paths_are_combined_in_name_order(tmp_path: Path) -> None:
     touch(tmp_path / "repository" / "c" / "1" / "model.onnx")
     touch(tmp_path / "b" / "model.onnx")
     touch(tmp_path / "a.onnx")
@@ -264,7 +257,7 @@ def test_several_paths_of_every_kind_are_combined_in_order_of_names(tmp_path: Pa
     assert [model.name for model in models] == ["a", "b", "c"]
 
 
-def test_models_of_the_same_name_are_one_entry_that_names_all_of_them(tmp_path: Path) -> None:
+def test_models_of_same_name_are_one_entry(tmp_path: Path) -> None:
     touch(tmp_path / "one" / "m" / "1" / "model.onnx")
     touch(tmp_path / "m.onnx")
     model = found(tmp_path / "one", tmp_path / "m.onnx")["m"]
@@ -322,7 +315,7 @@ def test_refused_path_without_permission_to_read(folder: Path, mode: int) -> Non
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=["nothing", "list only", "enter only"])
-def test_repository_unreadable_model_has_a_problem_and_the_others_do_not(folder: Path, mode: int) -> None:
+def test_repository_unreadable_model_alone_has_a_problem(folder: Path, mode: int) -> None:
     touch(folder / "locked" / "1" / "model.onnx")
     touch(folder / "open" / "1" / "model.onnx")
     (folder / "locked").chmod(mode)
@@ -333,113 +326,10 @@ def test_repository_unreadable_model_has_a_problem_and_the_others_do_not(folder:
     assert (models["open"].problem, models["open"].versions.keys()) == ("", {1})
 
 
-def test_find_models_ignores_lost_and_found_at_the_root_of_a_volume(tmp_path: Path) -> None:
+def test_find_models_ignores_lost_and_found(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "m" / "1").mkdir(parents=True)
     assert [model.name for model in find_models([tmp_path])] == ["m"]
-
-
-def opened(*paths: Path) -> Layout:
-    layout = Layout(paths)
-    layout.open(may_be_empty=True)
-    return layout
-
-
-def test_layout_that_may_be_empty_sees_models_come_and_go(tmp_path: Path) -> None:
-    layout = opened(tmp_path)
-    assert layout.models() == []
-    touch(tmp_path / "m" / "1" / "model.onnx")
-    assert [model.name for model in layout.models()] == ["m"]
-    shutil.rmtree(tmp_path / "m")
-    assert layout.models() == []
-
-
-def test_folder_being_replaced_is_not_taken_for_a_repository(tmp_path: Path) -> None:
-    touch(tmp_path / "m" / "1" / "model.onnx")
-    layout = opened(tmp_path / "m")
-    (tmp_path / "m" / "1" / "model.onnx").unlink()
-    assert [(model.name, model.versions.keys()) for model in layout.models()] == [("m", {1})]
-    shutil.rmtree(tmp_path / "m")
-    assert layout.models() == []
-
-
-def test_layout_of_a_deleted_file_has_no_model(tmp_path: Path) -> None:
-    layout = opened(touch(tmp_path / "m.onnx"))
-    assert layout.model("m") == ModelFolder("m", tmp_path, {1: tmp_path}, file=tmp_path / "m.onnx")
-    (tmp_path / "m.onnx").unlink()
-    assert layout.model("m") is None
-
-
-def test_layout_of_a_deleted_repository_raises_instead_of_having_no_models(tmp_path: Path) -> None:
-    (tmp_path / "repository").mkdir()
-    layout = opened(tmp_path / "repository")
-    (tmp_path / "repository").rmdir()
-    with pytest.raises(FileNotFoundError):
-        layout.models()
-    with pytest.raises(FileNotFoundError):
-        layout.model("m")
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../m", "repository/m", "m/1", "m/", "/", "./m", ".hidden", "lost+found", "M", "m\0", "m2"]
-)
-def test_layout_name_without_a_folder_finds_nothing_wherever_it_would_lead(tmp_path: Path, name: str) -> None:
-    for folder in ("m", "repository/m", "repository/.hidden", "repository/lost+found"):
-        touch(tmp_path / folder / "1" / "model.onnx")
-    layout = opened(tmp_path / "repository")
-    assert layout.model("m") is not None
-    assert layout.model(name) is None
-    assert layout.model(str(tmp_path / "m")) is None
-
-
-def test_layout_name_in_several_repositories_has_duplicates(tmp_path: Path) -> None:
-    for repository in ("one", "two", "three"):
-        touch(tmp_path / repository / ("m" if repository != "three" else "n") / "1" / "model.onnx")
-    layout = opened(tmp_path / "one", tmp_path / "two", tmp_path / "three")
-    model = layout.model("m")
-    assert model is not None
-    assert model.duplicates == (tmp_path / "one" / "m", tmp_path / "two" / "m")
-    assert [(folder.name, bool(folder.duplicates)) for folder in layout.models()] == [("m", True), ("n", False)]
-
-
-def test_layout_path_given_twice_counts_once(tmp_path: Path) -> None:
-    touch(tmp_path / "m" / "1" / "model.onnx")
-    (model,) = opened(tmp_path, tmp_path).models()
-    assert not model.duplicates
-
-
-@pytest.mark.parametrize("folder", ["models", "models/1"], ids=["right inside", "version folder"])
-def test_layout_with_a_name_gives_it_to_the_one_model(tmp_path: Path, folder: str) -> None:
-    touch(tmp_path / folder / "model.onnx")
-    layout = Layout([tmp_path / "models"], model_name="resnet")
-    layout.open()
-    (model,) = layout.models()
-    assert (model.name, model.renamed, model.versions) == ("resnet", True, {1: tmp_path / folder})
-    assert layout.model("resnet") == model
-    assert layout.model("models") is None
-
-
-def test_layout_with_a_name_does_not_rename_the_models_of_a_repository(tmp_path: Path) -> None:
-    touch(tmp_path / "repository" / "a" / "1" / "model.onnx")
-    touch(tmp_path / "alone.onnx")
-    layout = Layout([tmp_path / "repository", tmp_path / "alone.onnx"], model_name="named")
-    layout.open()
-    assert [(model.name, model.renamed) for model in layout.models()] == [("a", False), ("named", True)]
-
-
-def test_layout_with_a_name_for_no_model_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    touch(tmp_path / "repository" / "a" / "1" / "model.onnx")
-    Layout([tmp_path / "repository"], model_name="named").open()
-    assert [record.getMessage() for record in caplog.records] == [
-        "no model is named 'named', as --model-name or INFERENCE_SERVICE_NAME says: models in repositories keep the "
-        f"names of their folders, and {tmp_path}/repository is one"
-    ]
-
-
-def test_layout_with_a_name_and_two_single_models_is_refused(tmp_path: Path) -> None:
-    paths = [touch(tmp_path / "a.onnx"), touch(tmp_path / "b.onnx")]
-    with pytest.raises(StartError, match=r"--model-name m: expected one model, got .*a\.onnx, .*b\.onnx"):
-        Layout(paths, model_name="m").open()
 
 
 def test_folder_with_one_onnx_file_is_that_model(tmp_path: Path) -> None:
