@@ -5,103 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import pytest
 
 from paceline.scheduler.batch_queue import BatchQueue
-from paceline.scheduler.errors import BatcherClosed, ExecutionFailed, ExecutionTimeout, QueueFull, QueueTimeout
-from paceline.scheduler.failures import Blame
+from paceline.scheduler.errors import QueueFull, QueueTimeout
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.runner import Outcome, ThreadRunner
-from paceline.scheduler.testing import Results, StepRunner
-from paceline.scheduler.waiting import SharedQueueLimits
-from tests.unit.scheduler.workbench import Bench, NeverWaits, one_turn, push
-
-MS = 1_000_000
-LONG_NS = 20 * MS
-DUE_NS = 18 * MS
-"""An execution of 20 ms counts as about to end in its last 2 ms."""
-
-
-class Highest(SharedQueueLimits):
-    """Knows the most requests that it ever had, if only for a moment: other threads may read it at any time."""
-
-    highest = 0
-
-    def __setattr__(self, name: str, value: int) -> None:
-        super().__setattr__(name, value)
-        if name == "requests":
-            super().__setattr__("highest", max(value, self.highest))
-
-
-class StagingBench(Bench):
-    """Batches of one or two rows are known to take 20 ms, once it has learned."""
-
-    def __init__(
-        self, instances: int = 1, blame: Blame = Blame.REQUESTS, limit_ns: int = 0, levels: int = 0, **more: Any
-    ) -> None:
-        self.events: list[tuple[str, Any]] = []
-        self.shared_limits = Highest(max_requests=4, max_bytes=0)
-        policy = BatchPolicy(
-            max_batch_rows=2,
-            priority_levels=levels,
-            default_priority_level=levels,
-            execution_limit_ns=limit_ns,
-            queue=QueuePolicy(allow_timeout_override=True),
-        )
-        super().__init__(
-            policy,
-            instances,
-            stages=True,
-            blames=lambda error: blame,
-            replacer=self,
-            shared_limits=self.shared_limits,
-            **more,
-        )
-
-    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
-        self.events.append(("hang", runner))
-
-    def on_loss(self, runner: Any, error: BaseException) -> None:
-        self.events.append(("loss", runner))
-
-    def on_return(self, runner: Any) -> None:
-        self.events.append(("return", runner))
-
-    async def learn(self) -> None:
-        for payloads in (["a"], ["a", "b"]) * 3:
-            futures = await self.submit(*payloads)
-            self.clock.advance(LONG_NS)
-            self.runner.finish(str.upper)
-            await asyncio.gather(*futures)
-        await one_turn()
-        self.runner.batches.clear()
-
-
-class Counted(NeverWaits):
-    """Counts the requests that execute, and how often it is asked how long to wait for more."""
-
-    executing = asked = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alone = False
-
-    def forget(self, now_ns: int) -> None:
-        pass
-
-    def patience_ns(self, waiting: int, waited_ns: int) -> int:
-        self.asked += 1
-        return super().patience_ns(waiting, waited_ns)
-
-    def on_start(self, requests: int, waiting: int, now_ns: int, busy_ns: int) -> None:
-        self.executing += requests
-
-    def on_end(self, requests: int, now_ns: int) -> None:
-        self.executing -= requests
+from paceline.scheduler.testing import Results
+from tests.unit.scheduler.staging_bench import DUE_NS, LONG_NS, MS, Counted, StagingBench
+from tests.unit.scheduler.workbench import one_turn, push
 
 
 @pytest.fixture
@@ -345,115 +260,6 @@ async def test_failed_batch_comes_before_waiting_requests_and_nothing_is_handed_
         bench.runner.finish(str.upper)
         await one_turn()
     assert await asyncio.gather(*first) == ["A", "B"]
-
-
-async def test_batch_handed_to_a_hanging_instance_executes_elsewhere() -> None:
-    bench = StagingBench(instances=2, limit_ns=2 * LONG_NS)
-    hanging, other = bench.runners
-    await bench.learn()
-    (stuck,) = await bench.submit("a")
-    (busy,) = await bench.submit("b")
-    bench.clock.advance(DUE_NS)
-    waiting = await bench.submit("c", "d")
-    assert hanging.next == ["c", "d"]
-    other.finish(str.upper)
-    other_first = await bench.submit("e")
-    assert await busy == "B"
-    bench.clock.advance(2 * LONG_NS - DUE_NS)
-    await one_turn()
-    with pytest.raises(ExecutionTimeout):
-        await stuck
-    assert hanging.next is None
-    assert bench.events == [("hang", hanging)]
-    for _ in range(2):
-        other.finish(str.upper)
-        await one_turn()
-    assert await asyncio.gather(*other_first, *waiting) == ["E", "C", "D"]
-    bench.batcher.close()
-
-
-async def test_execution_that_ended_as_its_limit_passed_is_not_taken_for_hanging() -> None:
-    bench = StagingBench(limit_ns=2 * LONG_NS)
-    await bench.learn()
-    first = await bench.submit("a", "b")
-    second = await bench.submit("c")
-    bench.clock.advance(DUE_NS)
-    bench.runner.gives_back = False  # it has begun "c"; the end of "a" and "b" is still to be reported
-    bench.clock.advance(2 * LONG_NS)
-    assert bench.events == []
-    for _ in range(2):
-        bench.runner.finish(str.upper)
-        await one_turn()
-    assert await asyncio.gather(*first, *second) == ["A", "B", "C"]
-    bench.batcher.close()
-
-
-async def test_batch_handed_to_a_lost_instance_executes_elsewhere() -> None:
-    bench = StagingBench(blame=Blame.INSTANCE)
-    await bench.learn()
-    first = await bench.submit("a", "b")
-    second = await bench.submit("c")
-    bench.clock.advance(DUE_NS)
-    assert bench.runner.next == ["c"]
-    bench.runner.fail(ValueError("no device any more"))
-    await one_turn()
-    with pytest.raises(ExecutionFailed):
-        await first[0]
-    assert bench.events == [("loss", bench.runner)]
-    assert bench.runner.stopped
-    fresh = StepRunner[str, str](bench.clock, stages=True)
-    bench.batcher.add(fresh)
-    await one_turn()
-    fresh.finish(str.upper)
-    assert await asyncio.gather(*second) == ["C"]
-    bench.batcher.close()
-
-
-async def test_lost_instance_executes_the_batch_it_has_begun_and_nothing_more() -> None:
-    bench = StagingBench(blame=Blame.INSTANCE)
-    await bench.learn()
-    first = await bench.submit("a", "b")
-    second = await bench.submit("c")
-    bench.clock.advance(DUE_NS)
-    bench.runner.gives_back = False  # it has begun "c" already
-    bench.runner.fail(ValueError("no device any more"))
-    third = await bench.submit("d")
-    bench.clock.advance(DUE_NS)
-    await one_turn()
-    assert bench.runner.next is None
-    bench.runner.finish(str.upper)
-    await one_turn()
-    assert await second[0] == "C"
-    assert isinstance(first[0].exception(), ExecutionFailed)
-    assert (bench.runner.stopped, bench.runner.busy) == (True, False)
-    assert [what for what, _ in bench.events] == ["loss", "return"]
-    assert not third[0].done()
-    bench.batcher.close()
-
-
-async def test_close_fails_the_batch_handed_over(bench: StagingBench) -> None:
-    await bench.submit("a", "b")
-    waiting = await bench.submit("c")
-    bench.clock.advance(DUE_NS)
-    bench.batcher.close()
-    with pytest.raises(BatcherClosed):
-        await waiting[0]
-    assert bench.runner.next is None
-    assert bench.seen.count(Drop.CLOSED) == 3
-    assert bench.shared_limits.requests == bench.shared_limits.size_bytes == 0
-
-
-async def test_drain_waits_for_the_batch_handed_over(bench: StagingBench) -> None:
-    await bench.submit("a", "b")
-    waiting = await bench.submit("c")
-    bench.clock.advance(DUE_NS)
-    drained = asyncio.ensure_future(bench.batcher.drain())
-    for _ in range(2):
-        await one_turn()
-        assert not drained.done()
-        bench.runner.finish(str.upper)
-    await drained
-    assert await waiting[0] == "C"
 
 
 async def test_queue_timeout_no_longer_counts_after_the_hand_over(bench: StagingBench) -> None:

@@ -1,4 +1,4 @@
-"""What counts as a change on disk, when it counts, and what happens then."""
+"""What a poll does about models that appear, change, fail and disappear on disk."""
 
 from __future__ import annotations
 
@@ -11,67 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.spec import ModelSpec, TensorSpec
-from paceline.server.models.layout import Layout, model_folder
-from paceline.server.models.load_queue import LoadQueue
+from paceline.server.models.layout import Layout
 from paceline.server.models.model_record import IndexLine, ModelState
-from paceline.server.models.poller import Poller, fingerprint
-from paceline.server.models.repository import Repository
-from paceline.server.telemetry.metrics import Metrics
-from tests.memory_models import MemoryBackend, MemoryModel
+from paceline.server.models.poller import Poller
 from tests.polling import eventually_async
-
-SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
-CONFIG = 'backend: "memory"'
-WARMED = f'{CONFIG} max_batch_size: 1 input {{ name: "a" data_type: TYPE_FP32 dims: 1 }}'
-"""The model is warmed up, which a closed gate holds up: a load that takes long."""
-
-
-class Bench:
-    """A repository on disk, polled when the test asks for it. Every model is in memory."""
-
-    def __init__(self, root: Path, max_models: int = 9) -> None:
-        self.root = root
-        self.models: dict[str, MemoryModel] = {}
-        backend = MemoryBackend(self.models)
-        self.repository = Repository(Metrics(), LoadQueue(lambda name: backend), max_models=max_models)
-        self.layout = Layout([root])
-        self.poller = Poller(self.layout, self.repository, interval_s=1e6)
-
-    def write(self, name: str, config: str = CONFIG, version: int = 1) -> Path:
-        (self.root / name / str(version)).mkdir(parents=True, exist_ok=True)
-        (self.root / name / "config.pbtxt").write_text(config)
-        self.models[name] = MemoryModel(SPEC)
-        return self.root / name
-
-    async def start(self) -> None:
-        self.layout.open(may_be_empty=True)
-        await self.poller.start()
-
-    async def settle(self) -> None:
-        """Poll until nothing changes any more: once if nothing did, else twice."""
-        while await self.look():
-            pass
-
-    async def look(self) -> bool:
-        """Poll once, and wait for what that begins."""
-        unsettled = await self.poller.poll_once()
-        await self.poller.ended()
-        return unsettled
-
-    @property
-    def ready(self) -> dict[str, list[str]]:
-        """The versions that serve, by name."""
-        found: dict[str, list[str]] = {}
-        for line in self.repository.index():
-            if line.state is ModelState.READY:
-                found.setdefault(line.name, []).append(line.version)
-        return found
-
-    @property
-    def load_ids(self) -> list[str]:
-        """For each model that serves, a text that differs for each load."""
-        return [model.batch_id_prefix for model in self.repository.models]
+from tests.unit.server.models.poller_bench import CONFIG, WARMED, Bench
 
 
 @pytest.fixture
@@ -437,60 +381,3 @@ async def test_run_polls_at_every_interval_and_survives_errors(tmp_path: Path) -
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     await bench.repository.stop()
-
-
-def test_fingerprint_follows_links_and_survives_cycles_and_broken_links(tmp_path: Path) -> None:
-    (tmp_path / "m" / "1").mkdir(parents=True)
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "w.bin").write_bytes(b"123")
-    (tmp_path / "m" / "1" / "weights").symlink_to(tmp_path / "weights")
-    (tmp_path / "m" / "1" / "circle").symlink_to(tmp_path / "m")
-    (tmp_path / "m" / "nowhere").symlink_to(tmp_path / "gone")
-    folder = model_folder("m", tmp_path / "m")
-    found = {Path(path).name: size for path, *_, size in fingerprint(folder)}
-    assert found == {"w.bin": 3, "nowhere": -1}
-    before = fingerprint(folder)
-    (tmp_path / "weights" / "w.bin").write_bytes(b"1234")
-    assert fingerprint(folder) != before
-
-
-def test_fingerprint_includes_where_links_lead(tmp_path: Path) -> None:
-    """This is how a mounted ConfigMap is replaced; files written at the same time may differ in nothing else."""
-    (tmp_path / "m" / "1").mkdir(parents=True)
-    for number in (1, 2):
-        (tmp_path / str(number)).mkdir()
-    (tmp_path / "1" / "model.onnx").write_bytes(b"1")
-    os.link(tmp_path / "1" / "model.onnx", tmp_path / "2" / "model.onnx")
-    (tmp_path / "data").symlink_to(tmp_path / "1")
-    (tmp_path / "m" / "1" / "model.onnx").symlink_to(tmp_path / "data" / "model.onnx")
-    folder = model_folder("m", tmp_path / "m")
-    before = fingerprint(folder)
-    (tmp_path / "new").symlink_to(tmp_path / "2")
-    (tmp_path / "new").replace(tmp_path / "data")
-    assert fingerprint(folder) != before
-    (tmp_path / "m" / "2").mkdir()
-    before = fingerprint(folder)
-    (tmp_path / "m" / "2" / "model.onnx").symlink_to(tmp_path / "data" / "model.onnx")
-    assert fingerprint(folder) != before, "another version of the same file"
-
-
-@pytest.mark.parametrize("hidden", [".DS_Store", "1/._model.onnx", ".git/HEAD", "1/.config.pbtxt.swp"])
-def test_fingerprint_leaves_out_hidden_files(tmp_path: Path, hidden: str) -> None:
-    (tmp_path / "m" / "1").mkdir(parents=True)
-    (tmp_path / "m" / "1" / "model.onnx").write_bytes(b"1")
-    folder = model_folder("m", tmp_path / "m")
-    before = fingerprint(folder)
-    (tmp_path / "m" / hidden).parent.mkdir(exist_ok=True)
-    (tmp_path / "m" / hidden).write_bytes(b"1")
-    assert fingerprint(folder) == before
-
-
-def test_fingerprint_of_a_bare_file_is_of_that_file_only(tmp_path: Path) -> None:
-    (tmp_path / "m.onnx").write_bytes(b"1")
-    (tmp_path / "n.onnx").write_bytes(b"1")
-    layout = Layout([tmp_path / "m.onnx"])
-    layout.open()
-    (folder,) = layout.models()
-    assert [Path(path).name for path, *_ in fingerprint(folder)] == ["m.onnx"]
-    (tmp_path / "m.onnx").unlink()
-    assert [size for *_, size in fingerprint(folder)] == [-1]
