@@ -90,6 +90,11 @@ def test_everything_shares_if_worth_much() -> None:
     assert shared([100, 98, 10, 99, 11, 12], worth=1_000) == [100, 98, 10, 99, 11, 12]
 
 
+def test_only_the_first_different_sizes_share() -> None:
+    """Large batches of samples, say, all differ; the event loop must not think about them for seconds."""
+    assert shared([*range(1, 1_000), 3], worth=10**9) == [*range(1, 129), 3]
+
+
 def test_sizes_count_as_what_they_are_filled_up_to() -> None:
     requests = [request(size) for size in (11, 20, 21, 12)]
     assert [one.sizes for one in sharing(requests, (upper_ten,), ANY, 0)] == [(11,), (20,), (12,)]
