@@ -21,7 +21,8 @@ __all__ = ["Bounds", "Sizes", "common_sizes", "sharing"]
 Sizes = tuple[int, ...]
 
 _MAX_SIZES = 128
-"""How many different common sizes are looked at; requests of others share a later batch. So many take some 10 ms; 2,000 took 1.6 s."""
+"""How many different common sizes are looked at; requests of others share a later batch. So many take some 10 ms;
+2,000 took 1.6 s."""
 
 
 class Bounds(NamedTuple):
