@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import onnxruntime
 import pytest
+from onnx import helper
 
 from paceline.backends.base import LengthAxis, LengthTrial, Supervise, unsupervised
 from paceline.backends.spec import Array, Length, ModelSpec, Tensors, TensorSpec
@@ -24,7 +25,7 @@ from tests.integration.scripted import own
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
 from tests.memory_models import MemoryModel
-from tests.models import write
+from tests.models import model, tensor, write
 from tests.polling import eventually_async
 from tests.shared_objects import add_shared_input, request_shared_output, shared_object
 from tests.unit.backends.length_models import WORDS, encoder
@@ -170,6 +171,22 @@ async def test_masked_onnx_model_answers_mixed_lengths_as_alone(tmp_path: Path, 
         shown = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
     assert real == 3 * sum(one["ids"].size for one in texts)
     assert shown.parameters["paceline.pad"].string_value == "ids[1]=0, mask[1]=0"
+
+
+async def test_halves_of_any_height_and_width_are_as_alone(tmp_path: Path) -> None:
+    tensors = [tensor(name, "FP16", ["n", "height", "width"]) for name in ("x", "y")]
+    doubled = model([helper.make_node("Add", ["x", "x"], ["y"])], tensors[:1], tensors[1:])
+    folder = write(doubled, tmp_path / "m" / "1" / "model.onnx").parents[1]
+    (folder / "config.pbtxt").write_text(own(pad="x[1], x[2]"))
+    random = np.random.default_rng(0)
+    shapes = [(1 + number % 3, 2 + number % 5, 3 + number % 7) for number in range(REQUESTS)]
+    images = [random.random(shape).astype(np.float16) for shape in shapes]
+    async with serving(tmp_path) as served:
+        for _ in range(3):
+            answers = await asyncio.gather(*(served.infer(infer("m", {"x": image})) for image in images))
+            for answer, image in zip(answers, images, strict=True):
+                np.testing.assert_array_equal(outputs_of(answer)[0], image + image, strict=True)
+        assert await served.metric("paceline_elements") == 3 * sum(image.size for image in images)
 
 
 async def test_model_that_looks_at_its_padding_keeps_lengths_apart(tmp_path: Path) -> None:
