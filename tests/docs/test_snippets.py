@@ -59,6 +59,11 @@ NOT_RUN = {
     "skl2onnx": "needs scikit-learn",
     "import skl2onnx": "needs scikit-learn",
     "import torch": "needs PyTorch",
+    "optimum-cli": "needs Hugging Face",
+    "pip download": "needs the network",
+    "unzip": "needs what was downloaded",
+    "paceline serve minilm": "needs what was downloaded; integration/test_bench_lengths.py serves another encoder",
+    "from tokenizers": "needs Hugging Face's tokenizers",
 }
 """Beginnings of commands and of Python that aren't run, with the reason."""
 
