@@ -22,6 +22,8 @@ OTHERS = {
     "--go_out": "protoc",
     "--http-port": "tritonserver",
     "--log-verbose": "tritonserver",
+    "--model": "optimum-cli",
+    "--no-deps": "pip",
     "--predictor_protocol": "transformers in KServe",
 }
 

@@ -63,6 +63,7 @@ NOT_RUN = {
     "pip download": "needs the network",
     "unzip": "needs what was downloaded",
     "paceline serve minilm": "needs what was downloaded; integration/test_bench_lengths.py serves another encoder",
+    "torch.onnx.export": "needs PyTorch",
     "from tokenizers": "needs Hugging Face's tokenizers",
 }
 """Beginnings of commands and of Python that aren't run, with the reason."""

@@ -31,6 +31,8 @@ async def zoo(tmp_path: Path) -> AsyncIterator[Served]:
     (tmp_path / "simple" / "config.pbtxt").write_text("version_policy { all { } } max_batch_size: 8")
     models.write(models.identity("BYTES"), tmp_path / "text" / "1" / "model.onnx")
     models.write(models.add_sub("FP32", 2, batched=False), tmp_path / "whole" / "1" / "model.onnx")
+    tensors = [f'{kind} {{ name: "{kind.upper()}{at}" dims: 2 }}' for kind in ("input", "output") for at in (0, 1)]
+    (tmp_path / "whole" / "config.pbtxt").write_text(" ".join(tensors))
     models.write(models.scalar(), tmp_path / "scalar" / "model.onnx")
     async with serving(tmp_path) as served:
         yield served
