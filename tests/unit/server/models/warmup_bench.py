@@ -65,3 +65,8 @@ def sample(data: str = "zero_data: true", dims: str = "2", datatype: str = "FP32
     name = "STRING" if datatype == "BYTES" else datatype
     return f"""model_warmup {{ name: "s" {more}
         inputs {{ key: "a" value {{ data_type: TYPE_{name} dims: [ {dims} ] {data} }} }} }}"""
+
+
+def values(bench: Bench) -> list[object]:
+    """The inputs of each execution, as lists."""
+    return [[array.tolist() for array in inputs] for inputs in bench.seen]
