@@ -65,12 +65,25 @@ def masked_lengths(spec: ModelSpec) -> Iterator[tuple[ModelSpec, frozenset[int]]
         if -1 in tensor.dims and tensor.reshape is None and is_of_integers(tensor):
             families.setdefault((tensor.dims, _names(tensor)[1:]), []).append(index)
     # A mask and what it masks: words are no booleans.
-    found = [one for one in families.values() if len(one) > 1 and any(_are_words(spec.inputs[index]) for index in one)]
+    found = [
+        family
+        for family in families.values()
+        if len(family) > 1
+        and any(_are_words(spec.inputs[index]) for index in family)
+        and not _may_be_two_texts(spec, family)
+    ]
     choices = [_masks(spec, family) for family in found]
     places = [(index, axis) for family in found for index in family for axis in free_axes(spec.inputs[index])]
     for number in range(max(map(len, choices), default=0)):
         masks = frozenset[int]().union(*(one[min(number, len(one) - 1)] for one in choices))
         yield replace(spec, lengths=_lengths(spec.inputs, places)), masks
+
+
+def _may_be_two_texts(spec: ModelSpec, family: Sequence[int]) -> bool:
+    """Whether inputs may belong to texts of different sizes, as no names say otherwise: a question and an answer, say.
+    One text has words, a mask, and types at most."""
+    is_named = any(_names(spec.inputs[family[0]])[1:])
+    return not is_named and (len(family) > 3 or len(named_masks(spec) & frozenset(family)) > 1)
 
 
 def named_masks(spec: ModelSpec) -> frozenset[int]:

@@ -176,7 +176,7 @@ class _Trial:
         if odd:
             return _Tried(spec, odd=odd)
         limits, varied = self._limits(spec, rows, few, alone)
-        if not varied:
+        if not any(varied):
             return _Tried(spec, True, why_not=_SAME)
         row_bytes = sum(one.nbytes for one in (*few[-1][1], *alone[-1]))
         if 4 * row_bytes > MAX_BYTES:
@@ -195,7 +195,8 @@ class _Trial:
             try:
                 why_not = self._compare(spec, [*few, *more], [*alone, *others], limits)
                 if not number and not why_not:
-                    why_not = self._compare_short(spec, rows, few[-1][0], min(_MANY, MAX_BYTES // row_bytes), limits)
+                    count = min(_MANY, MAX_BYTES // row_bytes)
+                    why_not = self._compare_short(spec, rows, few[-1][0], count, limits, varied)
             except _GivenUp:
                 if number:
                     break
@@ -206,31 +207,40 @@ class _Trial:
 
     def _limits(
         self, spec: ModelSpec, rows: _Rows, few: Sequence[_Row], alone: Sequence[Tensors]
-    ) -> tuple[list[float], bool]:
-        """How far results of each output may be apart, and whether any of them vary with what is in a row. Outputs that
+    ) -> tuple[list[float], list[bool]]:
+        """How far results of each output may be apart, and whether they vary with what is in a row. Outputs that
         differ when the same row runs again are random, or count executions: nothing is expected of them."""
         again = _apart(spec, alone[0], self._run(few[0][1]))
         limits = [_MOST if one <= _COARSE else np.inf for one in again]
         if min(limits, default=0) == np.inf:
             raise _GivenUp("its results differ from run to run")
-        bases, varied = [0.0] * len(limits), False
+        bases, varied = [0.0] * len(limits), [False] * len(limits)
         for (sizes, row), result in ((few[0], alone[0]), (few[-1], alone[-1])):
             other = rows.one(3, sizes)[1]
             both = self._run([np.concatenate(pair) for pair in zip(row, other, strict=True)])
             if any(len(one) != 2 for one in both):
                 raise ExecutionError("its outputs don't have the rows of its inputs")
             bases = list(map(max, bases, _apart(spec, result, [one[:1] for one in both])))
-            varied = varied or any(not np.array_equal(one[:1], one[1:]) for one in both)
+            varied = [seen or not np.array_equal(one[:1], one[1:]) for seen, one in zip(varied, both, strict=True)]
         least = [0.0 if _is_exact(one) else _COARSE if self._coarse else _CLOSE for one in spec.outputs]
         return [
             limit if limit == np.inf else max(close, min(_TIMES * base, limit))
             for limit, close, base in zip(limits, least, bases, strict=True)
         ], varied
 
-    def _compare_short(self, spec: ModelSpec, rows: _Rows, common: Sizes, count: int, limits: Sequence[float]) -> str:
+    def _compare_short(
+        self,
+        spec: ModelSpec,
+        rows: _Rows,
+        common: Sizes,
+        count: int,
+        limits: Sequence[float],
+        varied: Sequence[bool],
+    ) -> str:
         """How results of `count` rows as short as the model accepts change once these are filled up to `common`, in
-        words. The largest of all words' numbers, or its place, shows the filling only where that exceeds all words: the
-        fewer these are, the likelier."""
+        words; or which output gives these the same results, and hasn't `varied` before. The largest of all words'
+        numbers, or its place, shows the filling only where that exceeds all words: the fewer these are, the likelier.
+        """
         for size in (*_SHORT, 0):
             sizes = (size,) * len(spec.lengths) if size else rows.few()[0][0]
             many = [rows.one(4 + number, sizes)[1] for number in range(count)]
@@ -241,7 +251,13 @@ class _Trial:
                 raise
             except ExecutionError:
                 continue
-            return self._compare(spec, [(sizes, together)], [expected], limits, common)
+            if why_not := self._compare(spec, [(sizes, together)], [expected], limits, common):
+                return why_not
+            # An output that never varies says nothing, whatever the others say.
+            for tensor, limit, array, has_varied in zip(spec.outputs, limits, expected, varied, strict=True):
+                if limit < np.inf and not has_varied and all(np.array_equal(one, array[0]) for one in array[1:]):
+                    return _SAME_IN.format(tensor.name)
+            return ""
         return ""  # it doesn't accept so many
 
     def _compare(
@@ -284,6 +300,7 @@ class _Trial:
 
 
 _SAME = "it isn't known whether the filling shows in its results, as all made-up rows give the same results"
+_SAME_IN = "it isn't known whether the filling shows in output '{}', which is the same for all made-up rows"
 _Row = tuple[Sizes, Sequence[Array]]
 
 

@@ -292,3 +292,30 @@ def test_trial_of_equal_results_shows_nothing() -> None:
     found = try_lengths(_spec(), None, lambda inputs: [np.zeros((*inputs[0].shape, 2), np.float32)])
 
     assert found.why_not.endswith("as all made-up rows give the same results")
+
+
+def test_trial_doubts_an_output_that_never_varies() -> None:
+    spec = replace(_spec(), outputs=(*_spec().outputs, TensorSpec("label", "INT64", ())))
+
+    def run(inputs: Sequence[Array]) -> Tensors:
+        (x,) = _wide(inputs)
+        return [x, np.full(len(x), int(inputs[0].shape[1] > 10**4), np.int64)]
+
+    found = try_lengths(spec, None, run)
+
+    assert found.spec.lengths == ()
+    assert found.why_not.endswith("in output 'label', which is the same for all made-up rows")
+
+
+def test_trial_of_two_texts_without_names_is_none() -> None:
+    words = TensorSpec("words", "INT64", (-1,))
+    texts = [replace(words, name=f"{what}_{one}") for one in "ab" for what in ("words", "mask")]
+    named = [replace(one, axis_names=("n", one.name[-1])) for one in texts]
+    spec = replace(_spec(), inputs=tuple(texts))
+
+    def run(inputs: Sequence[Array]) -> Tensors:
+        return [*_wide(inputs[:2])]
+
+    assert try_lengths(spec, None, run).spec.lengths == ()
+    found = try_lengths(replace(spec, inputs=tuple(named)), None, run).spec.lengths
+    assert [one.inputs for one in found] == [((0, 1), (1, 1)), ((2, 1), (3, 1))]
