@@ -6,8 +6,8 @@ know deadlines. A size is in rows, or, where requests differ in length, in eleme
 
 Sizes count by octaves. The bound of a key moves by one octave at a time, towards where a row costs less by more than
 the measurements differ among themselves. It starts without a bound, so a model that nothing speaks against has none.
-What is measured is forgotten after half a minute. To know whether the next octave is cheaper, a few batches are made of
-that size now and then: eight in half a minute, and not two in a row.
+What is measured is forgotten after half a minute, or some executions. To know whether the next octave is cheaper, a few
+batches are made of that size now and then: eight in half a minute, and not two in a row.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ _ENOUGH = 8
 """Measurements that say what a row costs."""
 _WEIGHT = 0.1
 _FRESH_NS = 30_000_000_000
+_FRESH_TIMES = 64
+"""What is measured is forgotten after half a minute, or, as slow models make few batches in that time, after so many
+executions one after the other."""
 _NOISE = 0.03
 """A difference up to this fraction means nothing, however often it is seen."""
 _DEVIATIONS = 2
@@ -34,19 +37,20 @@ _MAX_KEYS = 256
 
 
 class _Octave:
-    """What a row costs in batches of one octave: mean, mean deviation, number of measurements, time of the first one
-    since they were last too old."""
+    """What a row costs in batches of one octave: mean, mean deviation, number of measurements, and until when they
+    count."""
 
-    __slots__ = ("count", "deviation", "last_ns", "mean")
+    __slots__ = ("count", "deviation", "mean", "until_ns")
 
     def __init__(self) -> None:
         self.mean = self.deviation = 0.0
-        self.count = self.last_ns = 0
+        self.count = self.until_ns = 0
 
-    def observe(self, cost: float, now_ns: int) -> None:
-        if now_ns - self.last_ns > _FRESH_NS:
+    def observe(self, duration_ns: int, size: int, now_ns: int) -> None:
+        cost = duration_ns / size
+        if now_ns > self.until_ns:
             self.count = 0
-        self.last_ns = now_ns
+        self.until_ns = now_ns + max(_FRESH_NS, _FRESH_TIMES * duration_ns)
         self.count += 1
         if self.count == 1:
             self.mean, self.deviation = cost, 0.0
@@ -76,7 +80,7 @@ class _Key:
     def known(self, number: int, now_ns: int) -> _Octave | None:
         """The octave of this number, if enough of it was measured lately."""
         octave = self.octaves.get(number)
-        return octave if octave and octave.count >= _ENOUGH and now_ns - octave.last_ns <= _FRESH_NS else None
+        return octave if octave and octave.count >= _ENOUGH and now_ns <= octave.until_ns else None
 
     def top(self, now_ns: int) -> int | None:
         """The bound, or without one the largest octave that is known; None if none is."""
@@ -126,7 +130,7 @@ class Growth:
         octave = known.octaves.get(number)
         if octave is None:
             octave = known.octaves[number] = _Octave()
-        octave.observe(duration_ns / size, now_ns)
+        octave.observe(duration_ns, size, now_ns)
         known.measurements += 1
         if not known.measurements % _ENOUGH:
             self._judge(known, now_ns)

@@ -157,7 +157,8 @@ class LatencyModel:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._largest = max_rows
+        self._max_rows = self._largest = max_rows
+        self._lately = 0
         self._curves: OrderedDict[int, _Curve] = OrderedDict()
         self._sizes = 0
         self._since_look = 0
@@ -216,13 +217,14 @@ class LatencyModel:
         return curve.base_ns() if curve is not None else 0
 
     def expect(self, size: int) -> None:
-        """Learn that a batch may have this size."""
+        """Learn that a batch may have this size; for a while, as one large request says nothing about later ones."""
+        self._lately = max(self._lately, size)
         if size > self._largest:
-            self._largest = size
             self._look()
 
     def _look(self) -> None:
         self._since_look = 0
+        self._largest, self._lately = max(self._max_rows, self._lately), 0
         self.longest_ns = max([one.longest_ns(self._largest) for one in self._curves.values()], default=0)
 
     def worth(self, key: Hashable) -> float:

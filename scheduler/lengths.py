@@ -33,7 +33,7 @@ class Bounds(NamedTuple):
     elements: int
 
 
-class _Alike(Generic[RequestT]):
+class _SameSizes(Generic[RequestT]):
     """Requests of equal common sizes, with `rows` rows together."""
 
     __slots__ = ("requests", "rows", "sizes")
@@ -58,13 +58,13 @@ def sharing(
 
     Linear in the requests, and in their different sizes, of which there is a limit, quadratic at worst.
     """
-    groups: dict[Sizes, _Alike[RequestT]] = {}
+    groups: dict[Sizes, _SameSizes[RequestT]] = {}
     for request in waiting:
         sizes = tuple([padded(size) for padded, size in zip(lengths, request.sizes, strict=True)])
         if (group := groups.get(sizes)) is None:
             if len(groups) == _MAX_SIZES:
                 continue
-            group = groups[sizes] = _Alike(sizes)
+            group = groups[sizes] = _SameSizes(sizes)
         group.requests.append(request)
         group.rows += request.rows
     first = next(iter(groups))
@@ -79,7 +79,7 @@ def sharing(
     return _fitting(candidates, lengths, most)
 
 
-def _may_share(one: _Alike[RequestT], two: _Alike[RequestT], worth: float) -> bool:
+def _may_share(one: _SameSizes[RequestT], two: _SameSizes[RequestT], worth: float) -> bool:
     """Whether a batch of both may be one of the cheapest. Not if a batch of its own costs either of them less than to
     be filled up to the other. Of a single length this is left to `_cheapest`, which sees what else waits."""
     if len(one.sizes) == 1:
@@ -88,7 +88,7 @@ def _may_share(one: _Alike[RequestT], two: _Alike[RequestT], worth: float) -> bo
     return all(group.rows * (size - math.prod(group.sizes)) <= worth for group in (one, two))
 
 
-def _cheapest(groups: Sequence[_Alike[RequestT]], most: Bounds, worth: float, place: int) -> tuple[int, int]:
+def _cheapest(groups: Sequence[_SameSizes[RequestT]], most: Bounds, worth: float, place: int) -> tuple[int, int]:
     """The begin and end of the groups that share batches with the one at `place`, if all `groups`, in ascending order,
     are split so that they cost least."""
     # best[n]: the least cost, in elements, of the first n groups, the last batches of which begin with group

@@ -222,14 +222,14 @@ class Sizing:
         either these or the sizes of `cut`, whichever answer more requests per time."""
         first, columns = cut.requests[0].sizes, [*zip(*[one.sizes for one in cut.requests], strict=True)]
         bounds = [(min(column), max(column)) for column in columns]
-        alike = [one for one in candidates if one.sizes == first]
+        same = [one for one in candidates if one.sizes == first]
         near = [
             one
             for one in candidates
             if all(low <= size <= high for size, (low, high) in zip(one.sizes, bounds, strict=True))
         ]
-        own = self.of(self.fitting(alike, len(cut.requests), cut.rows)[0])
-        mine, mine_late = self._fastest(key, alike, own, starts_ns)
+        own = self.of(self.fitting(same, len(cut.requests), cut.rows)[0])
+        mine, mine_late = self._fastest(key, same, own, starts_ns)
         others, others_late = self._fastest(key, near, cut, starts_ns)
         if not mine.requests:
             too_late = self._too_late(key, own, starts_ns)

@@ -68,6 +68,11 @@ def test_bound_goes_when_the_cost_changes() -> None:
     assert Counter(rows[1_000:]).most_common(1)[0][0] == 32
 
 
+def test_slow_models_are_not_measured_for_ever() -> None:
+    rows = drive(queue_of(), lambda rows: 1_000 * fixed(rows), 200)
+    assert rows.count(32) > 170  # else a quarter is smaller
+
+
 def test_asked_for_growth_never_stops() -> None:
     assert set(drive(queue_of(grows_always=True), cached, 200)) == {32}
 
