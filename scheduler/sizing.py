@@ -1,8 +1,9 @@
-"""How many of a lane's first requests make the next batch, once it is decided that one leaves.
+"""How many of a lane's first requests make the next batch, once it is decided that one leaves; if requests differ in
+length, which of them.
 
 Lives here: sizes, padding and the effect of deadlines on them, by measured execution times. Must not: lanes, heaps, or
-state other than what is currently allowed. Requests come in the order of service, and a batch is always a prefix of
-them.
+state other than what is currently allowed. Requests come in the order of service, and the first of them is in the
+batch, unless it would be late; without lengths or deadlines, a batch is a prefix of them.
 """
 
 from __future__ import annotations
