@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -45,7 +45,8 @@ class TensorSpec:
     `dims` of an output are only what the model says of itself, which may be wrong, so results may have others. `fill`:
     what an input is filled up with along its length axes; nothing is written into one of BYTES, whose elements are then
     empty. `axis_names`: the model's own names of its axes, batch axis included, "" for one without; empty if it has
-    none.
+    none. `batch_axis`: where the batch axis of a batched model's tensor is, which only a state may have elsewhere than
+    in front.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TensorSpec:
     assumed: bool = False
     fill: int | float = 0
     axis_names: tuple[str, ...] = field(default=(), compare=False)
+    batch_axis: int = 0
 
     @property
     def model_dims(self) -> tuple[int, ...]:
@@ -132,12 +134,56 @@ def stepped(size: int) -> int:
     return -(-size // step) * step
 
 
+class ControlKind(Enum):
+    """What a control says of the step in its row (`ModelSequenceBatching.Control.Kind`): that it is its sequence's
+    first, that there is one at all, that it is the last, and which sequence it is of."""
+
+    START = "CONTROL_SEQUENCE_START"
+    READY = "CONTROL_SEQUENCE_READY"
+    END = "CONTROL_SEQUENCE_END"
+    CORRID = "CONTROL_SEQUENCE_CORRID"
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """An input that tells the model about the step in each row; clients neither see nor send it. `values` are those for
+    false and true; empty for CORRID, whose value is the sequence's id."""
+
+    kind: ControlKind
+    tensor: TensorSpec
+    values: tuple[int | float | bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """What a sequence keeps from step to step: the output `output` of a step is the input `input` of the next one.
+    `initial` is the first step's, of one row, in the model's shape with a batch axis of size 1 if it is batched. The
+    two tensors have the same datatype and batch axis; their free dims may change from step to step."""
+
+    input: TensorSpec
+    output: TensorSpec
+    initial: Array
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """How steps of sequences are executed. `slots`: how many sequences an instance holds at a time; each of its
+    sequences stays on it from start to end, as the model may keep something of it. 0: the model can't tell, so any
+    instance may execute any step. `rows`: a sequence's row in a batch is always that of its slot, and rows without a
+    step are executed too, with READY false."""
+
+    controls: tuple[Control, ...] = ()
+    states: tuple[State, ...] = ()
+    slots: int = 0
+    rows: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Inputs and outputs, in the model's own order. `batched`: every tensor except shape tensors has a batch axis in
     front of its `dims`. `batch_inputs` are not among `inputs`: clients neither see nor send them. `lengths`: the axes
     along which requests of different sizes are filled up and cut back. `fixed_rows`: the only number of rows that the
-    model takes, to which each batch is padded; 0: any number."""
+    model takes, to which each batch is padded; 0: any number. `sequence`: its requests are steps of sequences."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -146,11 +192,29 @@ class ModelSpec:
     batch_outputs: tuple[BatchOutput, ...] = ()
     lengths: tuple[Length, ...] = ()
     fixed_rows: int = 0
+    sequence: SequenceSpec | None = None
+
+    @property
+    def executed(self) -> ModelSpec:
+        """What instances serve: this spec with controls and states, which clients don't see, after its own tensors."""
+        if self.sequence is None:
+            return self
+        seen = {tensor.name for tensor in self.outputs}
+        controls = tuple(control.tensor for control in self.sequence.controls)
+        kept = tuple(state.output for state in self.sequence.states if state.output.name not in seen)
+        return replace(
+            self,
+            inputs=(*self.inputs, *controls, *(state.input for state in self.sequence.states)),
+            outputs=(*self.outputs, *kept),
+            sequence=None,
+        )
 
     @property
     def by_rows(self) -> bool:
         """Whether every tensor of a batch is simply stacked and split along its first axis."""
-        special = (tensor.optional or tensor.shape_tensor for tensor in (*self.inputs, *self.outputs))
+        special = (
+            tensor.optional or tensor.shape_tensor or tensor.batch_axis for tensor in (*self.inputs, *self.outputs)
+        )
         return self.paddable and not any(special)
 
     @property

@@ -3,6 +3,10 @@
 SchedulerError
 ├── RequestTooLarge    more rows than one batch may have; refused at push
 ├── QueueFull          a bound of the queue is reached; refused at push
+│   └── BacklogFull          as many steps of sequences wait for their turn as may
+├── SequenceError
+│   ├── NoSequence           the id of a sequence is missing
+│   └── NotStarted           there is no such sequence (any more), and the step doesn't start one
 ├── DeadlineExceeded
 │   ├── QueueTimeout         its queue timeout or its RPC's deadline passed while it waited
 │   └── DeadlineUnreachable  it could not be answered before its RPC's deadline, so it was not executed
@@ -15,16 +19,20 @@ SchedulerError
 from __future__ import annotations
 
 __all__ = [
+    "BacklogFull",
     "BatcherClosed",
     "DeadlineExceeded",
     "DeadlineUnreachable",
     "ExecutionFailed",
     "ExecutionTimeout",
     "NoInstance",
+    "NoSequence",
+    "NotStarted",
     "QueueFull",
     "QueueTimeout",
     "RequestTooLarge",
     "SchedulerError",
+    "SequenceError",
 ]
 
 _DEADLINE = "Deadline Exceeded"
@@ -49,6 +57,38 @@ class QueueFull(SchedulerError):
     def __init__(self, limit: int, what: str = "requests", whose: str = "") -> None:
         self.what = what
         super().__init__(f"Exceeds maximum queue size of {limit} {what}{f' of {whose}' if whose else ''}")
+
+
+class BacklogFull(QueueFull):
+    """As many steps wait for an earlier one of their sequence, or for room for their sequence, as may."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit, "requests of sequences that wait for their turn (paceline.sequence_backlog)")
+
+
+class SequenceError(SchedulerError):
+    """The request doesn't fit the sequences that there are. Its sequence, if there is one, is as it was."""
+
+
+class NoSequence(SequenceError):
+    """The request is in no sequence, and requests of this model are steps of sequences."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID: expected "
+            "parameter sequence_id, as its requests are steps of sequences"
+        )
+
+
+class NotStarted(SequenceError):
+    """There is no such sequence: it was never started, or has ended for the `reason`, if that is known."""
+
+    def __init__(self, model: str, sequence: int | str, reason: str = "") -> None:
+        text = (
+            f"inference request for sequence {sequence} to model '{model}' must specify the START flag on the first "
+            "request of the sequence"
+        )
+        super().__init__(f"{text}: {reason}" if reason else text)
 
 
 class DeadlineExceeded(SchedulerError):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["NEVER", "BatchPolicy", "PolicyError", "QueueLimits", "QueuePolicy", "TimeoutAction"]
+__all__ = ["NEVER", "BatchPolicy", "PolicyError", "QueueLimits", "QueuePolicy", "SequencePolicy", "TimeoutAction"]
 
 NEVER = (1 << 63) - 1
 """A point in time, in monotonic nanoseconds, that is never reached."""
@@ -77,6 +77,28 @@ class QueueLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SequencePolicy:
+    """How many sequences may be under way, and for how long.
+
+    A sequence of which nothing waits or executes for `idle_ns` ends. `slots` is how many an instance holds at a time,
+    each of which stays on that instance; 0: any instance may execute any step, and all together hold `max_sequences`.
+    A new sequence waits until there is room. `backlog` is how many requests may wait for that, or for an earlier step
+    of their sequence.
+    """
+
+    idle_ns: int = 1_000_000_000
+    slots: int = 0
+    max_sequences: int = 10_000
+    backlog: int = 10_000
+
+    def __post_init__(self) -> None:
+        _require(self.idle_ns >= 1, "max_sequence_idle_microseconds", ">= 1", self.idle_ns)
+        _require(self.slots >= 0, "slots", ">= 0", self.slots)
+        _require(self.max_sequences >= 1, "max_sequences", ">= 1", self.max_sequences)
+        _require(self.backlog >= 0, "sequence_backlog", ">= 0", self.backlog)
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPolicy:
     """When waiting requests become a batch, and which.
 
@@ -98,7 +120,7 @@ class BatchPolicy:
     the common size of a batch whose longest request has a given one. `max_batch_elements`: the most that rows times
     these common sizes may be (0: no bound). `grows_always`: a batch is as large as it can be, even if fewer rows were
     measured to cost less each. `execution_limit_ns`: an execution that takes longer is given up, and its instance with
-    it (0: no limit).
+    it (0: no limit). `sequences`: requests are steps of sequences; None: they have nothing to do with each other.
     """
 
     max_batch_rows: int = 1
@@ -119,6 +141,7 @@ class BatchPolicy:
     max_batch_elements: int = 0
     grows_always: bool = True
     execution_limit_ns: int = 0
+    sequences: SequencePolicy | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_batch_rows >= 1, "max_batch_rows", ">= 1", self.max_batch_rows)

@@ -22,6 +22,7 @@ __all__ = [
     "OnAnswers",
     "Request",
     "RequestT",
+    "SequenceStep",
     "Timer",
     "succeed_all",
 ]
@@ -44,6 +45,14 @@ class BatchFacts(NamedTuple):
     sizes: tuple[int, ...] = ()
 
 
+class SequenceStep(NamedTuple):
+    """Where a request stands in its sequence. The ids 5 and "5" are different; 0 and "": it is in none."""
+
+    id: int | str
+    start: bool = False
+    end: bool = False
+
+
 OnAnswers = Callable[[list[Any]], None]
 """Told of requests that have another answer or have ended: all of a batch at once, in the order in which their answers
 leave. It takes the `value` of one that hasn't `ended`, as the next answer replaces it. It mustn't raise. Typed Any
@@ -55,7 +64,8 @@ class Request(Generic[P, R]):
     a batch. They may differ in `sizes`, as many as the policy has `lengths`: they are filled up to common ones.
 
     `timeout_ns` is its own queue timeout (0: none), `deadline_ns` the moment its caller gives up. Its wait began at
-    `arrived_ns` (0: when it is submitted). `tag` is whatever the caller wants an observer of batches to find.
+    `arrived_ns` (0: when it is submitted). `tag` is whatever the caller wants an observer of batches to find. `step`:
+    what it is in its sequence, of a model whose requests are steps.
 
     While it waits: `level` is what it is bounded and counted by, `order` alone decides when it is served, and the queue
     has to do something about it at `act_at_ns`: at its queue timeout, or at its deadline.
@@ -86,6 +96,7 @@ class Request(Generic[P, R]):
         "rows",
         "size_bytes",
         "sizes",
+        "step",
         "tag",
         "timeout_ns",
         "timer",
@@ -127,6 +138,7 @@ class Request(Generic[P, R]):
         self.batcher: _HearsOfCancelling | None = None
         self.on_answers: OnAnswers | None = None
         self.batch_facts: BatchFacts | None = None
+        self.step: SequenceStep | None = None
         self._error: BaseException | None = None
         self._future: _Future | None = None
 

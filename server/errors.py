@@ -50,16 +50,20 @@ from paceline.backends.errors import (
 from paceline.protos.datatypes import UnknownDatatypeError
 from paceline.protos.tensors import TensorError
 from paceline.scheduler.errors import (
+    BacklogFull,
     BatcherClosed,
     DeadlineExceeded,
     DeadlineUnreachable,
     ExecutionFailed,
     ExecutionTimeout,
     NoInstance,
+    NoSequence,
+    NotStarted,
     QueueFull,
     QueueTimeout,
     RequestTooLarge,
     SchedulerError,
+    SequenceError,
 )
 from paceline.scheduler.runner import ThreadLost
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
@@ -211,6 +215,7 @@ class StartError(Exception):
 _CLASSES: Mapping[grpc.StatusCode, Sequence[type[BaseException]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (
         InvalidRequest, TensorError, UnknownDatatypeError, RequestTooLarge, ConfigError, LoadFailed,
+        SequenceError, NoSequence, NotStarted,
     ),
     grpc.StatusCode.NOT_FOUND: (ModelNotFound, RegionNotFound),
     grpc.StatusCode.ALREADY_EXISTS: (RegionExists,),
@@ -220,7 +225,7 @@ _CLASSES: Mapping[grpc.StatusCode, Sequence[type[BaseException]]] = {
     ),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (
         MessageTooLarge, AnswerTooLarge,  # as gRPC itself does for messages that are too large
-        QueueFull, TooManyRegions, TooManyModels, TooFewDescriptors, OutOfMemory, MemoryError,
+        QueueFull, BacklogFull, TooManyRegions, TooManyModels, TooFewDescriptors, OutOfMemory, MemoryError,
     ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlineExceeded, QueueTimeout, DeadlineUnreachable),
     grpc.StatusCode.CANCELLED: (asyncio.CancelledError,),
