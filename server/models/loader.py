@@ -1,7 +1,6 @@
 """From a folder on disk to instances that can execute.
 
-Lives here: the blocking part of a load, run on a worker thread, and the rules by which code in models gets to run,
-before any does. Must not: touch the event loop or what is being served.
+Lives here: the blocking part of a load, run on a worker thread. Must not: touch the event loop or what is being served.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ from paceline.backends.base import (
 )
 from paceline.backends.onnx.options import OWN_PROCESS
 from paceline.backends.paths import exists, is_file, open_inside
-from paceline.backends.python import EXECUTABLE
 from paceline.backends.remote import RemoteInstance, RemoteModel
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.codec.classification import Labels, read_labels
 from paceline.server.errors import ConfigError, LoadHangs
 from paceline.server.models.batch_policy import limit_of
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
+from paceline.server.models.effective_config import effective_config
 from paceline.server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
 from paceline.server.models.model_config import (
     ServingPlan,
     backend_name,
     check_supported,
-    effective_config,
     ignored_settings,
     instance_groups,
     is_complete,
@@ -49,13 +47,13 @@ from paceline.server.models.model_config import (
 )
 from paceline.server.models.model_record import DUPLICATE_NAME
 from paceline.server.models.padding import Padding, says_only_padding, with_lengths
+from paceline.server.models.permissions import check_allowed, check_code
 from paceline.server.models.tensor_config import (
     can_batch,
     doubts_outputs,
     fixed_rows,
     freed,
     why_no_batch_axis,
-    without_datatype,
 )
 from paceline.server.models.warmup import Supervisor, WarmUp
 
@@ -109,8 +107,8 @@ def load_model(
     """
     defaults = defaults or LoadDefaults()
     config = _configuration(folder, override)
-    _check_allowed(config, defaults, from_client=override is not None)
-    _check_code(config, folder, defaults, from_client=override is not None)
+    check_allowed(config, defaults, from_client=override is not None)
+    check_code(config, folder, defaults, from_client=override is not None)
     versions = wanted_versions(config, folder)
     if tell_versions is not None:
         tell_versions(versions)
@@ -137,53 +135,6 @@ def _tell_ignored(config: pb.ModelConfig, flags: Sequence[tuple[str, str]]) -> N
         _log.warning(text, config.name, names, have, fields)
     if settings := ignored_settings(config):
         _log.warning("model '%s': not in this build, so without effect: %s", config.name, ", ".join(settings))
-
-
-def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, from_client: bool) -> None:
-    """Raise ConfigError for what the flags don't allow, or what a configuration `from_client` may not have."""
-    if not (defaults.auto_complete or is_complete(config)):
-        raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
-    if not defaults.auto_complete and (names := without_datatype(config)):
-        raise ConfigError(f"'{names[0]}': expected a data_type, as --disable-auto-complete-config is given")
-    accelerators = config.optimization.execution_accelerators
-    for one in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator):
-        for key in sorted(one.parameters):
-            if from_client and (key.endswith(("_path", "_dir")) or "_dump_" in key):
-                setting = f"execution accelerator '{one.name}': {key}"
-                raise ConfigError(
-                    f"{setting}: clients may not choose where the server writes files; set it in the repository"
-                )
-
-
-def _check_code(config: pb.ModelConfig, folder: ModelFolder, defaults: LoadDefaults, *, from_client: bool) -> None:
-    """The same for the model's code: Python models, the program to run these with, and libraries of operators."""
-    libraries = "model_operations.op_library_filename"
-    if config.model_operations.op_library_filename:
-        if from_client:
-            raise ConfigError(f"{libraries}: clients may not upload code; put it into the repository")
-        if not defaults.allow_op_libraries:
-            raise ConfigError(
-                f"{libraries}: the library's code would run in the server; start the server with "
-                "--allow-op-libraries true if you trust everyone who can write to the model repository"
-            )
-    if backend_name(config) != _PYTHON:
-        return
-    if not defaults.allow_python_models:
-        raise ConfigError(
-            "backend 'python': the model's code would run with the server's rights; start the server with "
-            "--allow-python-models true if you trust everyone who can write to the model repository"
-        )
-    if folder.files is not None:
-        raise ConfigError("backend 'python': clients may not upload code; put it into the repository")
-    executable = _executable(config)
-    if from_client and executable and not (folder.config and executable == _executable(parse_config(folder.config))):
-        raise ConfigError(
-            f"parameters: {EXECUTABLE}: clients may not choose a program to run; set it in the repository"
-        )
-
-
-def _executable(config: pb.ModelConfig) -> str:
-    return config.parameters[EXECUTABLE].string_value if EXECUTABLE in config.parameters else ""
 
 
 def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.ModelConfig:

@@ -1,27 +1,24 @@
 """A model's `config.pbtxt`, joined with what the model says about itself.
 
 Lives here: the translation from Triton's `ModelConfig`, its names and units, to ours: `ModelSpec`, `BatchPolicy`,
-instance groups (tensors: `tensor_config`, the batcher's policy: `batch_policy`), and the way back. Must not: open
-models or touch any file but the configuration's own. The rules: a setting is honoured, or harmless to ignore and listed
-as ignored in docs/configuration.md, or refused here by name; never dropped in silence. And what a model is served with,
-given to the loader again as `config.pbtxt` or as an override, serves the model as it is served now.
+instance groups (tensors: `tensor_config`, the batcher's policy: `batch_policy`; the way back: `effective_config`). Must
+not: open models or touch any file but the configuration's own. The rule: a setting is honoured, or harmless to ignore
+and listed as ignored in docs/configuration.md, or refused here by name; never dropped in silence.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 from google.protobuf import text_format
 
-from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
-from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.base import GroupKind, InstanceGroup, ModelSource
+from paceline.backends.spec import ModelSpec
 from paceline.protos import model_config_pb2 as pb
-from paceline.protos.datatypes import CONFIG_NUMBERS
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.errors import ConfigError
 from paceline.server.files import check_file
@@ -40,7 +37,6 @@ __all__ = [
     "ServingPlan",
     "backend_name",
     "check_supported",
-    "effective_config",
     "ignored_settings",
     "instance_groups",
     "is_complete",
@@ -49,11 +45,6 @@ __all__ = [
     "plan",
 ]
 
-TensorT = TypeVar("TensorT", pb.ModelInput, pb.ModelOutput)
-
-_PAD = "paceline.pad"
-_ONNX_PLATFORM = "onnxruntime_onnx"
-_OF_FILES = (_ONNX_PLATFORM, "python")
 _GROUP_KINDS = {pb.ModelInstanceGroup.Kind.Value(kind.value): kind for kind in GroupKind}
 
 _MAX_INSTANCES = 1024
@@ -282,90 +273,3 @@ def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int
             )
         return 0
     return rows if rows or is_complete(config) else default
-
-
-def effective_config(
-    config: pb.ModelConfig, plan: ServingPlan, *, platform: str, file: str, groups: Sequence[Sequence[Device]]
-) -> pb.ModelConfig:
-    """A copy of `config` in which everything that it left open is filled in.
-
-    `platform` is what the opened model calls its framework, `file` the name of its file, if its backend reads files,
-    `groups` are the devices that each instance group's instances run on.
-    """
-    made = pb.ModelConfig()
-    made.CopyFrom(config)
-    made.backend = config.backend or ("onnxruntime" if platform == _ONNX_PLATFORM else platform)
-    if platform == _ONNX_PLATFORM:
-        made.platform = platform
-    if platform in _OF_FILES:
-        made.default_model_filename = config.default_model_filename or file
-    made.max_batch_size = plan.max_batch_rows
-    if made.version_policy.WhichOneof("policy_choice") in (None, "latest"):
-        made.version_policy.latest.num_versions = max(1, config.version_policy.latest.num_versions)
-    made.ClearField("input")
-    made.input.extend(_tensor(pb.ModelInput(), config.input, tensor) for tensor in plan.spec.inputs)
-    made.ClearField("output")
-    made.output.extend(_tensor(pb.ModelOutput(), config.output, tensor) for tensor in plan.spec.outputs)
-    _fill_batching(made, plan)
-    if plan.spec.lengths and _PAD not in made.parameters and (axes := _pad_axes(plan.spec)):
-        made.parameters[_PAD].string_value = axes
-    _fill_groups(made, groups)
-    return made
-
-
-def _tensor(message: TensorT, declared: Sequence[TensorT], tensor: TensorSpec) -> TensorT:
-    """`message` for a tensor as it is served, with whatever else the configuration says about it."""
-    for one in declared:
-        if one.name == tensor.name:
-            message.CopyFrom(one)
-    message.name = tensor.name
-    message.data_type = CONFIG_NUMBERS[tensor.datatype]  # type: ignore[assignment]
-    message.dims[:] = tensor.dims
-    if tensor.reshape is not None:
-        message.reshape.SetInParent()
-        message.reshape.shape[:] = tensor.reshape
-    message.is_shape_tensor = tensor.shape_tensor
-    if isinstance(message, pb.ModelInput):
-        message.optional, message.allow_ragged_batch = tensor.optional, tensor.ragged
-    return message
-
-
-def _fill_batching(made: pb.ModelConfig, plan: ServingPlan) -> None:
-    policy = plan.policy
-    if plan.max_batch_rows and policy.max_batch_requests != 1:
-        batching = made.dynamic_batching
-        batching.SetInParent()
-        if not batching.preferred_batch_size:
-            batching.preferred_batch_size.extend(sorted(policy.preferred))
-        batching.max_queue_delay_microseconds = policy.max_queue_delay_ns // 1_000
-    if policy.queue.default_timeout_ns:
-        timeout_us = policy.queue.default_timeout_ns // 1_000
-        made.dynamic_batching.default_queue_policy.default_timeout_microseconds = timeout_us
-
-
-def _pad_axes(spec: ModelSpec) -> str:
-    """The axes along which requests are filled up, as a configuration names them; "" if it can't."""
-    tensors = [(spec.inputs[index], axis) for length in spec.lengths for index, axis in length.inputs]
-    if any("," in tensor.name for tensor, _ in tensors):
-        return ""
-    return ", ".join(
-        f"{tensor.name}[{axis}]" + ("" if tensor.datatype == "BYTES" else f"={tensor.fill}") for tensor, axis in tensors
-    )
-
-
-def _fill_groups(made: pb.ModelConfig, groups: Sequence[Sequence[Device]]) -> None:
-    """Fill in where each group's instances are, which `KIND_AUTO` and a count of 0 leave open. Names are Triton's: the
-    model's for the one group of a configuration without any, else that and a number."""
-    if not made.instance_group:
-        made.instance_group.add(name=made.name)
-    for number, devices in enumerate(groups):
-        group = made.instance_group[number] if number < len(made.instance_group) else made.instance_group.add()
-        group.name = group.name or f"{made.name}_{number}"
-        group.ClearField("gpus")
-        if devices[0].kind is DeviceKind.GPU:
-            group.kind = pb.ModelInstanceGroup.KIND_GPU
-            group.gpus.extend(dict.fromkeys(device.index for device in devices))
-            group.count = len(devices) // len(group.gpus)
-        else:
-            group.kind = pb.ModelInstanceGroup.KIND_CPU
-            group.count = len(devices)

@@ -23,8 +23,9 @@ from paceline.protos.datatypes import UnknownDatatypeError, by_name
 from paceline.server.errors import ConfigError, LoadFailed, StartError, TooManyModels
 from paceline.server.models.batch_policy import batch_policy
 from paceline.server.models.defaults import BatchDefaults
+from paceline.server.models.effective_config import effective_config
 from paceline.server.models.loader import LoadedVersion
-from paceline.server.models.model_config import ServingPlan, effective_config
+from paceline.server.models.model_config import ServingPlan
 from paceline.server.models.model_record import version_order
 from paceline.server.models.repository import Repository
 from paceline.server.models.tensor_config import can_batch

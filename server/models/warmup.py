@@ -1,6 +1,6 @@
 """Executions before a model is ready, so that the first caller doesn't pay for what is done once.
 
-Lives here: `model_warmup` of the configuration, within bounds, and the modest default: one batch of one row of zeros
+Lives here: running the samples of `model_warmup`, within bounds, and the modest default: one batch of one row of zeros
 where all dimensions are known. Instances with slots are on devices, which prepare for each shape and allocate for the
 largest: each of their slots runs batches of all sizes. Also the time limit of each execution, trials included. Must
 not: count as inference; warm-up calls instances directly, past batcher and metrics. The rule: nothing can interrupt
@@ -10,15 +10,12 @@ native code, so a hanging execution stays on its thread, nothing waits for it, a
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TypeVar
-
-import numpy as np
 
 from paceline.backends.base import ExecutesMadeUp, ModelInstance, Slotted, Supervise, unsupervised
 from paceline.backends.errors import (
@@ -31,16 +28,13 @@ from paceline.backends.errors import (
     Unequipped,
     UnfitOutputs,
 )
-from paceline.backends.paths import open_inside
-from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
+from paceline.backends.spec import Tensors
 from paceline.backends.worker_thread import WorkerThread
 from paceline.protos import model_config_pb2 as pb
-from paceline.protos.datatypes import CONFIG_DATATYPES, by_name
-from paceline.protos.tensors import TensorError, decode_raw, element_count
-from paceline.server.codec.adapting_codec import to_model
+from paceline.protos.tensors import TensorError
 from paceline.server.errors import ConfigError, LoadHangs
-from paceline.server.limits import LARGEST_MESSAGE_BYTES
 from paceline.server.models.model_config import ServingPlan
+from paceline.server.models.warmup_samples import read_samples, size_bytes, text_of, uniform
 
 __all__ = ["Supervisor", "WarmUp"]
 
@@ -52,10 +46,6 @@ _MIN_LIMIT_NS = 60 * 10**9
 _LOOKS = 8
 """Waits per limit. While the whole process is stopped, at most one of them expires; the others are still to come."""
 
-_MAX_BYTES = LARGEST_MESSAGE_BYTES
-"""For what a sample executes together, and for all samples, which are kept."""
-_LEAST_BYTES, _TEXT_BYTES = 4096, 64
-"""What a request and an element of text count as, at least: they are objects."""
 _DEFAULT_BYTES = 2**28
 """For the default sample, which nobody has asked for."""
 
@@ -110,7 +100,7 @@ class WarmUp:
         self._now_ns = now_ns
         self._has_logged_cold = False
         self._has_samples = bool(config.model_warmup)
-        self._samples = list(_read(config.model_warmup, plan, folder))
+        self._samples = list(read_samples(config.model_warmup, plan, folder))
 
     def run(self, instances: Sequence[ModelInstance], supervise: Supervise = unsupervised) -> None:
         """Run the configured samples on each of `instances`, or the default one if there are none; `supervise` runs
@@ -139,7 +129,7 @@ class WarmUp:
             try:
                 self._run_sizes(run, requests, sizes if iteration == 1 else [0], bounds)
             except (BackendError, MemoryError) as error:
-                raise ConfigError(f"failed to run warmup sample '{sample.name}': {_text_of(error)}") from error
+                raise ConfigError(f"failed to run warmup sample '{sample.name}': {text_of(error)}") from error
 
     def _run_default(self, instance: ModelInstance, bounds: _Bounds) -> None:
         """Run one batch of one row of zeros, and batches of other sizes where they are worth it, if the model's
@@ -153,17 +143,17 @@ class WarmUp:
             return
         if spec.batched and not needed:
             return
-        size = sum(_bytes(tensor, tensor.model_dims) for tensor in needed)
+        size = sum(size_bytes(tensor, tensor.model_dims) for tensor in needed)
         if size > _DEFAULT_BYTES:
             text = "%s, as a row has %d bytes, more than %d; set model_warmup"
             _log.warning(text, self._cold, size, _DEFAULT_BYTES)
             return
         try:
-            zeros = _uniform(spec, 1, 0)
+            zeros = uniform(spec, 1, 0)
             for run in _made_up_runs_of(instance):
                 self._run_sizes(run, [zeros], _sizes(instance, self._plan), bounds)
         except (OutOfMemory, MemoryError) as error:
-            _log.warning("%s, for lack of memory: %s", self._cold, _text_of(error))
+            _log.warning("%s, for lack of memory: %s", self._cold, text_of(error))
         except (BackendError, TensorError) as error:
             # Zeros aren't why an instance failed, except that they may be why a process ended.
             of_any_input = isinstance(error, InstanceError) and not isinstance(error, InstanceLost)
@@ -171,7 +161,7 @@ class WarmUp:
                 raise LoadError(f"its warm-up failed: {error}") from error
             if isinstance(error, UnfitOutputs) and not self._may_fit_others(instance, bounds):
                 raise ConfigError(f"the model's outputs aren't as declared, whatever its input: {error}") from error
-            _log.warning("%s, as it rejects zeros: %s", self._cold, _text_of(error))
+            _log.warning("%s, as it rejects zeros: %s", self._cold, text_of(error))
 
     def _may_fit_others(self, instance: ModelInstance, bounds: _Bounds) -> bool:
         """Whether the outputs for other inputs than a row of zeros may be as declared: of ones, as shapes may depend on
@@ -179,7 +169,7 @@ class WarmUp:
         spec, run = self._plan.spec, _made_up_runs_of(instance)[0]
         for rows, digit in [(1, 1), (2, 0)] if self._plan.max_batch_rows > 1 else [(1, 1)]:
             try:
-                bounds.execute(run, [_uniform(spec, rows, digit)], 0)
+                bounds.execute(run, [uniform(spec, rows, digit)], 0)
             except UnfitOutputs:
                 continue
             except (BackendError, MemoryError):  # which tells nothing about outputs
@@ -260,116 +250,3 @@ def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
     most = max(1, plan.max_batch_rows)
     sizes = plan.policy.batch_sizes or (*(1 << power for power in range(most.bit_length())), most)
     return sorted(set(sizes), reverse=True)
-
-
-def _uniform(spec: ModelSpec, rows: int, digit: int) -> Tensors:
-    """Inputs of `rows` rows, if there are rows, whose elements are all `digit`, 0 or 1. Text is that, too: models that
-    read numbers accept it, and many that look for words reject text without any."""
-    lead = (rows,) if spec.batched else ()
-    return [
-        MISSING if tensor.optional else _filled(tensor, (*lead, *tensor.model_dims), b"%d" % digit, digit)
-        for tensor in spec.inputs
-    ]
-
-
-def _text_of(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _read(
-    samples: Sequence[pb.ModelWarmup], plan: ServingPlan, folder: Path
-) -> Iterator[tuple[pb.ModelWarmup, Sequence[Tensors]]]:
-    """The samples with their requests, as Triton reads them: a batch size of N is N requests of one row each, run
-    together; 0 runs nothing."""
-    kept_bytes, most = 0, max(1, plan.max_batch_rows)
-    known = {tensor.name: tensor for tensor in plan.spec.inputs}
-    for sample in samples:
-        where = f"warmup sample '{sample.name}'"
-        if sample.batch_size > most:
-            raise ConfigError(f"{where}: expected a batch_size up to {most}, got {sample.batch_size}")
-        if unexpected := sorted(set(sample.inputs) - known.keys()):
-            raise ConfigError(f"{where}: unexpected inputs {unexpected}, expected {[*known]}")
-        row_bytes = sum(max(0, _bytes(known[name], tuple(one.dims))) for name, one in sample.inputs.items())
-        kept_bytes += row_bytes
-        together_bytes = sample.batch_size * max(_LEAST_BYTES, row_bytes)
-        for what, size in (("in a batch", together_bytes), ("with the samples before it", kept_bytes)):
-            if size > _MAX_BYTES:
-                raise ConfigError(f"{where}: expected at most {_MAX_BYTES} bytes {what}, got {size}")
-        if not sample.batch_size:
-            continue
-        request = [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
-        rows = [tensor.name for tensor in plan.spec.inputs if not tensor.shape_tensor]
-        if plan.spec.batched and not sample.inputs.keys() & rows:
-            raise ConfigError(f"{where}: expected some of the inputs {rows}, got none")
-        yield sample, [request] * sample.batch_size
-
-
-def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: Path) -> Array:
-    where = f"warmup sample '{sample.name}': input '{tensor.name}'"
-    if tensor.name not in sample.inputs:
-        if tensor.optional:
-            return MISSING
-        names = [one.name for one in spec.inputs]
-        raise ConfigError(f"{where}: missing; expected {names}, got {sorted(sample.inputs)}")
-    given = sample.inputs[tensor.name]
-    datatype = CONFIG_DATATYPES.get(given.data_type, "TYPE_INVALID")
-    if datatype != tensor.datatype:
-        raise ConfigError(f"{where}: expected data_type {tensor.datatype}, got {datatype}")
-    dims = tuple(given.dims)
-    wanted = tensor.dims_of(len(dims))
-    if not fits(dims, wanted):
-        raise ConfigError(f"{where}: expected dims {list(wanted)}, got {list(dims)}")
-    lead = 1 if spec.batched and not tensor.shape_tensor else 0
-    shape = to_model(tensor, (1, *dims) if lead else dims, lead)
-    kind = given.WhichOneof("input_data_type")
-    if kind is None:
-        raise ConfigError(f"{where}: expected zero_data, random_data or input_data_file, got none")
-    try:
-        element_count(shape)  # before random bits are generated for it
-        if kind == "input_data_file":
-            return decode_raw(_data(folder / "warmup", given.input_data_file, where), by_name(datatype), shape)
-        # Text is empty in either case, as Triton's.
-        return _random(tensor, shape) if given.random_data else _filled(tensor, shape, b"", 0)
-    except (TensorError, MemoryError) as error:
-        raise ConfigError(f"{where}: {_text_of(error)}") from None
-
-
-def _data(samples: Path, file: str, where: str) -> bytes:
-    try:
-        opened = open_inside(samples, file)
-        if opened is None:
-            raise ConfigError(f"{where}: expected a file inside the model's folder 'warmup', got '{file}'")
-        with opened:
-            return opened.read()
-    except OSError as error:
-        raise ConfigError(f"{where}: {samples / file}: {error.strerror}") from None
-
-
-def _filled(tensor: TensorSpec, shape: tuple[int, ...], text: bytes, number: int) -> Array:
-    """All `text` or `number`. Memory for zeros isn't taken before it is written."""
-    element_count(shape)
-    dtype = by_name(tensor.datatype).dtype
-    if dtype.hasobject or number:
-        return np.full(shape, text if dtype.hasobject else number, dtype)
-    return np.zeros(shape, dtype)
-
-
-def _bytes(tensor: TensorSpec, shape: tuple[int, ...]) -> int:
-    dtype = by_name(tensor.datatype).dtype
-    return math.prod(shape) * (_TEXT_BYTES if dtype.hasobject else dtype.itemsize)
-
-
-def _random(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
-    """Random bits for integers, [0, 1) for floats, nothing for text, as Triton. BF16: the bits of floats in [0, 1)."""
-    dtype = by_name(tensor.datatype).dtype
-    generator = np.random.default_rng(0)
-    if dtype.hasobject:
-        return _filled(tensor, shape, b"", 0)
-    if dtype.kind == "b":
-        return generator.integers(0, 2, shape).astype(dtype)
-    if tensor.datatype == "BF16":
-        return (generator.random(shape, np.float32).view("<u4") >> 16).astype(dtype)
-    if dtype.kind == "f":
-        return generator.random(shape).astype(dtype)
-    limits = np.iinfo(dtype)
-    return generator.integers(limits.min, limits.max, shape, dtype, endpoint=True)
