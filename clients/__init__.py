@@ -24,15 +24,18 @@ from paceline.clients.errors import (
     PermissionDenied,
     ResourceExhausted,
     ResponseError,
+    SequenceLost,
     Unauthenticated,
     Unavailable,
     Unimplemented,
 )
 from paceline.clients.messages import IndexEntry, InferResult, ModelMetadata, ServerMetadata, TensorMetadata
+from paceline.clients.sequences import AsyncInferenceSequence, InferenceSequence
 from paceline.clients.sync import InferenceClient
 
 __all__ = [
     "AsyncInferenceClient",
+    "AsyncInferenceSequence",
     "Cancelled",
     "ClientClosed",
     "ClientError",
@@ -41,6 +44,7 @@ __all__ = [
     "InferResult",
     "InferenceClient",
     "InferenceError",
+    "InferenceSequence",
     "Internal",
     "InvalidArgument",
     "ModelMetadata",
@@ -48,6 +52,7 @@ __all__ = [
     "PermissionDenied",
     "ResourceExhausted",
     "ResponseError",
+    "SequenceLost",
     "ServerMetadata",
     "TensorMetadata",
     "Tls",

@@ -7,8 +7,9 @@ messages.py, the blocking twin in sync.py; the two have the same methods with th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
 from numbers import Integral
 from types import ModuleType
 from typing import Any, ClassVar, Final, Literal, Self, TypeVar
@@ -17,6 +18,7 @@ import grpc
 import grpc.aio
 
 from paceline.clients import base
+from paceline.clients.answers import Answers
 from paceline.clients.base import DEFAULT_TIMEOUT_S, BaseClient, Call, ReadyWait, Stubs, Timeout
 from paceline.clients.coalescing import Coalescer
 from paceline.clients.connection import Metadata, Tls
@@ -29,9 +31,11 @@ from paceline.clients.messages import (
     Parameters,
     ServerMetadata,
     infer_request,
+    infer_result,
     plain_inputs,
 )
-from paceline.clients.streams import NoStream, Streams, check_request
+from paceline.clients.sequences import SEQUENCE_ID, AsyncInferenceSequence, SequenceId
+from paceline.clients.streams import NoStream, Streams, Turn, all_answers, check_request
 from paceline.protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["InferenceClient"]
@@ -130,34 +134,58 @@ class InferenceClient(BaseClient):
         Tensors are copied in the event loop, both when sent and when received. Over streams, raises ValueError for
         `metadata`, and for the parameter `paceline_cancel` if it is true.
         """
-        if plain := plain_inputs(inputs, datatypes):
-            now_s = asyncio.get_running_loop().time
-            began_s = now_s()
-            known = await self._datatypes_of(model, version, timeout_s, metadata)
-            datatypes = {**{name: known[name] for name in plain if name in known}, **(datatypes or {})}
-            timeout_s = self._left_s(timeout_s, now_s() - began_s)
-        request = infer_request(
-            model,
-            inputs,
-            version=version,
-            outputs=outputs,
-            request_id=request_id,
-            parameters=parameters,
-            datatypes=datatypes,
+        return await self._ask(model, inputs, version, outputs, request_id, parameters, timeout_s, metadata, datatypes)
+
+    async def stream_infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: str = "",
+        outputs: Sequence[str] = (),
+        request_id: str = "",
+        parameters: Parameters | None = None,
+        timeout_s: Timeout = ...,
+        metadata: Metadata = (),
+        datatypes: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[InferResult, None]:
+        """Runs a model that may answer any number of times, and yields each answer as it comes; arguments and errors as
+        in the blocking client, with `async for`.
+
+        The stream is the request's own, also with `transport="stream"`. Cancelling the task that awaits an answer
+        cancels the request. So does closing the iterator, which leaving `async for` early doesn't do at once: use
+        `contextlib.aclosing`.
+        """
+        request, timeout_s = await self._request(
+            model, inputs, version, outputs, request_id, parameters, timeout_s, metadata, datatypes
         )
-        if self._streams is not None:
-            if metadata:
-                raise ValueError("metadata: a stream has it once for all its requests; give it to the client instead")
-            check_request(request)
+        answers = Answers()
         try:
-            if self._coalescer is not None and not metadata:
-                bound_s = self._bound_s(timeout_s)
-                self._open()
-                return await self._coalescer.infer(request, bound_s)
-            return await self._infer(request, self._bound_s(timeout_s), metadata)
+            stream = self._start(base.stream_infer_call(request, answers), timeout_s, metadata)
+            async with aclosing(all_answers(stream, answers)) as responses:
+                async for response in responses:
+                    yield infer_result(response)
         except InferenceError as error:
             self._forget_datatypes(model, version, error)
             raise
+        except asyncio.CancelledError as error:
+            self._raise_if_closed(error)
+            raise
+
+    def sequence(
+        self,
+        model: str,
+        id: SequenceId | None = None,
+        *,
+        version: str = "",
+        outputs: Sequence[str] = (),
+        parameters: Parameters | None = None,
+        metadata: Metadata = (),
+    ) -> AsyncInferenceSequence:
+        """A sequence of requests that share state in the server, as a context: `async with client.sequence("m") as
+        sequence:`; arguments as in the blocking client. See `AsyncInferenceSequence`."""
+        infer = partial(self._ask, model, version=version, outputs=outputs, metadata=metadata)
+        return AsyncInferenceSequence(infer, self._bound_s, next(self._sequence_ids) if id is None else id, parameters)
 
     async def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the server says it is alive."""
@@ -235,15 +263,82 @@ class InferenceClient(BaseClient):
                 grpc.StatusCode.DEADLINE_EXCEEDED, f"model '{model}': no metadata within {bound_s:g} s"
             ) from None
 
-    async def _infer(self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = ()) -> InferResult:
-        call = base.infer_call(request)
-        if self._streams is None or sum(map(len, request.raw_input_contents)) > _MAX_STREAMED_BYTES:
-            return await self._call(call, timeout_s, metadata)
-        self._open()
+    async def _ask(
+        self,
+        model: str,
+        inputs: Inputs,
+        version: str,
+        outputs: Sequence[str],
+        request_id: str,
+        parameters: Parameters | None,
+        timeout_s: Timeout,
+        metadata: Metadata,
+        datatypes: Mapping[str, str] | None,
+        turn: Turn | None = None,
+    ) -> InferResult:
+        """`infer`; of a step of a sequence in its turn."""
+        request, timeout_s = await self._request(
+            model, inputs, version, outputs, request_id, parameters, timeout_s, metadata, datatypes
+        )
+        if self._streams is not None:
+            if metadata:
+                raise ValueError("metadata: a stream has it once for all its requests; give it to the client instead")
+            check_request(request)
+        bound_s = self._bound_s(timeout_s)
         try:
-            return call.read(await self._streams.infer(request, timeout_s))
-        except NoStream as none:
-            return await self._call(call, none.left_s, metadata)
+            # Rows of one request would be steps of one sequence.
+            if self._coalescer is not None and not metadata and SEQUENCE_ID not in request.parameters:
+                self._open()
+                return await self._coalescer.infer(request, bound_s)
+            return await self._infer(request, bound_s, metadata, turn)
+        except InferenceError as error:
+            self._forget_datatypes(model, version, error)
+            raise
+
+    async def _request(
+        self,
+        model: str,
+        inputs: Inputs,
+        version: str,
+        outputs: Sequence[str],
+        request_id: str,
+        parameters: Parameters | None,
+        timeout_s: Timeout,
+        metadata: Metadata,
+        datatypes: Mapping[str, str] | None,
+    ) -> tuple[ModelInferRequest, Timeout]:
+        """The request for `infer`'s arguments, and what is left of the timeout."""
+        if plain := plain_inputs(inputs, datatypes):
+            now_s = asyncio.get_running_loop().time
+            began_s = now_s()
+            known = await self._datatypes_of(model, version, timeout_s, metadata)
+            datatypes = {**{name: known[name] for name in plain if name in known}, **(datatypes or {})}
+            timeout_s = self._left_s(timeout_s, now_s() - began_s)
+        request = infer_request(
+            model,
+            inputs,
+            version=version,
+            outputs=outputs,
+            request_id=request_id,
+            parameters=parameters,
+            datatypes=datatypes,
+        )
+        return request, timeout_s
+
+    async def _infer(
+        self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = (), turn: Turn | None = None
+    ) -> InferResult:
+        call = base.infer_call(request)
+        left_s = timeout_s
+        if self._streams is not None and sum(map(len, request.raw_input_contents)) <= _MAX_STREAMED_BYTES:
+            self._open()
+            try:
+                return call.read(await self._streams.infer(request, timeout_s, turn))
+            except NoStream as none:
+                left_s = none.left_s
+        if turn is not None:
+            left_s = await turn.alone(left_s)
+        return await self._call(call, left_s, metadata)
 
     def _open(self) -> Stubs:
         """As in `BaseClient`. Raises RuntimeError in an event loop other than the channel's: there gRPC would fail with
@@ -265,16 +360,19 @@ class InferenceClient(BaseClient):
                 "may share"
             )
 
+    def _raise_if_closed(self, error: asyncio.CancelledError) -> None:
+        """grpc.aio reports a channel closed underneath a call as if the awaiting task had been cancelled."""
+        task = asyncio.current_task()
+        if self._closed and not (task is not None and task.cancelling()):
+            raise Cancelled(grpc.StatusCode.CANCELLED, f"{self!r} was closed during the call") from error
+
     async def _call(self, call: Call[T], timeout_s: Timeout, metadata: Metadata) -> T:
         try:
             response = await self._start(call, timeout_s, metadata)
         except grpc.RpcError as error:
             raise rpc_failure(error) from error
         except asyncio.CancelledError as error:
-            # grpc.aio reports a channel closed underneath a call as if the awaiting task had been cancelled.
-            task = asyncio.current_task()
-            if self._closed and not (task is not None and task.cancelling()):
-                raise Cancelled(grpc.StatusCode.CANCELLED, f"{self!r} was closed during the call") from error
+            self._raise_if_closed(error)
             raise
         if response is None:
             raise unreadable()

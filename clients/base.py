@@ -8,9 +8,11 @@ wait_ready. Must not live here: anything that waits, or reads a clock; callers p
 from __future__ import annotations
 
 import math
+import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from numbers import Real
 from operator import attrgetter
 from types import EllipsisType, ModuleType
@@ -21,6 +23,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.clients import messages
+from paceline.clients.answers import Answers, enable_empty_final
 from paceline.clients.connection import Metadata, Tls, authorization, checked_metadata, checked_target
 from paceline.clients.errors import ClientClosed, DeadlineExceeded, InferenceError, ResponseError
 from paceline.clients.messages import checked_text, infer_result
@@ -43,6 +46,7 @@ __all__ = [
     "infer_call",
     "model_metadata_call",
     "model_ready_call",
+    "stream_infer_call",
 ]
 
 T = TypeVar("T")
@@ -83,7 +87,7 @@ class Call(Generic[T]):
     """
 
     method: str
-    request: Message
+    request: Message | Iterator[Message]
     read: Callable[[Any], T]
     wait_for_ready: bool | None = None
 
@@ -110,6 +114,12 @@ REPOSITORY_INDEX: Final = Call(
 def infer_call(request: pb.ModelInferRequest) -> Call[messages.InferResult]:
     """ModelInfer, with a request made by `clients.messages.infer_request`."""
     return Call("ModelInfer", request, infer_result)
+
+
+def stream_infer_call(request: pb.ModelInferRequest, answers: Answers) -> Call[pb.ModelInferResponse | None]:
+    """ModelStreamInfer for one request, after which nothing is sent; `read` is for each of the stream's messages."""
+    enable_empty_final(request)
+    return Call("ModelStreamInfer", iter((request,)), answers.read)
 
 
 def model_ready_call(model: str, version: str) -> Call[bool]:
@@ -198,6 +208,8 @@ class BaseClient:
         self._metadata = (*([authorization(token)] if token is not None else []), *checked_metadata(metadata))
         # Of inputs, by model and version and then by name: of models that were given Python's numbers.
         self._datatypes: dict[tuple[str, str], Mapping[str, str]] = {}
+        # Of sequences without an id of their own: two clients hardly begin with the same.
+        self._sequence_ids = count(1 + secrets.randbits(62))
         self._lock = threading.Lock()
         self._closed = False
         self._channel: Any = None

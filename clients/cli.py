@@ -14,27 +14,32 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 import click
 
 from paceline.clients import report
 from paceline.clients.base import DEFAULT_TIMEOUT_S
 from paceline.clients.connection import checked_target
-from paceline.clients.errors import InferenceError
-from paceline.clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
-from paceline.clients.messages import ParameterValue
+from paceline.clients.errors import InferenceError, Unimplemented
+from paceline.clients.inputs import InputError, RandomInputs, TypedInputs, parse_shape, prepare, read_inputs, read_steps
+from paceline.clients.messages import InferResult, ParameterValue
 from paceline.clients.options import ConnectionOptions, Seconds, Unusable, access_options, one_line, one_line_errors
+from paceline.clients.sequences import InferenceSequence
 from paceline.clients.sync import InferenceClient
 
 __all__ = ["health", "infer"]
 
+T = TypeVar("T")
+
 _SERVING = "SERVING"
 _MOST_REASONS = 20
+_DECOUPLED = "decoupled"
+"""In what servers say of a call to a model that may answer any number of times."""
 
 
 def _server_option(**more: Any) -> Callable[[Any], Any]:
@@ -93,6 +98,15 @@ def _connected(server: str, timeout_s: float, access: ConnectionOptions) -> Iter
 @_timeout_option(DEFAULT_TIMEOUT_S, "Longest wait for each answer.")
 @click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="Request parameter. Repeatable.")
 @click.option(
+    "--sequence",
+    "steps",
+    type=click.File(encoding="utf-8-sig"),
+    metavar="FILE.jsonl",
+    help="Send a sequence: a step for each line, {name: nested lists} or the v2 REST form; '-' is stdin. What --input "
+    "and --random give comes with every step. A step is sent once the next line, or the end, has been read.",
+)
+@click.option("--sequence-id", metavar="ID", help="With --sequence: its id, digits for a number.  [default: random]")
+@click.option(
     "--repeat", type=click.IntRange(min=1), default=1, help="Send the request this many times and print a summary."
 )
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, help="With --repeat: this many at the same time.")
@@ -114,6 +128,8 @@ def infer(
     outputs: tuple[str, ...],
     timeout_s: float,
     parameters: tuple[str, ...],
+    steps: TextIO | None,
+    sequence_id: str | None,
     repeat: int,
     concurrency: int,
     form: str,
@@ -121,46 +137,71 @@ def infer(
     save: Path | None,
     access: ConnectionOptions,
 ) -> None:
-    """Run MODEL on a server and print the answer.
+    """Run MODEL on a server and print the answer; of a decoupled model, each answer as it comes.
 
     Numbers are converted to the model's datatypes, as long as no value is lost.
     """
     with _connected(server, timeout_s, access) as client:
-        _refuse_contradictions(repeat, concurrency, save)
+        _refuse_contradictions(repeat, concurrency, save, steps is not None)
+        if sequence_id is not None and steps is None:
+            raise InputError("--sequence-id needs --sequence")
         if not make_up and (rows is not None or shapes or seed is not None):
             raise InputError("--rows, --shape and --seed need --random")
         random = RandomInputs(rows, dict(map(parse_shape, shapes)), seed) if make_up else None
         given = read_inputs(inputs)
         options = dict(map(_parameter, parameters))
         metadata = client.model_metadata(model, version)
+        most_values = sys.maxsize if full else report.FEW_VALUES
+        text = report.result_json if form == "json" else partial(report.result_text, most_values=most_values)
+        if steps is not None:
+            own_id = int(sequence_id) if sequence_id is not None and sequence_id.isdecimal() else sequence_id
+            ready_steps = (prepare(metadata, step, random) for step in read_steps(steps, given))
+            with client.sequence(model, own_id, version=version, outputs=outputs, parameters=options) as sequence:
+                for answer in _step_answers(sequence, ready_steps):
+                    click.echo(text(answer))
+            return
         if metadata.inputs and not given and random is None:
             raise InputError("no input: give --input or --random")
         ready = prepare(metadata, given, random)
-        call = partial(
-            client.infer,
-            model,
-            ready.arrays,
-            version=version,
-            outputs=outputs,
-            parameters=options,
-            datatypes=ready.datatypes,
-        )
+
+        def call(method: Callable[..., T]) -> T:
+            more = {"outputs": outputs, "parameters": options, "datatypes": ready.datatypes}
+            return method(model, ready.arrays, version=version, **more)
+
         if repeat > 1:
             with report.progress_line(sys.stderr, repeat) as show:
-                outcome = report.run_repeated(call, show, repeat=repeat, concurrency=concurrency)
+                outcome = report.run_repeated(partial(call, client.infer), show, repeat=repeat, concurrency=concurrency)
             click.echo(report.outcome_json(outcome) if form == "json" else report.outcome_text(outcome))
             if outcome.errors:
                 raise click.exceptions.Exit(click.ClickException.exit_code)
             return
-        result, most_values = call(), sys.maxsize if full else report.FEW_VALUES
-        click.echo(report.result_json(result) if form == "json" else report.result_text(result, most_values))
-        if save is not None:
-            report.save_npz(save, result.outputs)
+        try:
+            answers: Iterable[InferResult] = [call(client.infer)]
+        except Unimplemented as error:
+            # Nothing was executed: the server says so before it looks at the request.
+            if _DECOUPLED not in error.message or save is not None:
+                raise
+            answers = call(client.stream_infer)
+        for answer in answers:
+            click.echo(text(answer))
+            if save is not None:
+                report.save_npz(save, answer.outputs)
 
 
-def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> None:
+def _step_answers(sequence: InferenceSequence, steps: Iterator[TypedInputs]) -> Iterator[InferResult]:
+    """The answer to each step; the last of them ends the sequence."""
+    step = next(steps, None)
+    while step is not None:
+        following = next(steps, None)
+        yield sequence.infer(step.arrays, last=following is None, datatypes=step.datatypes)
+        step = following
+
+
+def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None, is_sequence: bool) -> None:
     if repeat > 1 and save is not None:
         raise InputError("--save can't be combined with --repeat: it saves a single answer")
+    if is_sequence and (repeat > 1 or save is not None):
+        raise InputError("--sequence can't be combined with --repeat or --save")
     if repeat == 1 and concurrency > 1:
         raise InputError("--concurrency needs --repeat")
     if save is not None and save.suffix != ".npz":

@@ -7,6 +7,7 @@
         └── InferenceError          the call ended with a status other than OK; also every status not named below
             ├── Cancelled           CANCELLED
             ├── InvalidArgument     INVALID_ARGUMENT: fault in the request, don't repeat it
+            │   └── SequenceLost    INVALID_ARGUMENT that asks for the START flag: the server has no such sequence
             ├── DeadlineExceeded    DEADLINE_EXCEEDED: no answer in time, here or in the server's queue
             ├── NotFound            NOT_FOUND: no such model or version
             ├── ResourceExhausted   RESOURCE_EXHAUSTED: the server is full, back off
@@ -17,6 +18,7 @@
             └── PermissionDenied    PERMISSION_DENIED
 
 Nothing here sends anything, and no other module of this package chooses an exception by its status.
+`SequenceLost` alone is told by the server's text, which is the same in all servers with sequences.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ __all__ = [
     "PermissionDenied",
     "ResourceExhausted",
     "ResponseError",
+    "SequenceLost",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",
@@ -90,6 +93,11 @@ class InvalidArgument(InferenceError):
     """INVALID_ARGUMENT: the request itself is at fault; the same request fails again."""
 
 
+class SequenceLost(InvalidArgument):
+    """The server has no sequence of that id: it was never started, has ended, or was ended, as by its idle limit, by a
+    waiting step that was given up, or by a reload of the model. The message says why, if the server does."""
+
+
 class DeadlineExceeded(InferenceError):
     """DEADLINE_EXCEEDED: no answer within the time allowed. The server may or may not have run the request."""
 
@@ -122,6 +130,8 @@ class PermissionDenied(InferenceError):
     """PERMISSION_DENIED: the caller is known, and isn't allowed to make this call."""
 
 
+_LOST = "must specify the START flag"
+
 _BY_STATUS: dict[grpc.StatusCode, type[InferenceError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
@@ -138,7 +148,10 @@ _BY_STATUS: dict[grpc.StatusCode, type[InferenceError]] = {
 
 def inference_error(status: grpc.StatusCode, message: str, trailing_metadata: TrailingMetadata = ()) -> InferenceError:
     """The exception for a status, by the table above; `InferenceError` itself for a status without a class."""
-    return _BY_STATUS.get(status, InferenceError)(status, message, trailing_metadata)
+    kind = _BY_STATUS.get(status, InferenceError)
+    if kind is InvalidArgument and _LOST in message:
+        kind = SequenceLost
+    return kind(status, message, trailing_metadata)
 
 
 def rpc_failure(error: grpc.RpcError) -> InferenceError:

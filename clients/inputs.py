@@ -8,6 +8,8 @@ An input is one of
     NAME=FILE.npy    one array                      FILE.npz     one array per name
     NAME=FILE.json   one array as nested lists      FILE.json    {"name": nested lists, ...}, or the v2 REST form
     NAME=JSON        one array as nested lists                   {"inputs": [{"name", "datatype", "shape", "data"}]}
+
+The steps of a sequence are lines of a file, each like the content of a FILE.json of several inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +28,16 @@ from paceline.clients.casting import Array, cast, datatype_of, to_array
 from paceline.clients.messages import ModelMetadata, TensorMetadata
 from paceline.protos.datatypes import by_name
 
-__all__ = ["GivenTensor", "InputError", "RandomInputs", "TypedInputs", "parse_shape", "prepare", "read_inputs"]
+__all__ = [
+    "GivenTensor",
+    "InputError",
+    "RandomInputs",
+    "TypedInputs",
+    "parse_shape",
+    "prepare",
+    "read_inputs",
+    "read_steps",
+]
 
 T = TypeVar("T")
 
@@ -76,6 +87,22 @@ def read_inputs(arguments: Iterable[str]) -> dict[str, GivenTensor]:
                 raise InputError(f"input {name!r} is given twice")
             given[name] = tensor
     return given
+
+
+def read_steps(lines: Iterable[str], given: Mapping[str, GivenTensor]) -> Iterator[dict[str, GivenTensor]]:
+    """The inputs of each step: those of its line, and `given` ones. Blank lines are left out. Raises InputError, naming
+    the line."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"--sequence, line {number}"
+            try:
+                step = _tensors_in(where, _json(line))
+            except json.JSONDecodeError as error:
+                raise InputError(f"{where}: not JSON ({error})") from error
+            twice = given.keys() & step.keys()
+            if twice:
+                raise InputError(f"{where}: input {min(twice)!r} is given with --input too")
+            yield {**given, **step}
 
 
 def _read_input(argument: str) -> dict[str, GivenTensor]:

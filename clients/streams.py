@@ -1,30 +1,33 @@
-"""Many inferences over a few streams, for the asyncio client: on the wire a message each way instead of a call each.
+"""Many inferences over a few streams, for the asyncio client: on the wire a message each way instead of a call each;
+and one inference of many answers over a stream of its own.
 
 Lives here: which stream a request takes, which answer is whose, and what the end of a stream means. Must not live here:
 channels, or the contents of requests and answers. Works with every server whose ModelStreamInfer returns ids; paceline
 also withdraws requests whose callers have given up, lets answers overtake each other, and sends the status of an error.
 Only the id says whose an answer is, and callers may use one twice, so on the wire each has a number in front. Requests
 are sent over other streams, or as calls of their own, if their stream was refused, or if they were refused on it
-because the server is stopping: the server hasn't looked at them.
+because the server is stopping: the server hasn't looked at them. Only the first step of a sequence moves like that:
+the others follow it on its stream, which keeps their order.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from paceline.clients import errors
+from paceline.clients.answers import FINAL, Answers, stream_error
 from paceline.clients.errors import InferenceError, ResourceExhausted, Unavailable
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
-__all__ = ["NoStream", "Streams", "check_request"]
+__all__ = ["NoStream", "Streams", "Turn", "all_answers", "check_request"]
 
 # 64 callers of a tiny model on 2 cores: calls 3,100 requests/s, 1 stream 3,000, 4 streams 4,500, 8 5,200, 16 6,100, 32
 # 6,500 (medians of four interleaved rounds). Each message on a single stream wakes both ends; several streams share
@@ -39,8 +42,6 @@ _TOO_LARGE: Final = "larger than max"
 _UNORDERED: Final = "paceline_unordered"
 _DEADLINE: Final = "paceline_deadline_us"
 _CANCEL: Final = "paceline_cancel"
-_STATUS: Final = "paceline_status"
-_FINAL: Final = "triton_final_response"
 # paceline's error for each request on a stream from when it begins to stop until it ends the stream. Behind a load
 # balancer, another stream may lead to another server.
 _STOPPING: Final = "the server is stopping"
@@ -68,6 +69,20 @@ class _Stopping(Exception):
         self.error = error
 
 
+class Turn(Protocol):
+    """When a step of a sequence may be sent, seen from the stream that it takes."""
+
+    stream: Any
+    """The `_Stream` that the sequence's steps take; set by the first of them."""
+
+    async def alone(self, timeout_s: float | None) -> float | None:
+        """Wait until all steps before are answered, as before a call, which may overtake them. Returns what is left of
+        the timeout."""
+
+    def sent(self) -> None:
+        """The step is behind the others on `stream`: the next one may follow."""
+
+
 class Streams:
     """A few streams; `open_call` opens another one when there is none, or all are busy.
 
@@ -82,8 +97,11 @@ class Streams:
         self._left: list[_Stream] = []
         self._refused_until_s = 0.0
 
-    async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
-        """The answer to `request`, as ModelInfer would give it; `request` is modified on the way.
+    async def infer(
+        self, request: ModelInferRequest, timeout_s: float | None, turn: Turn | None = None
+    ) -> ModelInferResponse:
+        """The answer to `request`, as ModelInfer would give it; `request` is modified on the way. A step of a sequence
+        comes with its `turn`.
 
         Raises InferenceError as a call would: DeadlineExceeded when `timeout_s` seconds have passed, and the reason why
         the stream ended, for all requests that waited on it. Raises NoStream if no stream is to be had. Cancelling
@@ -92,7 +110,15 @@ class Streams:
         now_s = asyncio.get_running_loop().time
         began_s, left_s = now_s(), timeout_s
         given, moved = ModelInferRequest(id=request.id, parameters=request.parameters), False
+        if turn is not None and turn.stream is not None and not turn.stream.ended:
+            pinned: _Stream = turn.stream
+            try:
+                return await pinned.infer(request, left_s, turn.sent)
+            except _Stopping as stopping:
+                raise stopping.error from None
         while (stream := self._stream(now_s())) is not None:
+            if turn is not None:
+                turn.stream = stream
             try:
                 return await stream.infer(request, left_s)
             except ResourceExhausted:
@@ -138,8 +164,7 @@ class _Stream:
         self._waiting: dict[str, asyncio.Future[ModelStreamInferResponse]] = {}
         # Requests to send, and ids of requests to cancel.
         self._unsent: asyncio.Queue[ModelInferRequest | str] = asyncio.Queue()
-        self._status: asyncio.Future[grpc.aio.AioRpcError] = self._loop.create_future()
-        call.add_done_callback(self._note_status)
+        self._status = _Status(call)
         self._reading = self._loop.create_task(self._read())
         self._writing = self._loop.create_task(self._write())
         self.ended = False
@@ -150,7 +175,9 @@ class _Stream:
         """How many requests are in flight."""
         return len(self._waiting)
 
-    async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
+    async def infer(
+        self, request: ModelInferRequest, timeout_s: float | None, on_sent: Callable[[], None] | None = None
+    ) -> ModelInferResponse:
         own_id, number = request.id, next(self._ids)
         # Unique on this stream, and with the caller's in it, to be found in logs and traces.
         request.id = f"{number}:{own_id}" if own_id else str(number)
@@ -169,6 +196,8 @@ class _Stream:
             alarm = self._loop.call_later(timeout_s, lambda: errors.fail(answer, errors.no_answer(timeout_s)))
         self._waiting[request.id] = answer
         self._unsent.put_nowait(request)
+        if on_sent is not None:
+            on_sent()
         try:
             message = await answer
         except asyncio.CancelledError:
@@ -213,14 +242,10 @@ class _Stream:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
         except grpc.aio.AioRpcError as error:
-            status = await self._true_status(error)
+            status = await self._status.true(error)
             no_room = status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE not in (status.details() or "")
             self.was_refused = not has_answered and no_room
-            reason = errors.rpc_failure(status)
-            if _of_a_write(status):
-                text = "the stream ended while a request was being sent"
-                reason = Unavailable(grpc.StatusCode.UNAVAILABLE, text)
-            reason.__cause__ = status
+            reason = _reason(status)
         except asyncio.CancelledError:
             reason = errors.closed()
         self.ended = True
@@ -228,16 +253,45 @@ class _Stream:
         for answer in self._waiting.values():
             errors.fail(answer, errors.own(reason))
 
-    def _note_status(self, call: Any) -> None:
+
+async def all_answers(call: Any, answers: Answers) -> AsyncGenerator[ModelInferResponse, None]:
+    """The answers to the one request of `call`, a stream of its own. Each is read when it is asked for, so gRPC's flow
+    control stops the server of a slow reader. Ends the call, whether or not it has come to its end.
+
+    Raises InferenceError, and CancelledError for a channel that was closed as well as for a cancelled task.
+    """
+    status = _Status(call)
+    try:
+        while (message := await call.read()) is not EOF:
+            if message is None:
+                raise errors.unreadable()
+            answer = answers.read(message)
+            if answer is not None:
+                yield answer
+        answers.end()
+    except grpc.aio.AioRpcError as error:
+        reason = _reason(await status.true(error))
+        raise reason from reason.__cause__
+    finally:
+        call.cancel()
+
+
+class _Status:
+    """The status with which the server, or the connection, has ended a stream."""
+
+    def __init__(self, call: Any) -> None:
+        self._status: asyncio.Future[grpc.aio.AioRpcError] = asyncio.get_running_loop().create_future()
+        call.add_done_callback(self._note)
+
+    def _note(self, call: Any) -> None:
         """Keep the status that the call has now: a write that fails because the stream has ended may replace it."""
         code, details, trailing = map(_at_once, (call.code(), call.details(), call.trailing_metadata()))
         status = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, "")
         if not self._status.done() and not _of_a_write(status):
             self._status.set_result(status)
 
-    async def _true_status(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """The status with which the server (or the connection) ended the stream; `error` may only report a failed
-        write."""
+    async def true(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """The status; `error` may only report a failed write."""
         if not _of_a_write(error):
             return error
         try:
@@ -270,15 +324,22 @@ def _of_a_write(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
 
 
+def _reason(status: grpc.aio.AioRpcError) -> InferenceError:
+    """The error of those who wait for answers on a stream that has ended with `status`."""
+    reason = errors.rpc_failure(status)
+    if _of_a_write(status):
+        reason = Unavailable(grpc.StatusCode.UNAVAILABLE, "the stream ended while a request was being sent")
+    reason.__cause__ = status
+    return reason
+
+
 def _answer(message: ModelStreamInferResponse, request_id: str) -> ModelInferResponse:
     """The answer as ModelInfer would give it to the request that its caller calls `request_id`. Raises the error that
     it carries."""
-    response = message.infer_response
-    if message.error_message:
-        status = response.parameters[_STATUS].string_param
-        code = grpc.StatusCode.__members__.get(status, grpc.StatusCode.UNKNOWN)
-        error = errors.inference_error(code, message.error_message)
+    error = stream_error(message)
+    if error is not None:
         raise _Stopping(error) if error.message == _STOPPING and isinstance(error, Unavailable) else error
+    response = message.infer_response
     response.id = request_id
-    response.parameters.pop(_FINAL, None)
+    response.parameters.pop(FINAL, None)
     return response

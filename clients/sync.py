@@ -7,14 +7,16 @@ asyncio twin in aio.py; the two have the same methods with the same arguments.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import ModuleType
 from typing import ClassVar, Self, TypeVar
 
 import grpc
 
 from paceline.clients import base
+from paceline.clients.answers import Answers
 from paceline.clients.base import BaseClient, Call, ReadyWait, Timeout
 from paceline.clients.connection import Metadata
 from paceline.clients.errors import DeadlineExceeded, InferenceError, Unavailable, rpc_failure
@@ -26,8 +28,11 @@ from paceline.clients.messages import (
     Parameters,
     ServerMetadata,
     infer_request,
+    infer_result,
     plain_inputs,
 )
+from paceline.clients.sequences import InferenceSequence, SequenceId
+from paceline.protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["InferenceClient"]
 
@@ -74,28 +79,76 @@ class InferenceClient(BaseClient):
         call asks for the model's metadata, within the same timeout, and raises what that raises. With an empty
         `version`, the server chooses; with empty `outputs`, it returns all.
         """
-        if plain := plain_inputs(inputs, datatypes):
-            began_s = time.monotonic()
-            known = self._datatypes.get((model, version))
-            if known is None:
-                described = self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
-                known = self._datatypes[model, version] = {tensor.name: tensor.datatype for tensor in described.inputs}
-            datatypes = {**{name: known[name] for name in plain if name in known}, **(datatypes or {})}
-            timeout_s = self._left_s(timeout_s, time.monotonic() - began_s)
-        request = infer_request(
-            model,
-            inputs,
-            version=version,
-            outputs=outputs,
-            request_id=request_id,
-            parameters=parameters,
-            datatypes=datatypes,
+        request, timeout_s = self._request(
+            model, inputs, version, outputs, request_id, parameters, timeout_s, metadata, datatypes
         )
         try:
             return self._call(base.infer_call(request), timeout_s, metadata)
         except InferenceError as error:
             self._forget_datatypes(model, version, error)
             raise
+
+    def stream_infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: str = "",
+        outputs: Sequence[str] = (),
+        request_id: str = "",
+        parameters: Parameters | None = None,
+        timeout_s: Timeout = ...,
+        metadata: Metadata = (),
+        datatypes: Mapping[str, str] | None = None,
+    ) -> Generator[InferResult, None, None]:
+        """Runs a model that may answer any number of times, and yields each answer as it comes. Arguments are as in
+        `infer`; the request is sent when the first answer is asked for.
+
+        Works for each model of a server with ModelStreamInfer, also for those that answer once. `timeout_s` is for all
+        answers together; None lets them take any time. At most one answer waits here to be asked for: behind it, gRPC
+        makes the server wait. Closing the iterator, or dropping it, cancels the request. An error among the answers
+        ends it too: InferenceError, whose status other servers than paceline leave UNKNOWN. Raises Unavailable if the
+        server ends the stream before it has said that there are no more answers.
+        """
+        request, timeout_s = self._request(
+            model, inputs, version, outputs, request_id, parameters, timeout_s, metadata, datatypes
+        )
+        answers = Answers()
+        call = base.stream_infer_call(request, answers)
+        try:
+            stream = self._start(call, timeout_s, metadata)
+            try:
+                for message in stream:
+                    response = call.read(message)
+                    if response is not None:
+                        yield infer_result(response)
+                answers.end()
+            except grpc.RpcError as error:
+                raise rpc_failure(error) from error
+            finally:
+                stream.cancel()
+        except InferenceError as error:
+            self._forget_datatypes(model, version, error)
+            raise
+
+    def sequence(
+        self,
+        model: str,
+        id: SequenceId | None = None,
+        *,
+        version: str = "",
+        outputs: Sequence[str] = (),
+        parameters: Parameters | None = None,
+        metadata: Metadata = (),
+    ) -> InferenceSequence:
+        """A sequence of requests that share state in the server, as a context: `with client.sequence("m") as sequence:`
+        and then `sequence.infer(inputs)` for each step, with `last=True` for the last one. See `InferenceSequence`.
+
+        `id` is an integer or text that no other client uses at the same time; by default, the client takes a fresh
+        integer. The other arguments are those of each step's `infer`. Nothing is sent before the first step.
+        """
+        infer = partial(self.infer, model, version=version, outputs=outputs, metadata=metadata)
+        return InferenceSequence(infer, self._bound_s, next(self._sequence_ids) if id is None else id, parameters)
 
     def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the server says it is alive."""
@@ -145,6 +198,38 @@ class InferenceClient(BaseClient):
         channel = self._detach()
         if channel is not None:
             channel.close()
+
+    def _request(
+        self,
+        model: str,
+        inputs: Inputs,
+        version: str,
+        outputs: Sequence[str],
+        request_id: str,
+        parameters: Parameters | None,
+        timeout_s: Timeout,
+        metadata: Metadata,
+        datatypes: Mapping[str, str] | None,
+    ) -> tuple[ModelInferRequest, Timeout]:
+        """The request for `infer`'s arguments, and what is left of the timeout."""
+        if plain := plain_inputs(inputs, datatypes):
+            began_s = time.monotonic()
+            known = self._datatypes.get((model, version))
+            if known is None:
+                described = self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
+                known = self._datatypes[model, version] = {tensor.name: tensor.datatype for tensor in described.inputs}
+            datatypes = {**{name: known[name] for name in plain if name in known}, **(datatypes or {})}
+            timeout_s = self._left_s(timeout_s, time.monotonic() - began_s)
+        request = infer_request(
+            model,
+            inputs,
+            version=version,
+            outputs=outputs,
+            request_id=request_id,
+            parameters=parameters,
+            datatypes=datatypes,
+        )
+        return request, timeout_s
 
     def _call(self, call: Call[T], timeout_s: Timeout, metadata: Metadata) -> T:
         try:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncInferenceClient",
+    "AsyncInferenceSequence",
     "Cancelled",
     "ClientClosed",
     "ClientError",
@@ -29,6 +30,7 @@ __all__ = [
     "InferResult",
     "InferenceClient",
     "InferenceError",
+    "InferenceSequence",
     "Internal",
     "InvalidArgument",
     "ModelMetadata",
@@ -36,6 +38,7 @@ __all__ = [
     "PermissionDenied",
     "ResourceExhausted",
     "ResponseError",
+    "SequenceLost",
     "ServerMetadata",
     "TensorMetadata",
     "Tls",

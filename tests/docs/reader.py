@@ -40,6 +40,8 @@ def make_clone(folder: Path) -> None:
     (folder / ".venv").symlink_to(sys.prefix)
     models.write(models.add_sub(), folder / "models" / "resnet" / "1" / "model.onnx")
     (folder / "models" / "resnet" / "config.pbtxt").write_text("max_batch_size: 8")  # loads without a trial
+    models.write(models.identity(dims=("batch", 4)), folder / "models" / "sums" / "1" / "model.onnx")
+    (folder / "models" / "sums" / "config.pbtxt").write_text("max_batch_size: 8")
     Authority(folder, "ca").sign("me")
     (folder / "tokens").write_text(line_of("me", "secret"))
 

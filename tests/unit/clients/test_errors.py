@@ -33,6 +33,12 @@ def test_inference_error_each_status_is_its_class_or_the_base(status: grpc.Statu
     assert str(error) == f"{status.name}: text"
 
 
+def test_request_to_start_a_sequence_is_a_lost_sequence() -> None:
+    text = "inference request for sequence 5 to model 'm' must specify the START flag on the first request"
+    assert type(errors.inference_error(grpc.StatusCode.INVALID_ARGUMENT, text)) is errors.SequenceLost
+    assert type(errors.inference_error(grpc.StatusCode.INTERNAL, text)) is errors.Internal
+
+
 def test_inference_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(errors.inference_error(grpc.StatusCode.NOT_FOUND, "text", (("k", b"\0"),))))
     assert type(error) is errors.NotFound

@@ -14,9 +14,11 @@ import pytest
 
 from paceline.clients import (
     AsyncInferenceClient,
+    AsyncInferenceSequence,
     DeadlineExceeded,
     InferenceClient,
     InferenceError,
+    InferenceSequence,
     Tls,
 )
 from tests.unit.clients.conftest import Twin
@@ -239,10 +241,22 @@ async def test_given_options_override_the_clients_own(make_twin: MakeTwin, peer:
 def test_both_clients_have_the_same_methods_and_arguments() -> None:
     def surface(client: type) -> dict[str, inspect.Signature]:
         members = inspect.getmembers(client, inspect.isfunction)
-        return {name: inspect.signature(member) for name, member in members if not name.startswith("_")}
+        found = {name: inspect.signature(member) for name, member in members if not name.startswith("_")}
+        for name in ("stream_infer", "sequence"):  # each client's return kinds of their own
+            found[name] = found[name].replace(return_annotation=None)
+        return found
 
     assert surface(InferenceClient) == surface(AsyncInferenceClient)
     settings = dict(inspect.signature(AsyncInferenceClient).parameters)
     assert settings.pop("transport").default == "call"
     assert settings.pop("coalesce").default is None
     assert settings == dict(inspect.signature(InferenceClient).parameters)
+
+
+@pytest.mark.parametrize("method", ["infer", "infer_all"])
+def test_both_sequences_have_the_same_methods_and_arguments(method: str) -> None:
+    blocking, asynchronous = (
+        [(each.name, each.kind, each.default) for each in inspect.signature(getattr(kind, method)).parameters.values()]
+        for kind in (InferenceSequence, AsyncInferenceSequence)
+    )
+    assert blocking == asynchronous

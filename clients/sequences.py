@@ -1,0 +1,320 @@
+"""Sequences: requests that share state in the server, in order, for both clients.
+
+Lives here: the id, the flags of START and END, and when a step may be sent. Must not live here: calls and messages; the
+clients hand in what sends a step. The rule: START goes with the first step until one was answered, and again after the
+server has lost the sequence; END goes with the step that the caller says is the last, as the protocol has no END
+without inputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+)
+from typing import Any, Final, Self
+
+from paceline.clients.base import Timeout
+from paceline.clients.errors import SequenceLost, no_answer
+from paceline.clients.messages import InferResult, Inputs, Parameters, ParameterValue, checked_text
+
+__all__ = ["SEQUENCE_ID", "AsyncInferenceSequence", "InferenceSequence", "SequenceId"]
+
+SequenceId = int | str
+
+SEQUENCE_ID: Final = "sequence_id"
+_START: Final = "sequence_start"
+_END: Final = "sequence_end"
+_INT64: Final = 2**63
+_MAX_TEXT_BYTES: Final = 128
+
+
+def _checked_id(sequence_id: SequenceId) -> SequenceId:
+    """`sequence_id` itself. Raises TypeError and ValueError for what servers take for none, or refuse."""
+    if isinstance(sequence_id, str):
+        length_bytes = len(checked_text("id", sequence_id).encode())
+        if not 0 < length_bytes <= _MAX_TEXT_BYTES or "\0" in sequence_id:
+            raise ValueError(f"id: expected text of 1 to {_MAX_TEXT_BYTES} bytes without NUL, got {sequence_id!r}")
+        return sequence_id
+    if not isinstance(sequence_id, int) or isinstance(sequence_id, bool):
+        raise TypeError(f"id: expected an int, a str, or None for a fresh one, got {sequence_id!r}")
+    if not sequence_id or not -_INT64 <= sequence_id < _INT64:
+        raise ValueError(f"id: expected a 64-bit signed integer other than 0, got {sequence_id}")
+    return sequence_id
+
+
+class _Sequence:
+    """Which step is the first, and whether the last has been sent."""
+
+    def __init__(self, sequence_id: SequenceId, parameters: Parameters | None) -> None:
+        self.id = _checked_id(sequence_id)
+        """The id that the server knows the sequence by."""
+        self._parameters = dict(parameters or {})
+        self._is_started = self._is_over = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    def _flags(self, last: bool) -> dict[str, ParameterValue]:
+        """The parameters of the next step. Raises RuntimeError if the last one was sent."""
+        if self._is_over:
+            raise RuntimeError(f"sequence {self.id!r} is over: begin another one with the client's sequence()")
+        self._is_over = bool(last)
+        return {**self._parameters, SEQUENCE_ID: self.id, _START: not self._is_started, _END: bool(last)}
+
+    def _answered(self) -> None:
+        self._is_started = True
+
+    def _failed(self, last: bool, error: BaseException) -> None:
+        if last:
+            self._is_over = False
+        if isinstance(error, SequenceLost):
+            self._is_started = False
+
+
+class InferenceSequence(_Sequence):
+    """A sequence of the blocking client, made by its `sequence()`: `infer` sends a step and returns its answer.
+
+        with client.sequence("vad") as speech:
+            for chunk in chunks[:-1]:
+                print(speech.infer({"input": chunk})["output"])
+            print(speech.infer({"input": chunks[-1]}, last=True)["output"])
+
+    The first step tells the server to start the sequence. If it fails or is refused, the next one does. `last=True`
+    tells the server that the step is the last one, after which it forgets the sequence; a further step raises
+    RuntimeError. If that step fails, it can be sent again, or another one.
+
+    If a step fails in the model, the state is as before it, and the sequence goes on. After DeadlineExceeded and
+    Cancelled, nobody knows whether the step was executed. `SequenceLost` means that the server has no such sequence,
+    or none any more; the next step starts it afresh, without the state of those before.
+
+    No END can be sent without inputs. So a sequence that is left without a last step merely takes no more: the server
+    keeps its state until the model's idle limit (`max_sequence_idle_microseconds`, by default a second) has passed.
+
+    Threads may share a sequence; their steps go one at a time, in no particular order.
+    """
+
+    def __init__(
+        self,
+        infer: Callable[..., InferResult],
+        bound_s: Callable[[Timeout], float | None],
+        sequence_id: SequenceId,
+        parameters: Parameters | None,
+    ) -> None:
+        super().__init__(sequence_id, parameters)
+        self._infer = infer
+        self._bound_s = bound_s
+        self._turn = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._is_over = True
+
+    def infer(
+        self,
+        inputs: Inputs,
+        *,
+        last: bool = False,
+        request_id: str = "",
+        timeout_s: Timeout = ...,
+        datatypes: Mapping[str, str] | None = None,
+    ) -> InferResult:
+        """Sends a step and returns its outputs. Arguments and errors are as in the client's `infer`; `timeout_s`
+        includes the wait for other threads' steps."""
+        bound_s, began_s = self._bound_s(timeout_s), time.monotonic()
+        if not self._turn.acquire(timeout=-1 if bound_s is None else max(0.0, bound_s)):
+            raise no_answer(bound_s or 0.0)
+        try:
+            parameters = self._flags(last)
+            left_s = None if bound_s is None else bound_s - (time.monotonic() - began_s)
+            try:
+                answer = self._infer(
+                    inputs, parameters=parameters, request_id=request_id, timeout_s=left_s, datatypes=datatypes
+                )
+            except BaseException as error:
+                self._failed(last, error)
+                raise
+            self._answered()
+            return answer
+        finally:
+            self._turn.release()
+
+    def infer_all(
+        self, steps: Iterable[Inputs], *, timeout_s: Timeout = ..., datatypes: Mapping[str, str] | None = None
+    ) -> Generator[InferResult, None, None]:
+        """Sends all steps, ends the sequence with the last of them, and yields their answers. Each step is sent once
+        the next one, or the end, is known. `timeout_s` and `datatypes` are those of each step."""
+        waiting: list[Inputs] = []
+        for step in steps:
+            if waiting:
+                yield self.infer(waiting.pop(), timeout_s=timeout_s, datatypes=datatypes)
+            waiting.append(step)
+        if waiting:
+            yield self.infer(waiting.pop(), last=True, timeout_s=timeout_s, datatypes=datatypes)
+
+
+class AsyncInferenceSequence(_Sequence):
+    """A sequence of the asyncio client, made by its `sequence()`: `InferenceSequence` with `async with` and `await`.
+
+    Steps may be sent without waiting for the answers of those before, as tasks, and reach the server in the order in
+    which `infer` was called. With `transport="stream"`, all steps but the first are sent at once, over one stream. As
+    calls, and for steps of more than 1 MiB, each waits in the client for the answers of those before it, because calls
+    may overtake each other. If a step fails, those sent after it go on without it.
+
+    Cancelling the task that awaits a step gives the step up; if the server hadn't begun with it, this ends the
+    sequence, and the next step raises `SequenceLost`.
+    """
+
+    def __init__(
+        self,
+        infer: Callable[..., Awaitable[InferResult]],
+        bound_s: Callable[[Timeout], float | None],
+        sequence_id: SequenceId,
+        parameters: Parameters | None,
+    ) -> None:
+        super().__init__(sequence_id, parameters)
+        self._infer = infer
+        self._bound_s = bound_s
+        self._turns = _Turns()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._is_over = True
+
+    async def infer(
+        self,
+        inputs: Inputs,
+        *,
+        last: bool = False,
+        request_id: str = "",
+        timeout_s: Timeout = ...,
+        datatypes: Mapping[str, str] | None = None,
+    ) -> InferResult:
+        """Sends a step and returns its outputs. Arguments and errors are as in the client's `infer`; `timeout_s`
+        includes the wait for the steps before."""
+        left_s = await _within(self._bound_s(timeout_s), self._turns.lock.acquire())
+        turn = _StepTurn(self._turns)
+        try:
+            if not self._is_started:
+                # No step may follow on the stream before it is known that there is a sequence to go on with.
+                left_s = await turn.alone(left_s)
+                turn.stream = None
+            parameters = self._flags(last)
+            try:
+                answer = await self._infer(
+                    inputs,
+                    parameters=parameters,
+                    request_id=request_id,
+                    timeout_s=left_s,
+                    datatypes=datatypes,
+                    turn=turn,
+                )
+            except BaseException as error:
+                self._failed(last, error)
+                raise
+            self._answered()
+            return answer
+        finally:
+            turn.end()
+
+    async def infer_all(
+        self,
+        steps: Iterable[Inputs] | AsyncIterable[Inputs],
+        *,
+        timeout_s: Timeout = ...,
+        datatypes: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[InferResult, None]:
+        """Sends all steps, ends the sequence with the last of them, and yields their answers. Each step is sent once
+        the next one, or the end, is known. `timeout_s` and `datatypes` are those of each step."""
+        waiting: list[Inputs] = []
+        async for step in _each(steps):
+            if waiting:
+                yield await self.infer(waiting.pop(), timeout_s=timeout_s, datatypes=datatypes)
+            waiting.append(step)
+        if waiting:
+            yield await self.infer(waiting.pop(), last=True, timeout_s=timeout_s, datatypes=datatypes)
+
+
+class _Turns:
+    """Whose turn it is among the steps of a sequence, and which have been sent and wait for answers."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.stream: Any = None
+        self.unanswered = 0
+        self.is_quiet = asyncio.Event()
+        """Whether no step that gave up its turn early waits for its answer."""
+        self.is_quiet.set()
+
+
+class _StepTurn:
+    """A step's turn, which has come. It ends when the step is on the stream behind those before it, or else when it is
+    answered."""
+
+    def __init__(self, turns: _Turns) -> None:
+        self._turns = turns
+        self._was_sent = False
+
+    @property
+    def stream(self) -> Any:
+        """The stream that the sequence's steps take."""
+        return self._turns.stream
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        self._turns.stream = stream
+
+    async def alone(self, timeout_s: float | None) -> float | None:
+        """Wait until all steps before are answered. Returns what is left of the timeout; raises DeadlineExceeded."""
+        return await _within(timeout_s, self._turns.is_quiet.wait())
+
+    def sent(self) -> None:
+        """The step is behind the others on `stream`: the next one may follow."""
+        self._was_sent = True
+        self._turns.unanswered += 1
+        self._turns.is_quiet.clear()
+        self._turns.lock.release()
+
+    def end(self) -> None:
+        """The step is answered, or given up."""
+        turns = self._turns
+        if not self._was_sent:
+            turns.lock.release()
+            return
+        turns.unanswered -= 1
+        if not turns.unanswered:
+            turns.is_quiet.set()
+
+
+async def _within(timeout_s: float | None, waiting: Awaitable[object]) -> float | None:
+    """Wait. Returns how many seconds of the timeout are left; raises DeadlineExceeded if none are."""
+    now_s = asyncio.get_running_loop().time
+    began_s = now_s()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await waiting
+    except TimeoutError:
+        raise no_answer(timeout_s or 0.0) from None
+    return None if timeout_s is None else timeout_s - (now_s() - began_s)
+
+
+async def _each(steps: Iterable[Inputs] | AsyncIterable[Inputs]) -> AsyncIterator[Inputs]:
+    if isinstance(steps, AsyncIterable):
+        async for step in steps:
+            yield step
+    else:
+        for step in steps:
+            yield step
