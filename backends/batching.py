@@ -79,6 +79,12 @@ class Packed(_OnDemand):
         self.starts = starts
         self._arrays: tuple[Array, ...] | None = None
 
+    def raw(self, index: int) -> tuple[tuple[int, ...], bytes]:
+        """Shape and bytes of a tensor."""
+        _, shape, size_bytes = self.layout.tensors[index]
+        start = self.starts[index]
+        return shape, self.data[start : start + size_bytes]
+
     @property
     def arrays(self) -> tuple[Array, ...]:
         if self._arrays is None:

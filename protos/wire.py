@@ -9,6 +9,7 @@ protobuf's "Encoding" guide, and the fields' numbers in inference.proto.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Final, NamedTuple, TypeAlias, TypeVar
@@ -17,15 +18,18 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
-from paceline.protos.inference_pb2 import InferTensorContents
+from paceline.protos.inference_pb2 import InferParameter, InferTensorContents
 
 __all__ = [
+    "LONGEST_SEQUENCE_ID_BYTES",
     "MAX_FIELDS",
     "OUTPUT_TAG",
     "RAW_INPUT_TAG",
     "RAW_OUTPUT_TAG",
     "RESPONSE_ID_TAG",
+    "STEP_KEYS",
     "RequestFields",
+    "StepFields",
     "TooManyElements",
     "TooManyFields",
     "check_fields",
@@ -41,12 +45,19 @@ MessageT = TypeVar("MessageT", bound=Message)
 _DELIMITED: Final = 2
 # Field number and wire type, as every field of these messages has it.
 _ID_TAG: Final = 3 << 3 | _DELIMITED
+_PARAMETERS_TAG: Final = 4 << 3 | _DELIMITED
 _OUTPUTS_TAG: Final = 6 << 3 | _DELIMITED
 _RAW_TAG: Final = 7 << 3 | _DELIMITED
 RAW_INPUT_TAG: Final = bytes([_RAW_TAG])
 RESPONSE_ID_TAG: Final = bytes([3 << 3 | _DELIMITED])
 OUTPUT_TAG: Final = bytes([5 << 3 | _DELIMITED])
 RAW_OUTPUT_TAG: Final = bytes([6 << 3 | _DELIMITED])
+# Of an entry of a map, and of a parameter's value.
+_KEY_TAG: Final = 1 << 3 | _DELIMITED
+_VALUE_TAG: Final = 2 << 3 | _DELIMITED
+_BOOL_TAG: Final = InferParameter.BOOL_PARAM_FIELD_NUMBER << 3
+_NUMBER_TAGS: Final = (InferParameter.INT64_PARAM_FIELD_NUMBER << 3, InferParameter.UINT64_PARAM_FIELD_NUMBER << 3)
+_STRING_TAG: Final = InferParameter.STRING_PARAM_FIELD_NUMBER << 3 | _DELIMITED
 _TEXT_TAG: Final = InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER << 3 | _DELIMITED
 
 _LONGEST_VARINT: Final = 10
@@ -67,15 +78,59 @@ _MOST_PARSED: Final = 16
 leaves its smaller predecessors behind."""
 
 
+STEP_KEYS: Final = ("sequence_id", "sequence_start", "sequence_end")
+"""The parameters that say what a request is in its sequence; they differ from step to step."""
+LONGEST_SEQUENCE_ID_BYTES: Final = 128
+"""Triton's limit for a `sequence_id` that is a text."""
+_STEP_KEYS: Final = tuple(key.encode() for key in STEP_KEYS)
+
+
+class StepFields(NamedTuple):
+    """Where a serialized request has the values of STEP_KEYS: `id` begins and ends, as a `text` or else as a varint;
+    `start_at` and `end_at` are a byte each. 0: it has none. `spans`: the same in the order of the message."""
+
+    id: tuple[int, int]
+    text: bool
+    start_at: int
+    end_at: int
+    spans: tuple[tuple[int, int], ...]
+
+    # hot path: see bench/
+    def values(self, data: bytes) -> tuple[int | str, bool, bool]:
+        """The id, an integer without a sign or a text, whether the step is the first, and whether it is the last.
+        Raises ValueError for what is to be left to protobuf."""
+        begin, end = self.id
+        sequence = data[begin:end].decode() if self.text else _number(data[begin:end])
+        starts, ends = self.start_at and data[self.start_at], self.end_at and data[self.end_at]
+        if starts > 1 or ends > 1:
+            raise ValueError("not a bool as it is usually written")
+        return sequence, starts == 1, ends == 1
+
+
+@lru_cache(maxsize=4_096)
+def _number(written: bytes) -> int:
+    """The 64 bits of a varint, 0 for no bytes. Raises ValueError if it isn't exactly one."""
+    if not written:
+        return 0
+    if len(written) > _LONGEST_VARINT or [one > 0x7F for one in written] != [True] * (len(written) - 1) + [False]:
+        raise ValueError("not a varint")
+    number = sum((byte & 0x7F) << 7 * place for place, byte in enumerate(written))
+    if number >= 1 << 64:
+        raise ValueError("more than 64 bits")
+    return number
+
+
 class RequestFields(NamedTuple):
-    """A serialized ModelInferRequest: its `signature`, all of it except the id and the tensors; the `id` in UTF-8, and
-    where it begins (0 if there is none); and where the entries of raw_input_contents begin and end. Requests of equal
-    signatures are equal but for id and tensors."""
+    """A serialized ModelInferRequest: its `signature`, all of it except the id, the parameters in STEP_KEYS and the
+    tensors; the `id` in UTF-8, and where it begins (0 if there is none); where the entries of raw_input_contents begin
+    and end; and where those parameters are, None if it has none. Requests of equal signatures are equal but for
+    these."""
 
     signature: bytes
     id: bytes
     id_at: int
     raw: list[tuple[int, int]]
+    step: StepFields | None
 
 
 # hot path: see bench/
@@ -87,6 +142,7 @@ def scan_request(data: bytes) -> RequestFields | None:
     id_at = id_value_at = id_end = 0
     signature_end = end
     raw: list[tuple[int, int]] = []
+    parameters: list[tuple[int, int, int]] = []
     try:
         for _ in range(_MAX_SCANNED):
             if at >= end:
@@ -94,7 +150,7 @@ def scan_request(data: bytes) -> RequestFields | None:
             start, tag, length = at, data[at], data[at + 1]
             at += 2
             if length > 0x7F:
-                # As `_Count._varint`, which as a call would make this a fifth slower.
+                # As `_varint`, which as a call would make this a fifth slower.
                 length, shift = length & 0x7F, 7
                 while (byte := data[at]) > 0x7F and shift < _MAX_SHIFT:
                     length |= (byte & 0x7F) << shift
@@ -108,6 +164,8 @@ def scan_request(data: bytes) -> RequestFields | None:
                 raw.append((at, at + length))
             elif tag == _ID_TAG:
                 id_at, id_value_at, id_end = start, at, at + length
+            elif tag == _PARAMETERS_TAG:
+                parameters.append((start, at, at + length))
             elif tag & 7 != _DELIMITED or tag > _OUTPUTS_TAG:
                 return None
             if tag < previous or (tag == previous and tag <= _ID_TAG):
@@ -118,9 +176,75 @@ def scan_request(data: bytes) -> RequestFields | None:
         return None
     if at != end:
         return None
+    if parameters:
+        return _with_step(data, parameters, (id_at, id_value_at, id_end), signature_end, raw)
     if id_end:
-        return RequestFields(data[:id_at] + data[id_end:signature_end], data[id_value_at:id_end], id_value_at, raw)
-    return RequestFields(data[:signature_end], b"", 0, raw)
+        signature = data[:id_at] + data[id_end:signature_end]
+        return RequestFields(signature, data[id_value_at:id_end], id_value_at, raw, None)
+    return RequestFields(data[:signature_end], b"", 0, raw, None)
+
+
+def _with_step(
+    data: bytes,
+    parameters: Sequence[tuple[int, int, int]],
+    id_place: tuple[int, int, int],
+    signature_end: int,
+    raw: list[tuple[int, int]],
+) -> RequestFields | None:
+    """The rest of `scan_request` for a request with `parameters`, each from its tag to its end. None unless each of
+    them is a key and a value and nothing else: then those with other keys say nothing of its step."""
+    id_at, id_value_at, id_end = id_place
+    found: dict[bytes, tuple[int, int]] = {}
+    pieces, kept_at, text = [data[:id_at]], id_end, False
+    try:
+        for start, entry_at, end in parameters:
+            key_at, key_end = _content(data, entry_at, _KEY_TAG)
+            value_at, value_end = _content(data, key_end, _VALUE_TAG)
+            key = data[key_at:key_end]
+            if value_end != end:
+                return None
+            if key not in _STEP_KEYS:
+                continue
+            kind, value_at = data[value_at], value_at + 1
+            if key == _STEP_KEYS[0] and kind == _STRING_TAG:
+                text, (value_at, string_end) = True, _content(data, value_at - 1, _STRING_TAG)
+                fits = string_end == end <= value_at + LONGEST_SEQUENCE_ID_BYTES
+            elif key == _STEP_KEYS[0]:
+                fits = kind in _NUMBER_TAGS and value_at < end
+            else:
+                fits = kind == _BOOL_TAG and value_at + 1 == end
+            if not fits or key in found:
+                return None
+            found[key] = value_at, end
+            pieces.append(data[kept_at:start])
+            kept_at = end
+    except IndexError:
+        return None
+    pieces.append(data[kept_at:signature_end])
+    step = None
+    if found:
+        places = [found.get(key, (0, 0)) for key in _STEP_KEYS]
+        step = StepFields(places[0], text, places[1][0], places[2][0], tuple(found.values()))
+    return RequestFields(b"".join(pieces), data[id_value_at:id_end], id_value_at, raw, step)
+
+
+def _content(data: bytes, at: int, tag: int) -> tuple[int, int]:
+    """Where the content of the field at `at` begins and ends. Raises IndexError if the field has another tag."""
+    if data[at] != tag:
+        raise IndexError
+    length, start = _varint(data, at + 1)
+    return start, start + length
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The varint at `at`, and where it ends. Raises IndexError if there is none."""
+    value = 0
+    for number in range(_LONGEST_VARINT):
+        byte = data[at + number]
+        value |= (byte & 0x7F) << 7 * number
+        if byte < 0x80:
+            return value, at + number + 1
+    raise IndexError
 
 
 @lru_cache(maxsize=4_096)
@@ -209,25 +333,16 @@ class _Count:
 
     def _field(self, at: int) -> tuple[int, int, int]:
         """The tag of the field at `at`, and where its value begins and ends."""
-        tag, at = self._varint(at)
+        tag, at = _varint(self._data, at)
         wire_type = tag & 7
         if wire_type == 0:
-            return tag, at, self._varint(at)[1]
+            return tag, at, _varint(self._data, at)[1]
         if wire_type == _DELIMITED:
-            length, at = self._varint(at)
+            length, at = _varint(self._data, at)
             return tag, at, at + length
         if wire_type not in _SIZES:
             raise IndexError
         return tag, at, at + _SIZES[wire_type]
-
-    def _varint(self, at: int) -> tuple[int, int]:
-        value = 0
-        for number in range(_LONGEST_VARINT):
-            byte = self._data[at + number]
-            value |= (byte & 0x7F) << 7 * number
-            if byte < 0x80:
-                return value, at + number + 1
-        raise IndexError
 
 
 def parse(kind: type[MessageT], data: bytes) -> MessageT:

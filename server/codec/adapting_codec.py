@@ -1,4 +1,5 @@
-"""The codec of models that see other tensors than their clients do: reshaped, optional and shape tensors.
+"""The codec of models that see other tensors than their clients do: reshaped, optional and shape tensors, and those
+that tell them about sequences.
 
 Lives here: what such models need beyond `ModelCodec`, and `codec_for`, which chooses at load, so that other models
 don't pay for it. Must not: checks that any model needs.
@@ -11,18 +12,27 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
+from paceline.backends.batching import Packed
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
+from paceline.protos.inference_pb2 import ModelInferRequest
+from paceline.scheduler.request import SequenceStep
 from paceline.server.codec.answers import Answerable, Envelope
 from paceline.server.codec.classification import Labels
 from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
-from paceline.server.codec.known_requests import Group, Targets
+from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import RequestOptions
+from paceline.server.codec.steps import Steps
 from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.errors import InvalidRequest
+from paceline.server.memory.region_tensors import Input, Inputs
 from paceline.server.memory.regions import Regions
 
 __all__ = ["AdaptingCodec", "codec_for", "to_client", "to_model"]
 
 Shape = tuple[int, ...]
+
+_HASHED_BYTES = 16
+"""Keys outlive their requests, so they have no larger contents in them."""
 
 
 def codec_for(
@@ -37,6 +47,7 @@ def codec_for(
     adapts = any(
         tensor.reshape is not None or tensor.optional or tensor.shape_tensor for tensor in (*spec.inputs, *spec.outputs)
     )
+    adapts = adapts or spec.sequence is not None
     return (AdaptingCodec if adapts else ModelCodec)(model, version, spec, max_batch_rows, labels, regions)
 
 
@@ -44,7 +55,8 @@ class AdaptingCodec(ModelCodec):
     """A codec whose `read` returns inputs in the model's shapes, MISSING standing for those left out, and whose
     `encode` takes results in the model's shapes and leaves out of the response what is MISSING in them.
 
-    The key also contains which optional inputs were given, and shape and hash of the content of each shape tensor.
+    The key also contains which optional inputs were given, and shape and hash of the content of each shape tensor. If
+    the model's requests are steps of sequences, they are checked to be some.
     """
 
     def __init__(
@@ -61,24 +73,57 @@ class AdaptingCodec(ModelCodec):
         self._optional = [index for index, tensor in enumerate(spec.inputs) if tensor.optional]
         self._reshaped = [index for index, tensor in enumerate(spec.inputs) if tensor.reshape is not None]
         self._reshaped_outputs = [index for index, tensor in enumerate(spec.outputs) if tensor.reshape is not None]
+        self._all_there = (False,) * len(self._optional)
+        self._left_out = any(tensor.optional for tensor in (*spec.inputs, *spec.outputs))
+        self._steps = Steps(model, spec.sequence) if spec.sequence is not None else None
+        self._holds_apart = bool(self._optional or self._shape_tensors)
+        if self._holds_apart:
+            self._known = KnownRequests(spec, regions, self._apart)
 
+    # hot path: see bench/
     def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
-        """Reads `first` alone: what is in its tensors may keep it apart from others."""
-        group = super().read(first)
-        inputs = list(group.inputs[0])
-        key = (
-            group.options.key,
-            tuple(inputs[index] is MISSING for index in self._optional),
-            tuple(_content(cast("Array", inputs[index])) for index in self._shape_tensors),
-        )
+        """As of any codec. Of a model with sequences, raises NoSequence for a request that is in none."""
+        checked: list[SequenceStep] = []
+        group = super().read(first, more if self._steps is None else self._steps.good(more, checked))
+        options, inputs, targets, steps = group
+        if self._steps is not None:
+            steps = [self._steps.of(first), *checked][: len(inputs)]
+        if self._holds_apart:
+            options = options.with_key((options.key, self._apart(inputs[0])))
+        if self._reshaped:
+            inputs = [*map(self._seen, inputs)]
+        return Group(options, inputs, targets, steps)
+
+    def _parse(self, request: ModelInferRequest) -> Group:
+        group = super()._parse(request)
+        if self._steps is not None and group.options.rows > 1:
+            raise InvalidRequest(
+                f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of sequence "
+                f"batcher: expected 1 row, as a request is a step of one sequence, got {group.options.rows}"
+            )
+        return group
+
+    def _apart(self, inputs: Inputs) -> Hashable:
+        """What keeps a request with these inputs apart from others: which of them are left out, and what is in shape
+        tensors."""
+        if type(inputs) is Packed:  # nothing is left out
+            return self._all_there, *[_of_bytes(*inputs.raw(index)) for index in self._shape_tensors]
+        left_out = tuple([inputs[index] is MISSING for index in self._optional])
+        return left_out, *[_of_array(cast("Array", inputs[index])) for index in self._shape_tensors]
+
+    def _seen(self, inputs: Inputs) -> Inputs:
+        """`inputs` in the model's shapes."""
+        seen: list[Input] = list(inputs)
         for index in self._reshaped:
-            array = inputs[index]
+            array = seen[index]
             if array is not MISSING:
-                inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
-        return Group.of_one(replace(group.options, key=key), tuple(inputs), group.targets[0])
+                seen[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
+        return tuple(seen)
 
     def encode(self, requests: Sequence[Answerable]) -> list[AnyResponse | Exception]:
-        return super().encode([self._shown(request) for request in requests])
+        if self._reshaped_outputs or self._left_out:
+            requests = [self._shown(request) for request in requests]
+        return super().encode(requests)
 
     def _shown(self, request: Answerable) -> _Shown:
         """The request with results as its client sees them."""
@@ -115,11 +160,20 @@ class _Shown(NamedTuple):
     envelope: Envelope | None
 
 
-def _content(array: Array) -> Hashable:
-    """Shape and hash of the content, which only equal contents have in common. Small, since keys outlive their
-    requests."""
-    content = repr(array.ravel().tolist()).encode() if array.dtype.hasobject else array.tobytes()
-    return array.shape, hashlib.blake2b(content, digest_size=16).digest()
+def _of_array(array: Array) -> Hashable:
+    """Shape and content, or a hash of the content, which only equal contents have in common."""
+    if array.dtype.hasobject:
+        return array.shape, _digest(repr(array.ravel().tolist()).encode())
+    return _of_bytes(array.shape, array.tobytes())
+
+
+def _of_bytes(shape: Shape, content: bytes) -> Hashable:
+    """The same for elements of a fixed size: contents of one shape are all hashed, or none."""
+    return shape, content if len(content) <= _HASHED_BYTES else _digest(content)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_HASHED_BYTES).digest()
 
 
 def to_model(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:

@@ -10,7 +10,7 @@ request that no plan fits is parsed, by `server.codec.codec`, which has the erro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -23,6 +23,7 @@ from paceline.backends.spec import MISSING, ModelSpec
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.protos.tensors import TensorError, decode_raw, element_count
+from paceline.scheduler.request import SequenceStep
 from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.parameters import RequestOptions
 from paceline.server.codec.wire_request import AnyRequest, WireRequest
@@ -38,11 +39,13 @@ Targets = Mapping[int, Span]
 class Group(NamedTuple):
     """Requests that ask for the same and differ only in their tensors; at least one. `inputs` has those of each, in the
     spec's order: views of the message where the datatype allows, or still in shared memory. `targets` has, for each,
-    which of its outputs belong in shared memory, and where."""
+    which of its outputs belong in shared memory, and where. `steps` has what each is in its sequence, if the model's
+    requests are in some."""
 
     options: RequestOptions
     inputs: Sequence[Inputs]
     targets: Sequence[Targets]
+    steps: Sequence[SequenceStep] = ()
 
     @classmethod
     def of_one(cls, options: RequestOptions, inputs: Inputs, targets: Targets = NOWHERE) -> Group:
@@ -51,11 +54,15 @@ class Group(NamedTuple):
 
 class KnownRequests:
     """The requests of one version of a model, which serves `spec`, that are known. `regions` are the shared memory that
-    clients have registered, if they may."""
+    clients have registered, if they may. What `apart` returns for the inputs of a request keeps it out of groups of
+    those with another."""
 
-    def __init__(self, spec: ModelSpec, regions: Regions | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, regions: Regions | None, apart: Callable[[Inputs], Hashable] | None = None
+    ) -> None:
         self._spec = spec
         self._regions = regions
+        self._apart = apart
         self._places = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
         # By signature.
         self._plans = BoundedCache[bytes, _Plan]()
@@ -68,6 +75,7 @@ class KnownRequests:
         """`first` and as many of `more` as ask for the same, as far as they are known. None if `first` isn't."""
         options: RequestOptions | None = None
         located: _Located | None = None
+        apart, held = self._apart, None
         inputs: list[Inputs] = []
         targets: list[Targets] = []
         for request in chain((first,), more):
@@ -92,6 +100,10 @@ class KnownRequests:
                 read = plan.read(request.data, form.raw, located.inputs)
             if read is None:
                 break
+            if apart is not None:
+                before, held = held, apart(read)
+                if inputs and held != before:
+                    break
             inputs.append(read)
             targets.append(located.targets)
             options = plan.options

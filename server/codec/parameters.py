@@ -2,7 +2,7 @@
 
 Lives here: which keys mean something, which are reserved, and of what type they must be. Everything else is accepted
 as it is, as the protocol leaves parameters to each server. Source of names and types: Triton's "parameters" and
-"schedule policy" extensions.
+"schedule policy" and "sequence" extensions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 from paceline.backends.spec import ModelSpec
 from paceline.protos.inference_pb2 import InferParameter
-from paceline.server.errors import InvalidRequest
+from paceline.protos.wire import LONGEST_SEQUENCE_ID_BYTES, STEP_KEYS
+from paceline.scheduler.request import SequenceStep
+from paceline.server.errors import InvalidRequest, NotSupported
 
 __all__ = [
     "CANCEL",
@@ -25,6 +27,7 @@ __all__ = [
     "RequestParameters",
     "is_reserved",
     "parse_parameters",
+    "step_of",
 ]
 
 UNORDERED = "paceline_unordered"
@@ -36,13 +39,15 @@ _DEADLINE = "paceline_deadline_us"
 _MAX_PARAMETERS = 1_024
 """The most parameters of a request. A MB of them would keep the event loop busy for a fifth of a second."""
 
+_SEQUENCE_ID, _SEQUENCE_START, _SEQUENCE_END = STEP_KEYS
+
 _INTEGERS = ("int64_param", "uint64_param")
 KNOWN: dict[str, tuple[str, ...]] = {
     "priority": _INTEGERS,
     "timeout": _INTEGERS,
-    "sequence_id": (*_INTEGERS, "string_param"),
-    "sequence_start": ("bool_param",),
-    "sequence_end": ("bool_param",),
+    _SEQUENCE_ID: ("int64_param", "string_param", "uint64_param"),
+    _SEQUENCE_START: ("bool_param",),
+    _SEQUENCE_END: ("bool_param",),
     "binary_data_output": ("bool_param",),
     "paceline_batch_info": ("bool_param",),
     UNORDERED: ("bool_param",),
@@ -90,9 +95,17 @@ class RequestOptions:
     plain: bool = True
     sizes: tuple[int, ...] = ()
 
+    def with_key(self, key: Hashable) -> RequestOptions:
+        """The same with another key. A third of what `dataclasses.replace` takes."""
+        return RequestOptions(
+            self.rows, key, self.outputs, self.parameters, self.classes, self.spec, self.size_bytes, self.plain,
+            self.sizes,
+        )  # fmt: skip
+
 
 def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParameters:
-    """Check and read `parameters`. Raises InvalidRequest, naming the key, what was expected and what came."""
+    """Check and read `parameters`. Raises InvalidRequest, naming the key, what was expected and what came, and
+    NotSupported for the id of a sequence that is too long. What `step_of` reads is only checked."""
     if len(parameters) > _MAX_PARAMETERS:
         raise InvalidRequest(f"expected at most {_MAX_PARAMETERS} parameters, got {len(parameters)}")
     values = {key: _checked(key, parameter) for key, parameter in parameters.items()}
@@ -104,6 +117,20 @@ def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParamet
         typed_outputs=values.get("binary_data_output", True) is False,
         batch_info=values.get("paceline_batch_info", False) is True,
     )
+
+
+def step_of(parameters: Mapping[str, InferParameter]) -> SequenceStep | None:
+    """What checked `parameters` say of the request's sequence; None if nothing. An integer below 0 is the one without a
+    sign that has the same 64 bits."""
+    if not any(key in parameters for key in STEP_KEYS):
+        return None
+    sequence: int | str = 0
+    if _SEQUENCE_ID in parameters:
+        own = parameters[_SEQUENCE_ID]
+        kind = own.WhichOneof("parameter_choice")
+        sequence = own.string_param if kind == "string_param" else getattr(own, str(kind)) % (1 << 64)
+    start, end = (key in parameters and parameters[key].bool_param for key in (_SEQUENCE_START, _SEQUENCE_END))
+    return SequenceStep(sequence, start, end)
 
 
 def is_reserved(key: str) -> bool:
@@ -121,10 +148,15 @@ def _checked(key: str, parameter: InferParameter) -> Any:
                 known = sorted(name for name in KNOWN if name.startswith(prefix))
                 raise InvalidRequest(f"parameter '{key}': keys starting with '{prefix}' are reserved; known: {known}")
     elif kind not in KNOWN[key]:
-        raise InvalidRequest(f"parameter '{key}': expected {' or '.join(KNOWN[key])}, got {kind}")
+        raise InvalidRequest(
+            f"invalid value type for '{key}' parameter, expected {' or '.join(KNOWN[key])}, got {kind}"
+        )
     value = getattr(parameter, kind)
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"parameter '{key}': expected a finite number, got {value}")
+    if key == _SEQUENCE_ID and isinstance(value, str) and len(value.encode()) > LONGEST_SEQUENCE_ID_BYTES:
+        what = f"string correlation ID cannot be longer than {LONGEST_SEQUENCE_ID_BYTES} characters"
+        raise NotSupported(f"parameter '{key}': {what}, as bytes of UTF-8, got {len(value.encode())}")
     if key in _COUNTS and value < 0:
         raise InvalidRequest(f"parameter '{key}': expected >= 0, got {value}")
     return value

@@ -1,10 +1,10 @@
 """Reading requests from their bytes; those like earlier ones without parsing them.
 
-Clients send the same again and again: model, names, datatypes, shapes and parameters stay, id and tensors change. What
-stays is the *signature* (`protos.wire`). The first request with a signature is parsed and checked like any other. Later
-ones are only split into fields, and those of the same *form*, with ids and tensors of the same lengths, are merely
-compared with it. By the signature, their model's codec knows what to do with the tensors
-(`server.codec.known_requests`).
+Clients send the same again and again: model, names, datatypes, shapes and parameters stay, id and tensors change, and
+where a step is in its sequence. What stays is the *signature* (`protos.wire`). The first request with a signature is
+parsed and checked like any other. Later ones are only split into fields, and those of the same *form*, in which what
+changes has the same lengths, are merely compared with it. By the signature, their model's codec knows what to do with
+the tensors (`server.codec.known_requests`).
 
 Lives here: telling which requests have a signature and a form in common. Must not: know models.
 """
@@ -22,13 +22,16 @@ from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest
 from paceline.protos.tensors import MAX_RANK
 from paceline.protos.wire import (
     MAX_FIELDS,
+    STEP_KEYS,
     RequestFields,
+    StepFields,
     TooManyElements,
     TooManyFields,
     check_fields,
     parse,
     scan_request,
 )
+from paceline.scheduler.request import SequenceStep
 from paceline.server.bounded_cache import BoundedCache
 from paceline.server.errors import InvalidRequest, MessageTooLarge, ServerError
 from paceline.server.limits import Limits
@@ -36,7 +39,8 @@ from paceline.server.limits import Limits
 __all__ = ["AnyRequest", "Form", "RequestReader", "Unread", "WireRequest", "message_of", "parsed"]
 
 _LONGEST_SIGNATURE = 4_096
-_FORMS_OF_ONE_LENGTH = 4
+_FORMS_OF_ONE_LENGTH = 8
+"""Parameters are written in any order, another one in each process of clients, and steps have three."""
 _PART_BYTES = 32
 _LENGTH_BYTES = 4
 
@@ -48,13 +52,13 @@ _Named = tuple[str, str, Mapping[str, InferParameter]]
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """What requests have in common that differ in nothing but the values of id and tensors, which have the same
-    lengths.
+    """What requests have in common that differ in nothing but the values of id, tensors and of the parameters that say
+    what they are in a sequence, all of the same lengths.
 
-    `parts` are the bytes that they share, each with its place. Together with the id, from `id_at` to `id_end`, and the
-    entries of raw_input_contents, whose beginnings and ends are in `raw`, they are the whole request. `plain`: neither
-    the request nor any of its tensors has parameters. `note` is for the code that reads such requests: it stays from
-    one request to the next.
+    `parts` are the bytes that they share, each with its place. Together with the id, from `id_at` to `id_end`, the
+    values in `step`, and the entries of raw_input_contents, whose beginnings and ends are in `raw`, they are the whole
+    request. `plain`: neither the request nor any of its tensors has other parameters. `note` is for the code that reads
+    such requests: it stays from one request to the next.
     """
 
     parts: tuple[tuple[int, bytes], ...]
@@ -64,16 +68,18 @@ class Form:
     signature: bytes
     named: _Named
     plain: bool
+    step: StepFields | None = None
     note: Any = None
 
     @classmethod
     def of(cls, data: bytes, fields: RequestFields, named: _Named, plain: bool) -> Form:
         """The form of the request in `data`."""
         id_end = fields.id_at + len(fields.id)
-        starts = [0, id_end, *(end for _, end in fields.raw)]
-        ends = [fields.id_at, *(start for start, _ in fields.raw), len(data)]
+        between = [*fields.step.spans, *fields.raw] if fields.step is not None else fields.raw
+        starts = [0, id_end, *(end for _, end in between)]
+        ends = [fields.id_at, *(start for start, _ in between), len(data)]
         parts = tuple((start, data[start:end]) for start, end in zip(starts, ends, strict=True) if start < end)
-        return cls(parts, fields.id_at, id_end, fields.raw, fields.signature, named, plain)
+        return cls(parts, fields.id_at, id_end, fields.raw, fields.signature, named, plain, fields.step)
 
     @property
     def size_bytes(self) -> int:
@@ -82,14 +88,18 @@ class Form:
 
 
 class WireRequest:
-    """A serialized ModelInferRequest with the signature of one that protobuf has parsed."""
+    """A serialized ModelInferRequest with the signature of one that protobuf has parsed. `step`: what its parameters
+    say of its sequence, None if nothing; its `parameters` are the others. Raises ValueError for values that are to be
+    left to protobuf."""
 
-    __slots__ = ("data", "form", "id", "model_name", "model_version", "parameters")
+    __slots__ = ("data", "form", "id", "model_name", "model_version", "parameters", "step")
 
-    def __init__(self, data: bytes, request_id: str, form: Form) -> None:
+    # hot path: see bench/
+    def __init__(self, data: bytes, form: Form) -> None:
         self.data = data
-        self.id = request_id
         self.form = form
+        self.id = data[form.id_at : form.id_end].decode()
+        self.step = SequenceStep(*form.step.values(data)) if form.step is not None else None
         self.model_name, self.model_version, self.parameters = form.named
 
     def message(self) -> ModelInferRequest:
@@ -148,8 +158,8 @@ class RequestReader:
                     break
             else:
                 try:
-                    return WireRequest(data, data[form.id_at : form.id_end].decode(), form)
-                except UnicodeDecodeError:
+                    return WireRequest(data, form)
+                except ValueError:
                     return self._parse(data)  # for protobuf's error text
         return self._read_fields(data)
 
@@ -161,15 +171,15 @@ class RequestReader:
         known = self._known.get(fields.signature)
         if known is None:
             return self._parse_first(data, fields)
-        try:
-            request_id = fields.id.decode()
-        except UnicodeDecodeError:
-            return self._parse(data)
         form = Form.of(data, fields, *known)
+        try:
+            request = WireRequest(data, form)
+        except ValueError:
+            return self._parse(data)
         if form.size_bytes <= _LONGEST_SIGNATURE:
             others = self._forms.get(len(data), ())[: _FORMS_OF_ONE_LENGTH - 1]
             self._forms.remember(len(data), (form, *others), form.size_bytes)
-        return WireRequest(data, request_id, form)
+        return request
 
     def _parse(self, data: bytes) -> ModelInferRequest | Unread:
         most = self._max_elements
@@ -187,8 +197,8 @@ class RequestReader:
             # A part of a message keeps all of it, names and tensors included, so parameters are copied to a message of
             # their own.
             parameters = _NO_PARAMETERS
-            if request.parameters:
-                parameters = ModelInferRequest(parameters=request.parameters).parameters
+            if own := {key: value for key, value in request.parameters.items() if key not in STEP_KEYS}:
+                parameters = ModelInferRequest(parameters=own).parameters
             of_tensors = [one.parameters for one in request.inputs] + [one.parameters for one in request.outputs]
             plain = not (parameters or any(of_tensors))
             named = request.model_name, request.model_version, parameters

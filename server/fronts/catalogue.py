@@ -59,8 +59,13 @@ class Handles:
 
     def update(self, served: Mapping[tuple[str, str], ServedModel]) -> Catalogue:
         """Give handles to new models, forget those that are gone, and make the snapshot."""
-        # Fronts know nothing about models that don't declare their tensors: they pass requests for them on unchanged.
-        shown = {name: model for name, model in served.items() if not isinstance(model.codec, OpenCodec)}
+        # Fronts know nothing about models that don't declare their tensors, and about those with sequences, whose steps
+        # mustn't overtake each other: they pass requests for them on unchanged.
+        shown = {
+            name: model
+            for name, model in served.items()
+            if not isinstance(model.codec, OpenCodec) and model.spec.sequence is None
+        }
         models = dict.fromkeys(shown.values())
         self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}
         self._models = {handle: model for model, handle in self._handles.items()}

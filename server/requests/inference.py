@@ -125,6 +125,8 @@ class Inference:
         model: ServedModel = flights[0].model
         options = group.options
         parameters = options.parameters
+        for flight, step in zip(flights, group.steps, strict=True) if group.steps else ():
+            flight.step = step
         for flight, inputs, targets in zip(flights, group.inputs, group.targets, strict=True):
             if parameters.deadline_ns:
                 own_ns = answer_deadline_ns(parameters.deadline_ns / 1e9, flight.arrived_ns)

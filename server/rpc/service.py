@@ -35,7 +35,7 @@ class RpcGroup(Protocol):
 class InferenceService:
     """The service over a repository of models. RPCs that aren't here come from `groups`."""
 
-    extensions = ("binary_tensor_data", "classification", "schedule_policy")
+    extensions = ("binary_tensor_data", "classification", "schedule_policy", "sequence", "sequence(string_id)")
 
     def __init__(
         self,

@@ -262,7 +262,7 @@ PARAMETERS = [
     Call("sequence_id as bool", both(sequence_id=True), "INVALID_ARGUMENT", phrase="sequence_id"),
     Call("sequence_id below 0", both(sequence_id=-1)),
     Call("sequence_id, unsigned", both(sequence_id=unsigned(7)), "INVALID_ARGUMENT", "OK", "`uint64_param`"),
-    Call("sequence_id that is long", both(sequence_id="x" * 129), "UNIMPLEMENTED", "OK", "a `sequence_id`"),
+    Call("sequence_id that is long", both(sequence_id="x" * 129), "UNIMPLEMENTED", phrase="string correlation ID"),
     Call("sequence_start as number", both(sequence_start=1), "INVALID_ARGUMENT", phrase="sequence_start"),
     Call("sequence_end as number", both(sequence_end=1), "INVALID_ARGUMENT", phrase="sequence_end"),
     Call("headers", both(headers="a")),

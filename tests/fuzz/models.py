@@ -6,9 +6,10 @@ Lives here: their specs, and opening them. Must not: judge.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.backends.base import Device, ModelInstance
-from paceline.backends.spec import BatchOutput, ModelSpec, TensorSpec
+from paceline.backends.spec import BatchOutput, ModelSpec, SequenceSpec, TensorSpec
 from paceline.protos.datatypes import DATATYPES
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
@@ -23,7 +24,7 @@ MAX_ROWS = 4
 _LABELS = {"x": (b"cat", b"dog")}
 
 
-def _paired(*inputs: TensorSpec, batched: bool = True, **more: tuple[BatchOutput, ...]) -> ModelSpec:
+def _paired(*inputs: TensorSpec, batched: bool = True, **more: Any) -> ModelSpec:
     """Outputs like `inputs`, named x, y, z, …, optional where those are."""
     outputs = tuple(
         TensorSpec(chr(ord("x") + number) if number < 3 else f"o{number}", one.datatype, one.dims, one.utf8,
@@ -50,6 +51,9 @@ SPECS: dict[str, ModelSpec] = {
         TensorSpec("a", "FP32", (2, -1, 3), reshape=(-1, 6)),
         TensorSpec("b", "INT32", (-1,), shape_tensor=True),
         TensorSpec("c", "BYTES", (2,), optional=True),
+    ),
+    "steps": _paired(
+        TensorSpec("a", "FP32", (2,)), TensorSpec("b", "INT64", (), shape_tensor=True), sequence=SequenceSpec()
     ),
     "ragged": _paired(
         TensorSpec("a", "FP32", (-1,), ragged=True), batch_outputs=(BatchOutput(("x",), "a"),)

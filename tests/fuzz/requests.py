@@ -112,7 +112,7 @@ def _outcome(model: FuzzedModel, request: AnyRequest) -> object:
     except Exception as error:  # noqa: BLE001 - `refused` tells them apart
         refused(error)
         return type(error), str(error)
-    return ModelInferResponse.FromString(data).SerializeToString(deterministic=True)
+    return ModelInferResponse.FromString(data).SerializeToString(deterministic=True), decoded.steps
 
 
 def _executed(model: FuzzedModel, decoded: Group, times: int) -> list[Tensors]:

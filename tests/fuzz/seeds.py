@@ -53,6 +53,8 @@ def _requests() -> Iterator[tuple[str, pb.ModelInferRequest]]:
     adapting = {"a": np.zeros((2, 2, 4, 3), np.float32), "b": shape, "c": np.array([[b"p", b"q"]] * 2, object)}
     yield "adapting", infer("adapting", adapting)
     yield "optional", infer("adapting", {"a": np.zeros((1, 2, 0, 3), np.float32), "b": shape})
+    step = {"sequence_id": 2**40, "sequence_start": True, "sequence_end": False}
+    yield "step", infer("steps", {"a": FLOATS[0, :1], "b": np.array(3)}, parameters=step)
     yield "ragged", infer("ragged", {"a": np.ones((2, 3), np.float32)})
     classes = infer("rows", {"a": FLOATS, "b": TEXTS}, outputs=["x"])
     classes.outputs[0].parameters["classification"].int64_param = 2

@@ -23,7 +23,7 @@ __all__ = ["changed"]
 
 _REQUESTS = ["rows", "text", "scalar", "every", "adapting", "ragged", "echo", "a", "b", "c", "x", "y", "z", "o3", "r"]
 _REQUESTS += [
-    "any", "any_rows",
+    "any", "any_rows", "steps", "sequence_start", "sequence_end",
     "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset", "classification", "priority", "timeout",
     "binary_data_output", "paceline_batch_info", "paceline_cancel", "paceline_unordered", "paceline_deadline_us",
     "sequence_id", "triton_x", "config", "file:1/model.onnx", "trace_rate", "trace_count", "trace_level", "TIMESTAMPS",

@@ -166,7 +166,15 @@ async def test_server_metadata_names_server_and_version(tmp_path: Path) -> None:
     assert (said.name, said.version) == ("edge-7", product_version())
 
 
-ALWAYS = {"binary_tensor_data", "classification", "schedule_policy", "model_configuration", "statistics"}
+ALWAYS = {
+    "binary_tensor_data",
+    "classification",
+    "schedule_policy",
+    "sequence",
+    "sequence(string_id)",
+    "model_configuration",
+    "statistics",
+}
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["defaults", "everything switched on"])

@@ -190,13 +190,13 @@ INVALID: list[tuple[str, Change, str]] = [
     (
         "timeout as text",
         param("timeout", string_param="1"),
-        "parameter 'timeout': expected int64_param or uint64_param, got string_param",
+        "invalid value type for 'timeout' parameter, expected int64_param or uint64_param, got string_param",
     ),
     ("negative timeout", param("timeout", int64_param=-5), "parameter 'timeout': expected >= 0, got -5"),
     (
         "priority as bool",
         param("priority", bool_param=True),
-        "parameter 'priority': expected int64_param or uint64_param, got bool_param",
+        "invalid value type for 'priority' parameter, expected int64_param or uint64_param, got bool_param",
     ),
     (
         "reserved key",

@@ -246,5 +246,5 @@ async def test_batch_info_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
         assert await failure_of(served.infer(request(1, paceline_batch_info=1))) == (
             Code.INVALID_ARGUMENT,
-            "model 'm': parameter 'paceline_batch_info': expected bool_param, got int64_param",
+            "model 'm': invalid value type for 'paceline_batch_info' parameter, expected bool_param, got int64_param",
         )

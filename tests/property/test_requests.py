@@ -25,7 +25,8 @@ NAMES = st.sampled_from(["a", "b", "c", "x", "y", "FP32", "BYTES", "BOOL", "", "
 DIMS = st.one_of(st.integers(-1, 6), st.sampled_from([2**31, 2**62, 2**63 - 1, -(2**63)]))
 KEYS = st.sampled_from(
     ["priority", "timeout", "binary_data_output", "classification", "shared_memory_region", "shared_memory_byte_size",
-     "shared_memory_offset", "paceline_batch_info", "paceline_deadline_us", "sequence_id", "triton_x", "mine", ""]
+     "shared_memory_offset", "paceline_batch_info", "paceline_deadline_us", "sequence_id", "sequence_end", "triton_x",
+     "mine", ""]
 )  # fmt: skip
 
 

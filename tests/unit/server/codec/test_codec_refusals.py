@@ -282,7 +282,9 @@ def test_decode_bad_parameter_is_refused_naming_the_model() -> None:
     def change(request: Request) -> None:
         request.parameters["timeout"].string_param = "soon"
 
-    assert refused(change) == "model 'm': parameter 'timeout': expected int64_param or uint64_param, got string_param"
+    assert refused(change) == (
+        "model 'm': invalid value type for 'timeout' parameter, expected int64_param or uint64_param, got string_param"
+    )
 
 
 @pytest.mark.parametrize("outputs", [[], ["x", "h"]])

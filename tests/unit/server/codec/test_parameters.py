@@ -7,8 +7,9 @@ import math
 import pytest
 
 from paceline.protos.inference_pb2 import InferParameter
-from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters, is_reserved, parse_parameters
-from paceline.server.errors import InvalidRequest
+from paceline.scheduler.request import SequenceStep
+from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters, is_reserved, parse_parameters, step_of
+from paceline.server.errors import InvalidRequest, NotSupported
 from tests.wire import parameter
 
 OURS = "['paceline_batch_info', 'paceline_cancel', 'paceline_deadline_us', 'paceline_unordered']"
@@ -109,10 +110,8 @@ def test_parse_unknown_keys_are_accepted_and_change_nothing(key: str, value: obj
         ("timeout", "1", "int64_param or uint64_param", "string_param"),
         ("timeout", 1.0, "int64_param or uint64_param", "double_param"),
         ("timeout", True, "int64_param or uint64_param", "bool_param"),
-        ("timeout", -1, ">= 0", "-1"),
         ("priority", "high", "int64_param or uint64_param", "string_param"),
-        ("priority", -(2**63), ">= 0", str(-(2**63))),
-        ("sequence_id", True, "int64_param or uint64_param or string_param", "bool_param"),
+        ("sequence_id", True, "int64_param or string_param or uint64_param", "bool_param"),
         ("sequence_start", 1, "bool_param", "int64_param"),
         ("sequence_end", "true", "bool_param", "string_param"),
         ("binary_data_output", 0, "bool_param", "int64_param"),
@@ -120,9 +119,22 @@ def test_parse_unknown_keys_are_accepted_and_change_nothing(key: str, value: obj
         ("paceline_unordered", 1, "bool_param", "int64_param"),
         ("paceline_cancel", "x", "bool_param", "string_param"),
         ("paceline_deadline_us", 0.5, "int64_param or uint64_param", "double_param"),
-        ("paceline_deadline_us", -1, ">= 0", "-1"),
         ("paceline_batch_info", "true", "bool_param", "string_param"),
         ("triton_enable_empty_final_response", 1, "bool_param", "int64_param"),
+    ],
+)
+def test_parse_value_of_another_type_is_refused_in_tritons_words(
+    key: str, value: object, expected: str, got: str
+) -> None:
+    assert refusal(key, value) == f"invalid value type for '{key}' parameter, expected {expected}, got {got}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected", "got"),
+    [
+        ("timeout", -1, ">= 0", "-1"),
+        ("priority", -(2**63), ">= 0", str(-(2**63))),
+        ("paceline_deadline_us", -1, ">= 0", "-1"),
         ("my-own", math.nan, "a finite number", "nan"),
         ("my-own", math.inf, "a finite number", "inf"),
         ("my-own", -math.inf, "a finite number", "-inf"),
@@ -134,6 +146,44 @@ def test_parse_wrong_value_is_refused_naming_key_expected_and_got(
     key: str, value: object, expected: str, got: str
 ) -> None:
     assert refusal(key, value) == f"parameter '{key}': expected {expected}, got {got}"
+
+
+@pytest.mark.parametrize("text", ["x" * 129, "ü" * 65])
+def test_parse_sequence_id_over_128_bytes_is_not_supported(text: str) -> None:
+    with pytest.raises(NotSupported) as caught:
+        parse(sequence_id=text)
+    assert str(caught.value) == (
+        "parameter 'sequence_id': string correlation ID cannot be longer than 128 characters, as bytes of UTF-8, "
+        f"got {len(text.encode())}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "sequence"),
+    [
+        (5, 5),
+        ("5", "5"),
+        (uint(5), 5),
+        (-1, U64_MAX),
+        (uint(U64_MAX), U64_MAX),
+        (-(2**63), 2**63),
+        (0, 0),
+        ("", ""),
+        ("a\0b", "a\0b"),
+        ("x" * 128, "x" * 128),
+    ],
+)
+def test_step_of_any_id_has_one_form(value: object, sequence: int | str) -> None:
+    given = {"sequence_id": parameter(value)}
+    parse_parameters(given)
+    assert step_of(given) == SequenceStep(sequence)
+
+
+def test_step_begins_and_ends_as_its_parameters_say() -> None:
+    flags = {"sequence_start": parameter(True), "sequence_end": parameter(True)}
+    assert step_of(flags) == SequenceStep(0, start=True, end=True)
+    assert step_of({"sequence_end": parameter(True), "sequence_id": parameter(7)}) == SequenceStep(7, end=True)
+    assert step_of({"priority": parameter(1)}) is None
 
 
 @pytest.mark.parametrize(
