@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Literal, NamedTuple, cast
 
@@ -35,6 +35,7 @@ class PadAxis(NamedTuple):
 
 
 PadSizes = tuple[int, ...]
+StateAxes = Mapping[str, int]
 BatchGrowth = Literal["auto", "always"]
 
 
@@ -55,6 +56,9 @@ class OwnSettings:
     pad_sizes: PadSizes = ()
     max_batch_elements: int = 0
     batch_growth: BatchGrowth = "auto"
+    state_batch_axis: StateAxes = field(default_factory=dict)
+    max_sequences: int | None = None
+    sequence_backlog: int | None = None
 
 
 def own_settings(config: pb.ModelConfig) -> OwnSettings:
@@ -125,9 +129,9 @@ def _preferred(batching: pb.ModelDynamicBatching, own: OwnSettings, max_rows: in
     """The preferred sizes; none if only the largest is listed, which is preferred anyway. Triton reports a
     configuration without sizes like that, and it must mean the same when it is loaded again. Raises ConfigError for
     settings that only mean something with a batch axis if there is none."""
-    sizes, field = tuple(batching.preferred_batch_size), "dynamic_batching.preferred_batch_size"
+    sizes, preferred = tuple(batching.preferred_batch_size), "dynamic_batching.preferred_batch_size"
     settings = (
-        (field, "none", list(sizes)),
+        (preferred, "none", list(sizes)),
         ("paceline.batch_sizes", "none", list(own.batch_sizes)),
         ("paceline.split_oversized", "false", "true" if own.split_oversized else ""),
     )
@@ -138,7 +142,7 @@ def _preferred(batching: pb.ModelDynamicBatching, own: OwnSettings, max_rows: in
             )
     for size in sizes:
         if not 0 < size <= max_rows:
-            raise ConfigError(f"{field}: expected 1 to max_batch_size, {max_rows}, got {size}")
+            raise ConfigError(f"{preferred}: expected 1 to max_batch_size, {max_rows}, got {size}")
     return () if set(sizes) == {max_rows} else sizes
 
 
@@ -205,6 +209,14 @@ def _batch_growth(text: str) -> BatchGrowth:
     return cast("BatchGrowth", text.strip())
 
 
+def _state_axes(text: str) -> StateAxes:
+    pairs = [one.rpartition("=") for one in text.split(",")]
+    axes = {name.strip(): int(axis) for name, _, axis in pairs}
+    if len(axes) < len(pairs) or "" in axes or min(axes.values()) < 0:
+        raise ValueError
+    return axes
+
+
 _COUNT = (_count, f"a whole number from 0 to {_MAX_NUMBER}")
 _OF_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
     "tuple[int, ...]": (_sizes, "numbers of rows with commas between them"),
@@ -218,8 +230,9 @@ _OF_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
     ),
     "PadSizes": (_pad_sizes, "sizes from 1 on in ascending order with commas between them"),
     "BatchGrowth": (_batch_growth, "auto or always"),
+    "StateAxes": (_state_axes, "inputs of states, each once, with axes from 0 on, as in h=1, c=1"),
 }
-_READERS = {field.name: _OF_TYPE[field.type] for field in fields(OwnSettings)}
+_READERS = {one.name: _OF_TYPE[one.type] for one in fields(OwnSettings)}
 _OF_BACKENDS = {"execute_delay_per_row_us", "own_process", "python_executable"}
 OWN_PARAMETERS = frozenset(_PREFIX + name for name in (*_READERS, *_OF_BACKENDS))
 """The keys of `parameters` that are ours."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from paceline.backends.base import Device, DeviceKind
-from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.spec import ControlKind, ModelSpec, SequenceSpec, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_NUMBERS
 from paceline.server.models.model_config import ServingPlan
@@ -19,7 +19,7 @@ __all__ = ["effective_config"]
 
 TensorT = TypeVar("TensorT", pb.ModelInput, pb.ModelOutput)
 
-_PAD = "paceline.pad"
+_PAD, _STATE_BATCH_AXIS = "paceline.pad", "paceline.state_batch_axis"
 _ONNX_PLATFORM = "onnxruntime_onnx"
 _OF_FILES = (_ONNX_PLATFORM, "python")
 
@@ -47,6 +47,8 @@ def effective_config(
     made.ClearField("output")
     made.output.extend(_tensor(pb.ModelOutput(), config.output, tensor) for tensor in plan.spec.outputs)
     _fill_batching(made, plan)
+    if plan.spec.sequence is not None:
+        _fill_sequences(made, plan.spec.sequence, plan)
     if plan.spec.lengths and _PAD not in made.parameters and (axes := _pad_axes(plan.spec)):
         made.parameters[_PAD].string_value = axes
     _fill_groups(made, groups)
@@ -72,7 +74,7 @@ def _tensor(message: TensorT, declared: Sequence[TensorT], tensor: TensorSpec) -
 
 def _fill_batching(made: pb.ModelConfig, plan: ServingPlan) -> None:
     policy = plan.policy
-    if plan.max_batch_rows and policy.max_batch_requests != 1:
+    if plan.max_batch_rows and policy.max_batch_requests != 1 and plan.spec.sequence is None:
         batching = made.dynamic_batching
         batching.SetInParent()
         if not batching.preferred_batch_size:
@@ -81,6 +83,29 @@ def _fill_batching(made: pb.ModelConfig, plan: ServingPlan) -> None:
     if policy.queue.default_timeout_ns:
         timeout_us = policy.queue.default_timeout_ns // 1_000
         made.dynamic_batching.default_queue_policy.default_timeout_microseconds = timeout_us
+
+
+def _fill_sequences(made: pb.ModelConfig, sequence: SequenceSpec, plan: ServingPlan) -> None:
+    """Fill in what `sequence_batching` left to defaults and to the model. Which strategy there is without one isn't
+    said, as in Triton."""
+    sequences, policy = made.sequence_batching, plan.policy
+    if policy.sequences is not None:
+        sequences.max_sequence_idle_microseconds = policy.sequences.idle_ns // 1_000
+    if sequences.HasField("oldest") and plan.max_batch_rows and not sequences.oldest.preferred_batch_size:
+        sequences.oldest.preferred_batch_size.extend(sorted(policy.preferred))
+    for control, one in zip(sequence.controls, sequences.control_input, strict=True):
+        if control.kind is ControlKind.CORRID:
+            one.control[0].data_type = CONFIG_NUMBERS[control.tensor.datatype]  # type: ignore[assignment]
+    for state, kept in zip(sequences.state, sequence.states, strict=True):
+        state.data_type = CONFIG_NUMBERS[kept.input.datatype]  # type: ignore[assignment]
+        if not state.dims:
+            state.dims[:] = kept.input.dims
+        for initial in state.initial_state:
+            initial.data_type = state.data_type
+    inputs = [state.input for state in sequence.states]
+    if any(one.batch_axis for one in inputs) and not any("," in one.name for one in inputs):
+        axes = ", ".join(f"{one.name}={one.batch_axis}" for one in inputs)
+        made.parameters[_STATE_BATCH_AXIS].string_value = axes
 
 
 def _pad_axes(spec: ModelSpec) -> str:

@@ -267,7 +267,7 @@ class Instances:
         opened, plan = self._loaded.opened, self._loaded.plan
         # Executions on another server are only limited by the calls' deadlines, and its devices aren't lost here.
         assert not isinstance(opened, RemoteModel)
-        instance = opened.instance(plan.spec, device)
+        instance = opened.instance(plan.spec.executed, device)
         if self._stays_cold or self._loaded.warm_up is None:
             return instance
         supervise = Supervisor(plan.policy.execution_limit_ns)
@@ -291,7 +291,7 @@ class Instances:
         # Its made-up warm-up requests end it. It may do well with what it was made for.
         self._stays_cold = True
         instance.close()
-        return opened.instance(plan.spec, device)
+        return opened.instance(plan.spec.executed, device)
 
     def _leave(self, instance: ModelInstance, ended: Ending) -> None:
         """Close an instance whose warm-up hangs, once that has `ended`, if ever."""

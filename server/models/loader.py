@@ -48,6 +48,8 @@ from paceline.server.models.model_config import (
 from paceline.server.models.model_record import DUPLICATE_NAME
 from paceline.server.models.padding import Padding, says_only_padding, with_lengths
 from paceline.server.models.permissions import check_allowed, check_code
+from paceline.server.models.sequence_config import of_clients
+from paceline.server.models.sequence_states import InitialData, read_initial_data
 from paceline.server.models.tensor_config import (
     can_batch,
     doubts_outputs,
@@ -207,6 +209,7 @@ def _load_version(
         libraries = _op_libraries(folder, version, config)
         rows = batching.max_batch_rows if batching else defaults.max_batch_rows
         source = model_source(config, file, defaults.parameters, libraries, rows)
+        initial_data = read_initial_data(config, folder.path)
         if folder.files is not None:
             source = replace(source, files=folder.files)
         opened = backend.open(source, devices[0])
@@ -221,12 +224,12 @@ def _load_version(
                 opened = backend.open(source, devices[0])
                 undo.callback(opened.close)
             rounds_by = opened.rounds_by if isinstance(opened, Rounding) else ""
-            served = _plan(config, tried, defaults, batching, rounds_by)
+            served = _plan(config, tried, defaults, batching, rounds_by, initial_data)
             padding = with_lengths(config, served, opened, devices, supervise)
             served = padding.plan
             warm_up = WarmUp(config, served, folder.path)
             for device in devices:
-                instance = opened.instance(served.spec, device)
+                instance = opened.instance(served.spec.executed, device)
                 undo.callback(instance.close)
                 instances.append(instance)
             warm_up.run(instances, supervise)
@@ -260,7 +263,8 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
     own = freed(config, opened.spec) if is_fixed else opened.spec
     batches = config.max_batch_size > 0 or (config.HasField("dynamic_batching") and not is_fixed)
     says = config.max_batch_size or batches or config.input or config.output
-    agreed = says and (not batches or can_batch(config, own)) and not doubts_outputs(config, own)
+    clients = of_clients(config, own, batched=True)
+    agreed = says and (not batches or can_batch(config, clients)) and not doubts_outputs(config, own)
     if agreed or not isinstance(opened, Triable):
         return Trial(opened.spec)
     tried = opened.try_rows(supervise)
@@ -277,13 +281,19 @@ def _in_own_process(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.Mod
 
 
 def _plan(
-    config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None, rounds_by: str
+    config: pb.ModelConfig,
+    tried: Trial,
+    defaults: LoadDefaults,
+    batching: BatchDefaults | None,
+    rounds_by: str,
+    initial_data: InitialData,
 ) -> ServingPlan:
     """How to serve it; not batched if the trial spoke against that. Logs what the user may not expect: that, or that
     requests share batches of a model that rounds by all rows of a batch, as `rounds_by` does."""
     limit_ns = defaults.execution_limit_ns
     try:
-        served = plan(config, tried.spec, batching, defaults.max_batch_rows, limit_ns, tried.fixed_rows)
+        rows = defaults.max_batch_rows
+        served = plan(config, tried.spec, batching, rows, limit_ns, tried.fixed_rows, initial_data)
     except ConfigError as error:
         if fixed_rows(config, tried.spec) > 1 and tried.why_not:  # so batch settings are refused
             raise ConfigError(f"{error}; {tried.why_not}") from None
@@ -292,7 +302,8 @@ def _plan(
         because = f" ({rounds_by} scales by the largest number in a batch)" if rounds_by else ""
         text = "model '%s' isn't batched: %s%s; to batch it anyway, set max_batch_size in a config.pbtxt"
         _log.warning(text, config.name, tried.why_not, because)
-        return plan(config, tried.spec, batching and replace(batching, max_batch_rows=0), 0, limit_ns)
+        batching = batching and replace(batching, max_batch_rows=0)
+        return plan(config, tried.spec, batching, 0, limit_ns, initial_data=initial_data)
     if rounds_by and served.max_batch_rows > 1 and served.policy.max_batch_requests != 1:
         text = (
             "model '%s': %s scales by the largest number in a batch, so answers depend a little on the other requests "

@@ -24,6 +24,14 @@ from paceline.server.errors import ConfigError
 from paceline.server.files import check_file
 from paceline.server.models.batch_policy import batch_policy, own_settings
 from paceline.server.models.defaults import BatchDefaults
+from paceline.server.models.sequence_config import (
+    check_sequences,
+    of_clients,
+    policy_of_sequences,
+    queueing,
+    spec_of_sequences,
+)
+from paceline.server.models.sequence_states import InitialData
 from paceline.server.models.tensor_config import (
     EXPORT_AGAIN,
     can_batch,
@@ -147,23 +155,32 @@ def plan(
     max_batch_rows: int = BatchDefaults().max_batch_rows,
     execution_limit_ns: int = 0,
     confirmed_rows: int = 0,
+    initial_data: InitialData | None = None,
 ) -> ServingPlan:
     """Join `config` with `own`, what the model says about itself (whole dims, batch axis included).
 
     What the configuration leaves out is filled in from the model. `defaults` are given if there is no configuration at
     all, `max_batch_rows` holds if there is one without `max_batch_size`, and `execution_limit_ns` if it sets no limit.
     A model that always takes the same number of rows above 1 is served by rows if `max_batch_size` is that number, or
-    left open and `confirmed_rows`, what a trial has confirmed, is.
+    left open and `confirmed_rows`, what a trial has confirmed, is; but not with steps of sequences. `initial_data` is
+    what was read for their initial states.
     Raises ConfigError if the two contradict each other, naming tensor, expected and got.
     """
     default_rows = defaults.max_batch_rows if defaults else max_batch_rows
-    rows = _fixed_rows(config, own, confirmed_rows if default_rows else 0)
+    sequenced = config.HasField("sequence_batching")
+    rows = 0 if sequenced else _fixed_rows(config, own, confirmed_rows if default_rows else 0)
     if rows:
         own, default_rows = freed(config, own), rows
     max_rows = _max_batch_rows(config, own, default_rows)
-    spec = replace(served_spec(config, own, batched=max_rows > 0), fixed_rows=rows)
-    merges = max_rows > 0 and (config.HasField("dynamic_batching") or not is_complete(config))
-    policy = batch_policy(config, max_rows, merges=merges, defaults=defaults, execution_limit_ns=execution_limit_ns)
+    sequence = spec_of_sequences(config, own, max_rows, initial_data or {}) if sequenced else None
+    _check_batch_axis(config, own)
+    clients = of_clients(config, own, batched=max_rows > 0)
+    spec = replace(served_spec(config, clients, batched=max_rows > 0), fixed_rows=rows, sequence=sequence)
+    merges = max_rows > 0 and (sequenced or config.HasField("dynamic_batching") or not is_complete(config))
+    queue = queueing(config, max_rows)
+    policy = batch_policy(queue, max_rows, merges=merges, defaults=defaults, execution_limit_ns=execution_limit_ns)
+    if sequence is not None:
+        policy = policy_of_sequences(config, sequence, policy, max_rows)
     if rows and not policy.batch_sizes:
         policy = replace(policy, batch_sizes=(rows,))
     splits = own_settings(config).split_oversized
@@ -217,7 +234,6 @@ def check_supported(config: pb.ModelConfig) -> None:
     ]
     asked = {
         "ensemble_scheduling": config.HasField("ensemble_scheduling") or config.platform == "ensemble",
-        "sequence_batching": config.HasField("sequence_batching"),
         "model_transaction_policy.decoupled": config.model_transaction_policy.decoupled,
         "model_repository_agents": bool(config.model_repository_agents.agents),
         **dict.fromkeys(non_linear, True),
@@ -227,6 +243,7 @@ def check_supported(config: pb.ModelConfig) -> None:
     for what, is_asked_for in asked.items():
         if is_asked_for:
             raise ConfigError(f"{what} is not supported by this build")
+    check_sequences(config)
 
 
 def ignored_settings(config: pb.ModelConfig) -> list[str]:
@@ -263,13 +280,15 @@ def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int
     rows: int = config.max_batch_size
     if rows < 0:
         raise ConfigError(f"max_batch_size: expected >= 0, got {rows}")
-    if not can_batch(config, own):
-        if rows:
-            dims = {tensor.name: list(tensor.dims) for tensor in (*own.inputs, *own.outputs) if not tensor.optional}
-            raise ConfigError(
-                "max_batch_size: expected 0, as not all tensors of the model have a free first dimension, "
-                f"got {rows}; the model's shapes are {dims}"
-                + (f"; {EXPORT_AGAIN}" if fixed_rows(config, own) == 1 else "")
-            )
-        return 0
-    return rows if rows or is_complete(config) else default
+    return rows or (default if not is_complete(config) and can_batch(config, own) else 0)
+
+
+def _check_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> None:
+    """Raise ConfigError if `config` asks for a batch axis where clients' tensors have none."""
+    if config.max_batch_size and not can_batch(config, of_clients(config, own, batched=True)):
+        dims = {tensor.name: list(tensor.dims) for tensor in (*own.inputs, *own.outputs) if not tensor.optional}
+        raise ConfigError(
+            "max_batch_size: expected 0, as not all tensors of the model have a free first dimension, "
+            f"got {config.max_batch_size}; the model's shapes are {dims}"
+            + (f"; {EXPORT_AGAIN}" if fixed_rows(config, own) == 1 else "")
+        )

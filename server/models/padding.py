@@ -89,6 +89,8 @@ def _why_not(own: OwnSettings, plan: ServingPlan, opened: OpenModel) -> str:
         return "the model has no batch axis"
     if plan.policy.max_batch_requests == 1:
         return "requests don't share batches: no dynamic_batching in its configuration"
+    if plan.spec.sequence is not None:
+        return "its requests are steps of sequences"
     if not plan.spec.by_rows:
         return (
             "requests can't be filled up with allow_ragged_batch, batch_input, batch_output, optional or "

@@ -143,7 +143,7 @@ def _by_rows(config: pb.ModelConfig, own: ModelSpec) -> Iterator[tuple[str, Tens
     joined = {one.name: not (one.allow_ragged_batch or one.is_shape_tensor) for one in config.input}
     cut = {one.name: not one.is_shape_tensor for one in config.output} | dict.fromkeys(_scattered(config), False)
     for one in own.inputs:
-        if one.name not in made and joined.get(one.name, not one.optional):
+        if one.name not in made and not one.shape_tensor and joined.get(one.name, not one.optional):
             yield "input", one
     for one in own.outputs:
         if cut.get(one.name, not config.output):
@@ -215,7 +215,7 @@ def _filled_in(own: TensorSpec, batched: bool) -> TensorSpec:
     isn't promised."""
     if own.any_rank:
         return replace(own, dims=())
-    if not batched:
+    if not batched or own.shape_tensor:
         return own
     if own.dims == (-1,):
         return replace(own, dims=(1,), reshape=(), assumed=False)  # converted for clients, which needs a known shape
@@ -230,12 +230,13 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
     dims = tuple(declared.dims)
     reshape = tuple(declared.reshape.shape) if declared.HasField("reshape") else None
     ragged = isinstance(declared, pb.ModelInput) and declared.allow_ragged_batch
+    shape_tensor = declared.is_shape_tensor or own.shape_tensor
     if reshape is not None:
         _check_reshape(where, dims, reshape)
     if ragged:
         _check_ragged(where, declared, own, batched)
     if not (ragged or scattered):
-        lead = 1 if batched and not declared.is_shape_tensor else 0
+        lead = 1 if batched and not shape_tensor else 0
         dims, reshape = _completed(where, kind, dims, reshape, own, lead)
     elif min(dims, default=0) < -1:
         raise ConfigError(f"{where}: expected dims >= -1, got {list(dims)}")
@@ -245,7 +246,7 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         reshape=reshape,
         optional=declared.optional if isinstance(declared, pb.ModelInput) else own.optional,
         ragged=ragged,
-        shape_tensor=declared.is_shape_tensor,
+        shape_tensor=shape_tensor,
         any_rank=own.any_rank and not (dims or ragged or scattered) and reshape is None,
         assumed=own.assumed and not (declared.dims or scattered) and reshape is None,
     )

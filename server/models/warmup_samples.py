@@ -1,6 +1,7 @@
 """What warm-up executes: the samples of a configuration, and rows of one number.
 
-Lives here: from `model_warmup` and the files that it names to requests, as Triton reads them. Must not: run anything.
+Lives here: from `model_warmup` and the files that it names to requests, as Triton reads them. Each is the first step of
+a sequence, if the model has those. Must not: run anything.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.backends.paths import open_inside
-from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec, fits
+from paceline.backends.spec import MISSING, Array, ControlKind, ModelSpec, Tensors, TensorSpec, fits
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES, by_name
 from paceline.protos.tensors import TensorError, decode_raw, element_count
@@ -33,10 +34,31 @@ def uniform(spec: ModelSpec, rows: int, digit: int) -> Tensors:
     """Inputs of `rows` rows, if there are rows, whose elements are all `digit`, 0 or 1. Text is that, too: models that
     read numbers accept it, and many that look for words reject text without any."""
     lead = (rows,) if spec.batched else ()
-    return [
+    inputs = [
         MISSING if tensor.optional else _filled(tensor, (*lead, *tensor.model_dims), b"%d" % digit, digit)
         for tensor in spec.inputs
     ]
+    return [*inputs, *_first_controls(spec, rows).values(), *_first_states(spec, rows)]
+
+
+def _first_controls(spec: ModelSpec, rows: int) -> dict[str, Array]:
+    """By name, what controls say of `rows` first steps: there is one, and it isn't the last. Their ids are 0."""
+    made: dict[str, Array] = {}
+    for control in spec.sequence.controls if spec.sequence else ():
+        shape = (rows,) * spec.batched + control.tensor.model_dims
+        array = _filled(control.tensor, shape, b"", 0)
+        if control.values:
+            array[...] = control.values[control.kind is not ControlKind.END]
+        made[control.tensor.name] = array
+    return made
+
+
+def _first_states(spec: ModelSpec, rows: int) -> list[Array]:
+    """The initial states, in `rows` rows."""
+    states = spec.sequence.states if spec.sequence else ()
+    if not spec.batched:
+        return [one.initial for one in states]
+    return [np.repeat(one.initial, rows, one.input.batch_axis) for one in states]
 
 
 def text_of(error: Exception) -> str:
@@ -49,7 +71,8 @@ def read_samples(
     """The samples with their requests, as Triton reads them: a batch size of N is N requests of one row each, run
     together; 0 runs nothing."""
     kept_bytes, most = 0, max(1, plan.max_batch_rows)
-    known = {tensor.name: tensor for tensor in plan.spec.inputs}
+    controls = [control.tensor for control in plan.spec.sequence.controls] if plan.spec.sequence else []
+    known = {tensor.name: tensor for tensor in (*plan.spec.inputs, *controls)}  # Triton demands samples of controls
     for sample in samples:
         where = f"warmup sample '{sample.name}'"
         if sample.batch_size > most:
@@ -65,6 +88,8 @@ def read_samples(
         if not sample.batch_size:
             continue
         request = [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
+        given = {one.name: _input(sample, one, plan.spec, folder) for one in controls if one.name in sample.inputs}
+        request += [*(_first_controls(plan.spec, 1) | given).values(), *_first_states(plan.spec, 1)]
         rows = [tensor.name for tensor in plan.spec.inputs if not tensor.shape_tensor]
         if plan.spec.batched and not sample.inputs.keys() & rows:
             raise ConfigError(f"{where}: expected some of the inputs {rows}, got none")

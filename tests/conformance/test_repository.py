@@ -319,9 +319,8 @@ async def test_model_is_replaced_with_another_configuration_and_restored(triton:
     override["versionPolicy"] = {"latest": {"numVersions": 1}}
     await triton.load_model("classifier", config=json.dumps(override))
     assert list((await triton.get_model_metadata("classifier")).versions) == ["3"]
-    del override["dynamicBatching"]
-    override["sequenceBatching"] = {}
-    with pytest.raises(InferenceServerException, match="sequence_batching is not supported"):
+    override["instanceGroup"] = [{"passive": True}]
+    with pytest.raises(InferenceServerException, match=r"instance_group\.passive is not supported"):
         await triton.load_model("classifier", config=json.dumps(override))
     assert await triton.is_model_ready("classifier", "3")
     await triton.load_model("classifier")

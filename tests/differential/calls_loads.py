@@ -102,7 +102,7 @@ CALLS = [
     Call("unknown backend", load("serial", config='{"backend": "nobody", "max_batch_size": 1}'), "INVALID_ARGUMENT"),
     Call("decoupled", loading(more="model_transaction_policy { decoupled: true }"), "OK", "INVALID_ARGUMENT",
          UNSUPPORTED),
-    Call("sequences", loading("max_batch_size: 8 sequence_batching { }"), "OK", "INVALID_ARGUMENT", UNSUPPORTED),
+    Call("sequences", loading("max_batch_size: 8 sequence_batching { }")),
     Call("a cache", loading(more="response_cache { enable: true }")),
     Call("agents", loading(more='model_repository_agents { agents { name: "nobody" } }'), "INTERNAL",
          "INVALID_ARGUMENT", NONSENSE),

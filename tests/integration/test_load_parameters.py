@@ -93,7 +93,11 @@ BAD_LOADS: list[tuple[str, dict[str, object], str]] = [
     ("m", {"config": '{"max_batchsize": 3}'}, "max_batchsize"),
     ("m", {"config": '{"max_batch_size": "many"}'}, "load parameter 'config': expected a ModelConfig as JSON"),
     ("m", {"config": '{"name": "other"}'}, "name: expected 'm', the name of its folder, got 'other'"),
-    ("m", {"config": '{"backend": "memory", "sequence_batching": {}}'}, "sequence_batching is not supported"),
+    (
+        "m",
+        {"config": '{"backend": "memory", "instance_group": [{"passive": true}]}'},
+        "instance_group.passive is not supported",
+    ),
     ("m", {"force": True}, "failed to load 'm', unrecognized load parameter 'force'"),
     (
         "m",

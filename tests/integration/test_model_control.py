@@ -152,7 +152,7 @@ async def test_health_follows_loads_and_unloads(tmp_path: Path) -> None:
 
 
 async def test_non_strict_readiness_ignores_failed_models(tmp_path: Path) -> None:
-    write_model(tmp_path, "bad", "sequence_batching { }")
+    write_model(tmp_path, "bad", "instance_group { passive: true }")
     settings = Settings(paths=(tmp_path,), strict_readiness=False)
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
         assert await ready(served)

@@ -186,8 +186,8 @@ async def test_failed_reload_keeps_the_old_version_and_says_why(tmp_path: Path) 
     async with serving(tmp_path, models, config=WARMED_UP_CONFIG, settings=explicit(tmp_path, load=("m",))) as served:
         config = tmp_path / "m" / "config.pbtxt"
         good = config.read_text()
-        config.write_text(good + " sequence_batching { }")
-        await check_failed_reload(served, "sequence_batching is not supported by this build")
+        config.write_text(good + " instance_group { passive: true }")
+        await check_failed_reload(served, "instance_group.passive is not supported by this build")
         config.write_text(good + " nonsense")
         await check_failed_reload(served, "config.pbtxt:")
         config.write_text('backend: "tensorrt"')

@@ -122,7 +122,7 @@ async def test_unload_during_a_load_waits_for_it_and_then_unloads(tmp_path: Path
 
 
 async def test_unload_of_a_failed_model_makes_the_server_ready(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", "sequence_batching { }")
+    write_model(tmp_path, "m", "instance_group { passive: true }")
     async with serving(tmp_path, settings=explicit(tmp_path, load=("m",))) as served:
         assert not await ready(served)
         await unload(served, "m")

@@ -44,6 +44,13 @@ LEVEL = (
 SAMPLE = "batch_size: 1 inputs { key: 'a' value { data_type: TYPE_FP32 dims: 4 zero_data: true } }"
 GIVEN = "model_warmup { batch_size: 1 inputs { key: 'a' value { %s } } }"
 GPU = "optimization { execution_accelerators { gpu_execution_accelerator { %s } } }"
+SEQUENCES = "max_batch_size: 4 sequence_batching { %s }"
+OLDEST, DIRECT = SEQUENCES % "oldest { %s }", SEQUENCES % "direct { minimum_slot_utilization: 0.5 %s }"
+CONTROL = SEQUENCES % "control_input { name: 'START' control { %s } }"
+CORRID = SEQUENCES % "control_input { name: 'ID' control { kind: CONTROL_SEQUENCE_CORRID %s } }"
+STATE = SEQUENCES % "state { input_name: 'h' output_name: 'h_out' %s }"
+INITIAL = "name: 'i' data_type: TYPE_FP32 dims: 2"
+FIRST = STATE % "initial_state { %s }"
 CPU = "optimization { execution_accelerators { cpu_execution_accelerator { %s } } }"
 
 # By field, two configurations that differ only in it.
@@ -139,6 +146,61 @@ READ: dict[str, tuple[str, str]] = {
         LEVEL % "allow_timeout_override: true",
     ),
     "dynamic_batching.priority_queue_policy.max_queue_size": (LEVEL % "", LEVEL % "max_queue_size: 1"),
+    "sequence_batching.direct.max_queue_delay_microseconds": (DIRECT % "", DIRECT % "max_queue_delay_microseconds: 3"),
+    "sequence_batching.direct.minimum_slot_utilization": (
+        SEQUENCES % "direct { minimum_slot_utilization: 0.5 }",
+        SEQUENCES % "direct { minimum_slot_utilization: 0.75 }",
+    ),
+    "sequence_batching.oldest.max_candidate_sequences": (OLDEST % "", OLDEST % "max_candidate_sequences: 20000"),
+    "sequence_batching.oldest.preferred_batch_size": (OLDEST % "", OLDEST % "preferred_batch_size: 2"),
+    "sequence_batching.oldest.max_queue_delay_microseconds": (OLDEST % "", OLDEST % "max_queue_delay_microseconds: 3"),
+    "sequence_batching.oldest.preserve_ordering": (OLDEST % "", OLDEST % "preserve_ordering: true"),
+    "sequence_batching.max_sequence_idle_microseconds": (
+        SEQUENCES % "",
+        SEQUENCES % "max_sequence_idle_microseconds: 7",
+    ),
+    "sequence_batching.control_input.name": (
+        CONTROL % "fp32_false_true: [0, 1]",
+        (CONTROL % "fp32_false_true: [0, 1]").replace("START", "OTHER"),
+    ),
+    "sequence_batching.control_input.control.kind": (
+        CONTROL % "fp32_false_true: [0, 1]",
+        CONTROL % "kind: CONTROL_SEQUENCE_READY fp32_false_true: [0, 1]",
+    ),
+    "sequence_batching.control_input.control.int32_false_true": (
+        CONTROL % "fp32_false_true: [0, 1]",
+        CONTROL % "int32_false_true: [0, 1]",
+    ),
+    "sequence_batching.control_input.control.fp32_false_true": (
+        CONTROL % "fp32_false_true: [0, 1]",
+        CONTROL % "fp32_false_true: [0, 2]",
+    ),
+    "sequence_batching.control_input.control.bool_false_true": (
+        CONTROL % "fp32_false_true: [0, 1]",
+        CONTROL % "bool_false_true: [false, true]",
+    ),
+    "sequence_batching.control_input.control.data_type": (CORRID % "", CORRID % "data_type: TYPE_UINT32"),
+    "sequence_batching.state.input_name": (STATE % "", (STATE % "").replace("'h'", "'c'")),
+    "sequence_batching.state.output_name": (STATE % "", (STATE % "").replace("'h_out'", "'x'")),
+    "sequence_batching.state.data_type": (STATE % "", STATE % "data_type: TYPE_INT8"),
+    "sequence_batching.state.dims": (STATE % "", STATE % "dims: 3"),
+    "sequence_batching.state.initial_state.data_type": (
+        FIRST % f"{INITIAL} zero_data: true",
+        FIRST % "name: 'i' data_type: TYPE_INT8 dims: 2 zero_data: true",
+    ),
+    "sequence_batching.state.initial_state.dims": (
+        FIRST % f"{INITIAL} zero_data: true",
+        FIRST % "name: 'i' data_type: TYPE_FP32 dims: 3 zero_data: true",
+    ),
+    "sequence_batching.state.initial_state.zero_data": (FIRST % INITIAL, FIRST % f"{INITIAL} zero_data: true"),
+    "sequence_batching.state.initial_state.data_file": (
+        FIRST % f"{INITIAL} zero_data: true",
+        FIRST % f"{INITIAL} data_file: 'eight'",
+    ),
+    "sequence_batching.state.initial_state.name": (
+        FIRST % "data_type: TYPE_FP32 dims: 2 zero_data: true",
+        FIRST % f"{INITIAL} zero_data: true",
+    ),
     "instance_group.kind": ("", "instance_group { kind: KIND_CPU }"),
     "instance_group.count": ("", "instance_group { count: 2 }"),
     "instance_group.gpus": ("", "instance_group { gpus: 0 }"),
@@ -191,6 +253,10 @@ IGNORED: dict[str, tuple[str, str]] = {
     ),
     "instance_group.profile": ("instance_group { }", 'instance_group { profile: "p" }'),
     "instance_group.host_policy": ("instance_group { }", 'instance_group { host_policy: "h" }'),
+    "sequence_batching.state.use_same_buffer_for_input_output": (
+        STATE % "",
+        STATE % "use_same_buffer_for_input_output: true",
+    ),
     "response_cache": ("", "response_cache { enable: true }"),
     "cc_model_filenames": ("", 'cc_model_filenames { key: "7.5" value: "x.onnx" }'),
     "model_metrics": (
@@ -202,7 +268,8 @@ IGNORED: dict[str, tuple[str, str]] = {
 REFUSED: dict[str, str] = {
     "input.is_non_linear_format_io": TENSORS.replace("[ 4 ]", "[ 4 ] is_non_linear_format_io: true", 1),
     "output.is_non_linear_format_io": TENSORS.replace("[ 4 ] l", "[ 4 ] is_non_linear_format_io: true l"),
-    "sequence_batching": "sequence_batching { }",
+    "sequence_batching.iterative_sequence": SEQUENCES % "iterative_sequence: true",
+    "sequence_batching.state.use_growable_memory": STATE % "use_growable_memory: true",
     "ensemble_scheduling": "ensemble_scheduling { }",
     "instance_group.secondary_devices": "instance_group { secondary_devices { } }",
     "instance_group.passive": "instance_group { passive: true }",
@@ -216,6 +283,15 @@ OWN = {
     "ragged": ModelSpec(
         (TensorSpec("r", "FP32", (-1,)), TensorSpec("made", "FP32", (-1,)), TensorSpec("rows", "FP32", (-1, 1))),
         (TensorSpec("x", "FP32", (-1, -1)),),
+    ),
+    "sequences": ModelSpec(
+        (
+            TensorSpec("a", "FP32", (-1, -1)),
+            TensorSpec("START", "FP32", (-1, 1)),
+            TensorSpec("ID", "INT64", (-1, 1)),
+            TensorSpec("h", "FP32", (-1, 2)),
+        ),
+        (TensorSpec("x", "FP32", (-1, -1)), TensorSpec("h_out", "FP32", (-1, 2))),
     ),
 }
 
@@ -252,13 +328,15 @@ def loaded(folder: Path, text: str, own: ModelSpec) -> object:
         (folder / "m" / version).mkdir(parents=True, exist_ok=True)
     for name, label in (("one.txt", "cat"), ("two.txt", "dog")):
         (folder / "m" / name).write_text(label)
+    (folder / "m" / "initial_state").mkdir(exist_ok=True)
+    (folder / "m" / "initial_state" / "eight").write_bytes(b"12345678")
     (folder / "m" / "config.pbtxt").write_text(text)
     (model,) = find_models([folder])
     try:
         found = load_model(model, recorder.named, LoadDefaults(allow_op_libraries=True))
     except (ServerError, BackendError) as error:
         return f"{type(error).__name__}: {error}"
-    return [(one.name, one.version, one.plan, one.labels) for one in found], recorder.asked
+    return [(one.name, one.version, repr(one.plan), one.labels) for one in found], recorder.asked
 
 
 def outcomes(folder: Path, text: str) -> list[object]:

@@ -149,7 +149,7 @@ def test_load_default_model_filename_outside_of_the_version_is_refused(tmp_path:
     [
         ('name: "n"', "name: expected 'm', the name of its folder, got 'n'"),
         ('name: "../m"', "name: expected 'm', the name of its folder, got '../m'"),
-        ("sequence_batching { }", "sequence_batching is not supported by this build"),
+        ("instance_group { passive: true }", "instance_group.passive is not supported by this build"),
         (
             "max_batch_siz: 1",
             'config.pbtxt:1:1 : Message type "inference.ModelConfig" has no field named "max_batch_siz".',

@@ -198,7 +198,7 @@ async def test_model_without_a_place_is_loaded_when_the_one_that_had_it_fails(tm
     bench.root.mkdir()
     if not first:
         await bench.start()
-    bench.write("a", f"{CONFIG} sequence_batching {{ }}")
+    bench.write("a", f"{CONFIG} instance_group {{ passive: true }}")
     bench.write("b")
     if first:
         await bench.start()
@@ -226,7 +226,7 @@ async def test_changed_model_that_fails_to_load_keeps_the_old_one(
     folder = bench.write("a")
     await bench.start()
     before = bench.load_ids
-    (folder / "config.pbtxt").write_text(f"{CONFIG} sequence_batching {{ }}")
+    (folder / "config.pbtxt").write_text(f"{CONFIG} instance_group {{ passive: true }}")
     with caplog.at_level(logging.ERROR, "paceline.server.poller"):
         for _ in range(5):
             await bench.look()
@@ -234,12 +234,12 @@ async def test_changed_model_that_fails_to_load_keeps_the_old_one(
     assert bench.repository.ready
     (text,) = logged_messages(caplog)
     assert text == (
-        "load failed for model 'a': sequence_batching is not supported by this build; it is not tried again "
+        "load failed for model 'a': instance_group.passive is not supported by this build; it is not tried again "
         "until its files change"
     )
     (line,) = bench.repository.index()
     assert line == IndexLine(
-        "a", "1", ModelState.READY, "the last load failed: sequence_batching is not supported by this build"
+        "a", "1", ModelState.READY, "the last load failed: instance_group.passive is not supported by this build"
     )
     (folder / "config.pbtxt").write_text(CONFIG)
     await bench.settle()

@@ -130,25 +130,25 @@ async def test_get_error_among_many_models_names_a_few(bench: Bench) -> None:
 
 async def test_failed_model_is_not_ready_and_the_others_are(bench: Bench) -> None:
     bench.add("good")
-    bench.add("bad", config="sequence_batching { }")
+    bench.add("bad", config="instance_group { passive: true }")
     repository = await bench.load()
     assert repository.get("good", "").name == "good"
     assert not repository.ready
-    assert repository.failures == {"bad": "sequence_batching is not supported by this build"}
+    assert repository.failures == {"bad": "instance_group.passive is not supported by this build"}
     assert [model.name for model in repository.models] == ["good"]
     for version in ("", "-1", "1", "7"):
         with pytest.raises(ModelNotReady) as caught:
             repository.get("bad", version)
         assert (
             str(caught.value)
-            == "Request for unknown model: 'bad' is not ready: sequence_batching is not supported by this build"
+            == "Request for unknown model: 'bad' is not ready: instance_group.passive is not supported by this build"
         )
     assert repository.versions("bad") == []
 
 
 async def test_is_ready_distinguishes_ready_from_failed_and_raises_for_unknown(bench: Bench) -> None:
     bench.add("good", 1)
-    bench.add("bad", config="sequence_batching { }")
+    bench.add("bad", config="instance_group { passive: true }")
     repository = await bench.load()
     assert repository.is_ready("good", "")
     assert repository.is_ready("good", "1")
@@ -339,7 +339,7 @@ async def test_trace_settings_are_removed_when_the_model_is_forgotten(bench: Ben
 async def test_trace_settings_of_failed_loads_are_kept_only_for_remembered_models(bench: Bench) -> None:
     names = [f"bad{number}" for number in range(2 * MAX_MODELS)]
     for name in names:
-        bench.add(name, config="sequence_batching { }")
+        bench.add(name, config="instance_group { passive: true }")
         (folder,) = (one for one in find_models([bench.root]) if one.name == name)
         with pytest.raises(LoadFailed):
             await bench.repository.load(name, always(folder))
