@@ -135,8 +135,9 @@ class ModelSource:
     configuration's own `parameters`, `graph_level` its `optimization.graph.level` (None: not given), `accelerators` the
     GPU execution accelerators by name with their parameters, in order, `cpu_accelerators` those for the CPU.
     `op_libraries` are shared libraries with custom operators, which run in this process. `largest_rows`: the largest
-    batch to expect, 0 if not known yet. `cuda_graphs`: capture what a GPU does for a batch once, and replay it. `files`
-    is told if they will be read again.
+    batch to expect, 0 if not known yet. `cuda_graphs`: capture what a GPU does for a batch once, and replay it.
+    `decoupled`: it answers a request as often as it likes (`backends.open_request`). `files` is told if they will be
+    read again.
     """
 
     name: str
@@ -149,6 +150,7 @@ class ModelSource:
     cpu_accelerators: tuple[tuple[str, Mapping[str, str]], ...] = ()
     largest_rows: int = 0
     cuda_graphs: bool = False
+    decoupled: bool = False
     files: Files = field(default_factory=_Lasting)
 
 

@@ -11,9 +11,10 @@ from paceline.backends.base import Device, GroupKind, InstanceGroup, ModelSource
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import LoadError
 from paceline.backends.paths import is_file
+from paceline.backends.python.decoupled import DecoupledInstance, DecoupledProcess
 from paceline.backends.python.instance import Processes, PythonInstance
+from paceline.backends.python.messages import Declared
 from paceline.backends.python.process import ModelProcess
-from paceline.backends.python.worker import Declared
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos.datatypes import DATATYPES
 
@@ -39,7 +40,10 @@ class PythonModel:
         self._processes = Processes(source, process, self._load)
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
-        return PythonInstance(spec, self._processes.take(device))
+        process = self._processes.take(device)
+        if isinstance(process, DecoupledProcess):
+            return DecoupledInstance(spec, process)
+        return PythonInstance(spec, process)
 
     def abandon(self) -> None:
         """`Abandonable`: end the processes that are loading now."""
@@ -76,7 +80,7 @@ class PythonBackend:
                 raise LoadError(f"model '{source.name}': backend 'python' has no use for {what}")
         if not is_file(source.path):
             raise LoadError(f"model '{source.name}': expected a file {source.path.name} in {source.path.parent}")
-        process = ModelProcess(source, device)
+        process = (DecoupledProcess if source.decoupled else ModelProcess)(source, device)
         declared = process.load()
         try:
             return PythonModel(source, process, declared, _spec(source, *declared))

@@ -9,42 +9,47 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from paceline.backends.base import Device, Execution, ModelSource
 from paceline.backends.errors import DeviceLost, ProcessEndedBeforeBatch, ProcessError
+from paceline.backends.python.messages import RUN, TRY
 from paceline.backends.python.process import ModelProcess
-from paceline.backends.python.worker import RUN, TRY
 from paceline.backends.ragged import batch_input_tensors, batch_runner
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.protos.datatypes import by_name
 
+T = TypeVar("T")
+ProcessT = TypeVar("ProcessT", bound=ModelProcess)
 
-class Processes:
+
+class Processes(Generic[ProcessT]):
     """`first` has loaded the model already, and is the first one to be taken on its device. `load` loads the model in
-    another one; it blocks, and if it raises LoadError, that process has ended."""
+    another one, of the same class; it blocks, and if it raises LoadError, that process has ended."""
 
-    def __init__(self, source: ModelSource, first: ModelProcess, load: Callable[[ModelProcess], None]) -> None:
+    def __init__(self, source: ModelSource, first: ProcessT, load: Callable[[ProcessT], None]) -> None:
         self._source = source
-        self._first: ModelProcess | None = first
+        self._class = type(first)
+        self._first: ProcessT | None = first
         self._load = load
         self._lock = threading.Lock()
-        self._loading: set[ModelProcess] = set()
+        self._loading: set[ProcessT] = set()
         self._is_abandoned = False
 
     @property
-    def first(self) -> ModelProcess:
+    def first(self) -> ProcessT:
         """The first process, until it is taken."""
         assert self._first is not None
         return self._first
 
-    def take(self, device: Device) -> ModelProcess:
+    def take(self, device: Device) -> ProcessT:
         """A process that has the model loaded, now the caller's. Blocks; raises LoadError."""
         first = self._first
         if first is not None and first.device == device:
             self._first = None
             if not first.ended:
                 return first
-        process = ModelProcess(self._source, device)
+        process = self._class(self._source, device)
         with self._lock:
             self._loading.add(process)
             if self._is_abandoned:
@@ -131,11 +136,15 @@ class PythonInstance:
             process.close()
 
     def _run(self, inputs: list[Array]) -> Tensors:
+        return self._call(lambda process: process.execute(inputs, self._inputs, self._outputs, self._kind))
+
+    def _call(self, execute: Callable[[ModelProcess], T]) -> T:
+        """What `execute` returns for the process. Raises as `ModelInstance.execute`."""
         process = self._process
         if process is None:
             raise ProcessEndedBeforeBatch("the instance is closed")
         try:
-            outputs = process.execute(inputs, self._inputs, self._outputs, self._kind)
+            result = execute(process)
         except ProcessEndedBeforeBatch:
             raise
         except DeviceLost as error:
@@ -145,7 +154,7 @@ class PythonInstance:
         except ProcessError as error:
             raise ProcessError(f"{error} while it executed this batch") from None
         self.has_executed = True
-        return outputs
+        return result
 
     def _on_end(self, process: ModelProcess, call: Callable[[BaseException], None]) -> None:
         if self._process is not None:

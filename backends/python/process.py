@@ -34,7 +34,7 @@ from paceline.backends.errors import (
     Unequipped,
 )
 from paceline.backends.python import EXECUTABLE
-from paceline.backends.python.worker import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
+from paceline.backends.python.messages import ANSWERED, ASK, BATCHES, CLOSE, DONE, FAILED, RUN, START, Declared
 from paceline.backends.spec import Array, Tensors
 from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.parcel import Message
@@ -80,6 +80,9 @@ _PACKAGE = str(Path(__file__).parents[2])
 class ModelProcess:
     """A process that runs the model of `source`; `load` comes first. `close_s`: how long `close` waits for its end."""
 
+    _link_class = BlockingLink
+    _mode = BATCHES
+
     def __init__(self, source: ModelSource, device: Device, close_s: float = _CLOSE_S) -> None:
         """Start it. Raises LoadError if that fails."""
         self._close_s = close_s
@@ -91,13 +94,13 @@ class ModelProcess:
         self._ended = threading.Event()
         self._on_end: Callable[[], None] = _nothing
         try:
-            self._link, remote = BlockingLink.pair(_REGION_BYTES)
+            self._link, remote = self._link_class.pair(_REGION_BYTES)
         except OSError as error:
             raise LoadError(f"model '{source.name}': no connection to its process: {error.strerror}") from None
-        descriptors = list(map(str, remote.descriptors))
+        arguments = [*map(str, remote.descriptors), self._mode]
         try:
             self._popen = subprocess.Popen(
-                [_executable(source), "-Bu", "-c", _BOOTSTRAP, _PACKAGE, *descriptors, f"paceline:{source.name}"],
+                [_executable(source), "-Bu", "-c", _BOOTSTRAP, _PACKAGE, *arguments, f"paceline:{source.name}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -176,7 +179,7 @@ class ModelProcess:
                 raise ExecutionError(f"inputs can't be handed to the model's process: {error}") from error
             if answer[0] == DONE:
                 return self._link.unpack(answer[1])
-        raise _error(answer)
+        raise error_of(answer)
 
     def ask(self, question: bytes) -> bytes:
         """The answer of a model that is part of the server. Blocks. Raises as `execute`."""
@@ -185,7 +188,7 @@ class ModelProcess:
         if answer[0] == ANSWERED:
             reply: bytes = answer[1]
             return reply
-        raise _error(answer)
+        raise error_of(answer)
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Call `call` once the process has ended, unless `close` is called first. On a thread of its own; if it has
@@ -200,9 +203,7 @@ class ModelProcess:
         """Have the model closed and the process end. Nothing may be executing. Blocks for some seconds at most."""
         with self._lock:
             self._on_end = _nothing
-        with self._asking:
-            if not self.ended:
-                self._link.send(CLOSE)
+        self._say_close()
         if not self._ended.wait(self._close_s):
             name, close_s = self._source.name, self._close_s
             _log.warning("model '%s': its process didn't end within %g s and is killed", name, close_s)
@@ -232,6 +233,11 @@ class ModelProcess:
         if is_sent and not self._link.unread:
             raise ProcessError(f"the model's process {self.end}")
         raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had read this batch")
+
+    def _say_close(self) -> None:
+        with self._asking:
+            if not self.ended:
+                self._link.send(CLOSE)
 
     def _watch(self) -> None:
         """Start the threads that wait for its output and its end. If none can be started, LoadError is raised and the
@@ -283,7 +289,7 @@ class ModelProcess:
             os.killpg(self._popen.pid, signal.SIGKILL)
 
 
-def _error(answer: Message) -> ExecutionError:
+def error_of(answer: Message) -> ExecutionError:
     """The exception to raise for `answer`, which is FAILED."""
     return _ERRORS.get(answer[2], ExecutionError)(answer[1])
 

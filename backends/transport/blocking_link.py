@@ -141,19 +141,32 @@ class BlockingLink:
 
     def receive(self) -> Message | None:
         """The next message: its kind and content; None once the other end is gone. Blocks."""
-        while True:
-            try:
-                data = self._socket.recv(_RECEIVE_BYTES)
-            except OSError as error:
-                # What Linux reports if something was left unread, see unix_release_sock in net/unix/af_unix.c.
-                self.unread = isinstance(error, ConnectionResetError)
-                return None
-            if not data:
-                return None
-            for kind, gone, *content in self._reader.feed(data):
-                for start in gone:
-                    self._own.free(start)
+        while (messages := self._frames()) is not None:
+            if messages:
+                kind, _, *content = messages[0]
                 return (kind, *content)
+        return None
+
+    def _frames(self) -> list[Message] | None:
+        """What has come: messages, each with the places that it gives back, which are free now; maybe none yet. None
+        once the other end is gone. Blocks."""
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except OSError as error:
+            # What Linux reports if something was left unread, see unix_release_sock in net/unix/af_unix.c.
+            self.unread = isinstance(error, ConnectionResetError)
+            return None
+        if not data:
+            return None
+        messages = self._reader.feed(data)
+        for message in messages:
+            if message[1]:
+                self._free(message[1])
+        return messages
+
+    def _free(self, places: Sequence[int]) -> None:
+        for start in places:
+            self._own.free(start)
 
     def hang_up(self) -> None:
         """Make `receive` return, on whichever thread it waits. Repeated, or after `close`, it does nothing."""

@@ -25,8 +25,8 @@ from paceline.backends.own_process.model import Model
 from paceline.backends.own_process.served import OwnProcessOnnxModel
 from paceline.backends.own_process.session import Job
 from paceline.backends.python.instance import PythonInstance
+from paceline.backends.python.messages import FAILED
 from paceline.backends.python.process import ModelProcess
-from paceline.backends.python.worker import FAILED
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
 from tests import models
 from tests.host_accelerator import HostAccelerator

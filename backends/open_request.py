@@ -1,0 +1,76 @@
+"""A request that its model answers as often as it likes: the contract between a decoupled model and whoever asks it.
+
+Lives here: the two directions between them. Must not: know how answers travel, or what a request is outside. The rule:
+answers are handed on in the model's order, and the last of them is handed on once; after `cancel`, none need be.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from paceline.backends.base import Execution, ModelInstance
+from paceline.backends.errors import ExecutionError
+from paceline.backends.spec import Tensors
+
+Parameters = Mapping[str, bool | int | float | str]
+
+Answer = Tensors | ExecutionError | None
+"""One of a request's answers: outputs, of which those left out are MISSING; an error; or none, just the end."""
+
+
+class Channel(Protocol):
+    """The way to the model, for a request that it has. Both callable on any thread; they don't block."""
+
+    def cancel(self, number: int) -> None:
+        """Tell the model that nobody waits for further answers to request `number`, and forget it."""
+
+    def sent(self, number: int, answers: int) -> None:
+        """The oldest `answers` answers to request `number` aren't held any more: the model may send more."""
+
+
+class OpenRequest(ABC):
+    """A request with its `inputs`, as the model sees them, and what its caller said besides. `outputs` are the indices
+    of those that are wanted."""
+
+    __slots__ = ("_channel", "_number", "cancelled", "id", "inputs", "outputs", "parameters")
+
+    def __init__(self, inputs: Tensors, outputs: Sequence[int], id: str = "", parameters: Parameters | None = None):
+        self.inputs = inputs
+        self.outputs = outputs
+        self.id = id
+        self.parameters = parameters or {}
+        self.cancelled = False
+        self._number = 0
+        self._channel: Channel | None = None
+
+    @abstractmethod
+    def on_answer(self, answer: Answer, *, last: bool) -> None:
+        """The model's next answer. On any thread; mustn't block or raise."""
+
+    def open(self, channel: Channel, number: int) -> None:
+        """It is about to be handed to the model, as `number`. Whoever does that looks at `cancelled` afterwards."""
+        self._number, self._channel = number, channel
+
+    def cancel(self) -> None:
+        """Nobody waits for further answers. On any thread."""
+        self.cancelled = True
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.cancel(self._number)
+
+    def sent(self, answers: int) -> None:
+        """So many more of its answers, the oldest, aren't held any more."""
+        if (channel := self._channel) is not None:
+            channel.sent(self._number, answers)
+
+
+class AnswersOpenly(ModelInstance, Protocol):
+    """An instance of a decoupled model. Its `execute` is for made-up requests: each is cancelled after its first
+    answer, which is its result."""
+
+    def execute_open(self, requests: Sequence[OpenRequest]) -> Execution:
+        """Hand `requests` to the model, together. Returns when it is ready for others, with an empty result for each:
+        they are answered, maybe for long, by `on_answer`, also if the instance ends. If this raises, those that haven't
+        ended get nothing more."""

@@ -1,0 +1,246 @@
+"""The server's side of a decoupled model: its instances and their processes.
+
+Lives here: handing requests over, and handing on what the model says of each. Must not: what a request is to the
+server. The rules: the thread that listens to the process waits for nothing else, and nobody but the instance's thread
+waits for the process; whatever becomes of the process, each request that it had hears of its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from queue import SimpleQueue
+from time import monotonic_ns
+from typing import Any
+
+from paceline.backends.base import Device, Execution, ModelSource
+from paceline.backends.batching import check_outputs
+from paceline.backends.errors import ExecutionError, LoadError, ProcessEndedBeforeBatch, ProcessError
+from paceline.backends.open_request import Answer, OpenRequest
+from paceline.backends.python.instance import PythonInstance
+from paceline.backends.python.messages import (
+    ANSWER,
+    CANCEL,
+    CLOSE,
+    DONE,
+    ERROR,
+    FAILED,
+    HAND,
+    HAND_MADE_UP,
+    REQUESTS,
+    SENT,
+    TAKEN,
+    Declared,
+)
+from paceline.backends.python.process import ModelProcess, error_of
+from paceline.backends.ragged import as_the_model_sees
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
+from paceline.backends.transport.duplex_link import DuplexLink
+from paceline.backends.transport.parcel import Message
+
+
+class DecoupledProcess(ModelProcess):
+    """A process whose model gets requests. It is the `Channel` of those that the model has."""
+
+    _link_class = DuplexLink
+    _link: DuplexLink
+    _mode = REQUESTS
+
+    def __init__(self, source: ModelSource, device: Device) -> None:
+        self._numbers = count(1)
+        # Those that haven't ended. Those of the execution that goes on get its error if the process ends.
+        self._open: dict[int, OpenRequest] = {}
+        self._executing: set[int] = set()
+        self._changing = threading.Lock()
+        self._outcomes: SimpleQueue[Message | None] = SimpleQueue()
+        self._is_taken = False
+        self._unsaid: SimpleQueue[tuple[int, ...] | None] = SimpleQueue()
+        self.outputs_of: Callable[[Sequence[int], Sequence[Array]], Tensors] = _as_they_are
+        """Makes outputs of their places and arrays; raises ExecutionError. Set before anything is handed over."""
+        super().__init__(source, device)
+
+    def load(self) -> tuple[Declared | None, Declared | None]:
+        declared = super().load()
+        try:
+            for run, name in ((self._listen, "from"), (self._say, "to")):
+                threading.Thread(target=run, name=f"{name} {self._source.name}", daemon=True).start()
+        except RuntimeError as error:
+            self.kill()
+            raise LoadError(f"model '{self._source.name}': its process can't be listened to: {error}") from None
+        return declared
+
+    def cancel(self, number: int) -> None:
+        with self._changing:
+            self._open.pop(number, None)
+        self._unsaid.put((CANCEL, number))
+
+    def sent(self, number: int, answers: int) -> None:
+        self._unsaid.put((SENT, number, answers))
+
+    def hand_over(
+        self, requests: Sequence[OpenRequest], inputs: Sequence[str], outputs: Sequence[str], kind: int
+    ) -> None:
+        """Hand `requests` to the model, together. Returns when its `execute` has.
+
+        Blocks; for one thread at a time. Raises as `execute`; then those that haven't ended get nothing more.
+        """
+        given = {next(self._numbers): request for request in requests}
+        with self._handing(given):
+            parcels = [self._link.pack(request.inputs) for request in requests]
+            handed = [
+                (number, one.id, dict(one.parameters), tuple(one.outputs), parcel)
+                for (number, one), parcel in zip(given.items(), parcels, strict=True)
+            ]
+            try:
+                is_sent = not self.ended and self._link.send(kind, inputs, outputs, handed)
+            except ValueError as error:
+                for parcel in parcels:
+                    self._link.unsent(parcel)
+                raise ExecutionError(f"inputs can't be handed to the model's process: {error}") from error
+            for number, request in given.items():
+                if request.cancelled:
+                    self.cancel(number)  # now that the process knows it
+            outcome = self._outcomes.get() if is_sent else None
+            if outcome is None:
+                self.wait_ended()
+                if self._is_taken:
+                    raise ProcessError(f"the model's process {self.end}")
+                raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had begun this batch")
+            if outcome[0] == FAILED:
+                raise error_of(outcome)
+
+    @contextmanager
+    def _handing(self, given: dict[int, OpenRequest]) -> Iterator[None]:
+        self._is_taken = False
+        with self._changing:
+            self._open.update(given)
+            self._executing = {*given}
+        for number, request in given.items():
+            request.open(self, number)
+        try:
+            yield
+        except BaseException:
+            with self._changing:
+                for number in given:
+                    self._open.pop(number, None)
+            raise
+
+    def _listen(self) -> None:
+        """Hand on what the process says, until it goes; then fail the requests that it had."""
+        with self._asking:
+            while (messages := self._link.receive_all()) is not None:
+                for message in messages:
+                    self._hear(message)
+        self._unsaid.put(None)
+        self.wait_ended()
+        error = ProcessError(f"the model's process {self.end}")
+        with self._changing:
+            lost = [self._open.pop(number) for number in [*self._open] if number not in self._executing]
+        for request in lost:
+            request.on_answer(error, last=True)
+        # Those that it executed get theirs from whoever waits for this.
+        self._outcomes.put(None)
+
+    def _hear(self, message: Message) -> None:
+        if message[0] == TAKEN:
+            self._is_taken = True
+        elif message[0] not in (ANSWER, ERROR):
+            if message[0] == DONE:
+                with self._changing:
+                    self._executing = set()
+            self._outcomes.put(message)
+        else:
+            kind, number, last, *content = message
+            answer: Answer = None
+            if kind == ERROR:
+                answer = error_of((kind, *content))
+            elif content[1] is not None:
+                arrays = self._link.unpack(content[1])  # even if nobody waits: that gives its place back
+                try:
+                    answer = self.outputs_of(content[0], arrays)
+                except ExecutionError as error:
+                    # The model is at fault, and what follows makes no sense without it.
+                    answer, last = error.with_traceback(None), True
+                    self._unsaid.put((CANCEL, number))
+            with self._changing:
+                request = self._open.pop(number, None) if last else self._open.get(number)
+            if request is not None:
+                request.on_answer(answer, last=last)
+
+    def _say(self) -> None:
+        """Say what is to be said, until the process goes."""
+        while (message := self._unsaid.get()) is not None:
+            self._link.send(*message)
+
+    def _say_close(self) -> None:
+        self._unsaid.put((CLOSE,))
+
+
+class DecoupledInstance(PythonInstance):
+    """`AnswersOpenly`."""
+
+    def __init__(self, spec: ModelSpec, process: DecoupledProcess) -> None:
+        super().__init__(spec, process)
+        seen = as_the_model_sees(spec)
+        lead = (-1,) if spec.batched else ()
+        # By output; answers may have as many rows as the model likes.
+        self._specs = [ModelSpec((), (replace(tensor, dims=(*lead, *tensor.dims)),)) for tensor in seen.outputs]
+        process.outputs_of = self._outputs_of
+
+    def execute_open(self, requests: Sequence[OpenRequest]) -> Execution:
+        return self._hand_over(requests, HAND)
+
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        return self._made_up(requests, HAND)
+
+    def execute_made_up(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        return self._made_up(requests, HAND_MADE_UP)
+
+    def _made_up(self, requests: Sequence[Tensors], kind: int) -> Execution:
+        made = [_MadeUp(inputs, range(len(self._outputs))) for inputs in requests]
+        done = self._hand_over(made, kind)
+        for one in made:
+            one.cancel()
+            if isinstance(one.answer, ExecutionError):
+                raise one.answer
+        return replace(done, results=[one.answer or () for one in made])
+
+    def _hand_over(self, requests: Sequence[OpenRequest], kind: int) -> Execution:
+        began_ns = monotonic_ns()
+
+        def hand_over(process: ModelProcess) -> None:
+            assert isinstance(process, DecoupledProcess)
+            process.hand_over(requests, self._inputs, self._outputs, kind)
+
+        self._call(hand_over)
+        return Execution([()] * len(requests), 0, monotonic_ns() - began_ns, 0)
+
+    def _outputs_of(self, places: Sequence[int], arrays: Sequence[Array]) -> Tensors:
+        """All outputs, MISSING where there are none at `places`. Raises ExecutionError for what aren't the model's."""
+        outputs: list[Array] = [MISSING] * len(self._outputs)
+        for place, array in zip(places, arrays, strict=True):
+            check_outputs((array,), self._specs[place], 0)
+            outputs[place] = array
+        return outputs
+
+
+class _MadeUp(OpenRequest):
+    """A request of nobody, who is content with its first answer: there may be no last one."""
+
+    __slots__ = ("answer",)
+
+    def __init__(self, inputs: Tensors, outputs: Sequence[int]) -> None:
+        super().__init__(inputs, outputs)
+        self.answer: Any = None
+
+    def on_answer(self, answer: Answer, *, last: bool) -> None:
+        if not self.cancelled:
+            self.answer = answer
+            self.cancel()
+
+
+def _as_they_are(places: Sequence[int], arrays: Sequence[Array]) -> Tensors:
+    return arrays

@@ -1,0 +1,70 @@
+"""What the server and the process of a Python model say to each other, over a link: the server asks, the process
+answers.
+
+Lives here: the kinds of messages, with their contents in order. Must not: import anything of this product; both sides
+import this. To a process that gets batches the server says RUN, TRY or ASK, and waits for the answer. To one that gets
+requests it says HAND or HAND_MADE_UP, and waits for DONE or FAILED; everything else that these two say needs no answer.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+START = 1
+"""From the server, first: the model's name, the path of its file, the device's kind and index, its parameters as pairs.
+Answered by READY or FAILED."""
+
+READY = 2
+"""Inputs and outputs: `Declared`, or None if the class leaves them to the configuration."""
+
+RUN = 3
+"""From the server: a parcel of arrays, their names, the names of the wanted outputs. Answered by DONE or FAILED."""
+
+DONE = 4
+"""A parcel of outputs, in the order of the request."""
+
+FAILED = 5
+"""The reason, in one line, and the name of its class in `backends.errors`."""
+
+CLOSE = 6
+"""From the server, last. The answer is the end of the process."""
+
+ASK = 7
+"""From the server, to a model that is part of it, whose class has a method `answer`: bytes. Answered by ANSWERED or
+FAILED. Callers' data, which is only in RUN, can't be mistaken for it."""
+
+ANSWERED = 8
+"""Bytes: what `answer` returned."""
+
+TRY = 9
+"""As RUN, but what the model raises isn't printed."""
+
+HAND = 10
+"""From the server: the names of all inputs and outputs, and for each of some requests its number, id, parameters, the
+places of the outputs that it wants, and a parcel of its inputs. First TAKEN, then DONE or FAILED, when `execute` has
+returned."""
+
+HAND_MADE_UP = 11
+"""As HAND, but what the model raises isn't printed."""
+
+CANCEL = 12
+"""From the server: the number of a request that isn't waited for any more."""
+
+SENT = 13
+"""From the server: the number of a request, and how many more of its answers, the oldest, aren't held any more."""
+
+TAKEN = 14
+"""The model is called now."""
+
+ANSWER = 15
+"""A request's number, whether it is its last answer, the places of outputs, and a parcel of these; None and no places:
+it only ends."""
+
+ERROR = 16
+"""A request's number, whether it is its last answer, and as FAILED."""
+
+BATCHES, REQUESTS = "batches", "requests"
+"""What the model's `execute` gets: joined arrays, or, of a decoupled model, each request by itself."""
+
+Declared: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Name, datatype and dims of each tensor."""

@@ -1,0 +1,279 @@
+"""The process of a decoupled model: its `execute` gets requests, each of which it answers as often as it likes.
+
+Lives here: the request as the model sees it, and the talk with the server. Must not: as `worker`. The rules: a request
+ends once; the server is told of each that it isn't told of otherwise, such as one that the model drops; the thread that
+listens to the server never waits for the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from paceline.backends.python.loaded_model import EXECUTION_ERROR, LoadedModel, as_array
+from paceline.backends.python.messages import ANSWER, CANCEL, CLOSE, DONE, ERROR, HAND, SENT, TAKEN
+from paceline.backends.spec import MISSING, Array
+from paceline.backends.transport.duplex_link import DuplexLink
+from paceline.backends.transport.parcel import Message
+
+_MOST_ANSWERS, _MOST_BYTES = 16, 2**20
+"""As many answers to one request may be on their way to its caller; and no more once they have this many bytes."""
+
+
+def serve_requests(model: LoadedModel, link: DuplexLink) -> None:
+    """Serve `model` until told to close."""
+    desk = _Desk(link)
+    for run, name in ((desk.listen, "from the server"), (desk.tell_dropped, "dropped requests")):
+        threading.Thread(target=run, name=name, daemon=True).start()
+    while True:
+        kind, requests = model.wait_for(desk.tasks.get)
+        if kind == CLOSE:
+            model.close()
+            return
+        link.send(TAKEN)
+        model.prints_errors = kind == HAND
+        link.send(*_execute(model, requests))
+        del requests  # those that the model hasn't kept end now
+
+
+def _execute(model: LoadedModel, requests: Sequence[Request]) -> Message:
+    """Call the model. Returns what to tell the server: that it has returned, or what it raised."""
+    states = [request._state for request in requests]
+    try:
+        returned = model.execute(requests)
+        model.end_fork()
+        if returned is not None:
+            what = "expected None from execute of a decoupled model, which answers by request.send"
+            raise TypeError(f"{what}, got {type(returned).__name__}")
+    except BaseException as error:  # noqa: BLE001 - the model's; passed to the server
+        for state in states:
+            state.close()  # the server fails those that haven't ended
+        return model.failure(error)
+    return (DONE,)
+
+
+class Request:
+    """A request of a decoupled model. `inputs` are arrays by name, `outputs` the names of those that its caller wants,
+    `parameters` what else it sent. It may be kept after `execute` has returned, and used on any thread."""
+
+    __slots__ = ("__weakref__", "_places", "_state", "id", "inputs", "outputs", "parameters")
+
+    def __init__(
+        self,
+        desk: _Desk,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        number: int,
+        request_id: str,
+        parameters: Mapping[str, bool | int | float | str],
+        wanted: Sequence[int],
+        parcel: Any,
+    ) -> None:
+        self._state = _State(desk, number)
+        arrays = desk.link.unpack(parcel)
+        self._places = {name: place if place in wanted else -1 for place, name in enumerate(output_names)}
+        self.id = request_id
+        self.parameters = parameters
+        self.inputs = {name: one for name, one in zip(input_names, arrays, strict=True) if one is not MISSING}
+        self.outputs = tuple(output_names[place] for place in wanted)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for answers any more. What is sent all the same is dropped."""
+        return self._state.cancelled
+
+    def send(self, outputs: Mapping[str, object], end: bool = False) -> None:
+        """Answer with arrays by name; with `end`, for the last time. Outputs may be left out. Blocks while the caller
+        has yet to read too many earlier answers; see `room`.
+
+        Raises RuntimeError if the request has ended, TypeError or KeyError for what aren't its model's outputs.
+        """
+        if not isinstance(outputs, Mapping):
+            raise TypeError(f"send: expected a dict of outputs by name, got {type(outputs).__name__}")
+        arrays: list[Array] = []
+        places: list[int] = []
+        for name, value in outputs.items():
+            if name not in self._places:
+                raise KeyError(f"send: expected some of the outputs {list(self._places)}, got '{name}'")
+            if self._places[name] >= 0:
+                places.append(self._places[name])
+                arrays.append(as_array(name, value))
+        self._state.send(places, arrays, end)
+
+    def fail(self, text: str, end: bool = True) -> None:
+        """Answer with an error; without `end`, there may be further answers."""
+        self._state.say(str(text), end)
+
+    def end(self) -> None:
+        """There are no further answers, and may have been none. Raises RuntimeError if the request has ended."""
+        self._state.say(None, True)
+
+    async def room(self) -> None:
+        """Wait until `send` doesn't block, for coroutines: on an event loop, blocking holds up everything."""
+        await self._state.room()
+
+    def __del__(self) -> None:
+        self._state.drop()
+
+
+class _State:
+    """What is known of a request on both its model's and the server's threads."""
+
+    __slots__ = ("_desk", "_ended", "_held", "_held_bytes", "_lock", "_number", "_waiters", "cancelled")
+
+    def __init__(self, desk: _Desk, number: int) -> None:
+        self._desk = desk
+        self._number = number
+        self._lock = threading.Condition()
+        self._held: deque[int] = deque()
+        """The sizes of answers that the server holds."""
+        self._held_bytes = 0
+        self._ended = self.cancelled = False
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        desk.states[number] = self
+
+    def send(self, places: Sequence[int], arrays: Sequence[Array], end: bool) -> None:
+        # The lock is held while the answer is sent, so that answers of several threads stay in front of the last one.
+        # The server always reads, so that doesn't take long.
+        with self._lock:
+            while self._must_wait():
+                self._lock.wait()
+            if not self._may_answer(end):
+                return
+            link = self._desk.link
+            parcel = link.pack(arrays)
+            try:
+                link.send(ANSWER, self._number, end, tuple(places), parcel)
+            except ValueError:
+                link.unsent(parcel)
+                raise
+            size = sum(array.nbytes for array in arrays)
+            self._held.append(size)
+            self._held_bytes += size
+            self._finish(end)
+
+    def say(self, error: str | None, end: bool) -> None:
+        """Answer with an error, or with nothing but the end."""
+        with self._lock:
+            while error is not None and not end and self._must_wait():
+                self._lock.wait()
+            if not self._may_answer(end):
+                return
+            if error is None:
+                self._desk.link.send(ANSWER, self._number, end, (), None)
+            else:
+                self._desk.link.send(ERROR, self._number, end, error, EXECUTION_ERROR)
+                self._held.append(len(error))
+                self._held_bytes += len(error)
+            self._finish(end)
+
+    async def room(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._lock:
+                if not self._must_wait():
+                    return
+                future: asyncio.Future[None] = loop.create_future()
+                self._waiters.append((loop, future))
+            await future
+
+    def sent(self, answers: int) -> None:
+        with self._lock:
+            for _ in range(min(answers, len(self._held))):
+                self._held_bytes -= self._held.popleft()
+            self._wake()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.cancelled = True
+            self._wake()
+
+    def close(self) -> None:
+        """The server ends it."""
+        with self._lock:
+            self._finish(True)
+            self._wake()
+
+    def drop(self) -> None:
+        """The model has nothing left to answer it with. Called wherever the interpreter happens to drop the request,
+        maybe by a thread that holds a lock."""
+        if not (self._ended or self.cancelled):
+            self._desk.dropped.put(self)
+
+    def _must_wait(self) -> bool:
+        full = len(self._held) >= _MOST_ANSWERS or self._held_bytes >= _MOST_BYTES
+        return full and not (self._ended or self.cancelled)
+
+    def _may_answer(self, end: bool) -> bool:
+        """Whether an answer has to be sent. Raises RuntimeError if there may be none."""
+        if os.getpid() != self._desk.pid:
+            raise RuntimeError("a request can only be answered in the process that got it, not in a fork of it")
+        if self._ended:
+            raise RuntimeError("the request has ended: there was a last answer, or execute raised an error")
+        if self.cancelled:
+            self._finish(end)
+        return not self.cancelled
+
+    def _finish(self, end: bool) -> None:
+        if end:
+            self._ended = True
+            self._desk.states.pop(self._number, None)
+
+    def _wake(self) -> None:
+        self._lock.notify_all()
+        waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                loop.call_soon_threadsafe(_set, future)
+
+
+class _Desk:
+    """Where the model and the server meet. `tasks` are for the thread that calls the model: kinds of messages, with
+    requests where there are any, CLOSE at the end; `states` those of requests that haven't ended, by number; `dropped`
+    those of requests that the model dropped."""
+
+    def __init__(self, link: DuplexLink) -> None:
+        self.link = link
+        self.pid = os.getpid()
+        self.tasks: SimpleQueue[tuple[int, Sequence[Request]]] = SimpleQueue()
+        self.states: dict[int, _State] = {}
+        self.dropped: SimpleQueue[_State] = SimpleQueue()
+
+    def listen(self) -> None:
+        """Receive from the server until it goes, or this fails; then the process is of no use."""
+        try:
+            while (messages := self.link.receive_all()) is not None:
+                for message in messages:
+                    self._hear(message)
+        finally:
+            self.tasks.put((CLOSE, ()))
+
+    def _hear(self, message: Message) -> None:
+        kind, *content = message
+        if kind == CANCEL:
+            if (state := self.states.pop(content[0], None)) is not None:
+                state.cancel()
+        elif kind == SENT:
+            if (state := self.states.get(content[0])) is not None:
+                state.sent(content[1])
+        else:
+            # Requests are made here, so that they are known when the next message comes.
+            *names, handed = content or ((), (), ())
+            self.tasks.put((kind, [Request(self, *names, *one) for one in handed]))
+
+    def tell_dropped(self) -> None:
+        """Fail requests that can't be answered any more."""
+        while True:
+            with suppress(RuntimeError):  # it has ended by now
+                self.dropped.get().say("the model dropped the request without ending it", True)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
