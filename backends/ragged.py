@@ -1,5 +1,5 @@
-"""Batches whose tensors aren't all stacked and split by rows: ragged, optional and shape tensors, inputs made per
-batch, outputs scattered by an input's shape.
+"""Batches whose tensors aren't all stacked and split by rows: ragged, optional and shape tensors, states whose rows
+aren't in front, inputs made per batch, outputs scattered by an input's shape.
 
 Lives here: `batch_runner`, which decides once per instance how its batches are assembled; models that need none of this
 get plain `batching.run_batch`. Must not: a runtime. The rule: one way of joining per input and one way of splitting per
@@ -148,6 +148,10 @@ class _MixedBatches:
             elif tensor.shape_tensor:
                 check_outputs([output], alone, 0)
                 columns.append([output] * len(requests))
+            elif tensor.batch_axis:
+                first = np.moveaxis(output, tensor.batch_axis, 0) if output.ndim > tensor.batch_axis else output
+                parts = [part for (part,) in split([first], rows, alone)]
+                columns.append([np.moveaxis(part, 0, tensor.batch_axis) for part in parts])
             else:
                 columns.append([part for (part,) in split([output], rows, alone)])
         # Padding rows come after the requests' own: the columns have them at the end, and no request gets them.
@@ -169,6 +173,12 @@ def _joined(tensor: TensorSpec, arrays: Sequence[Array], padding: int) -> Array:
         return np.ascontiguousarray(flat[0]) if len(flat) == 1 else np.concatenate(flat)
     if tensor.shape_tensor:  # all requests share it: those that differ in it are never batched together
         arrays, padding = arrays[:1], 0
+    if axis := tensor.batch_axis:
+        last = arrays[-1].take([-1], axis)
+        try:
+            return np.ascontiguousarray(np.concatenate([*arrays, *[last] * padding], axis))
+        except ValueError as error:
+            raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
     return stack([(array,) for array in arrays], padding)[0]
 
 

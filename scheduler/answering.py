@@ -20,13 +20,17 @@ from paceline.scheduler.observer import BatchReport, Drop, Observer
 from paceline.scheduler.request import AnyRequest, Batch, BatchFacts, RequestT, succeed_all
 from paceline.scheduler.runner import NO_ANSWER, NoAnswer, Outcome
 
-__all__ = ["Answers", "OrderedAnswers", "notify"]
+__all__ = ["Answers", "OnLeft", "OrderedAnswers", "notify"]
 
 _log = logging.getLogger("paceline.scheduler")
 
 _ON_ANSWERS = attrgetter("on_answers")
 
 Requests = Sequence[AnyRequest]
+
+OnLeft = Callable[[Requests, Drop | None], None]
+"""Told of requests that a batcher had taken and has done with, each once, before their sources are. None: they were
+executed, whether that succeeded or not and whether somebody still waited for it. It mustn't raise."""
 
 
 class Answers:
@@ -36,8 +40,9 @@ class Answers:
     `notify` tells the sources of requests: all that are done together at once, which costs the loop less than most of
     what they do, whereas callbacks of futures cost more."""
 
-    def __init__(self, observer: Observer | None = None) -> None:
+    def __init__(self, observer: Observer | None = None, on_left: OnLeft | None = None) -> None:
         self._observer = observer
+        self._on_left = on_left
         self._done: list[AnyRequest] = []
 
     def expect(self, request: AnyRequest) -> None:
@@ -53,8 +58,11 @@ class Answers:
             request.fail(error)
             self._tell_soon(request)
 
-    def cancelled(self, request: AnyRequest) -> None:
-        """Learn that the request's caller has gone."""
+    def cancelled(self, request: AnyRequest, *, waited: bool = False) -> None:
+        """Learn that the request's caller has gone. `waited`: it was still in the queue, which it has left."""
+        if waited:
+            self.count(Drop.CANCELLED)
+            self._left((request,), Drop.CANCELLED)
         self._tell_soon(request)
 
     def count(self, drop: Drop) -> None:
@@ -69,6 +77,7 @@ class Answers:
         """Report that a request leaves without a result from an execution."""
         self.count(drop)
         self.fail(request, error)
+        self._left((request,), drop)
 
     def expire(self, request: AnyRequest, now_ns: int) -> None:
         """Drop a request that has waited for longer than it may."""
@@ -84,8 +93,11 @@ class Answers:
     def still_wanted(self, requests: Sequence[RequestT]) -> list[RequestT]:
         """The requests whose callers still wait; the others are reported as cancelled."""
         wanted = [request for request in requests if not request.ended]
-        for _ in range(len(requests) - len(wanted)):
-            self.count(Drop.CANCELLED)
+        if len(wanted) < len(requests):
+            unwanted = [request for request in requests if request.ended]
+            for _ in unwanted:
+                self.count(Drop.CANCELLED)
+            self._left(unwanted, Drop.CANCELLED)
         return wanted
 
     def more(self, batch: Batch[AnyRequest], results: Sequence[object]) -> None:
@@ -106,6 +118,7 @@ class Answers:
             for request in failed:
                 self.fail(request, _failure(outcome.error))
             self._report(batch, outcome, failed, unfinished)
+            self._left(batch.requests if outcome.executed is not None else failed)
         finally:
             self.notify()
 
@@ -116,6 +129,7 @@ class Answers:
             for request in batch.requests:
                 self.fail(request, ExecutionTimeout(limit_ns))
             self._report(batch, outcome, batch.requests)
+            self._left(batch.requests)
         finally:
             self.notify()
 
@@ -129,6 +143,11 @@ class Answers:
     def notify_soon(self) -> None:
         """Have the event loop call `notify` soon; that does nothing if all have been told by then."""
         asyncio.get_running_loop().call_soon(self.notify)
+
+    # hot path
+    def _left(self, requests: Requests, drop: Drop | None = None) -> None:
+        if self._on_left is not None and requests:
+            self._on_left(requests, drop)
 
     def _tell_soon(self, request: AnyRequest) -> None:
         if request.on_answers is not None:
@@ -203,8 +222,8 @@ class OrderedAnswers(Answers):
     """Holds an answer back until all requests that arrived before it have theirs, or were cancelled. Nothing is kept of
     cancelled requests, however long the first one takes: a request keeps its tensors alive."""
 
-    def __init__(self, observer: Observer | None = None) -> None:
-        super().__init__(observer)
+    def __init__(self, observer: Observer | None = None, on_left: OnLeft | None = None) -> None:
+        super().__init__(observer, on_left)
         # Requests in order of arrival, each with what gives it its answer, once there is one.
         self._waiting: OrderedDict[AnyRequest, Callable[[], None] | None] = OrderedDict()
 
@@ -222,9 +241,9 @@ class OrderedAnswers(Answers):
             self._waiting[request] = partial(super().fail, request, error)
         self._release()
 
-    def cancelled(self, request: AnyRequest) -> None:
+    def cancelled(self, request: AnyRequest, *, waited: bool = False) -> None:
         self._waiting.pop(request, None)
-        super().cancelled(request)
+        super().cancelled(request, waited=waited)
         self._release()
 
     def _release(self) -> None:

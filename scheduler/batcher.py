@@ -13,14 +13,14 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Generic, TypeVar
 
-from paceline.scheduler.answering import Answers, OrderedAnswers
+from paceline.scheduler.answering import Answers, OnLeft, OrderedAnswers
 from paceline.scheduler.batch_queue import BatchQueue, Step
 from paceline.scheduler.clock import Alarm, Clock, MonotonicClock
 from paceline.scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, SchedulerError
 from paceline.scheduler.failures import Blame, Recovery, Suspects
 from paceline.scheduler.instances import InstanceReplacer, Instances
 from paceline.scheduler.latency import cost_size
-from paceline.scheduler.observer import Drop, Observer
+from paceline.scheduler.observer import FULL, Drop, Observer
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Batch, Request
 from paceline.scheduler.runner import AnyRunner, Outcome, Runner
@@ -35,8 +35,6 @@ R = TypeVar("R")
 _LONG_NS = 1_000_000
 """Shorter executions leave callers no time to come back meanwhile, so serving them in two halves gains nothing."""
 
-_FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
-
 
 class Batcher(Generic[P, R]):
     """Batches the requests of one model over its instances.
@@ -45,7 +43,8 @@ class Batcher(Generic[P, R]):
     raised: who may be at fault. By default, some of the batch's requests. `replacer` is notified of runners that were
     given up; without it, an instance at fault stays in use. `shared_limits` is what its queue shares with the queues of
     other models. `instance_of(runner)` is the instance that a runner is a slot of (see `instances`); by default, each
-    runner is an instance. `arrivals` learns how long it is worth waiting for more requests.
+    runner is an instance. `arrivals` learns how long it is worth waiting for more requests. `on_left` is told of
+    requests that the batcher has done with.
 
     All methods must be called on the event loop that ran `start`.
     """
@@ -68,6 +67,7 @@ class Batcher(Generic[P, R]):
         shared_limits: SharedQueueLimits | None = None,
         instance_of: Callable[[AnyRunner], Hashable] = id,
         arrivals: ArrivalModel | None = None,
+        on_left: OnLeft | None = None,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
@@ -75,7 +75,7 @@ class Batcher(Generic[P, R]):
         self._waiting = self._queue.waiting
         self._instances: Instances[P, R] = Instances(runners, self._clock, replacer, instance_of)
         self._running, self._ahead = self._instances.running, self._instances.ahead
-        self._answers = OrderedAnswers(observer) if policy.preserve_ordering else Answers(observer)
+        self._answers = (OrderedAnswers if policy.preserve_ordering else Answers)(observer, on_left)
         self._accepts = self._stopped = self._suspended = False
         self._arrivals = arrivals or ArrivalModel()
         self._recovery: Recovery[P, R] = Recovery(
@@ -162,7 +162,7 @@ class Batcher(Generic[P, R]):
         refusals = self._queue.push(group)
         for error in refusals:
             if isinstance(error, QueueFull):
-                self._answers.count(_FULL[error.what])
+                self._answers.count(FULL[error.what])
             elif isinstance(error, DeadlineUnreachable):
                 self._answers.count(Drop.UNREACHABLE)
         if self.policy.preserve_ordering:
@@ -379,14 +379,12 @@ class Batcher(Generic[P, R]):
 
     def on_cancel(self, request: AnyRequest) -> None:
         """Learn that a request's caller has gone."""
-        if self._queue.cancel(request):
-            self._answers.count(Drop.CANCELLED)
-            self._turns.request()
-        else:
+        waited = self._queue.cancel(request)
+        if not waited:
             self._instances.call_off()
-            if self._recovery.suspects:
-                self._turns.request()
-        self._answers.cancelled(request)
+        if waited or self._recovery.suspects:
+            self._turns.request()
+        self._answers.cancelled(request, waited=waited)
 
 
 def _first(one_ns: int | None, other_ns: int | None) -> int | None:

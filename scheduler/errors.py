@@ -63,7 +63,7 @@ class BacklogFull(QueueFull):
     """As many steps wait for an earlier one of their sequence, or for room for their sequence, as may."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(limit, "requests of sequences that wait for their turn (paceline.sequence_backlog)")
+        super().__init__(limit, whose="sequences whose turn it isn't (paceline.sequence_backlog)")
 
 
 class SequenceError(SchedulerError):

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 from paceline.scheduler.request import AnyRequest
 
-__all__ = ["BatchReport", "Drop", "Observer"]
+__all__ = ["FULL", "BatchReport", "Drop", "Observer"]
 
 
 class Drop(Enum):
     """Why a request left, or never entered, the queue without being executed: a bound of the queue was reached, the
-    batcher closed, no instance is left to execute it, its time was up or would have been, its caller went away.
+    batcher closed, no instance is left to execute it, its time was up or would have been, its caller went away, its
+    sequence has ended before it.
 
     Requests that a batcher gives up in the middle of an execution when it closes are CLOSED too.
     """
@@ -30,6 +31,11 @@ class Drop(Enum):
     EXPIRED = "expired"
     UNREACHABLE = "unreachable"
     CANCELLED = "cancelled"
+    SEQUENCE_ENDED = "sequence_ended"
+
+
+FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
+"""By what a queue is full of."""
 
 
 class BatchReport(NamedTuple):

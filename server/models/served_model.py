@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from paceline.backends.base import ModelInstance
@@ -24,6 +25,7 @@ from paceline.backends.spec import Tensors
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.failures import Blame
 from paceline.scheduler.observer import Observer
+from paceline.scheduler.sequence_batcher import SequenceBatcher
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
@@ -32,11 +34,15 @@ from paceline.server.memory.reading import ExecuteInputs, over_shared_memory
 from paceline.server.memory.regions import Regions
 from paceline.server.models.instances import Instances
 from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.steps import StepMaker, executing_steps
 from paceline.server.telemetry.metrics import Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
 from paceline.server.telemetry.tracing import Tracer
 
 __all__ = ["ServedModel"]
+
+_Payload = Any  # `Payload`, of which its instances take one kind
+AnyBatcher = Batcher[_Payload, Tensors] | SequenceBatcher[_Payload, Tensors]
 
 _MAX_PARTS = 1024
 """The most parts of a split request: rows without elements cost no bytes, so something has to bound them."""
@@ -64,7 +70,7 @@ class ServedModel:
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)
         # Whether outputs are written to GPUs' memory on the instances' threads.
-        self.writes_outputs = self.spec.by_rows
+        self.writes_outputs = self.spec.executed.by_rows
         # The first part of a batch's id as callers see it; the second, a number, starts anew with every load.
         self.batch_id_prefix = secrets.token_hex(4)
         # The most rows of a request; a batch may have fewer.
@@ -80,18 +86,24 @@ class ServedModel:
 
         def execute_of(instance: ModelInstance) -> ExecuteInputs:
             # The plain `execute` if nothing can be in shared memory: then nobody pays for looking.
-            return (
-                over_shared_memory(instance, self.spec)
+            execute = (
+                over_shared_memory(instance, self.spec.executed)
                 if regions is not None
                 else cast("ExecuteInputs", instance.execute)
             )
+            if self.spec.sequence is None:
+                return execute
+            return cast("ExecuteInputs", executing_steps(execute, self.spec))  # what `StepMaker` makes of inputs
 
         self.instances = Instances(loaded, execute_of, self.statistics, on_change)
         # The statistics alone if batches aren't traced: then nobody pays for looking.
         observer: Observer = self.statistics
         if tracer is not None and tracer.spans is not None:
             observer = tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
-        self.batcher: Batcher[Any, Tensors] = Batcher(  # `Payload`, of which its instances take one kind
+        batcher: Callable[..., AnyBatcher] = Batcher
+        if self.spec.sequence is not None:
+            batcher = partial(SequenceBatcher, self.name, StepMaker(self.spec))
+        self.batcher = batcher(
             loaded.plan.policy,
             list(self.instances.runners),
             observer=observer,

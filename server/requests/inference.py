@@ -21,6 +21,7 @@ from paceline.backends.batching import Share
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
 from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.errors import SchedulerError
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.request import OnAnswers
@@ -155,6 +156,7 @@ class Inference:
                 flight.key = options.key, passed_on.key
         if 0 < model.max_batch_rows < options.rows:
             join = model.codec.join if isinstance(model.codec, OpenCodec) else None
+            assert isinstance(model.batcher, Batcher)  # steps of sequences have one row
             for flight in flights:
                 model.in_parts(Parts(flight, model.batcher, join).task)
             return ()

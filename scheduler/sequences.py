@@ -1,0 +1,393 @@
+"""Which step of which sequence may go to the batcher, and when a sequence ends.
+
+Lives here: the table of sequences, and every decision about them. Must not: a clock, an await or a callback, tensors,
+batches; states are kept here, and nobody looks into them. The rules: at most one step of a sequence is at the batcher;
+steps go in order of arrival; a state changes only by a step that was executed and succeeded; and where a waiting step
+is lost, so are those behind it, since a hole in the state would be worse.
+
+A sequence has a *place* while it is live. There are so many of them in all or, where instances keep something of their
+sequences, so many on each instance. Without a place it waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from enum import Enum
+from heapq import heappop, heappush
+from typing import Generic, NamedTuple, Protocol
+
+from paceline.scheduler.errors import BacklogFull, NoSequence, NotStarted, QueueFull, SequenceError
+from paceline.scheduler.policy import NEVER, SequencePolicy
+from paceline.scheduler.request import AnyRequest, RequestT
+from paceline.scheduler.waiting import Timers, Waiting
+
+__all__ = ["AnySequence", "Over", "Place", "Sequence", "SequenceEnd", "Sequences", "StepPayload"]
+
+_MAX_GONE = 4_096
+"""Of so many sequences that ended before their last step it is remembered why."""
+
+
+class SequenceEnd(Enum):
+    """Why a sequence has ended, and how callers are told who send more steps."""
+
+    END = "end", ""
+    IDLE = "idle", "nothing of it waited or executed for longer than max_sequence_idle_microseconds"
+    CANCELLED = "cancelled", "a step of it was cancelled while it waited, and was needed for the steps after it"
+    EXPIRED = "expired", "a step of it waited for too long to be executed, and was needed for the steps after it"
+    REFUSED = "refused", "a step of it was refused, and was needed for the steps that were sent after it"
+    INSTANCE_LOST = "instance_lost", "the instance of the model that held it was lost"
+    REPLACED = "replaced", "the model was loaded again"
+
+    def __init__(self, label: str, text: str) -> None:
+        self.label = label
+        self.text = text
+
+
+class Place(NamedTuple):
+    """Where a sequence is held: its row in batches of its instance."""
+
+    row: int
+    instance: int
+
+
+_ANYWHERE = Place(-1, 0)
+
+
+class Over(NamedTuple):
+    """A sequence that an instance held is over."""
+
+    sequence: int | str
+    instance: int
+    why: SequenceEnd
+
+
+class StepPayload(Protocol):
+    """A step's payload at the batcher."""
+
+    @property
+    def after(self) -> object:
+        """The state that it has left; None if it has failed, or the model has no states."""
+
+
+class Sequence(Generic[RequestT]):
+    """A sequence. `executing` is its step at the batcher, `steps` are those behind it, None if there never were any.
+    `state` is what the last step left; None: nothing yet. `ends` is why it ends once these are done; None: it goes on.
+    `payload` is that of the step at the batcher, `note` is for whoever makes payloads."""
+
+    __slots__ = ("ends", "executing", "has_begun", "id", "note", "payload", "place", "since_ns", "state", "steps")
+
+    def __init__(self, id_: int | str) -> None:
+        self.id = id_
+        self.executing: RequestT | None = None
+        self.steps: deque[RequestT] | None = None
+        self.place: Place | None = None
+        self.state: object = None
+        self.payload: StepPayload | None = None
+        self.note: object = None
+        self.since_ns = 0
+        self.has_begun = False
+        self.ends: SequenceEnd | None = None
+
+
+AnySequence = Sequence[AnyRequest]
+
+
+class Sequences(Generic[RequestT]):
+    """The sequences of `model`. After each call, the steps of those in `ready` go to the batcher, and the requests in
+    `dropped` fail; whoever calls empties both.
+
+    `live` sequences have a place, `waiting` is how many have none, `backlog` are the requests that wait here, and
+    `ended` counts the sequences that are over; those of them that instances held are also in `over`, until it is
+    emptied. All calls take constant time, whatever the number of sequences, except for a heap of those waiting requests
+    that have a deadline.
+    """
+
+    def __init__(self, policy: SequencePolicy, model: str, backlog: Waiting) -> None:
+        self._policy = policy
+        self._model = model
+        self.ready: list[Sequence[RequestT]] = []
+        self.dropped: list[tuple[RequestT, NotStarted]] = []
+        self.over: list[Over] = []
+        self.backlog = backlog
+        self.live = 0
+        self.ended = Counter(dict.fromkeys(SequenceEnd, 0))
+        self._by_id: dict[int | str, Sequence[RequestT]] = {}
+        # By each of their requests that hasn't left.
+        self._of: dict[RequestT, Sequence[RequestT]] = {}
+        # Those without a place, and those of which nothing waits or executes; either in the order in which they came.
+        self._placeless: OrderedDict[Sequence[RequestT], None] = OrderedDict()
+        self._idle: OrderedDict[Sequence[RequestT], None] = OrderedDict()
+        self._gone: OrderedDict[int | str, SequenceEnd] = OrderedDict()
+        self._timers: Timers[RequestT] = Timers()
+        self._waited = 0
+        # Of instances that hold sequences: the free places, and who has the others.
+        self._instances: set[int] = set()
+        self._free: list[Place] = []
+        self._held: dict[Place, Sequence[RequestT]] = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._placeless)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no step waits or is at the batcher."""
+        return not self._of
+
+    @property
+    def wake_ns(self) -> int | None:
+        """When `expire` has something to do at the latest, if nothing else happens."""
+        wake_ns = self._timers.first_rank() if self._timers.items else None
+        if self._idle:
+            idle_ns = next(iter(self._idle)).since_ns + self._policy.idle_ns
+            wake_ns = idle_ns if wake_ns is None else min(wake_ns, idle_ns)
+        return wake_ns
+
+    @property
+    def ids(self) -> list[int | str]:
+        """The sequences that take further steps."""
+        return list(self._by_id)
+
+    # hot path: 2 us a step with `left`; see bench/sequences.py
+    def arrive(self, request: RequestT) -> SequenceError | QueueFull | None:
+        """Take a step; the reason if it is refused, and then its sequence is as it was, or ends if earlier steps of it
+        are under way: those behind it may be, too."""
+        step = request.step
+        if step is None or not step.id:
+            return NoSequence(self._model)
+        sequence = self._by_id.get(step.id)
+        if sequence is None:
+            if not step.start:
+                gone = self._gone.get(step.id)
+                return NotStarted(self._model, step.id, gone.text if gone else "")
+            sequence = Sequence(step.id)
+            if not self._give_place(sequence):  # there is no free one while others wait
+                if (full := self._full(request)) is not None:
+                    return full
+                self._placeless[sequence] = None
+            self._by_id[step.id] = sequence
+            self._gone.pop(step.id, None)
+        elif sequence.place is not None and sequence.executing is None:
+            del self._idle[sequence]
+        elif (full := self._full(request)) is not None:
+            self._cut(sequence, SequenceEnd.REFUSED, len(sequence.steps or ()))
+            return full
+        self._of[request] = sequence
+        if sequence.place is not None and sequence.executing is None:
+            self._send(sequence, request)
+        else:
+            self._wait(sequence, request)
+        if step.end:
+            # From now on, the id is free for another sequence.
+            del self._by_id[step.id]
+            sequence.ends = SequenceEnd.END
+        return None
+
+    # hot path
+    def left(self, request: RequestT, now_ns: int, lost: SequenceEnd | None) -> None:
+        """The batcher has done with a step. `lost`: it wasn't executed, which ends its sequence."""
+        sequence = self._of.pop(request)
+        payload, sequence.payload = sequence.payload, None
+        sequence.executing = None
+        sequence.has_begun = True
+        if payload is not None and payload.after is not None:
+            sequence.state = payload.after
+        if lost is not None:
+            self._cut(sequence, lost)
+        self._go_on(sequence, now_ns)
+
+    def refuse(self, request: RequestT, now_ns: int) -> None:
+        """The batcher has refused a step that had just arrived. Its sequence is as it was before or, if steps behind
+        it have arrived by now, ends."""
+        sequence = self._of.pop(request)
+        sequence.executing = sequence.payload = None
+        if sequence.steps:
+            self._cut(sequence, SequenceEnd.REFUSED)
+        elif not sequence.has_begun:
+            self._forget(sequence)
+            self._leave(sequence, now_ns, counted=False)
+            return
+        elif sequence.ends is SequenceEnd.END and sequence.id not in self._by_id:
+            sequence.ends = None
+            self._by_id[sequence.id] = sequence
+        self._go_on(sequence, now_ns)
+
+    def withdraw(self, request: RequestT, now_ns: int) -> bool:
+        """The caller of a request has gone; False if that doesn't wait here. If it does, its sequence ends with the
+        steps before it."""
+        sequence = self._of.get(request)
+        if sequence is None or request is sequence.executing:
+            return False
+        self._lose_waiting(sequence, request, SequenceEnd.CANCELLED, now_ns)
+        return True
+
+    def expire(self, now_ns: int) -> list[RequestT]:
+        """The requests that have waited here for too long. Sequences that were idle for too long end."""
+        while self._idle and (first := next(iter(self._idle))).since_ns + self._policy.idle_ns <= now_ns:
+            del self._idle[first]
+            self._cut(first, SequenceEnd.IDLE)
+            self._leave(first, now_ns)
+        expired: list[RequestT] = []
+        while (due_ns := self._timers.first_rank()) is not None and due_ns <= now_ns:
+            request = self._timers.pop().request
+            assert request is not None
+            expired.append(request)
+            self._lose_waiting(self._of[request], request, SequenceEnd.EXPIRED, now_ns)
+        return expired
+
+    def add_instance(self, instance: int, now_ns: int) -> None:
+        """There is another instance that holds sequences."""
+        self._instances.add(instance)
+        for row in range(self._policy.slots):
+            heappush(self._free, Place(row, instance))
+        self._fill_places(now_ns)
+
+    def lose_instance(self, instance: int, now_ns: int) -> None:
+        """An instance is lost, and with it what it held of its sequences: they end."""
+        self._instances.discard(instance)
+        self._free = sorted(place for place in self._free if place.instance != instance)
+        for sequence in [one for place, one in self._held.items() if place.instance == instance]:
+            self._cut(sequence, SequenceEnd.INSTANCE_LOST)
+            if sequence.executing is None and self._idle.pop(sequence, self) is None:
+                self._leave(sequence, now_ns)
+
+    def remember(self, ids: Iterable[int | str]) -> None:
+        """These sequences were live in a model that this one replaces."""
+        for id_ in ids:
+            self._note_gone(id_, SequenceEnd.REPLACED)
+
+    def retire(self, now_ns: int) -> None:
+        """No more steps will arrive. Those that have are executed, and their sequences end then."""
+        for sequence in list(self._by_id.values()):
+            self._cut(sequence, SequenceEnd.REPLACED, len(sequence.steps or ()))
+            if self._idle.pop(sequence, self) is None:
+                self._leave(sequence, now_ns)
+
+    def take_waiting(self, why: SequenceEnd) -> list[RequestT]:
+        """Remove and return all requests that wait here. Their sequences end when their steps at the batcher have."""
+        taken: list[RequestT] = []
+        for sequence in dict.fromkeys(self._of.values()):
+            if sequence.steps:
+                taken += sequence.steps
+                for request in sequence.steps:
+                    self._stop_waiting(request)
+                    del self._of[request]
+                sequence.steps.clear()
+                self._cut(sequence, why)
+                if self._placeless.pop(sequence, self) is None:
+                    self.ended[why] += 1
+        return taken
+
+    def _full(self, request: RequestT) -> QueueFull | None:
+        if self.backlog.requests >= self._policy.backlog:
+            return BacklogFull(self._policy.backlog)
+        return self.backlog.full(1, request.rows, request.size_bytes, 0, 0)
+
+    def _wait(self, sequence: Sequence[RequestT], request: RequestT) -> None:
+        self.backlog.add(request)
+        self._waited += 1
+        request.order = self._waited
+        timeout_ns = request.arrived_ns + request.timeout_ns if request.timeout_ns else NEVER
+        request.act_at_ns = min(request.deadline_ns, timeout_ns)
+        self._timers.start(request)
+        if sequence.steps is None:
+            sequence.steps = deque()
+        sequence.steps.append(request)
+
+    def _stop_waiting(self, request: RequestT) -> None:
+        self.backlog.remove((request,))
+        self._timers.stop((request,))
+
+    # hot path
+    def _send(self, sequence: Sequence[RequestT], request: RequestT) -> None:
+        assert request.step is not None
+        if request.step.start:
+            sequence.state = None
+        sequence.executing = request
+        self.ready.append(sequence)
+
+    # hot path
+    def _go_on(self, sequence: Sequence[RequestT], now_ns: int) -> None:
+        """Nothing of a sequence with a place is at the batcher: its next step goes there, or it is idle, or over."""
+        if sequence.steps:
+            request = sequence.steps.popleft()
+            self._stop_waiting(request)
+            self._send(sequence, request)
+        elif sequence.ends is not None:
+            self._leave(sequence, now_ns)
+        else:
+            sequence.since_ns = now_ns
+            self._idle[sequence] = None
+
+    def _lose_waiting(self, sequence: Sequence[RequestT], request: RequestT, why: SequenceEnd, now_ns: int) -> None:
+        """A waiting step is lost: its sequence ends with the steps before it."""
+        steps = sequence.steps
+        assert steps is not None
+        place = steps.index(request)
+        self._stop_waiting(request)
+        del steps[place], self._of[request]
+        self._cut(sequence, why, place)
+        if not steps and self._placeless.pop(sequence, self) is None:
+            self._leave(sequence, now_ns)
+
+    def _cut(self, sequence: Sequence[RequestT], why: SequenceEnd, keep: int = 0) -> None:
+        """End a sequence after the first `keep` of its waiting steps; the others are dropped."""
+        steps = sequence.steps
+        while steps and len(steps) > keep:
+            request = steps.pop()
+            self._stop_waiting(request)
+            del self._of[request]
+            self.dropped.append((request, NotStarted(self._model, sequence.id, why.text)))
+        self._forget(sequence)
+        if sequence.ends in (None, SequenceEnd.END):
+            sequence.ends = why
+            self._note_gone(sequence.id, why)
+
+    def _forget(self, sequence: Sequence[RequestT]) -> None:
+        """Its id is free for another sequence."""
+        if self._by_id.get(sequence.id) is sequence:
+            del self._by_id[sequence.id]
+
+    def _note_gone(self, id_: int | str, why: SequenceEnd) -> None:
+        if id_ not in self._by_id:
+            self._gone[id_] = why
+            self._gone.move_to_end(id_)
+            if len(self._gone) > _MAX_GONE:
+                self._gone.popitem(last=False)
+
+    def _leave(self, sequence: Sequence[RequestT], now_ns: int, *, counted: bool = True) -> None:
+        """A sequence is over; its place is for another one. It isn't `counted` if it has never begun."""
+        place, sequence.place = sequence.place, None
+        if counted:
+            assert sequence.ends is not None
+            self.ended[sequence.ends] += 1
+            if place is not None and place is not _ANYWHERE:
+                self.over.append(Over(sequence.id, place.instance, sequence.ends))
+        if place is None:
+            return
+        self.live -= 1
+        if place is not _ANYWHERE:
+            del self._held[place]
+            if place.instance in self._instances:
+                heappush(self._free, place)
+        self._fill_places(now_ns)
+
+    def _fill_places(self, now_ns: int) -> None:
+        while self._placeless and self._give_place(first := next(iter(self._placeless))):
+            del self._placeless[first]
+            self._go_on(first, now_ns)
+
+    def _give_place(self, sequence: Sequence[RequestT]) -> bool:
+        """Whether there was a place for it: the lowest row that is free on any instance."""
+        if not self._policy.slots:
+            if self.live >= self._policy.max_sequences:
+                return False
+            sequence.place = _ANYWHERE
+        elif not self._free:
+            return False
+        else:
+            place = sequence.place = heappop(self._free)
+            self._held[place] = sequence
+        self.live += 1
+        return True

@@ -1,0 +1,153 @@
+"""What a model sees of a step besides its inputs, controls and states, and what a step leaves behind.
+
+Lives here: making a step's payload, and executing payloads on an instance's thread. Must not: decide which step goes
+(`scheduler.sequences`), join or split arrays (`backends.batching`). The rules: a state is a copy of one sequence's
+rows, so that none keeps a whole batch's memory; what a failed execution leaves is nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from paceline.backends.base import Execution
+from paceline.backends.batching import Share
+from paceline.backends.spec import Array, Control, ControlKind, ModelSpec, SequenceSpec, Tensors
+from paceline.protos.datatypes import by_name
+from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.sequences import AnySequence
+from paceline.server.memory.reading import ExecuteInputs
+from paceline.server.memory.region_tensors import Inputs, TargetedInputs
+
+__all__ = ["Step", "StepMaker", "executing_steps"]
+
+
+class Step:
+    """A step at the batcher: its `inputs`, as the model sees them, controls and states included. `row`: the row in its
+    batch, -1 for any. `after`: the states that it left, if it has succeeded."""
+
+    __slots__ = ("after", "inputs", "row")
+
+    def __init__(self, inputs: Inputs, row: int) -> None:
+        self.inputs = inputs
+        self.row = row
+        self.after: tuple[Array, ...] | None = None
+
+
+class StepMaker:
+    """Makes the steps of a model that serves `spec`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        sequence = spec.sequence
+        assert sequence is not None
+        self._rows = sequence.rows
+        self._initial = tuple(state.initial for state in sequence.states)
+        # Where steps differ in what they may share a batch with.
+        self._free = [place for place, state in enumerate(sequence.states) if -1 in state.input.dims]
+        # What all steps have in common that are the first or the last of their sequence, or are not.
+        self._controls = {
+            (start, end): tuple(_control(control, spec, {ControlKind.START: start, ControlKind.END: end})
+                                for control in sequence.controls)
+            for start in (False, True)
+            for end in (False, True)
+        }  # fmt: skip
+        self._ids = [place for place, control in enumerate(sequence.controls) if control.kind is ControlKind.CORRID]
+        self._spec, self._sequence = spec, sequence
+
+    # hot path: 2 us
+    def __call__(self, request: AnyRequest, sequence: AnySequence) -> Step:
+        inputs, step, place = request.payload, request.step, sequence.place
+        assert step is not None
+        assert place is not None
+        states: tuple[Array, ...] = self._initial if sequence.state is None else sequence.state  # type: ignore[assignment]
+        controls: Sequence[Array] = self._controls[step.start, step.end]
+        if self._ids:
+            if sequence.note is None:
+                sequence.note = [_id(self._sequence.controls[at], self._spec, step.id) for at in self._ids]
+            controls = [*controls]
+            for at, array in zip(self._ids, sequence.note, strict=True):  # type: ignore[call-overload]
+                controls[at] = array
+        if self._free:
+            request.key = request.key, tuple([states[at].shape for at in self._free])
+        whole: Inputs = (*inputs, *controls, *states)
+        if type(inputs) is TargetedInputs:
+            whole = TargetedInputs.to(inputs.targets, whole)
+        request.payload = made = Step(whole, place.row if self._rows else -1)
+        return made
+
+
+def executing_steps(execute: ExecuteInputs, spec: ModelSpec) -> Callable[[Sequence[Step], int], Execution]:
+    """`execute` for steps of a model that serves `spec`."""
+    sequence = spec.sequence
+    assert sequence is not None
+    outputs = {tensor.name: index for index, tensor in enumerate(spec.executed.outputs)}
+    kept = [(outputs[state.output.name], state.output.batch_axis) for state in sequence.states]
+
+    def execute_steps(steps: Sequence[Step], padded_rows: int) -> Execution:
+        done = execute([step.inputs for step in steps], padded_rows)
+        for step, result in zip(steps, done.results, strict=True):
+            if kept and not isinstance(result, Exception):
+                step.after = _states_in(result, kept)
+        return done
+
+    if not sequence.rows:
+        return execute_steps
+    nobody = _nobody(spec, sequence)
+
+    def execute_rows(steps: Sequence[Step], padded_rows: int) -> Execution:
+        # A row without a step gets what another one has; nobody will see what the model makes of that.
+        by_row: list[Step] = [Step(nobody(steps[0].inputs), row) for row in range(1 + max(step.row for step in steps))]
+        for step in steps:
+            by_row[step.row] = step
+        done = execute_steps(by_row, padded_rows)
+        results = [done.results[step.row] for step in steps]
+        return Execution(results, done.input_ns, done.infer_ns, done.output_ns, done.waited_ns)
+
+    return execute_rows
+
+
+def _states_in(result: Tensors, kept: Sequence[tuple[int, int]]) -> tuple[Array, ...]:
+    """Copies of the states in a step's result."""
+    if type(result) is Share:
+        # Without arrays of all its other outputs.
+        arrays, start, stop = result.outputs.arrays, result.start, result.stop
+        return tuple([arrays[index][start:stop].copy() for index, _ in kept])
+    return tuple([np.array(result[index], order="C") for index, _ in kept])
+
+
+def _control(control: Control, spec: ModelSpec, holds: dict[ControlKind, bool]) -> Array:
+    """The control's value for one row. READY holds unless told otherwise."""
+    if control.kind is ControlKind.CORRID:
+        return _id(control, spec, 0)
+    return _one(control, spec, control.values[holds.get(control.kind, True)])
+
+
+def _id(control: Control, spec: ModelSpec, id_: int | str) -> Array:
+    if control.tensor.datatype == "BYTES":
+        return _one(control, spec, str(id_ or "").encode())
+    bits = by_name(control.tensor.datatype).dtype.itemsize * 8
+    # Types of 32 bits carry the low ones, as in Triton.
+    assert isinstance(id_, int)
+    unsigned = np.array(id_ & (1 << bits) - 1, f"u{bits // 8}")
+    return _one(control, spec, unsigned.view(by_name(control.tensor.datatype).dtype))
+
+
+def _one(control: Control, spec: ModelSpec, value: object) -> Array:
+    shape = (*((1,) if spec.batched else ()), *control.tensor.model_dims)
+    array = np.empty(shape, by_name(control.tensor.datatype).dtype)
+    array[...] = value
+    array.flags.writeable = False
+    return array
+
+
+def _nobody(spec: ModelSpec, sequence: SequenceSpec) -> Callable[[Inputs], Inputs]:
+    """What makes the inputs of a row without a step of those of a step."""
+    none = dict.fromkeys(ControlKind, False)
+    controls = [_control(control, spec, none) for control in sequence.controls]
+    first = len(spec.inputs)
+
+    def inputs_of(inputs: Inputs) -> Inputs:
+        return (*inputs[:first], *controls, *inputs[first + len(controls) :])
+
+    return inputs_of
