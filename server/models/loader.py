@@ -353,6 +353,8 @@ def _say(padding: Padding, config: pb.ModelConfig, tried: Trial) -> str:
         why = "its configuration has input and output, and no max_batch_size"
         if not is_complete(config):
             why = why_no_batch_axis(config, tried) or tried.why_not or "the default for max_batch_size is 0"
+            if config.HasField("sequence_batching") and can_batch(config, of_clients(config, tried.spec, batched=True)):
+                why = f"{why}; to batch it, set max_batch_size in its config.pbtxt"
         return f"no batch axis, requests run one by one ({why})"
     if policy.max_batch_requests == 1:
         return f"up to {served.max_batch_rows} rows a request, not batched: no dynamic_batching in its configuration"

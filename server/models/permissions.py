@@ -21,7 +21,8 @@ def check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, from_client
     """Raise ConfigError for what the flags don't allow, or what a configuration `from_client` may not have."""
     if not (defaults.auto_complete or is_complete(config)):
         raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
-    if not defaults.auto_complete and (names := without_datatype(config)):
+    states = [one.input_name for one in config.sequence_batching.state if not one.data_type]
+    if not defaults.auto_complete and (names := without_datatype(config) + states):
         raise ConfigError(f"'{names[0]}': expected a data_type, as --disable-auto-complete-config is given")
     accelerators = config.optimization.execution_accelerators
     for one in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator):

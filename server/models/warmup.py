@@ -144,6 +144,7 @@ class WarmUp:
         if spec.batched and not needed:
             return
         size = sum(size_bytes(tensor, tensor.model_dims) for tensor in needed)
+        size += sum(state.initial.nbytes for state in spec.sequence.states) if spec.sequence else 0
         if size > _DEFAULT_BYTES:
             text = "%s, as a row has %d bytes, more than %d; set model_warmup"
             _log.warning(text, self._cold, size, _DEFAULT_BYTES)

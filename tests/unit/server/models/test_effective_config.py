@@ -16,7 +16,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.loader import LoadedVersion, load_model
 from paceline.server.models.model_config import ServingPlan
-from tests import models
+from tests import models, state_models
 from tests.memory_models import MemoryModel
 from tests.unit.server.found import find_models
 
@@ -67,6 +67,19 @@ OTHERS = f"""
 PADDED = 'max_batch_size: 8 parameters { key: "paceline.batch_sizes" value { string_value: "2,8" } }'
 WAITING = 'parameters { key: "paceline.await_returns" value { string_value: "true" } }'
 DELAYED = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 1000 }"
+
+STATE = 'state { input_name: "STATE" output_name: "STATE_OUT" }'
+GROWING = """
+    state {
+      input_name: "STATE" output_name: "STATE_OUT" dims: [ -1 ]
+      initial_state { name: "i" dims: [ 0 ] zero_data: true }
+    }
+"""
+CONTROLS = """
+    control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
+    control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } }
+    control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID } }
+"""
 
 ModelMaker = Callable[[], onnx.ModelProto]
 
@@ -132,6 +145,16 @@ CONFIGS: dict[str, tuple[ModelMaker | None, str | None]] = {
         'input { name: "BIAS" data_type: TYPE_FP32 dims: [ -1 ] optional: true } '
         'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] }',
     ),
+    "steps": (models.mlp, "max_batch_size: 4 sequence_batching { direct { minimum_slot_utilization: 0.5 } }"),
+    "steps, tried": (state_models.accumulator, f"sequence_batching {{ {STATE} oldest {{ }} }}"),
+    "steps, one by one": (state_models.recurrent, f"sequence_batching {{ {STATE} }}"),
+    "states": (state_models.recurrent, f"max_batch_size: 4 sequence_batching {{ {STATE} }}"),
+    "a growing state": (state_models.growing, f"max_batch_size: 4 sequence_batching {{ {GROWING} }}"),
+    "controls": (state_models.told, f"max_batch_size: 4 sequence_batching {{ {CONTROLS} oldest {{ }} }}"),
+    "a state that clients get": (
+        state_models.accumulator,
+        f'max_batch_size: 4 output {{ name: "STATE_OUT" }} sequence_batching {{ {STATE} }}',
+    ),
     "ragged": (models.ragged, RAGGED),
     "batch_input": (models.batch_input_echo, BATCH_INPUT),
     "a shape tensor": (models.reshape, SHAPE),
@@ -172,10 +195,11 @@ def shelf(tmp_path: Path) -> Iterator[ModelLoader]:
         one.close()
 
 
-def _as_stated(plan: ServingPlan) -> ServingPlan:
-    """The configuration states what the model only assumes of its outputs."""
+def _as_stated(plan: ServingPlan) -> tuple[ServingPlan, str]:
+    """The configuration states what the model only assumes of its outputs. States, which aren't equal to any others,
+    are compared as text."""
     outputs = tuple(replace(tensor, assumed=False) for tensor in plan.spec.outputs)
-    return replace(plan, spec=replace(plan.spec, outputs=outputs))
+    return replace(plan, spec=replace(plan.spec, outputs=outputs, sequence=None)), repr(plan.spec.sequence)
 
 
 def assert_same_service(first: LoadedVersion, again: LoadedVersion) -> None:
@@ -261,6 +285,33 @@ def test_tensors_are_those_that_clients_see(shelf: ModelLoader) -> None:
     assert [one.name for one in config.input] == ["RAGGED", "ROWS"]
     assert [one.name for one in config.output] == ["OUTPUT0"]
     assert config.batch_input[0].target_name == ["MADE"]
+
+
+def test_sequences_are_filled_in(shelf: ModelLoader) -> None:
+    config = shelf.load(
+        state_models.recurrent, f"max_batch_size: 4 sequence_batching {{ oldest {{ }} {STATE} }}"
+    ).config
+    assert config.sequence_batching == text_format.Parse(
+        """
+        max_sequence_idle_microseconds: 1000000
+        oldest { preferred_batch_size: 4 }
+        state { input_name: "STATE" output_name: "STATE_OUT" data_type: TYPE_FP32 dims: [ 2, 3 ] }
+        """,
+        pb.ModelSequenceBatching(),
+    )
+    assert config.parameters["paceline.state_batch_axis"].string_value == "STATE=1"
+    assert [(one.name, list(one.dims), one.is_shape_tensor) for one in config.input] == [
+        ("INPUT0", [3], False),
+        ("RATE", [], True),
+    ]
+    assert [one.name for one in config.output] == ["OUTPUT0"]
+    assert not config.HasField("dynamic_batching")
+
+
+def test_strategy_that_is_left_open_stays_open(shelf: ModelLoader) -> None:
+    sequences = shelf.load(state_models.told, f"max_batch_size: 4 sequence_batching {{ {CONTROLS} }}").config
+    assert sequences.sequence_batching.WhichOneof("strategy_choice") is None
+    assert sequences.sequence_batching.control_input[2].control[0].data_type == pb.TYPE_UINT64
 
 
 def test_bare_file_is_described_by_its_name(tmp_path: Path) -> None:
