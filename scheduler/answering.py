@@ -38,11 +38,12 @@ class Answers:
     because an observer can't count it.
 
     `notify` tells the sources of requests: all that are done together at once, which costs the loop less than most of
-    what they do, whereas callbacks of futures cost more."""
+    what they do, whereas callbacks of futures cost more. `failed_note` is what errors of executions end with."""
 
-    def __init__(self, observer: Observer | None = None, on_left: OnLeft | None = None) -> None:
+    def __init__(self, observer: Observer | None = None, on_left: OnLeft | None = None, failed_note: str = "") -> None:
         self._observer = observer
         self._on_left = on_left
+        self._failed_note = failed_note
         self._done: list[AnyRequest] = []
 
     def expect(self, request: AnyRequest) -> None:
@@ -116,7 +117,7 @@ class Answers:
         try:
             unfinished = self._answer(batch, outcome) if outcome.executed is not None else ()
             for request in failed:
-                self.fail(request, _failure(outcome.error))
+                self.fail(request, _failure(outcome.error, self._failed_note))
             self._report(batch, outcome, failed, unfinished)
             self._left(batch.requests if outcome.executed is not None else failed)
         finally:
@@ -127,7 +128,7 @@ class Answers:
         outcome: Outcome[object] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
         try:
             for request in batch.requests:
-                self.fail(request, ExecutionTimeout(limit_ns))
+                self.fail(request, ExecutionTimeout(limit_ns, self._failed_note))
             self._report(batch, outcome, batch.requests)
             self._left(batch.requests)
         finally:
@@ -222,8 +223,8 @@ class OrderedAnswers(Answers):
     """Holds an answer back until all requests that arrived before it have theirs, or were cancelled. Nothing is kept of
     cancelled requests, however long the first one takes: a request keeps its tensors alive."""
 
-    def __init__(self, observer: Observer | None = None, on_left: OnLeft | None = None) -> None:
-        super().__init__(observer, on_left)
+    def __init__(self, observer: Observer | None = None, on_left: OnLeft | None = None, failed_note: str = "") -> None:
+        super().__init__(observer, on_left, failed_note)
         # Requests in order of arrival, each with what gives it its answer, once there is one.
         self._waiting: OrderedDict[AnyRequest, Callable[[], None] | None] = OrderedDict()
 
@@ -272,13 +273,13 @@ def notify(done: list[AnyRequest]) -> None:
             _log.exception("a callback for finished requests failed")
 
 
-def _failure(cause: BaseException | None) -> ExecutionFailed:
+def _failure(cause: BaseException | None, note: str) -> ExecutionFailed:
     """An exception for one request of a failed batch; each gets its own, as tracebacks grow on shared ones."""
     try:
         text = str(cause)
     except Exception:  # noqa: BLE001 - the requests must get an answer
         _log.exception("an instance raised an error whose text can't be read")
         text = ""
-    failed = ExecutionFailed(text or type(cause).__name__)
+    failed = ExecutionFailed(f"{text or type(cause).__name__}{note}")
     failed.__cause__ = cause
     return failed

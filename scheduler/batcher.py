@@ -44,11 +44,13 @@ class Batcher(Generic[P, R]):
     given up; without it, an instance at fault stays in use. `shared_limits` is what its queue shares with the queues of
     other models. `instance_of(runner)` is the instance that a runner is a slot of (see `instances`); by default, each
     runner is an instance. `arrivals` learns how long it is worth waiting for more requests. `on_left` is told of
-    requests that the batcher has done with.
+    requests that the batcher has done with; errors of executions end with `failed_note`.
 
     All methods must be called on the event loop that ran `start`.
     """
 
+    sequences: None = None
+    """Its requests are no steps, as those of a `SequenceBatcher` are."""
     announce: Callable[[Submit, object], None]
     """`announce(submit, request)` says that a request has arrived, which `submit` will submit or find that it can't.
     `submit` is called once, soon and before anything is decided, with a list of all requests that were announced with
@@ -68,6 +70,7 @@ class Batcher(Generic[P, R]):
         instance_of: Callable[[AnyRunner], Hashable] = id,
         arrivals: ArrivalModel | None = None,
         on_left: OnLeft | None = None,
+        failed_note: str = "",
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
@@ -75,7 +78,7 @@ class Batcher(Generic[P, R]):
         self._waiting = self._queue.waiting
         self._instances: Instances[P, R] = Instances(runners, self._clock, replacer, instance_of)
         self._running, self._ahead = self._instances.running, self._instances.ahead
-        self._answers = (OrderedAnswers if policy.preserve_ordering else Answers)(observer, on_left)
+        self._answers = (OrderedAnswers if policy.preserve_ordering else Answers)(observer, on_left, failed_note)
         self._accepts = self._stopped = self._suspended = False
         self._arrivals = arrivals or ArrivalModel()
         self._recovery: Recovery[P, R] = Recovery(

@@ -135,5 +135,5 @@ class ExecutionFailed(SchedulerError):
 class ExecutionTimeout(ExecutionFailed):
     """The batch that carried this request took longer than an execution may, and may go on for ever."""
 
-    def __init__(self, limit_ns: int) -> None:
-        super().__init__(f"the execution took longer than {limit_ns / 1e9:g} s and was given up")
+    def __init__(self, limit_ns: int, note: str = "") -> None:
+        super().__init__(f"the execution took longer than {limit_ns / 1e9:g} s and was given up{note}")

@@ -72,6 +72,7 @@ class SequenceBatcher(Generic[P, R]):
         instance_of: Callable[[AnyRunner], Hashable] = id,
         arrivals: ArrivalModel | None = None,
         on_over: Callable[[Sequence[AnyRunner], Over], None] = lambda runners, over: None,
+        failed_note: str = "",
     ) -> None:
         assert policy.sequences is not None
         self.policy = policy
@@ -102,6 +103,7 @@ class SequenceBatcher(Generic[P, R]):
                 instance_of=instance_of,
                 arrivals=arrivals,
                 on_left=self._on_left,
+                failed_note=failed_note,
             )
             for number, group in enumerate(self._groups)
         ]

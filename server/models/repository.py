@@ -349,6 +349,8 @@ class Repository:
         to the old ones."""
         for model in before:
             model.batcher.take_announced()
+            for successor in models:
+                successor.replaces(model)
         for version in ("", "-1", *(model.version for model in before)):
             self.served.pop((name, version), None)
         for model in models:

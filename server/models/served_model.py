@@ -102,7 +102,9 @@ class ServedModel:
             observer = tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
         batcher: Callable[..., AnyBatcher] = Batcher
         if self.spec.sequence is not None:
-            batcher = partial(SequenceBatcher, self.name, StepMaker(self.spec))
+            # Of what a model keeps itself, nobody knows.
+            note = "; the state of its sequence is as it was before" if self.spec.sequence.states else ""
+            batcher = partial(SequenceBatcher, self.name, StepMaker(self.spec), failed_note=note)
         self.batcher = batcher(
             loaded.plan.policy,
             list(self.instances.runners),
@@ -113,6 +115,8 @@ class ServedModel:
             instance_of=self.instances.instance_of,
         )
         self.instances.batcher = self.batcher
+        if self.batcher.sequences is not None:
+            self.statistics.ended_sequences = self.batcher.sequences.ended
         self._metrics = metrics
         self._shown = VersionMetrics(
             self.name,
@@ -123,6 +127,11 @@ class ServedModel:
             load_ns=loaded.load_ns,
             tags=loaded.plan.metric_tags,
         )
+
+    def replaces(self, before: ServedModel) -> None:
+        """This version is found from now on by who has found `before`, whose sequences it knows nothing of."""
+        if self.batcher.sequences is not None and before.batcher.sequences is not None:
+            self.batcher.sequences.remember(before.batcher.sequences.ids)
 
     def start(self) -> None:
         """Accept requests, on the running event loop, and appear in the metrics."""

@@ -101,8 +101,21 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
+class SequenceGauges(Protocol):
+    """What metrics read of a model's sequences."""
+
+    @property
+    def live(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+
 class BatcherGauges(Protocol):
     """What metrics read from a batcher."""
+
+    @property
+    def sequences(self) -> SequenceGauges | None: ...
 
     @property
     def waiting_requests(self) -> int: ...
@@ -238,6 +251,12 @@ def _by_level(version: VersionMetrics) -> Samples:
         yield "", {"priority": f"{_LEVELS + 1}+"}, others
 
 
+def _sequences(version: VersionMetrics) -> Samples:
+    if (sequences := version.batcher.sequences) is not None:
+        yield "", {"state": "live"}, sequences.live
+        yield "", {"state": "waiting"}, sequences.waiting
+
+
 def _batch_rows(statistics: VersionStatistics) -> Samples:
     counts = [0] * (len(_ROW_BUCKETS) + 1)
     total = 0
@@ -312,6 +331,10 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
         "Rows (elements where requests differ in length) at which batches stop, as larger ones cost more; 0: nowhere",
         lambda version: version.batcher.growth_bound),
     _gauge("paceline_lanes", "Shapes with waiting requests", lambda version: version.batcher.lanes),
+    Family("paceline_sequences", "gauge", "Sequences that are live, and those that wait until there is room",
+        _sequences),
+    Family("paceline_ended_sequences", "counter", "Sequences that are over, by why", lambda version: [
+        ("", {"reason": one.label}, count) for one, count in version.statistics.ended_sequences.items()]),
     _counter("paceline_padding_rows", "Padding rows executed, to bring batches to an allowed size",
         lambda s: s.padding_rows),
     _gauge("paceline_padding_share", "Share of padding in all rows that the model saw, 0 to 1",

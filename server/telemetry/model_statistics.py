@@ -20,6 +20,7 @@ from paceline.backends.base import Execution
 from paceline.backends.errors import BackendError, OutOfMemory
 from paceline.scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
 from paceline.scheduler.observer import BatchReport, Drop
+from paceline.scheduler.sequences import SequenceEnd
 from paceline.server.errors import AnswerTooLarge, ModelNotReady
 
 __all__ = ["BatchTotals", "DurationHistogram", "FailureReason", "VersionStatistics", "reason_of"]
@@ -115,7 +116,7 @@ class VersionStatistics:
 
     Where requests differ in `lengths`, `elements` are rows times sizes without padding, `padding_elements` what the
     model saw besides. `padded_sizes` has executions by length and the power of two that covers the size that it was
-    filled up to, `padded_size_sums` these sizes' sums.
+    filled up to, `padded_size_sums` these sizes' sums. `ended_sequences` are those that are over, by why.
     """
 
     def __init__(self, lengths: tuple[str, ...] = ()) -> None:
@@ -130,6 +131,7 @@ class VersionStatistics:
         self.elements = self.padding_elements = 0
         self.padded_sizes: Counter[tuple[str, int]] = Counter()
         self.padded_size_sums: Counter[str] = Counter()
+        self.ended_sequences: Counter[SequenceEnd] = Counter()
         self.hung_executions = self.lost_instances = self.shortages = 0
         self.batches: defaultdict[int, BatchTotals] = defaultdict(BatchTotals)
         self.executions: defaultdict[int, DurationHistogram] = defaultdict(DurationHistogram)
@@ -176,6 +178,7 @@ class VersionStatistics:
         self.padding_elements += other.padding_elements
         self.padded_sizes.update(other.padded_sizes.copy())
         self.padded_size_sums.update(other.padded_size_sums.copy())
+        self.ended_sequences.update(other.ended_sequences)
         self.hung_executions += other.hung_executions
         self.lost_instances += other.lost_instances
         self.shortages += other.shortages

@@ -14,9 +14,15 @@ from paceline.scheduler.observer import BatchReport
 from paceline.server.telemetry.metrics import Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
 
-__all__ = ["US", "Gauges", "report", "samples", "version"]
+__all__ = ["US", "Gauges", "SequenceCounts", "report", "samples", "version"]
 
 US = 1_000
+
+
+@dataclass
+class SequenceCounts:
+    live: int
+    waiting: int
 
 
 @dataclass
@@ -28,6 +34,7 @@ class Gauges:
     levels: dict[int, int] = field(default_factory=dict)
     allowed_rows: int = 0
     growth_bound: int = 0
+    sequences: SequenceCounts | None = None
 
     def waiting_of_level(self, level: int) -> int:
         return self.levels.get(level, 0)

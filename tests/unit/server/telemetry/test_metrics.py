@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,13 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.scheduler.observer import Drop
+from paceline.scheduler.sequences import SequenceEnd
 from paceline.server.errors import InvalidRequest
 from paceline.server.fronts.pool import FRONT_METRICS
 from paceline.server.rpc.model_rpcs import statistics_message
 from paceline.server.telemetry.metrics import Families, Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
 from tests.harness import REPO
-from tests.unit.server.counting import US, Gauges, report, samples, version
+from tests.unit.server.counting import US, Gauges, SequenceCounts, report, samples, version
 
 # Written out again and not taken from the code: dashboards and autoscaling queries spell them this way.
 TRITON_COUNTERS = {
@@ -51,6 +53,8 @@ OURS = {
     "paceline_allowed_batch_rows": "gauge",
     "paceline_batch_growth_bound": "gauge",
     "paceline_lanes": "gauge",
+    "paceline_sequences": "gauge",
+    "paceline_ended_sequences": "counter",
     "paceline_padding_rows": "counter",
     "paceline_padding_share": "gauge",
     "paceline_elements": "counter",
@@ -439,3 +443,17 @@ def test_padded_elements_and_sizes_are_shown_by_length(metrics: Metrics) -> None
 def test_models_whose_requests_do_not_differ_show_no_elements(metrics: Metrics, model: VersionMetrics) -> None:
     model.statistics.on_batch(report(3, [1, 2]))
     assert not [name for name in samples(metrics) if "element" in name or "padded_size" in name]
+
+
+def test_sequences_are_shown_where_there_are_any(metrics: Metrics) -> None:
+    with_some = version("with", batcher=Gauges(sequences=SequenceCounts(live=3, waiting=2)))
+    with_some.statistics.ended_sequences = Counter({SequenceEnd.END: 4, SequenceEnd.IDLE: 0})
+    for one in (with_some, version("without")):
+        metrics.add(one)
+    shown = {name: count for name, count in samples(metrics).items() if "sequences" in name}
+    assert shown == {
+        'paceline_sequences{model="with",state="live",version="3"}': 3,
+        'paceline_sequences{model="with",state="waiting",version="3"}': 2,
+        'paceline_ended_sequences{model="with",reason="end",version="3"}': 4,
+        'paceline_ended_sequences{model="with",reason="idle",version="3"}': 0,
+    }
