@@ -29,6 +29,7 @@ _REQUESTS = (
     "tests/integration/test_statistics.py",
     "tests/integration/test_metrics.py",
 )
+_SEQUENCES = tuple(f"tests/unit/server/models/test_sequence_{part}.py" for part in ("config", "states", "loads"))
 _PROXY = (
     "tests/unit/server/models",
     "tests/integration/test_proxy.py",
@@ -55,6 +56,27 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "a state's batch axis is the one that is called like the inputs'",
+        "server/models/sequence_states.py",
+        "    likely = named or fitting\n",
+        "    likely = fitting\n",
+        _SEQUENCES,
+    ),
+    Mutant(
+        "free dims of a state begin with 1",
+        "server/models/sequence_states.py",
+        "1 if dim == -1 else dim for dim in tensor.dims",
+        "0 if dim == -1 else dim for dim in tensor.dims",
+        _SEQUENCES,
+    ),
+    Mutant(
+        "clients see no outputs of states",
+        "server/models/sequence_config.py",
+        "if one.name not in kept",
+        "if one.name",
+        _SEQUENCES,
+    ),
     Mutant(
         "a request of too many rows is refused",
         "scheduler/batch_queue.py",

@@ -346,6 +346,15 @@ def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> 
     return tuple(map(find, config.model_operations.op_library_filename))
 
 
+def _why_no_rows_of_steps(config: pb.ModelConfig, tried: Trial) -> str:
+    """What else there is to say of a model whose requests are steps of sequences; "" if nothing."""
+    if (rows := fixed_rows(config, tried.spec)) > 1:
+        return f"all its tensors have a fixed first dimension of {rows}, and a batch may have steps of fewer sequences"
+    if not can_batch(config, of_clients(config, tried.spec, batched=True)):
+        return ""
+    return f"{why_no_batch_axis(config, tried) or tried.why_not}; to batch it, set max_batch_size in its config.pbtxt"
+
+
 def _say(padding: Padding, config: pb.ModelConfig, tried: Trial) -> str:
     served = padding.plan
     policy = served.policy
@@ -353,8 +362,8 @@ def _say(padding: Padding, config: pb.ModelConfig, tried: Trial) -> str:
         why = "its configuration has input and output, and no max_batch_size"
         if not is_complete(config):
             why = why_no_batch_axis(config, tried) or tried.why_not or "the default for max_batch_size is 0"
-            if config.HasField("sequence_batching") and can_batch(config, of_clients(config, tried.spec, batched=True)):
-                why = f"{why}; to batch it, set max_batch_size in its config.pbtxt"
+            if config.HasField("sequence_batching"):
+                why = _why_no_rows_of_steps(config, tried) or why
         return f"no batch axis, requests run one by one ({why})"
     if policy.max_batch_requests == 1:
         return f"up to {served.max_batch_rows} rows a request, not batched: no dynamic_batching in its configuration"

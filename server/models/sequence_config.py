@@ -1,30 +1,27 @@
 """The sequences of a `config.pbtxt`, joined with what the model has.
 
 Lives here: from `sequence_batching` to `SequenceSpec` and `SequencePolicy`, and which tensors are left for clients
-(states: `sequence_states`). Must not: what any model has, such as `input` and `output`. The rule: a contradiction is a
-ConfigError with tensor, expected and got, which contains the words that Triton has for it.
+(controls: `sequence_controls`, states: `sequence_states`). Must not: what any model has, such as `input` and `output`.
+The rule: a contradiction is a ConfigError with tensor, expected and got, which contains the words that Triton has for
+it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
-from paceline.backends.spec import Control, ControlKind, ModelSpec, SequenceSpec, TensorSpec, fits
+from paceline.backends.spec import ControlKind, ModelSpec, SequenceSpec, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES
 from paceline.scheduler.policy import NEVER, BatchPolicy, PolicyError, SequencePolicy
 from paceline.server.errors import ConfigError
 from paceline.server.models.batch_policy import OwnSettings, own_settings
+from paceline.server.models.sequence_controls import asked_controls, controls_of
 from paceline.server.models.sequence_states import InitialData, check_states, states_of
 
 __all__ = ["check_sequences", "of_clients", "policy_of_sequences", "queueing", "spec_of_sequences"]
 
-_TYPE_OF_VALUES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
-_VALUES = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
-_CORRID_TYPES = ("UINT64", "INT64", "UINT32", "INT32", "BYTES")
 _DEFAULT_IDLE_NS = 1_000_000_000
 _LONGEST_IDLE_NS = NEVER // 2
 _MAX_SEQUENCES = _MAX_BACKLOG = 10_000
@@ -32,18 +29,9 @@ _MOST_PREFERRED = 65_536
 """Sizes of a batch that `minimum_slot_utilization` may allow: all are listed."""
 
 
-class _Asked(NamedTuple):
-    """A control as the configuration has it. `datatype`: "" if that is left to the model."""
-
-    name: str
-    kind: ControlKind
-    datatype: str
-    values: tuple[int | float | bool, ...] = ()
-
-
 def check_sequences(config: pb.ModelConfig) -> None:
     """Raise ConfigError for a `sequence_batching` that contradicts itself, or asks for what this build can't do."""
-    sequences, own = config.sequence_batching, own_settings(config)
+    own = own_settings(config)
     if not config.HasField("sequence_batching"):
         _refuse(
             "it only means something with sequence_batching",
@@ -52,16 +40,27 @@ def check_sequences(config: pb.ModelConfig) -> None:
             sequence_backlog=own.sequence_backlog,
         )
         return
-    if sequences.iterative_sequence:
+    if config.sequence_batching.iterative_sequence:
         raise ConfigError("sequence_batching.iterative_sequence is not supported by this build")
     if config.response_cache.enable:
         raise ConfigError(
             f"Response Cache does not currently support model {config.name} with sequence batching scheduler. Please "
             "disable the response cache: expected response_cache.enable false, got true"
         )
-    for _ in _asked_controls(config):
-        pass
+    asked_controls(config)
     check_states(config)
+    _check_strategy(config)
+    _refuse(
+        "each request of a sequence is one row, with states of its own shape",
+        split_oversized=own.split_oversized,
+        pad=[f"{one.input}[{one.axis}]" for one in own.pad or ()],
+        pad_sizes=list(own.pad_sizes),
+        max_batch_elements=own.max_batch_elements or None,
+    )
+
+
+def _check_strategy(config: pb.ModelConfig) -> None:
+    sequences = config.sequence_batching
     share = sequences.direct.minimum_slot_utilization
     if not 0 <= share <= 1:
         raise ConfigError(
@@ -76,13 +75,6 @@ def check_sequences(config: pb.ModelConfig) -> None:
                 f"sequence_batching.oldest: sequence batching preferred batch size must be positive for {config.name}, "
                 f"got {size}"
             )
-    _refuse(
-        "each request of a sequence is one row, with states of its own shape",
-        split_oversized=own.split_oversized,
-        pad=[f"{one.input}[{one.axis}]" for one in own.pad or ()],
-        pad_sizes=list(own.pad_sizes),
-        max_batch_elements=own.max_batch_elements or None,
-    )
 
 
 def _refuse(why: str, **settings: object) -> None:
@@ -90,79 +82,6 @@ def _refuse(why: str, **settings: object) -> None:
     for name, got in settings.items():
         if got is not None and got is not False and got != [] and got != {}:
             raise ConfigError(f"paceline.{name}: expected none, as {why}, got {got}")
-
-
-def _asked_controls(config: pb.ModelConfig) -> Iterator[_Asked]:
-    """The controls of `config`. Raises ConfigError."""
-    model, kinds, names = config.name, set[ControlKind](), set[str]()
-    for one in config.sequence_batching.control_input:
-        where = f"sequence_batching.control_input '{one.name}'"
-        if not one.name:
-            raise ConfigError(f"{where}: sequence batching control tensor must have a name for {model}")
-        if not one.control:
-            raise ConfigError(f"{where}: expected a control, got none")
-        if one.name in names or len(one.control) > 1:
-            raise ConfigError(
-                f"{where}: sequence batching control tensor '{one.name}' is specified for multiple control kinds for "
-                f"{model}, expected one"
-            )
-        asked = _asked(where, model, one.name, one.control[0])
-        if asked.kind in kinds:
-            raise ConfigError(
-                f"{where}: sequence batching specifies multiple {asked.kind.value} tensors for {model}, expected one"
-            )
-        names.add(one.name)
-        kinds.add(asked.kind)
-        yield asked
-
-
-def _asked(where: str, model: str, name: str, control: pb.ModelSequenceBatching.Control) -> _Asked:
-    if control.kind not in pb.ModelSequenceBatching.Control.Kind.values():
-        raise ConfigError(f"{where}: expected a kind, got {control.kind}")
-    kind = ControlKind(pb.ModelSequenceBatching.Control.Kind.Name(control.kind))
-    given = [field for field in _TYPE_OF_VALUES if getattr(control, field)]
-    datatype = CONFIG_DATATYPES.get(control.data_type, "")
-    if control.data_type and not datatype:
-        raise ConfigError(f"{where}: expected a data_type, got {control.data_type}")
-    if kind is ControlKind.CORRID:
-        if given:
-            either = _VALUES.format("or")
-            raise ConfigError(
-                f"{where}: sequence batching must not specify either {either} for {kind.value} for {model}, got "
-                f"{', '.join(given)}"
-            )
-        if datatype:
-            _check_corrid_type(where, model, datatype)
-        return _Asked(name, kind, datatype)
-    if not given:
-        either = _VALUES.format("or")
-        raise ConfigError(
-            f"{where}: sequence batching must specify either {either} for {kind.value} for {model}, got none"
-        )
-    if len(given) > 1:
-        either = _VALUES.format("and")
-        raise ConfigError(
-            f"{where}: sequence batching specifies more than one from {either} for {kind.value} for {model}, got "
-            f"{', '.join(given)}"
-        )
-    values = tuple(getattr(control, given[0]))
-    if len(values) != 2:
-        raise ConfigError(
-            f"{where}: sequence batching control '{given[0]}' must have exactly 2 entries for {kind.value} for "
-            f"{model}, got {list(values)}"
-        )
-    of_values = _TYPE_OF_VALUES[given[0]]
-    if datatype and datatype != of_values:
-        raise ConfigError(f"{where}: expected data_type {of_values}, which {given[0]} says, or none, got {datatype}")
-    return _Asked(name, kind, of_values, values)
-
-
-def _check_corrid_type(where: str, model: str, datatype: str) -> None:
-    if datatype not in _CORRID_TYPES:
-        raise ConfigError(
-            f"{where}: unexpected data type for control {ControlKind.CORRID.value} for {model}. Allowed data types are "
-            f"TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING, got {datatype}"
-        )
 
 
 def of_clients(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:
@@ -202,7 +121,7 @@ def spec_of_sequences(config: pb.ModelConfig, own: ModelSpec, max_rows: int, dat
     is_python = (config.backend or config.platform) == "python"
     if is_python:
         own = _with_undeclared(config, own, batched)
-    controls = tuple(_control(config.name, asked, own, batched) for asked in _asked_controls(config))
+    controls = controls_of(config, own, batched=batched)
     batch_names = {
         one.axis_names[0]
         for one in of_clients(config, own, batched=batched).inputs
@@ -233,7 +152,7 @@ def _candidates(config: pb.ModelConfig, max_rows: int) -> int:
 def _with_undeclared(config: pb.ModelConfig, own: ModelSpec, batched: bool) -> ModelSpec:
     """`own` of a Python model, which sees what sequences bring whether it declares that or not, as a tensor that isn't
     declared has any shape."""
-    asked = [(one.name, one.datatype) for one in _asked_controls(config)]
+    asked = [(one.name, one.datatype) for one in asked_controls(config)]
     inputs, outputs = {one.name for one in own.inputs}, {one.name for one in own.outputs}
     more_inputs = [TensorSpec(name, datatype, (), any_rank=True) for name, datatype in asked if name not in inputs]
     more_outputs = []
@@ -244,34 +163,6 @@ def _with_undeclared(config: pb.ModelConfig, own: ModelSpec, batched: bool) -> M
         if datatype and one.dims and one.output_name not in outputs:
             more_outputs.append(TensorSpec(one.output_name, datatype, (), any_rank=True))
     return replace(own, inputs=(*own.inputs, *more_inputs), outputs=(*own.outputs, *more_outputs))
-
-
-def _control(model: str, asked: _Asked, own: ModelSpec, batched: bool) -> Control:
-    where = f"sequence_batching.control_input '{asked.name}'"
-    mine = next((one for one in own.inputs if one.name == asked.name), None)
-    if mine is None:
-        raise ConfigError(
-            f"{where}: configuration specified sequence control '{asked.name}', but model {model} does not provide "
-            f"that input, only {[one.name for one in own.inputs]}"
-        )
-    datatype = asked.datatype or mine.datatype
-    if asked.kind is ControlKind.CORRID:
-        _check_corrid_type(where, model, datatype)
-    if mine.datatype and mine.datatype != datatype:
-        raise ConfigError(
-            f"{where}: the model expects data-type {mine.datatype} but the model configuration specifies data-type "
-            f"{datatype}"
-        )
-    lead = (-1,) if batched else ()
-    is_scalar = mine.dims == lead and not mine.any_rank
-    if not (is_scalar or mine.any_rank or (mine.dims[: len(lead)] == lead and fits((1,), mine.dims[len(lead) :]))):
-        raise ConfigError(
-            f"{where}: sequence control '{asked.name}' in model {model} has dims {list(mine.dims)} but dims "
-            f"{[*lead, 1]} is expected"
-        )
-    reshape = () if is_scalar else None
-    tensor = replace(mine, datatype=datatype, dims=(1,), reshape=reshape, optional=False, any_rank=False)
-    return Control(asked.kind, tensor, asked.values)
 
 
 def queueing(config: pb.ModelConfig, max_rows: int) -> pb.ModelConfig:

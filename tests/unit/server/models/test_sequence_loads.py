@@ -154,8 +154,14 @@ def test_export_for_one_size_of_batches_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_export_for_one_size_keeps_its_whole_shape_without_a_batch_axis(tmp_path: Path) -> None:
-    with loading(tmp_path, lambda: state_models.accumulator(dims=(4, 2)), BARE) as loaded:
+def test_export_for_one_size_keeps_its_whole_shape_without_a_batch_axis(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "paceline.server.loader"),
+        loading(tmp_path, lambda: state_models.accumulator(dims=(4, 2)), BARE) as loaded,
+    ):
+        assert "all its tensors have a fixed first dimension of 4, and a batch may have steps of fewer" in caplog.text
         assert (loaded.plan.max_batch_rows, loaded.plan.spec.fixed_rows) == (0, 0)
         assert loaded.plan.spec.sequence is not None
         assert loaded.plan.spec.sequence.states[0].initial.shape == (4, 2)
