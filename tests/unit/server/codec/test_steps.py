@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.backends.batching import Outputs, Share
 from paceline.backends.spec import Control, ControlKind, ModelSpec, SequenceSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.errors import NoSequence
@@ -16,6 +17,8 @@ from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest
+from paceline.server.rpc.handlers import serialized
+from tests.codecs import encoded, encoded_as_message
 from tests.wire import Array, infer, rows_of_floats
 
 INPUT, RATE = TensorSpec("a", "FP32", (2,)), TensorSpec("sr", "INT64", (), shape_tensor=True)
@@ -150,3 +153,22 @@ def test_steps_with_equal_shape_tensors_are_a_group() -> None:
     assert group.steps == [SequenceStep(1), SequenceStep(2)]
     assert [one[1].item() for one in group.inputs] == [16_000, 16_000]
     assert known.codec.read(other).options.key != group.options.key
+
+
+@pytest.mark.parametrize("reshape", [None, (1, 2)], ids=["as the model has it", "reshaped"])
+@pytest.mark.parametrize("typed", [False, True], ids=["raw", "typed"])
+def test_answer_has_the_clients_outputs_and_no_states(reshape: tuple[int, ...] | None, typed: bool) -> None:
+    output = TensorSpec("x", "FP32", (2,), reshape=reshape)
+    codec = codec_for("m", "1", ModelSpec((INPUT,), (output,), True, sequence=SequenceSpec()), 4)
+    request = step(sequence_id=1, binary_data_output=not typed)
+    group = codec.read(request)
+    outputs = rows_of_floats(3).reshape(3, *(reshape or (2,)))
+    states = np.zeros((2, 3, 4), np.float32)
+    for results in ((outputs[1:2], states[:, 1:2]), Share(Outputs([outputs, states]), 1, 2)):
+        answer = encoded_as_message(codec, request, group, results)
+        fast = pb.ModelInferResponse.FromString(serialized(encoded(codec, request, group, results)))
+        assert fast == answer
+        (one,) = answer.outputs
+        assert (one.name, list(one.shape)) == ("x", [1, 2])
+        values = one.contents.fp32_contents if typed else np.frombuffer(answer.raw_output_contents[0], "<f4")
+        assert list(values) == [2, 3]
