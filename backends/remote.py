@@ -208,8 +208,12 @@ class RemoteInstance:
         wanted = wanted_outputs(requests)
         message = encode_request(model.name, model.version, spec, requests, wanted)
         encoded_ns = monotonic_ns()
+        # One connection for all steps of a sequence: if the target has several addresses, each may lead to another
+        # server, and only one of them knows the sequence.
+        step = requests[0].step
+        connection = self._connection if step is None else hash(step[0])
         deadline_ns = max(one.deadline_ns for one in requests)
-        answer = await model.server.infer(message, call_headers(requests), deadline_ns, self._connection)
+        answer = await model.server.infer(message, call_headers(requests), deadline_ns, connection)
         answered_ns = monotonic_ns()
         results: Sequence[Any] = (
             decode_response(answer, spec, requests, wanted) if own_spec is None else decode_open(answer, requests)

@@ -34,6 +34,8 @@ class RemoteRequest(NamedTuple):  # made for each request
     and `extras` are the same for all requests of a batch; `extras` is a serialized ModelInferRequest with parameters
     only: the request's, and those of tensors by name. `spec` is the same for all, too; it is set if the model has none:
     the inputs that are sent, and the names of outputs, if some were named. `tracing` are headers that may differ.
+    `step`: the sequence that it is a step of, an integer without a sign or a text, and whether it is the first and the
+    last of it; such a request is a batch by itself.
     """
 
     inputs: Tensors
@@ -44,6 +46,7 @@ class RemoteRequest(NamedTuple):  # made for each request
     tracing: Headers = ()
     extras: bytes = b""
     spec: ModelSpec | None = None
+    step: tuple[int | str, bool, bool] | None = None
 
 
 class OpenTensor(NamedTuple):
@@ -82,6 +85,8 @@ def encode_request(
     message = ModelInferRequest(model_name=model, model_version=version, id=request_id)
     extras = ModelInferRequest.FromString(requests[0].extras)
     message.parameters.MergeFrom(extras.parameters)
+    if requests[0].step is not None:
+        _add_step(message, *requests[0].step)
     of_input = {tensor.name: tensor for tensor in extras.inputs}
     of_output = {tensor.name: tensor for tensor in extras.outputs}
     pieces: list[Any] = [b""]
@@ -110,6 +115,15 @@ def encode_request(
             f"expected a batch of at most {_MAX_BYTES} bytes, got {size_bytes}: larger than a message can be"
         )
     return b"".join(pieces)
+
+
+def _add_step(message: ModelInferRequest, sequence: int | str, start: bool, end: bool) -> None:
+    parameters = message.parameters
+    if isinstance(sequence, str):
+        parameters["sequence_id"].string_param = sequence
+    else:  # as Triton wants it: the same 64 bits, with a sign
+        parameters["sequence_id"].int64_param = sequence - (1 << 64) if sequence >> 63 else sequence
+    parameters["sequence_start"].bool_param, parameters["sequence_end"].bool_param = start, end
 
 
 def decode_response(

@@ -45,9 +45,10 @@ _LOST: dict[Drop | None, SequenceEnd] = {
 class StepMaker(Protocol):
     """Makes steps of requests."""
 
-    def __call__(self, request: AnyRequest, sequence: AnySequence, /) -> StepPayload:
-        """Make `request` ready for its batcher, as the next step of `sequence`: with its payload, which is returned,
-        and a key by which it shares batches only with what it may. It mustn't raise."""
+    def __call__(self, request: AnyRequest, sequence: AnySequence, /) -> StepPayload | None:
+        """Make `request` ready for its batcher, as the next step of `sequence`: with its payload, which is returned if
+        it will have what the step leaves, and a key by which it shares batches only with what it may. It mustn't
+        raise."""
 
 
 class SequenceBatcher(Generic[P, R]):

@@ -25,7 +25,9 @@ from paceline.backends.spec import Tensors
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.failures import Blame
 from paceline.scheduler.observer import Observer
+from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.sequence_batcher import SequenceBatcher
+from paceline.scheduler.sequences import AnySequence
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
@@ -104,7 +106,8 @@ class ServedModel:
         if self.spec.sequence is not None:
             # Of what a model keeps itself, nobody knows.
             note = "; the state of its sequence is as it was before" if self.spec.sequence.states else ""
-            batcher = partial(SequenceBatcher, self.name, StepMaker(self.spec), failed_note=note)
+            make_step = StepMaker(self.spec) if not self.remote else _pass_on
+            batcher = partial(SequenceBatcher, self.name, make_step, failed_note=note)
         self.batcher = batcher(
             loaded.plan.policy,
             list(self.instances.runners),
@@ -160,6 +163,10 @@ class ServedModel:
         ends."""
         self.batcher.close()
         self._metrics.remove(self._shown)
+
+
+def _pass_on(request: AnyRequest, sequence: AnySequence) -> None:
+    """A step for another server needs nothing from here, and leaves nothing here."""
 
 
 def _blame_for(error: BaseException) -> Blame:

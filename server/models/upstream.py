@@ -1,8 +1,7 @@
-"""The server that this one stands in front of: which models it has, how they are served, and whether it is there.
+"""The server that this one stands in front of: which models it has, and whether it is there.
 
-Lives here: polling it, telling the repository, and the decisions from what it says about a model to what this server
-needs to serve that: what clients see, whether and how it batches. Must not: carry requests (`backends.remote`). The
-rule: what the upstream doesn't serve isn't served here, and returns by itself.
+Lives here: polling it, and telling the repository. Must not: carry requests (`backends.remote`), or decide how a model
+is served (`upstream_model`). The rule: what the upstream doesn't serve isn't served here, and returns by itself.
 """
 
 from __future__ import annotations
@@ -11,27 +10,20 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 
 from paceline.backends.errors import UpstreamFailed, UpstreamRefused
-from paceline.backends.remote import RemoteModel, RemoteServer
-from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.remote import RemoteServer
 from paceline.clients.connection import authorization, read_token
 from paceline.protos import inference_pb2 as pb
-from paceline.protos import model_config_pb2 as config_pb
-from paceline.protos.datatypes import UnknownDatatypeError, by_name
-from paceline.server.errors import ConfigError, LoadFailed, StartError, TooManyModels
-from paceline.server.models.batch_policy import batch_policy
+from paceline.server.errors import LoadFailed, StartError, TooManyModels
 from paceline.server.models.defaults import BatchDefaults
-from paceline.server.models.effective_config import effective_config
 from paceline.server.models.loader import LoadedVersion
-from paceline.server.models.model_config import ServingPlan
 from paceline.server.models.model_record import version_order
 from paceline.server.models.repository import Repository
-from paceline.server.models.tensor_config import can_batch
+from paceline.server.models.upstream_model import UpstreamVersion, bring
 from paceline.server.models.upstream_settings import UpstreamSettings
 
-__all__ = ["Upstream", "UpstreamVersion", "bring"]
+__all__ = ["Upstream"]
 
 _log = logging.getLogger("paceline.server.upstream")
 
@@ -48,19 +40,6 @@ _AT_A_TIME = 16
 """Models that are polled at the same time."""
 _MAX_REASONS = 5
 """Models whose reasons the log and the probe give; there may be thousands, and another line each second."""
-
-
-_SPLITS = "paceline.split_oversized"
-
-
-@dataclass(frozen=True, slots=True)
-class UpstreamVersion:
-    """One version of a model: its name there ("": it has none), its ModelMetadata, and its ModelConfig, None where the
-    server has no such RPC. Equal ones are served alike."""
-
-    version: str
-    metadata: pb.ModelMetadataResponse
-    config: config_pb.ModelConfig | None
 
 
 class Upstream:
@@ -292,109 +271,3 @@ class Upstream:
     async def _metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
         request = pb.ModelMetadataRequest(name=name, version=version)
         return await self._server.ask("ModelMetadata", request, pb.ModelMetadataResponse, _ASK_S)
-
-
-def bring(
-    name: str, listed: UpstreamVersion, server: RemoteServer, settings: UpstreamSettings, batching: BatchDefaults
-) -> LoadedVersion:
-    """A version of model `name`, ready to be served: clients see the tensors that they would see there. Raises
-    ConfigError for what can't be."""
-    metadata, config = listed.metadata, listed.config
-    own = ModelSpec(_tensors("input", metadata.inputs), _tensors("output", metadata.outputs))
-    if not (own.inputs and own.outputs):
-        own = ModelSpec((), ())  # each request says
-    if config is not None:
-        _check(config)
-        optional = {one.name for one in config.input if one.optional}
-        own = replace(own, inputs=tuple(replace(one, optional=one.name in optional) for one in own.inputs))
-    rows = 0 if name in settings.unbatched else _max_batch_rows(own, config, batching)
-    # A limit on rows that the upstream doesn't know, or doesn't keep to, must not refuse what it would accept.
-    splits = config is None or _says_it_splits(config)
-    queueing = _queueing(config) if config else config_pb.ModelConfig()
-    plan = _plan(own, rows, batching, queueing, splits=splits)
-    served = config_pb.ModelConfig(name=name, platform=metadata.platform, backend=config.backend if config else "")
-    served.MergeFrom(queueing)
-    if plan.splits:  # for a server that batches in front of this one
-        served.parameters[_SPLITS].string_value = "true"
-    made = effective_config(served, plan, platform=metadata.platform, file="", groups=())
-    model = RemoteModel(server, name, listed.version, plan.spec, metadata.platform)
-    instances = tuple(model.instance(number) for number in range(settings.batches if rows else settings.calls))
-    return LoadedVersion(name, listed.version, made, plan, {}, model, instances)
-
-
-def _tensors(kind: str, tensors: Sequence[pb.ModelMetadataResponse.TensorMetadata]) -> tuple[TensorSpec, ...]:
-    names = set()
-    for one in tensors:
-        if one.name in names:
-            raise ConfigError(f"{kind} '{one.name}' of the upstream: expected each name once, got it again")
-        names.add(one.name)
-        try:
-            by_name(one.datatype)
-        except UnknownDatatypeError as error:
-            raise ConfigError(f"{kind} '{one.name}' of the upstream: {error}") from None
-        if min(one.shape, default=0) < -1:
-            raise ConfigError(f"{kind} '{one.name}' of the upstream: expected sizes >= -1, got {list(one.shape)}")
-    assumed = kind == "output"
-    return tuple(TensorSpec(one.name, one.datatype, tuple(one.shape), assumed=assumed) for one in tensors)
-
-
-def _check(config: config_pb.ModelConfig) -> None:
-    """Raise ConfigError for models whose requests belong together, or get several answers."""
-    if config.HasField("sequence_batching"):
-        raise ConfigError("sequence_batching of the upstream's model: requests of a sequence can't be passed on")
-    if config.model_transaction_policy.decoupled:
-        raise ConfigError("model_transaction_policy.decoupled of the upstream's model: expected one answer per request")
-
-
-def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batching: BatchDefaults) -> int:
-    """The rows of a batch: what ModelConfig says, else the flag; 0 for models that can't batch."""
-    if config is not None:
-        # With ragged or batch inputs, the upstream tells requests apart: joined here, they would be one request to it.
-        ragged = config.batch_input or config.batch_output or any(one.allow_ragged_batch for one in config.input)
-        whole = any(one.is_shape_tensor for tensors in (config.input, config.output) for one in tensors)
-        if config.max_batch_size <= 0 or ragged or whole:
-            return 0
-    if not own.inputs:
-        return config.max_batch_size if config else batching.max_batch_rows
-    if config is not None:
-        if all(one.optional for one in own.inputs):
-            return 0  # what a request brings need not show how many rows it has
-        leads_with_free = all(one.dims[:1] == (-1,) for one in (*own.inputs, *own.outputs))
-        return config.max_batch_size if leads_with_free else 0
-    return batching.max_batch_rows if can_batch(config_pb.ModelConfig(), own) else 0
-
-
-def _says_it_splits(config: config_pb.ModelConfig) -> bool:
-    return _SPLITS in config.parameters and config.parameters[_SPLITS].string_value.strip().lower() in ("true", "1")
-
-
-def _queueing(config: config_pb.ModelConfig) -> config_pb.ModelConfig:
-    """The upstream's priorities and timeouts, which hold for the queue here: there, only batches arrive, without the
-    priorities and timeouts of their requests. Not how many may wait."""
-    held = config_pb.ModelConfig()
-    if not config.HasField("dynamic_batching"):
-        return held
-    given, batching = config.dynamic_batching, held.dynamic_batching
-    batching.CopyFrom(given)
-    for setting in ("preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering"):
-        batching.ClearField(setting)
-    if not batching.priority_levels:  # without levels, these mean nothing there, and are refused here
-        batching.ClearField("default_priority_level")
-        batching.ClearField("priority_queue_policy")
-    for policy in (batching.default_queue_policy, *batching.priority_queue_policy.values()):
-        policy.ClearField("max_queue_size")
-    return held
-
-
-def _plan(
-    own: ModelSpec, rows: int, batching: BatchDefaults, queueing: config_pb.ModelConfig, *, splits: bool
-) -> ServingPlan:
-    def served(tensor: TensorSpec) -> TensorSpec:
-        """In metadata, no dims may also mean that the rank isn't known; checking it is left to the upstream."""
-        dims = tensor.dims[1 if rows else 0 :]
-        return replace(tensor, dims=dims, any_rank=not dims, assumed=tensor.assumed and bool(dims))
-
-    spec = ModelSpec(tuple(map(served, own.inputs)), tuple(map(served, own.outputs)), batched=rows > 0)
-    # What rows cost there isn't for this server to try out.
-    policy = replace(batch_policy(queueing, rows, merges=rows > 0, defaults=batching), grows_always=True)
-    return ServingPlan(spec, rows, policy, splits=rows > 0 and splits and spec.by_rows)

@@ -152,6 +152,7 @@ class Inference:
                     flight.message.id,
                     *passed_on,
                     spec=options.spec,
+                    step=flight.step,
                 )
                 flight.key = options.key, passed_on.key
         if 0 < model.max_batch_rows < options.rows:

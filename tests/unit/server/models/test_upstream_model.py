@@ -8,14 +8,14 @@ import pytest
 from google.protobuf import text_format
 
 from paceline.backends.remote import RemoteServer
-from paceline.backends.spec import TensorSpec
+from paceline.backends.spec import SequenceSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import model_config_pb2 as config_pb
-from paceline.scheduler.policy import QueuePolicy, TimeoutAction
+from paceline.scheduler.policy import QueuePolicy, SequencePolicy, TimeoutAction
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.loader import LoadedVersion
-from paceline.server.models.upstream import UpstreamVersion, bring
+from paceline.server.models.upstream_model import UpstreamVersion, bring
 from paceline.server.models.upstream_settings import UpstreamSettings
 
 FLAGS = BatchDefaults(max_batch_rows=16, max_queue_delay_ns=5_000_000, queue_timeout_ns=7_000_000_000)
@@ -138,11 +138,32 @@ def test_tensor_name_given_twice_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("config", "said"),
-    [("sequence_batching { }", "sequence_batching"), ("model_transaction_policy { decoupled: true }", "decoupled")],
+    [
+        ("sequence_batching { iterative_sequence: true }", "sequence_batching.iterative_sequence"),
+        ("model_transaction_policy { decoupled: true }", "decoupled"),
+    ],
 )
-def test_model_with_sequences_or_decoupled_responses_is_refused(config: str, said: str) -> None:
+def test_model_with_repeated_steps_or_decoupled_responses_is_refused(config: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         brought({"a": [-1]}, {"x": [-1]}, config)
+
+
+def test_model_with_sequences_has_to_declare_its_tensors() -> None:
+    with pytest.raises(ConfigError, match="expected metadata with its tensors, got none"):
+        brought({}, {}, "sequence_batching { }")
+
+
+def test_steps_of_sequences_are_sent_one_by_one_and_never_in_parts() -> None:
+    said = """
+        max_batch_size: 8 sequence_batching { max_sequence_idle_microseconds: 5000 oldest { } }
+        parameters { key: "paceline.max_sequences" value { string_value: "77" } }
+    """
+    made = brought({"a": [-1, 4]}, {"x": [-1]}, said, calls=5)
+    policy = made.plan.policy
+    assert (made.plan.max_batch_rows, policy.max_batch_requests, made.plan.splits) == (8, 1, False)
+    assert (made.plan.spec.sequence, policy.sequences) == (SequenceSpec(), SequencePolicy(5_000_000, 0, 77))
+    assert len(made.instances) == 5
+    assert brought({"a": [-1, 4]}, {"x": [-1]}, "max_batch_size: 8").plan.policy.sequences is None
 
 
 def test_tensor_with_an_invalid_size_is_refused() -> None:
