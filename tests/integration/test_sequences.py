@@ -1,0 +1,272 @@
+"""Models with memory, served: what a step gets depends on the steps before it in its sequence, and on nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import onnx
+import pytest
+
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import ControlMode, Settings
+from tests import models, state_models
+from tests.integration.regions import register
+from tests.integration.scripted import own
+from tests.integration.serving import Served, failure_of, serving
+from tests.integration.streams import Stream
+from tests.shared_objects import add_shared_input, shared_object
+from tests.wire import Array, infer
+
+STATE = 'state { input_name: "STATE" output_name: "STATE_OUT" }'
+KEEPS = f"max_batch_size: 8 sequence_batching {{ oldest {{ }} {STATE} }}"
+TOLD = """
+    max_batch_size: 4
+    sequence_batching {
+      %s
+      control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [0, 1] } }
+      control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [0, 1] } }
+      control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+    }
+"""
+Inputs = dict[str, Array]
+
+
+@asynccontextmanager
+async def served_with(
+    root: Path, model: onnx.ModelProto, config: str, settings: Settings | None = None
+) -> AsyncIterator[Served]:
+    path = models.write(model, root / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text(config)
+    async with serving(root, settings=settings) as served:
+        yield served
+
+
+def step(id_: int | str, inputs: Inputs, *, start: bool = False, end: bool = False) -> pb.ModelInferRequest:
+    return infer("m", inputs, parameters={"sequence_id": id_, "sequence_start": start, "sequence_end": end})
+
+
+def steps(id_: int | str, inputs: Sequence[Inputs]) -> list[pb.ModelInferRequest]:
+    """A whole sequence."""
+    last = len(inputs) - 1
+    return [step(id_, one, start=not number, end=number == last) for number, one in enumerate(inputs)]
+
+
+def result(answer: pb.ModelInferResponse, output: int = 0) -> Array:
+    dtype = {"FP32": np.float32, "INT32": np.int32, "UINT64": np.uint64}[answer.outputs[output].datatype]
+    return np.frombuffer(answer.raw_output_contents[output], dtype).reshape(answer.outputs[output].shape)
+
+
+def numbers(sequence: int, length: int, size: int = 2) -> list[Inputs]:
+    """Whole numbers, so that sums are exact."""
+    random = np.random.default_rng(sequence)
+    return [{"INPUT0": random.integers(-9, 9, (1, size)).astype(np.float32)} for _ in range(length)]
+
+
+def sums(inputs: Sequence[Inputs]) -> Array:
+    return np.cumsum([one["INPUT0"] for one in inputs], axis=0)
+
+
+async def over_calls(served: Served, requests: Sequence[pb.ModelInferRequest]) -> list[Array]:
+    return [result(await served.infer(one)) for one in requests]
+
+
+async def over_a_stream(served: Served, requests: Sequence[pb.ModelInferRequest]) -> list[Array]:
+    """All steps are sent at once."""
+    stream = Stream(served)
+    await stream.send(*requests)
+    await stream.end()
+    return [result((await stream.message()).infer_response) for _ in requests]
+
+
+@pytest.mark.parametrize("send", [over_calls, over_a_stream])
+@pytest.mark.parametrize(
+    "config",
+    [
+        KEEPS,
+        f"{KEEPS} {own(own_process='true')}",
+        f"{KEEPS} instance_group {{ count: 2 }}",
+        KEEPS.replace("oldest { }", "direct { }"),
+        KEEPS.replace("max_batch_size: 8", "max_batch_size: 0").replace(
+            "sequence_b",
+            'input { name: "INPUT0" data_type: TYPE_FP32 dims: [1, 2] } '
+            'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [1, 2] } sequence_b',
+        ).replace(' output_name: "STATE_OUT"', ' output_name: "STATE_OUT" data_type: TYPE_FP32 dims: [1, 2]'),
+    ],
+    ids=["oldest", "own-process", "instances", "direct", "no-batches"],
+)  # fmt: skip
+async def test_interleaved_sequences_keep_their_states_apart(tmp_path: Path, config: str, send: object) -> None:
+    async with served_with(tmp_path, state_models.accumulator(), config) as served:
+        given = [numbers(sequence, 12) for sequence in range(40)]
+        requests = [steps(f"s{place}" if place % 2 else place + 1, inputs) for place, inputs in enumerate(given)]
+        answers = await asyncio.gather(*[send(served, one) for one in requests])  # type: ignore[operator]
+        for answer, inputs in zip(answers, given, strict=True):
+            np.testing.assert_array_equal(answer, sums(inputs))
+        assert await served.metric("nv_inference_count") == 40 * 12
+        assert await served.metric("paceline_sequences", 'model="m",state="live",version="1"') == 0
+        assert await served.metric("paceline_ended_sequences", 'model="m",reason="end",version="1"') == 40
+        if "instances" not in config and "max_batch_size: 0" not in config:
+            assert await served.metric("nv_inference_exec_count") < 40 * 12
+
+
+async def test_batch_axis_may_be_another_and_a_scalar_is_shared(tmp_path: Path) -> None:
+    async with served_with(
+        tmp_path, state_models.recurrent(), f"max_batch_size: 8 sequence_batching {{ {STATE} }}"
+    ) as served:
+        given, expected, requests = [], [], []
+        for sequence in range(12):
+            inputs = numbers(sequence, 6, 3)
+            rate, state = sequence % 2 + 1, np.zeros((2, 1, 3), np.float32)
+            outputs = []
+            for one in inputs:
+                state = state / 2 + one["INPUT0"]
+                outputs.append(rate * state.sum(axis=0))
+                one["RATE"] = np.array(rate, np.int64)
+            given.append(inputs)
+            expected.append(outputs)
+            requests.append(steps(sequence + 1, inputs))
+        answers = await asyncio.gather(*[over_a_stream(served, one) for one in requests])
+        np.testing.assert_allclose(answers, expected, rtol=1e-6)
+        assert await served.metric("nv_inference_exec_count") < 12 * 6
+
+
+async def test_state_that_grows_from_nothing_waits_for_its_like(tmp_path: Path) -> None:
+    empty = 'dims: -1 initial_state { name: "none" data_type: TYPE_FP32 dims: 0 zero_data: true }'
+    config = f"sequence_batching {{ {STATE.replace(' }', f' {empty} }}')} }}"
+    async with served_with(tmp_path, state_models.growing(), config) as served:
+        given = [numbers(sequence, 4 + sequence, 1) for sequence in range(6)]
+        answers = await asyncio.gather(
+            *[over_a_stream(served, steps(place + 1, one)) for place, one in enumerate(given)]
+        )
+        for answer, inputs in zip(answers, given, strict=True):
+            np.testing.assert_array_equal(answer, sums(inputs))
+
+
+async def test_direct_rows_are_those_of_their_slots(tmp_path: Path) -> None:
+    async with served_with(tmp_path, state_models.told(), TOLD % "direct { }") as served:
+        # The first three take the slots 0 to 2; then one step in the third slot alone.
+        for id_ in (11, 12, 13):
+            answer = await served.infer(step(id_, {"INPUT0": np.array([[id_]], np.int32)}, start=True))
+            assert (result(answer).item(), result(answer, 1).item()) == (id_ + 1, id_)
+        answer = await served.infer(step(13, {"INPUT0": np.array([[5]], np.int32)}))
+        assert (result(answer).item(), result(answer, 1).item()) == (5, 13)
+        assert await served.metric("nv_inference_count") == 4  # rows without a step aren't counted
+
+
+@pytest.mark.parametrize("strategy", ["direct { }", "oldest { }"])
+async def test_model_is_told_of_each_step(tmp_path: Path, strategy: str) -> None:
+    async with served_with(tmp_path, state_models.told(), TOLD % strategy) as served:
+        given = [[{"INPUT0": np.array([[sequence]], np.int32)}] * 5 for sequence in range(20)]
+
+        async def told(id_: int, inputs: Sequence[Inputs]) -> list[tuple[int, int]]:
+            answers = [await served.infer(one) for one in steps(id_, inputs)]
+            return [(result(one).item(), result(one, 1).item()) for one in answers]
+
+        answers = await asyncio.gather(*[told(100 + place, one) for place, one in enumerate(given)])
+        for place, answer in enumerate(answers):
+            assert answer == [(place + (not number), 100 + place) for number in range(5)]
+
+
+async def test_steps_without_their_sequence_are_refused_with_tritons_words(tmp_path: Path) -> None:
+    one = numbers(0, 1)[0]
+    async with served_with(tmp_path, state_models.accumulator(), KEEPS) as served:
+        await served.infer(step(5, one, start=True, end=True))
+        for request, phrase in (
+            (infer("m", one), "must specify a non-zero or non-empty correlation ID"),
+            (step(5, one), "sequence 5 to model 'm' must specify the START flag on the first request of the sequence"),
+            (step("5", one), "must specify the START flag"),
+        ):
+            code, text = await failure_of(served.infer(request))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert phrase in text
+        two = {"INPUT0": np.zeros((2, 2), np.float32)}
+        code, text = await failure_of(served.infer(step(7, two, start=True)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "must specify batch-size 1 due to requirements of sequence batcher" in text
+
+
+async def test_bad_step_leaves_its_sequence_alone(tmp_path: Path) -> None:
+    async with served_with(tmp_path, state_models.accumulator(), KEEPS) as served:
+        first, second = numbers(0, 2)
+        await served.infer(step(5, first, start=True))
+        code, _ = await failure_of(served.infer(step(5, {"INPUT0": np.zeros((1, 3), np.float32)}, end=True)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        code, text = await failure_of(served.infer(step(5, {"STATE": np.zeros((1, 2), np.float32)})))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "STATE" in text
+        np.testing.assert_array_equal(result(await served.infer(step(5, second, end=True))), sums([first, second])[1])
+
+
+async def test_idle_sequence_is_gone_with_the_reason(tmp_path: Path) -> None:
+    config = KEEPS.replace("oldest", "max_sequence_idle_microseconds: 1000 oldest")
+    async with served_with(tmp_path, state_models.accumulator(), config) as served:
+        one = numbers(0, 1)[0]
+        await served.infer(step(5, one, start=True))
+        while await served.metric("paceline_sequences", 'model="m",state="live",version="1"'):
+            pass
+        _, text = await failure_of(served.infer(step(5, one)))
+        assert "must specify the START flag" in text
+        assert "max_sequence_idle_microseconds" in text
+
+
+async def test_reload_tells_callers_that_their_sequences_are_gone(tmp_path: Path) -> None:
+    explicit = Settings(paths=(tmp_path,), model_control_mode=ControlMode.EXPLICIT, load_models=("m",))
+    async with served_with(tmp_path, state_models.accumulator(), KEEPS, explicit) as served:
+        one = numbers(0, 1)[0]
+        await served.infer(step(5, one, start=True))
+        (tmp_path / "m" / "config.pbtxt").write_text(f"{KEEPS} # changed")
+        models.write(state_models.accumulator("FP32", ("batch", 2)), tmp_path / "m" / "1" / "model.onnx")
+        await served.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="m"))
+        code, text = await failure_of(served.infer(step(5, one)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "must specify the START flag" in text
+        assert "loaded again" in text
+        await served.stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="m"))
+        code, _ = await failure_of(served.infer(step(5, one, start=True)))
+        assert code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_steps_may_have_their_inputs_in_shared_memory(tmp_path: Path) -> None:
+    given = numbers(0, 5)
+    settings = Settings(paths=(tmp_path,), allow_client_shm=True)
+    with shared_object(8) as memory:
+        async with served_with(tmp_path, state_models.accumulator(), KEEPS, settings) as served:
+            await register(served, "r", memory.key, 8)
+            answers = []
+            for request, one in zip(steps(1, given), given, strict=True):
+                memory.put(one["INPUT0"])
+                del request.inputs[:], request.raw_input_contents[:]
+                add_shared_input(request, "INPUT0", "FP32", [1, 2], "r", 8)
+                answers.append(result(await served.infer(request)))
+            np.testing.assert_array_equal(answers, sums(given))
+
+
+async def test_full_backlog_and_limit_of_sequences_are_refused(tmp_path: Path) -> None:
+    config = f"{KEEPS} {own(max_sequences='1', sequence_backlog='1')}"
+    async with served_with(tmp_path, state_models.accumulator(), config) as served:
+        one = numbers(0, 1)[0]
+        await served.infer(step(1, one, start=True))
+        waiting = asyncio.ensure_future(served.infer(step(2, one, start=True, end=True)))
+        while not served.waiting("m"):
+            await asyncio.sleep(0)
+        code, text = await failure_of(served.infer(step(3, one, start=True)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "paceline.sequence_backlog" in text
+        await served.infer(step(1, one, end=True))
+        np.testing.assert_array_equal(result(await waiting), one["INPUT0"])
+
+
+async def test_two_fronts_keep_the_order_of_a_streams_steps(tmp_path: Path) -> None:
+    settings = replace(Settings(paths=(tmp_path,)), frontends=2)
+    async with served_with(tmp_path, state_models.accumulator(), KEEPS, settings) as served:
+        given = [numbers(sequence, 10) for sequence in range(10)]
+        answers = await asyncio.gather(
+            *[over_a_stream(served, steps(place + 1, one)) for place, one in enumerate(given)]
+        )
+        for answer, inputs in zip(answers, given, strict=True):
+            np.testing.assert_array_equal(answer, sums(inputs))
