@@ -14,6 +14,8 @@ ARGS   ?=
 WORKERS ?= $(or $(shell nproc >/dev/null 2>&1 && expr $$(nproc) + 1),auto)
 # Other servers, each in its own environment.
 RIVALS := mlserver kserve pytriton
+# The wheel with the voice detector of bench-sequences.
+SILERO := silero-vad==6.2.3
 # What test-gpu collects: a given ENV needn't have what the other tests import.
 GPU_TESTS := $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 # What the site consists of: the pages, and the files that they link to.
@@ -33,7 +35,7 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-rivals dist lock witness witness-kserve fuzz mutants proofs clean
+.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-rivals dist lock witness witness-kserve fuzz mutants proofs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -83,6 +85,14 @@ bench-quick: $(READY) ## one short round of every scenario: fails on errors, wha
 
 bench-gpu: $(READY) ## measure on a GPU, ten minutes, correctness first; ARGS='--device cpu --quick' to check that it works
 	$(BIN)/python -m bench.gpu $(ARGS)
+
+bench-sequences: $(READY) .bench/silero_vad.onnx ## measure sequences: a voice detector, a fixed cost per execution, the scheduler alone, Triton
+	$(BIN)/python -m bench.sequences $(ARGS)
+.bench/silero_vad.onnx:
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) $(SILERO) \
+	    && $(BIN)/python -m zipfile -e $(@D)/silero_vad-*.whl $(@D)/silero && mv $(@D)/silero/silero_vad/data/silero_vad.onnx $@ \
+	    || echo "no voice detector: it will be left out"
 
 bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures (1.4 GB)
 .bench/rivals/%/installed: bench/rivals/%.txt

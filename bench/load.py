@@ -29,7 +29,17 @@ import uvloop
 
 from bench.stats import percentile
 
-__all__ = ["METHOD", "STREAM_METHOD", "Plan", "Tally", "drive", "open_channel", "summary"]
+__all__ = [
+    "METHOD",
+    "STREAM_METHOD",
+    "Plan",
+    "Tally",
+    "drive",
+    "open_channel",
+    "read_messages",
+    "summary",
+    "write_messages",
+]
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -41,7 +51,8 @@ _MAX_MESSAGE_BYTES = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to send, where, by how many, for how long. Client i begins with payload i and goes round."""
+    """What to send, where, by how many, for how long. Client i begins with payload i and goes round; with `own`, it
+    goes round in `own[i]`."""
 
     target: str
     payloads: tuple[bytes, ...]
@@ -50,6 +61,7 @@ class Plan:
     seconds: float = 3.0
     warmup_s: float = 0.5
     stream: bool = False
+    own: tuple[tuple[bytes, ...], ...] = ()
 
 
 Ask = Callable[[bytes], Awaitable[bytes]]
@@ -72,8 +84,7 @@ class Tally:
 class _Clients:
     """The clients, and the tally to which answers are added at present."""
 
-    def __init__(self, payloads: Sequence[bytes], stream: bool) -> None:
-        self._payloads = payloads
+    def __init__(self, stream: bool) -> None:
         self._stream = stream
         self._stopping = False
         self.tally = Tally()
@@ -88,8 +99,8 @@ class _Clients:
         self.answered.clear()
         return counted
 
-    async def run(self, ask: Ask, first: int) -> None:
-        payloads, number = self._payloads, first
+    async def run(self, ask: Ask, payloads: Sequence[bytes], first: int) -> None:
+        number = first
         while not self._stopping:
             payload = payloads[number % len(payloads)]
             number += 1
@@ -113,9 +124,12 @@ class _Clients:
 async def drive(plan: Plan) -> dict[str, Any]:
     """Run `plan` and sum it up. Ends by itself, whatever the server does."""
     channels = [open_channel(plan.target) for _ in range(plan.channels)]
-    clients = _Clients(plan.payloads, plan.stream)
+    clients = _Clients(plan.stream)
     asks = [_asking(channels[i % len(channels)], plan.stream) for i in range(plan.clients)]
-    running = [asyncio.create_task(clients.run(ask, i)) for i, ask in enumerate(asks)]
+    starts = [(own, 0) for own in plan.own] or [(plan.payloads, i) for i in range(plan.clients)]
+    running = [
+        asyncio.create_task(clients.run(ask, *start)) for ask, start in zip(asks, starts[: plan.clients], strict=True)
+    ]
     try:
         await asyncio.sleep(plan.warmup_s)
         before, began_s, cpu_s = clients.switch(), time.perf_counter(), time.process_time()
@@ -177,6 +191,22 @@ def open_channel(target: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(target, options=options)
 
 
+def write_messages(path: Path, messages: Sequence[bytes]) -> Path:
+    """Write a client's own payloads, each after its length; returns `path`."""
+    path.write_bytes(b"".join(len(message).to_bytes(4, "little") + message for message in messages))
+    return path
+
+
+def read_messages(path: Path) -> tuple[bytes, ...]:
+    """What `write_messages` has written."""
+    data, at, messages = path.read_bytes(), 0, []
+    while at < len(data):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        messages.append(data[at + 4 : end])
+        at = end
+    return tuple(messages)
+
+
 def _asked(arguments: Sequence[str] | None) -> tuple[Plan, bool]:
     """What to do, and whether to wait for a line on stdin first."""
     parser = argparse.ArgumentParser(prog="python -m bench.load", description="Closed-loop load; prints one JSON line.")
@@ -187,10 +217,12 @@ def _asked(arguments: Sequence[str] | None) -> tuple[Plan, bool]:
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to measure (default: %(default)s)")
     parser.add_argument("--warmup", type=float, default=0.5, help="seconds before, not counted (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="one ModelStreamInfer per client instead of calls")
+    parser.add_argument("--own", action="store_true", help="each file has all payloads of one client, in turn")
     parser.add_argument("--wait", action="store_true", help="print {} when ready, start at the first line of stdin")
     got = parser.parse_args(arguments)
-    payloads = tuple(path.read_bytes() for path in got.payloads)
-    return Plan(got.target, payloads, got.clients, got.channels, got.seconds, got.warmup, got.stream), got.wait
+    own = tuple(map(read_messages, got.payloads)) if got.own else ()
+    payloads = () if own else tuple(path.read_bytes() for path in got.payloads)
+    return Plan(got.target, payloads, got.clients, got.channels, got.seconds, got.warmup, got.stream, own), got.wait
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -114,7 +114,7 @@ def batch_sizes(metrics_port: int) -> tuple[list[tuple[str, int]], float]:
     batch."""
     with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as response:
         families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
-    samples = families["paceline_batch_rows"].samples
+    samples = [one for one in families["paceline_batch_rows"].samples if one.labels["model"] == "magika"]
     below = [(sample.labels["le"], int(sample.value)) for sample in samples if sample.name.endswith("_bucket")]
     counts = [(edge, count - before) for (edge, count), (_, before) in zip(below, [("", 0), *below], strict=False)]
     values = {sample.name.rpartition("_")[2]: sample.value for sample in samples}

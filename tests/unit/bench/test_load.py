@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.load import METHOD, STREAM_METHOD, Plan, Tally, drive, summary
+from bench.load import METHOD, STREAM_METHOD, Plan, Tally, drive, read_messages, summary, write_messages
 from paceline.protos import inference_pb2 as pb
 from tests.harness import REPO
 
@@ -48,6 +48,16 @@ async def test_drive_counts_answers_and_ends(target: str) -> None:
     assert found["errors"] == {}
     assert found["answers_in_all"] > found["ok"]
     assert found["p50_ms"] <= found["p90_ms"] <= found["p99_ms"]
+
+
+async def test_clients_with_own_payloads_send_them_in_turn(target: str, tmp_path: Path) -> None:
+    ours = [(b"", b"no", b"x" * 300), (b"a",)]
+    read = [read_messages(write_messages(tmp_path / f"{at}", each)) for at, each in enumerate(ours)]
+    assert read == ours
+    found = await drive(Plan(target, (), clients=2, seconds=0.2, warmup_s=0.05, own=tuple(read)))
+    assert found["ok"] > 0
+    # One of three is refused, and one is empty, as is its answer.
+    assert set(found["errors"]) == {"EMPTY", "RESOURCE_EXHAUSTED"}
 
 
 async def test_waiting_load_reports_ready_and_begins_when_told_to(target: str, tmp_path: Path) -> None:

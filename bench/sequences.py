@@ -1,0 +1,263 @@
+"""Sequences: what a server makes of 64 of them at once on one thread, and what its scheduler takes for a step.
+
+Lives here: the loads, what bounds them, the ratios. Must not: assert. In each round all loads follow each other; every
+other round goes backwards.
+
+1. `vad` (needs `--silero`) and `fixed`: 64 streams in closed loops. `of_joined`: over 64 rows with their states joined
+   for good, nothing but `session.run`, in a process without a server. `of_plain`: over what the server makes of
+   requests as large for a model that does nothing and remembers nothing. `of_one`: over one stream in a closed loop.
+   Before that, each of 64 sequences is compared with the model run alone.
+2. `triton` (needs perf_analyzer and Triton's server): the same Python model under the strategy `oldest`, in both.
+3. `costs`: `bench.sequence_costs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import load, perf_analyzer, sequence_costs, sequence_models
+from bench.sequence_models import FIXED, PLAIN, PYTHON, VAD, Recurrent
+from bench.stats import spread
+from bench.steps import BenchError, run_module
+from bench.subjects import cpu_s
+from paceline.clients import AsyncInferenceClient
+from tests.differential import triton_process
+from tests.harness import REPO, ServerProcess, write_identity
+from tests.wire import Array
+
+__all__ = ["difference", "joined_per_s", "main", "measure", "measure_triton"]
+
+STREAMS = 64
+_PARTS = ("vad", "fixed", "triton", "costs")
+_SILERO = REPO / ".bench" / "silero_vad.onnx"
+_ANALYZER = REPO / ".witness" / "perf_analyzer"
+_BY_NAME = {model.name: model for model in (VAD, FIXED)}
+_WARMUP_S = 2.0
+_SPARE_S = 60.0
+
+Step = Callable[[], float]
+
+
+def joined_per_s(model: Recurrent, file: Path, seconds: float) -> float:
+    """Steps per second of `STREAMS` rows in one `session.run` after the other, with their states joined for good."""
+    running = sequence_models.session(file)
+    (inputs,) = zip(*(model.inputs(number, 1) for number in range(STREAMS)), strict=True)
+    feeds = {
+        name: np.concatenate([one[name] for one in inputs]) if inputs[0][name].ndim else inputs[0][name]
+        for name in inputs[0]
+    }
+    state, runs = np.repeat(model.first, STREAMS, model.axis), 0
+    names = [model.output, model.state[1]]
+    began_s, until_s = 0.0, time.perf_counter() + _WARMUP_S
+    while not began_s or time.perf_counter() < until_s:
+        _, state = running.run(names, {**feeds, model.state[0]: state})
+        runs += 1
+        if not began_s and time.perf_counter() > until_s:
+            began_s, runs = time.perf_counter(), 0
+            until_s = began_s + seconds
+    return runs * STREAMS / (time.perf_counter() - began_s)
+
+
+async def difference(model: Recurrent, file: Path, target: str, steps: int) -> float:
+    """The largest difference between what 64 sequences at once get over streams and what each gets alone."""
+
+    async def run(client: AsyncInferenceClient, given: Sequence[dict[str, Array]]) -> list[Array]:
+        return [answer[model.output] async for answer in client.sequence(model.name).infer_all(given)]
+
+    given = [model.inputs(number, steps) for number in range(STREAMS)]
+    async with AsyncInferenceClient(target, transport="stream") as client:
+        together = await asyncio.gather(*(run(client, each) for each in given))
+    expected = [sequence_models.alone(model, file, each) for each in given]
+    return float(np.max(np.abs(np.array(together) - np.array(expected))))
+
+
+def measure(
+    files: Mapping[str, Path], rounds: int, seconds: float, steps: int, report: Callable[[dict[str, Any]], None]
+) -> None:
+    """All rounds with the models of these ONNX files, by name; each is reported. Raises BenchError."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name, ExitStack() as stack:
+        folder = Path(name)
+        for model in files:
+            sequence_models.add(_BY_NAME[model], files[model], folder / "models")
+        write_identity(folder / "models", PLAIN, dims="[ -1 ]", rows=STREAMS)
+        args = ["--model-control-mode=none"]
+        server = stack.enter_context(ServerProcess(folder / "models", args=args, fresh=True))
+        for model in files:
+            recurrent = _BY_NAME[model]
+            paths = [
+                load.write_messages(folder / f"{model}-{number}", sequence_models.messages(recurrent, number, steps))
+                for number in range(STREAMS)
+            ]
+            plain = load.write_messages(folder / f"{model}-plain", [sequence_models.plain_message(recurrent)])
+            apart = asyncio.run(difference(recurrent, files[model], server.target, steps))
+            for number in range(rounds):
+                found = _round(server, model, files[model], paths, plain, seconds, backwards=bool(number % 2))
+                report({"model": model, "difference": apart, **found})
+
+
+def _round(
+    server: ServerProcess,
+    model: str,
+    file: Path,
+    paths: Sequence[Path],
+    plain: Path,
+    seconds: float,
+    *,
+    backwards: bool,
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+
+    def streams() -> float:
+        before, before_s = _counted(server, model), cpu_s(server.pid) or 0.0
+        told = _load(server.target, paths, seconds)
+        rows, executions = (new - old for new, old in zip(_counted(server, model), before, strict=True))
+        found["rows_per_batch"] = rows / executions
+        found["server_cpu_us"] = 1e6 * ((cpu_s(server.pid) or 0.0) - before_s) / rows
+        found["load_cores"] = told["cores"]
+        return float(told["requests_per_s"])
+
+    loads: list[tuple[str, Step]] = [
+        ("joined", lambda: _joined(model, file, seconds)),
+        ("streams", streams),
+        ("plain", lambda: float(_load(server.target, [plain] * STREAMS, seconds)["requests_per_s"])),
+        ("one", lambda: float(_load(server.target, paths[:1], seconds)["requests_per_s"])),
+    ]
+    for name, measured in reversed(loads) if backwards else loads:
+        found[name] = measured()
+    return {
+        **found,
+        "of_joined": found["streams"] / found["joined"],
+        "of_plain": found["streams"] / found["plain"],
+        "of_one": found["streams"] / found["one"],
+    }
+
+
+def _joined(model: str, file: Path, seconds: float) -> float:
+    told = run_module(
+        *("sequences", "--joined", model, str(file), "--seconds", str(seconds)), timeout_s=seconds + _SPARE_S
+    )
+    return float(told["steps_per_s"])
+
+
+def _load(target: str, paths: Sequence[Path], seconds: float) -> dict[str, Any]:
+    told = run_module(
+        *("load", target, *map(str, paths), "--own", "--stream", "--clients", str(len(paths))),
+        *("--seconds", str(seconds), "--warmup", str(_WARMUP_S)),
+        timeout_s=seconds + _WARMUP_S + _SPARE_S,
+    )
+    if told["errors"]:
+        raise BenchError(f"{told['ok']} answers, errors {told['errors']}")
+    return told
+
+
+def _counted(server: ServerProcess, model: str) -> tuple[float, float]:
+    metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
+    return metrics[f"nv_inference_count{labels}"], metrics[f"nv_inference_exec_count{labels}"]
+
+
+def measure_triton(
+    analyzer: Path, rounds: int, seconds: float, delay_s: float, report: Callable[[dict[str, Any]], None]
+) -> None:
+    """Both servers up, each loaded in turn by perf_analyzer with 64 sequences, over calls and over a stream."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name, ExitStack() as stack:
+        folder = Path(name)
+        for server in ("paceline", "triton"):
+            sequence_models.add_python(folder / server, delay_s, for_triton=server == "triton")
+        (folder / "files").mkdir()
+        args = ["--model-control-mode=none", "--allow-python-models=true"]
+        ours = stack.enter_context(ServerProcess(folder / "paceline", args=args, fresh=True))
+        theirs = stack.enter_context(triton_process.TritonProcess(folder / "triton", folder / "files"))
+        targets = [("paceline", ours.target), ("triton", theirs.target)]
+        for number in range(rounds):
+            for way in ("calls", "stream"):
+                found = {
+                    server: analyze(analyzer, target, way, seconds, folder)
+                    for server, target in (reversed(targets) if number % 2 else targets)
+                }
+                ratio = found["paceline"]["requests_per_s"] / found["triton"]["requests_per_s"]
+                report({"model": f"{PYTHON} {way}", "delay_ms": 1e3 * delay_s, **found, "of_triton": ratio})
+
+
+def analyze(analyzer: Path, target: str, way: str, seconds: float, folder: Path) -> dict[str, Any]:
+    """What perf_analyzer finds with 64 sequences of about 50 steps."""
+    report = folder / "perf_analyzer.csv"
+    command = [str(analyzer), "-u", target, "-i", "grpc", "-m", PYTHON, "--async", "-f", str(report)]
+    command += ["--concurrency-range", str(STREAMS), "--sequence-length", "50"]
+    command += ["-p", str(max(100, round(1_000 * seconds / 3))), "-s", "1000000", "-r", "3"]
+    command += ["--streaming"] if way == "stream" else []
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(analyzer.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3 * seconds + _SPARE_S)
+    if done.returncode:
+        raise BenchError(f"perf_analyzer ended with {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
+    return perf_analyzer.read(report.read_text(), done.stdout)
+
+
+def _table(rounds: Sequence[dict[str, Any]], keys: Sequence[str]) -> str:
+    lines = ["| | median | lowest | highest |", "|---|---|---|---|"]
+    for model in dict.fromkeys(one["model"] for one in rounds):
+        for key in keys:
+            values = [one[key] for one in rounds if one["model"] == model and key in one]
+            if values:
+                found = spread(values)
+                lines.append(f"| {model} {key} | {found.median:.3g} | {found.low:.3g} | {found.high:.3g} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.sequences", description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="by default all for which everything is there")
+    parser.add_argument("--rounds", type=int, default=5, help="medians are reported (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="per load (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="of each sequence (default: %(default)s)")
+    parser.add_argument("--delay-ms", type=float, default=10.0, help="of the Python model (default: %(default)s)")
+    parser.add_argument("--silero", type=Path, default=_SILERO, help="silero_vad.onnx (default: %(default)s)")
+    parser.add_argument("--joined", nargs=2, metavar=("MODEL", "FILE"), help="only the best that could be had, as JSON")
+    got = parser.parse_args(arguments)
+    if got.joined:
+        name, file = got.joined
+        print(json.dumps({"steps_per_s": joined_per_s(_BY_NAME[name], Path(file), got.seconds)}))
+        return
+    analyzer = perf_analyzer.find(_ANALYZER)
+    there = {
+        "vad": got.silero.is_file(),
+        "fixed": True,
+        "triton": analyzer is not None and not triton_process.missing(),
+        "costs": True,
+    }
+    parts = got.parts or [part for part in _PARTS if there[part]]
+    if lacking := [part for part in parts if not there[part]]:
+        sys.exit(f"{', '.join(lacking)}: not installed; see --silero, make witness and make bench-rivals")
+    rounds: list[dict[str, Any]] = []
+
+    def report(found: dict[str, Any]) -> None:
+        rounds.append(found)
+        print(json.dumps(found), flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        files = {"vad": got.silero, "fixed": Path(folder) / "fixed.onnx"}
+        sequence_models.write_fixed(Path(folder))
+        if wanted := {part: files[part] for part in parts if part in files}:
+            measure(wanted, got.rounds, got.seconds, got.steps, report)
+    if "triton" in parts:
+        assert analyzer is not None
+        measure_triton(analyzer, got.rounds, got.seconds, got.delay_ms / 1e3, report)
+    if "costs" in parts:
+        print(json.dumps(sequence_costs.costs(got.seconds)), flush=True)
+    print("\n" + _table(rounds, ("difference", "of_joined", "of_plain", "of_one", "rows_per_batch", "of_triton")))
+
+
+if __name__ == "__main__":
+    main()
