@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 __all__ = [
+    "ANSWERED_ELSEWHERE",
     "NO_ANSWER",
     "AnyRunner",
     "Done",
@@ -43,19 +44,22 @@ class ThreadLost(RuntimeError):
 
 
 class NoAnswer(Enum):
-    """In place of a result: there is none for this payload now."""
+    """In place of a result: there is none for this payload now, or it was executed and is answered by other ways."""
 
     NOW = auto()
+    ELSEWHERE = auto()
 
 
 NO_ANSWER = NoAnswer.NOW
+ANSWERED_ELSEWHERE = NoAnswer.ELSEWHERE
 
 
 class Executed(Protocol[R_co]):
     """What an instance returns: at least the results, one per payload and in their order. An exception in place of a
     result is for that payload alone. A payload without an answer at the end of its execution needs another one: its
-    request hasn't ended, and whoever owns it submits it again or ends it. An optional `waited_ns` is how much of the
-    execution was spent waiting for another one of the same instance."""
+    request hasn't ended, and whoever owns it submits it again or ends it. One that is answered elsewhere counts as
+    executed; whoever answers its request ends it, before the execution does or after. An optional `waited_ns` is how
+    much of the execution was spent waiting for another one of the same instance."""
 
     @property
     def results(self) -> Sequence[R_co | Exception | NoAnswer]: ...

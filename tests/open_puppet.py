@@ -35,7 +35,7 @@ class Model:
             threading.Thread(target=function).start()
 
         known = {"model": self, "request": request, "send": send, "thread": thread}
-        exec(request.parameters["run"], {**globals(), **known})
+        exec(request.parameters.get("run", "request.end()"), {**globals(), **known})
 """
 
 CONFIG = 'backend: "python" model_transaction_policy { decoupled: true }'

@@ -20,6 +20,7 @@ from paceline.server.errors import InvalidRequest, NotSupported
 
 __all__ = [
     "CANCEL",
+    "EMPTY_FINAL",
     "KNOWN",
     "NO_PARAMETERS",
     "UNORDERED",
@@ -34,6 +35,8 @@ UNORDERED = "paceline_unordered"
 """On a request of a stream: its answer need not wait for those before it."""
 CANCEL = "paceline_cancel"
 """On a stream, instead of a request: requests with the same id are cancelled."""
+EMPTY_FINAL = "triton_enable_empty_final_response"
+"""On a request of a stream: if its last answer doesn't say so, a message without outputs is to follow that does."""
 _DEADLINE = "paceline_deadline_us"
 
 _MAX_PARAMETERS = 1_024
@@ -53,7 +56,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     UNORDERED: ("bool_param",),
     CANCEL: ("bool_param",),
     _DEADLINE: _INTEGERS,
-    "triton_enable_empty_final_response": ("bool_param",),
+    EMPTY_FINAL: ("bool_param",),
 }
 """The keys that mean something to the server, and the types that their values may have."""
 _COUNTS = ("priority", "timeout", _DEADLINE)

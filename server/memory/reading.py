@@ -21,13 +21,14 @@ import numpy as np
 
 from paceline.backends.base import DeviceTensor, Execution, ModelInstance, ProvidesBuffers, Slot
 from paceline.backends.batching import Packed, shares
+from paceline.backends.open_request import AnswersOpenly, OpenRequest
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.server.errors import GpuLost, InvalidRequest, as_value
 from paceline.server.memory.copying import Piece, copy_all
 from paceline.server.memory.region_tensors import Input, Inputs, RegionTensor, TargetedInputs
 from paceline.server.memory.regions import Region, all_intact
 
-__all__ = ["Execute", "ExecuteInputs", "over_shared_memory", "reading", "writing_outputs"]
+__all__ = ["Execute", "ExecuteInputs", "over_shared_memory", "reading", "reading_open", "writing_outputs"]
 
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
@@ -63,6 +64,23 @@ def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None =
         finally:
             if buffers is not None:
                 buffers.release_buffers()
+
+    return read_and_execute
+
+
+def reading_open(instance: AnswersOpenly) -> Callable[[Sequence[OpenRequest]], Execution]:
+    """`instance.execute_open` for requests some of whose inputs aren't read yet."""
+
+    def read_and_execute(requests: Sequence[OpenRequest]) -> Execution:
+        failures: _Failures = {}
+
+        def execute(there: Sequence[Tensors], rows: int) -> Execution:
+            left = [one for number, one in enumerate(requests) if number not in failures]
+            for one, inputs in zip(left, there, strict=True):
+                one.inputs = inputs
+            return instance.execute_open(left)
+
+        return _Reader(execute, None, failures).one_by_one([one.inputs for one in requests], 0)
 
     return read_and_execute
 

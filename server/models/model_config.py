@@ -23,6 +23,7 @@ from paceline.scheduler.policy import BatchPolicy
 from paceline.server.errors import ConfigError
 from paceline.server.files import check_file
 from paceline.server.models.batch_policy import batch_policy, own_settings
+from paceline.server.models.decoupled_config import check_decoupled
 from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.sequence_config import (
     check_sequences,
@@ -69,13 +70,15 @@ _TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
     """How a model is served: what clients see, the largest batch in rows (0: no batch axis), how it is batched, whether
-    a request with more rows than that is executed in parts, and the tags of its metrics."""
+    a request with more rows than that is executed in parts, and the tags of its metrics. `most_open`: it answers a
+    request as often as it likes, and may have so many requests that haven't ended; 0: it answers once."""
 
     spec: ModelSpec
     max_batch_rows: int
     policy: BatchPolicy
     splits: bool = False
     metric_tags: Mapping[str, str] = field(default_factory=dict)
+    most_open: int = 0
 
 
 def parse_config(path: Path) -> pb.ModelConfig:
@@ -145,6 +148,7 @@ def model_source(
         op_libraries=op_libraries,
         largest_rows=max(0, config.max_batch_size) or (0 if is_complete(config) else default_rows),
         cuda_graphs=config.optimization.cuda.graphs,
+        decoupled=config.model_transaction_policy.decoupled,
     )
 
 
@@ -183,9 +187,15 @@ def plan(
         policy = policy_of_sequences(config, sequence, policy, max_rows)
     if rows and not policy.batch_sizes:
         policy = replace(policy, batch_sizes=(rows,))
-    splits = own_settings(config).split_oversized
+    own_set = own_settings(config)
+    splits = own_set.split_oversized
     _check_rows(spec, policy, splits)
-    return ServingPlan(spec, max_rows, policy, splits, _metric_tags(config))
+    most_open = 0
+    if config.model_transaction_policy.decoupled:
+        check_decoupled(config, spec, policy)
+        # What was answered can't be taken back, so nothing runs again.
+        policy, most_open = replace(policy, isolate_failures=False), own_set.max_open_requests
+    return ServingPlan(spec, max_rows, policy, splits, _metric_tags(config), most_open)
 
 
 def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:
@@ -234,7 +244,6 @@ def check_supported(config: pb.ModelConfig) -> None:
     ]
     asked = {
         "ensemble_scheduling": config.HasField("ensemble_scheduling") or config.platform == "ensemble",
-        "model_transaction_policy.decoupled": config.model_transaction_policy.decoupled,
         "model_repository_agents": bool(config.model_repository_agents.agents),
         **dict.fromkeys(non_linear, True),
         "instance_group.passive": any(group.passive for group in config.instance_group),
@@ -244,6 +253,11 @@ def check_supported(config: pb.ModelConfig) -> None:
         if is_asked_for:
             raise ConfigError(f"{what} is not supported by this build")
     check_sequences(config)
+    if config.model_transaction_policy.decoupled and backend_name(config) != "python":
+        raise ConfigError(
+            "model_transaction_policy.decoupled: expected backend 'python', whose models can answer a request more "
+            f"than once, got '{backend_name(config)}'"
+        )
 
 
 def ignored_settings(config: pb.ModelConfig) -> list[str]:

@@ -36,6 +36,7 @@ from paceline.server.memory.reading import ExecuteInputs, over_shared_memory
 from paceline.server.memory.regions import Regions
 from paceline.server.models.instances import Instances
 from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.open_requests import OpenRequests, handing_over
 from paceline.server.models.steps import StepMaker, executing_steps
 from paceline.server.telemetry.metrics import Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
@@ -71,8 +72,10 @@ class ServedModel:
         self.platform = loaded.opened.platform
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)
+        # Of a model that answers a request as often as it likes; None for all others.
+        self.open_requests = OpenRequests(loaded.plan.most_open) if loaded.plan.most_open else None
         # Whether outputs are written to GPUs' memory on the instances' threads.
-        self.writes_outputs = self.spec.executed.by_rows
+        self.writes_outputs = self.spec.executed.by_rows and self.open_requests is None
         # The first part of a batch's id as callers see it; the second, a number, starts anew with every load.
         self.batch_id_prefix = secrets.token_hex(4)
         # The most rows of a request; a batch may have fewer.
@@ -87,6 +90,8 @@ class ServedModel:
         self._partial: set[asyncio.Task[object]] = set()
 
         def execute_of(instance: ModelInstance) -> ExecuteInputs:
+            if self.open_requests is not None:
+                return handing_over(instance)
             # The plain `execute` if nothing can be in shared memory: then nobody pays for looking.
             execute = (
                 over_shared_memory(instance, self.spec.executed)
@@ -153,6 +158,8 @@ class ServedModel:
         while self._partial:
             await asyncio.wait(self._partial)
         await self.batcher.drain()
+        if self.open_requests is not None:
+            await self.open_requests.until_none()
         self.batcher.close()
         self._metrics.remove(self._shown)
         # Closing a session may take as long as a load.
@@ -162,6 +169,8 @@ class ServedModel:
         """Answer all waiting requests with BatcherClosed. Instances that execute keep their memory until the process
         ends."""
         self.batcher.close()
+        if self.open_requests is not None:
+            self.open_requests.close()
         self._metrics.remove(self._shown)
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
+from paceline.backends.open_request import OpenRequest
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
 from paceline.scheduler.policy import NEVER
-from paceline.scheduler.request import Request
+from paceline.scheduler.request import BatchFacts, Request
 from paceline.server.call_facts import PassedHeaders, TraceParent
-from paceline.server.codec.answers import Envelope
+from paceline.server.codec.answers import Answerable, Envelope
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions
@@ -28,7 +29,10 @@ from paceline.server.memory.region_tensors import NOWHERE, Inputs
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
 from paceline.server.telemetry.tracing import RequestWatch
 
-__all__ = ["Call", "InFlight", "InferenceSteps", "Payload", "answer_deadline_ns"]
+if TYPE_CHECKING:  # fronts do without it
+    from paceline.server.models.served_model import ServedModel
+
+__all__ = ["Call", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns"]
 
 # A deadline on the wire doesn't include the travel time of request and answer, nor how long the request waited in front
 # of a server that reads no faster, and an answer sent at the last moment is computed for nobody. At ten times the load
@@ -37,8 +41,9 @@ __all__ = ["Call", "InFlight", "InferenceSteps", "Payload", "answer_deadline_ns"
 _WAY_BACK = 0.1
 _LONGEST_WAY_BACK_S = 0.1
 
-Payload = Inputs | RemoteRequest
-"""What a model's batcher takes: the inputs or, for another server, also what else it has to know."""
+Payload = Inputs | RemoteRequest | OpenRequest
+"""What a model's batcher takes: the inputs or, for another server or a decoupled model, also what else it has to
+know."""
 
 _log = logging.getLogger("paceline.server.inference")
 
@@ -85,6 +90,9 @@ class InFlight(Request[Payload, Tensors]):
 
     envelope: Envelope | None = None
     """The message that its answer travels in, if any."""
+    envelope_of_more: Envelope | None = None
+    """The same for answers that aren't its last, if it `takes_more` than one."""
+    takes_more = False
 
     def __init__(
         self,
@@ -114,6 +122,19 @@ class InFlight(Request[Payload, Tensors]):
         """The request has its answer, or has failed, or its answer can be made now."""
         raise NotImplementedError
 
+    def on_open(self) -> None:
+        """The request may be answered more than once, whenever its model likes."""
+        raise NotImplementedError
+
+    def on_more(self, answer: NextAnswer, error: Exception | None) -> None:
+        """The request has an answer that isn't its last, or `error` in place of one. `answer.sent` is to be called when
+        it has left."""
+        raise NotImplementedError
+
+    def end_of_answers(self) -> bytes:
+        """The message that says no more than that there are no further answers; empty if the caller wants none."""
+        raise NotImplementedError
+
     def let_go(self) -> None:
         """Nothing of it but its answer is needed any more, and nobody may ask for its result. Answers may be long in
         leaving, and results, facts and errors hold the tensors of a whole batch."""
@@ -131,6 +152,21 @@ class InFlight(Request[Payload, Tensors]):
                 _log.error("model '%s' version %s failed: %s", self.model.name, self.model.version, error_text(error))
         if self.trail is not None:
             self.trail.on_failure(error)
+
+
+class NextAnswer(Answerable, Protocol):
+    """An answer that isn't the last one to its request, in making until there is an `answer`."""
+
+    answer: AnyResponse | None
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    @property
+    def facts(self) -> BatchFacts | None: ...
+
+    def sent(self, size_bytes: int) -> None:
+        """It has left, with so many bytes."""
 
 
 class Call(InFlight):

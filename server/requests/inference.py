@@ -30,10 +30,11 @@ from paceline.server.codec.codec import memory_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.open_codec import OpenCodec
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
-from paceline.server.errors import ServerStopping, as_value
+from paceline.server.errors import NotSupported, ServerStopping, as_value
 from paceline.server.memory.region_tensors import TargetedInputs
 from paceline.server.models.repository import Repository, ServedModel
-from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
+from paceline.server.requests.decoupled import Decoupled
+from paceline.server.requests.in_flight import InFlight, NextAnswer, answer_deadline_ns
 from paceline.server.requests.parts import Parts
 from paceline.server.requests.quiet import until_quiet
 from paceline.server.telemetry.log import debugging
@@ -44,6 +45,9 @@ __all__ = ["Inference", "encode"]
 _log = logging.getLogger("paceline.server.inference")
 
 _MESSAGE = attrgetter("message")
+
+_ONE_ANSWER = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+"""Triton's words, which clients look for."""
 
 _MAX_MADE_BYTES = 2**17
 """If a batch's outputs have at most this many bytes, all answers are made before the first one leaves."""
@@ -64,6 +68,7 @@ class Inference:
         """Whether the `parent` of a request is used; if not, nobody needs to read it."""
         self.serving = self.ready = False
         self._refused = 0
+        self._decoupled = Decoupled(self._on_done, self._on_end_of_answers, encode)
 
     # hot path: see bench/
     def announce(self, flight: InFlight) -> None:
@@ -97,9 +102,11 @@ class Inference:
                 continue
             try:
                 model = first.model or self._look_up(first)
+                if model.open_requests is not None and not first.takes_more:
+                    raise NotSupported(_ONE_ANSWER)
                 # What else they take along to another server may keep them apart.
                 passed_on = passed_on_by(first.message, first.passed) if model.remote else NOTHING_PASSED_ON
-                alone = model.remote or place < alone_until
+                alone = model.remote or model.open_requests is not None or place < alone_until
                 more = () if alone else map(_MESSAGE, islice(flights, place + 1, None))
                 group = model.codec.read(first.message, more)
                 together = flights[place : place + len(group.inputs)]
@@ -155,6 +162,8 @@ class Inference:
                     step=flight.step,
                 )
                 flight.key = options.key, passed_on.key
+        if model.open_requests is not None:
+            return [self._decoupled.submit(flight) for flight in flights]
         if 0 < model.max_batch_rows < options.rows:
             join = model.codec.join if isinstance(model.codec, OpenCodec) else None
             assert isinstance(model.batcher, Batcher)  # steps of sequences have one row
@@ -210,6 +219,13 @@ class Inference:
         one, each when it can leave."""
         wanted = [flight for flight in flights if not flight.gone]
         self.conclude([flight for flight in wanted if not flight.answered or _is_small(flight.value)], encode)
+        for flight in wanted:
+            flight.on_done()
+
+    def _on_end_of_answers(self, flights: list[InFlight]) -> None:
+        """Requests of decoupled models have ended after their last answers."""
+        wanted = [flight for flight in flights if not flight.gone]
+        self.conclude(wanted, _end_answers)
         for flight in wanted:
             flight.on_done()
 
@@ -316,8 +332,14 @@ def _is_small(results: Tensors) -> bool:
     return type(results) is Share and results.outputs.size_bytes <= _MAX_MADE_BYTES
 
 
+def _end_answers(flights: Sequence[InFlight]) -> list[Exception | None]:
+    for flight in flights:
+        flight.answer = flight.end_of_answers()
+    return [None] * len(flights)
+
+
 # hot path: see bench/
-def encode(flights: Sequence[InFlight]) -> list[Exception | None]:
+def encode(flights: Sequence[InFlight | NextAnswer]) -> list[Exception | None]:
     """Make the answers of requests of one model that have results. Returns for each why it has none, as
     `ModelCodec.encode`, None if it has one."""
     model = flights[0].model

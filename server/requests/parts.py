@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paceline.backends.open_request import OpenRequest
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
 from paceline.scheduler.answering import notify
@@ -106,6 +107,7 @@ async def _execute(
 
 def _rows_of(payload: Payload, start: int, stop: int) -> Payload:
     """These rows of each input; views. Of a request to another server, the parts have no id."""
+    assert not isinstance(payload, OpenRequest)  # such a model's configuration may not ask for parts
     if isinstance(payload, RemoteRequest):
         return payload._replace(inputs=tuple(array[start:stop] for array in payload.inputs), id="")
     return tuple(array[start:stop] for array in payload)

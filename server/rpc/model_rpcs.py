@@ -2,7 +2,7 @@
 
 Lives here: the RPCs of Triton's extensions "statistics", "model configuration" and "model repository"; each converts,
 calls and converts back. Must not: load, count, or keep state. What the statistics mean: Triton's extension_statistics;
-`response_stats` is for decoupled models, `memory_usage` for what backends measure, so both stay empty.
+`memory_usage` is for what backends measure, so it stays empty.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.server.models.load_request import (
 from paceline.server.models.model_record import ModelState, version_order
 from paceline.server.models.repository import Repository
 from paceline.server.rpc.calls import Context, answering
-from paceline.server.telemetry.model_statistics import VersionStatistics
+from paceline.server.telemetry.model_statistics import Total, VersionStatistics
 
 __all__ = ["ModelRpcs", "statistics_message"]
 
@@ -172,7 +172,21 @@ def statistics_message(name: str, version: str, statistics: VersionStatistics) -
             )
             for rows, totals in statistics.by_rows().items()
         ],
+        response_stats={
+            str(number): pb.InferResponseStatistics(
+                compute_infer=_total(totals.all),
+                success=_total(totals.succeeded),
+                fail=_total(totals.failed),
+                empty_response=_total(totals.empty),
+                cancel=_total(totals.cancelled),
+            )
+            for number, totals in statistics.by_answer().items()
+        },
     )
+
+
+def _total(total: Total) -> pb.StatisticDuration:
+    return pb.StatisticDuration(count=total.count, ns=total.ns)
 
 
 def _duration(count: int, ns: int) -> pb.StatisticDuration:

@@ -21,9 +21,9 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from paceline.protos import inference_pb2 as pb
 from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
 from paceline.server.codec.answers import Envelope
-from paceline.server.codec.parameters import CANCEL, UNORDERED
+from paceline.server.codec.parameters import CANCEL, EMPTY_FINAL, UNORDERED
 from paceline.server.codec.wire_request import AnyRequest, Unread, WireRequest, message_of
-from paceline.server.requests.in_flight import InferenceSteps, InFlight
+from paceline.server.requests.in_flight import InferenceSteps, InFlight, NextAnswer
 from paceline.server.rpc.calls import (
     Context,
     HeaderForwarding,
@@ -56,6 +56,10 @@ _ENVELOPE = Envelope(
     pb.ModelInferResponse(parameters={FINAL: pb.InferParameter(bool_param=True)}).SerializeToString(),
 )
 """The message that every answer travels in, and the fields that every answer has."""
+_ENVELOPE_OF_MORE = Envelope(
+    _ENVELOPE.tag, pb.ModelInferResponse(parameters={FINAL: pb.InferParameter(bool_param=False)}).SerializeToString()
+)
+"""The same for answers that aren't the last to their request."""
 
 
 class Streaming:
@@ -102,6 +106,8 @@ class _Flight(InFlight):
     __slots__ = ("failure", "is_ready", "stream", "unordered")
 
     envelope = _ENVELOPE
+    envelope_of_more = _ENVELOPE_OF_MORE
+    takes_more = True
 
     def __init__(
         self, stream: _Stream, message: AnyRequest, deadline_ns: int, parent: TraceParent | None, passed: PassedHeaders
@@ -119,6 +125,34 @@ class _Flight(InFlight):
 
     def on_done(self) -> None:
         self.stream.on_done(self)
+
+    def on_open(self) -> None:
+        self.stream.leave_order(self)
+
+    def on_more(self, answer: NextAnswer, error: Exception | None) -> None:
+        failure = None if error is None else status_and_text(error, self.message, _RPC)
+        self.stream.on_more(_More(answer, self.message, failure))
+
+    def end_of_answers(self) -> bytes:
+        request = self.message
+        if not _true(request.parameters, EMPTY_FINAL):
+            return b""
+        response = pb.ModelInferResponse(
+            id=request.id, model_name=request.model_name, model_version=request.model_version
+        )
+        return _serialized(pb.ModelStreamInferResponse(infer_response=response), final=True)
+
+
+class _More:
+    """An answer that isn't the last to the request `message`."""
+
+    __slots__ = ("answer", "failure", "message", "next")
+
+    def __init__(self, next_answer: NextAnswer, message: AnyRequest, failure: Failure | None) -> None:
+        self.next = next_answer
+        self.answer = next_answer.answer
+        self.message = message
+        self.failure = failure
 
 
 class _Stream:
@@ -146,7 +180,7 @@ class _Stream:
         self._flights: set[_Flight] = set()
         # Those whose answers keep the order; the first of them isn't done.
         self._ordered: deque[_Flight] = deque()
-        self._ready: deque[_Flight] = deque()
+        self._ready: deque[_Flight | _More] = deque()
         self._ended = self._closed = False
         # Why reading ended early.
         self._unreadable: Failure | None = None
@@ -249,9 +283,25 @@ class _Stream:
         if flight.unordered:
             self._ready.append(flight)
         else:
-            ordered = self._ordered
-            while ordered and ordered[0].is_ready:
-                self._ready.append(ordered.popleft())
+            self._release_ordered()
+        if self._writer is not None:
+            self._wake_writer()
+
+    def _release_ordered(self) -> None:
+        ordered = self._ordered
+        while ordered and ordered[0].is_ready:
+            self._ready.append(ordered.popleft())
+
+    def leave_order(self, flight: _Flight) -> None:
+        """Answers to `flight` leave as they come, and hold no others back."""
+        if not flight.unordered:
+            self._ordered.remove(flight)
+            flight.unordered = True
+            self._release_ordered()
+
+    def on_more(self, answer: _More) -> None:
+        """An answer is ready to leave that isn't the last to its request."""
+        self._ready.append(answer)
         if self._writer is not None:
             self._wake_writer()
 
@@ -267,8 +317,12 @@ class _Stream:
                     answer = self._message(flight)
                     if answer is None:
                         return
-                await write(answer)
-                self._flights.remove(flight)
+                if answer:
+                    await write(answer)
+                if type(flight) is _More:
+                    flight.next.sent(len(answer))
+                else:
+                    self._flights.remove(flight)  # type: ignore[arg-type]
                 # Keep nothing of this answer while waiting for the next one.
                 del flight, answer
                 if self._reader is not None:
@@ -282,23 +336,24 @@ class _Stream:
         elif self._closed:
             self._end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
-    def _message(self, flight: _Flight) -> bytes | None:
+    def _message(self, flight: _Flight | _More) -> bytes | None:
         """What to write for a request whose answer isn't made yet or isn't bytes; None if its failure ends the
         stream."""
-        if flight.answer is None and flight.failure is None:
+        final = isinstance(flight, _Flight)
+        if isinstance(flight, _Flight) and flight.answer is None and flight.failure is None:
             self._inference.finish(flight)
         answer, failure = flight.answer, flight.failure
         if isinstance(answer, bytes):
             return answer
         if failure is None:
             try:
-                return _final(pb.ModelStreamInferResponse(infer_response=answer))
+                return _serialized(pb.ModelStreamInferResponse(infer_response=answer), final=final)
             except MemoryError as error:
                 failure = status_and_text(error, flight.message, _RPC)
         if self._ends_at_error:
             self._end(*failure)
             return None
-        return _final(_failure_message(flight.message, *failure))
+        return _serialized(_failure_message(flight.message, *failure), final=final)
 
     def _end(self, code: grpc.StatusCode, text: str) -> None:
         self._context.set_code(code)
@@ -315,9 +370,9 @@ class _Stream:
             reader.set_result(None)
 
 
-def _final(message: pb.ModelStreamInferResponse) -> bytes:
-    """`message` as the only one for its request. Raises MemoryError."""
-    message.infer_response.parameters[FINAL].bool_param = True
+def _serialized(message: pb.ModelStreamInferResponse, *, final: bool) -> bytes:
+    """`message`, which says whether it is the last one for its request. Raises MemoryError."""
+    message.infer_response.parameters[FINAL].bool_param = final
     return message.SerializeToString()
 
 

@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from paceline.backends.base import Execution
@@ -23,9 +23,11 @@ from paceline.scheduler.observer import BatchReport, Drop
 from paceline.scheduler.sequences import SequenceEnd
 from paceline.server.errors import AnswerTooLarge, ModelNotReady
 
-__all__ = ["BatchTotals", "DurationHistogram", "FailureReason", "VersionStatistics", "reason_of"]
+__all__ = ["AnswerTotals", "BatchTotals", "DurationHistogram", "FailureReason", "VersionStatistics", "reason_of"]
 
 _US = 1_000
+_MOST_ANSWERS = 256
+"""Answers to one request that are counted by their number; a stream may have any number of them."""
 DURATION_BOUNDS_NS = tuple(
     us * _US
     for us in (100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000, 10_000_000)
@@ -103,6 +105,47 @@ class BatchTotals:
         self.output_ns += other.output_ns
 
 
+@dataclass(slots=True)
+class Total:
+    """How often something was done, and the time that it took in all."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, duration_ns: int) -> None:
+        self.count += 1
+        self.ns += duration_ns
+
+    def merge(self, other: Total) -> None:
+        self.count += other.count
+        self.ns += other.ns
+
+
+@dataclass(slots=True)
+class AnswerTotals:
+    """Answers of one number within their requests: those with outputs, with an error, ends without anything, and those
+    that hadn't come when the request was cancelled."""
+
+    succeeded: Total = field(default_factory=Total)
+    failed: Total = field(default_factory=Total)
+    empty: Total = field(default_factory=Total)
+    cancelled: Total = field(default_factory=Total)
+
+    @property
+    def all(self) -> Total:
+        """Those that have come."""
+        total = Total()
+        for one in (self.succeeded, self.failed, self.empty):
+            total.merge(one)
+        return total
+
+    def merge(self, other: AnswerTotals) -> None:
+        self.succeeded.merge(other.succeeded)
+        self.failed.merge(other.failed)
+        self.empty.merge(other.empty)
+        self.cancelled.merge(other.cancelled)
+
+
 class VersionStatistics:
     """The numbers of one version since it was loaded; an `Observer` of its batcher.
 
@@ -112,7 +155,8 @@ class VersionStatistics:
     once for each of these. `batches` has executions by their rows without padding; `executions` has their durations, by
     the power of two that covers the rows that the model saw. `hung_executions`: those given up, each of which cost an
     instance. `lost_instances`: those on which nothing could be executed any more. `shortages`: executions that memory
-    wasn't enough for.
+    wasn't enough for. `answers`: of decoupled models, by their number within a request, with the time since the one
+    before, or since the request was handed over; `first_answers` has how long requests waited for their first.
 
     Where requests differ in `lengths`, `elements` are rows times sizes without padding, `padding_elements` what the
     model saw besides. `padded_sizes` has executions by length and the power of two that covers the size that it was
@@ -133,6 +177,8 @@ class VersionStatistics:
         self.padded_size_sums: Counter[str] = Counter()
         self.ended_sequences: Counter[SequenceEnd] = Counter()
         self.hung_executions = self.lost_instances = self.shortages = 0
+        self.first_answers = DurationHistogram()
+        self.answers: defaultdict[int, AnswerTotals] = defaultdict(AnswerTotals)
         self.batches: defaultdict[int, BatchTotals] = defaultdict(BatchTotals)
         self.executions: defaultdict[int, DurationHistogram] = defaultdict(DurationHistogram)
         self.last_inference_ms = 0
@@ -158,6 +204,10 @@ class VersionStatistics:
         """`executions` in ascending order; a copy, for any thread."""
         return dict(sorted(self.executions.copy().items()))
 
+    def by_answer(self) -> dict[int, AnswerTotals]:
+        """`answers` in ascending order; a copy, for any thread."""
+        return dict(sorted(self.answers.copy().items()))
+
     def merge(self, other: VersionStatistics) -> None:
         """Add what `other` has counted so far. May be called on any thread if nothing else writes to these numbers."""
         self.requests.merge(other.requests)
@@ -182,6 +232,9 @@ class VersionStatistics:
         self.hung_executions += other.hung_executions
         self.lost_instances += other.lost_instances
         self.shortages += other.shortages
+        self.first_answers.merge(other.first_answers)
+        for number, answers in other.by_answer().items():
+            self.answers[number].merge(answers)
         self.last_inference_ms = max(self.last_inference_ms, other.last_inference_ms)
 
     # hot path: 0.3 us a request and 1.5 us a batch; see bench/micro.py
@@ -193,6 +246,11 @@ class VersionStatistics:
         """A client's request has ended with `error`."""
         self.failures[reason_of(error)] += 1
         self.failure_ns += duration_ns
+
+    def answers_of(self, number: int) -> AnswerTotals:
+        """What answers `number`, from 0, to requests of decoupled models are counted in. Those beyond a few hundred
+        count as one."""
+        return self.answers[min(number, _MOST_ANSWERS)]
 
     def on_drop(self, drop: Drop) -> None:
         self.drops[drop] += 1

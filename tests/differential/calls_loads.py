@@ -12,7 +12,7 @@ from tests.differential.repository import model_config
 
 __all__ = ["CALLS"]
 
-UNSUPPORTED = "decoupled models"
+UNSUPPORTED = "decoupled models of ONNX"
 NONSENSE = "loads and unloads that make no sense"
 BATCHED = "max_batch_size: 8 dynamic_batching { }"
 

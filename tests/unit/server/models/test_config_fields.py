@@ -227,6 +227,7 @@ READ: dict[str, tuple[str, str]] = {
         GIVEN % "data_type: TYPE_FP32 dims: 4",
         GIVEN % "data_type: TYPE_FP32 dims: 4 input_data_file: 'x'",
     ),
+    "model_transaction_policy.decoupled": ("", "model_transaction_policy { decoupled: true }"),
     "model_operations.op_library_filename": ("", 'model_operations { op_library_filename: "one.txt" }'),
 }
 
@@ -273,7 +274,6 @@ REFUSED: dict[str, str] = {
     "ensemble_scheduling": "ensemble_scheduling { }",
     "instance_group.secondary_devices": "instance_group { secondary_devices { } }",
     "instance_group.passive": "instance_group { passive: true }",
-    "model_transaction_policy.decoupled": "model_transaction_policy { decoupled: true }",
     "model_repository_agents": 'model_repository_agents { agents { name: "x" } }',
 }
 

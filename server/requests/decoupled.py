@@ -1,0 +1,276 @@
+"""Requests of decoupled models, which are answered as often as the model likes, also after the batch that they were in.
+
+Lives here: their way from the batcher to their ends: answers are taken over from the instances' threads, made, and
+handed to the caller's stream. Must not: write them, or know how a model is reached. The rules: a request ends once,
+whoever ends it (its model, its batch, its caller, its deadline, the end of the model), and then its model is told and
+nothing of it is kept; what the model has said of it before leaves before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic_ns
+from typing import cast
+
+from paceline.backends.errors import ExecutionError
+from paceline.backends.open_request import Answer, Channel, OpenRequest
+from paceline.backends.spec import MISSING, Tensors
+from paceline.scheduler.answering import notify
+from paceline.scheduler.errors import DeadlineExceeded, ExecutionFailed, QueueFull, SchedulerError
+from paceline.scheduler.observer import Drop
+from paceline.scheduler.policy import NEVER
+from paceline.scheduler.request import BatchFacts
+from paceline.server.codec.answers import Envelope
+from paceline.server.codec.codec import AnyResponse
+from paceline.server.codec.known_requests import Targets
+from paceline.server.codec.parameters import RequestOptions, is_reserved
+from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.models.served_model import ServedModel
+from paceline.server.requests.in_flight import InFlight, NextAnswer
+
+__all__ = ["Decoupled"]
+
+_log = logging.getLogger("paceline.server.inference")
+
+_ANSWERS_AT_ONCE, _BYTES_AT_ONCE = 8, 2**16
+"""As many answers, or bytes, have left before the model is told of it. It waits for that only while far more are on
+their way."""
+
+_MOST_AT_ONCE = 256
+"""Answers made in one iteration of the event loop."""
+
+_NO_OUTPUTS: Tensors = ()
+"""The result of a request whose last answer was given before it ended."""
+
+Conclude = Callable[[list[InFlight]], None]
+
+
+class Decoupled:
+    """`conclude` answers and counts requests that have ended, `conclude_silently` those that have ended without
+    outputs. `make` makes answers that aren't the last, and returns for each why it can't."""
+
+    def __init__(
+        self,
+        conclude: Conclude,
+        conclude_silently: Conclude,
+        make: Callable[[Sequence[NextAnswer]], Sequence[Exception | None]],
+    ) -> None:
+        self._conclude = conclude
+        self._conclude_silently = conclude_silently
+        self._make = make
+        # What instances have said, and whether the loop will look at it; appended to on any thread.
+        self._heard: deque[tuple[_Opened, Answer, bool]] = deque()
+        self._looks_soon = False
+        self._loop: asyncio.AbstractEventLoop
+
+    def submit(self, flight: InFlight) -> SchedulerError | None:
+        """Hand a request that was read to its model's batcher. Returns why it is refused."""
+        self._loop = asyncio.get_running_loop()
+        model = flight.model
+        try:
+            model.open_requests.add(flight)
+        except QueueFull as error:
+            model.statistics.on_drop(Drop.FULL_REQUESTS)
+            return error
+        opened = flight.payload = _Opened(self, flight)
+        # Each has arrays of its own, so requests of any shapes share a batch.
+        flight.key, flight.on_answers = (), self._on_ended
+        flight.on_open()
+        for refusal in model.batcher.submit([flight]):
+            if refusal is not None:
+                model.open_requests.discard(flight)
+                return cast("SchedulerError", refusal)
+        if flight.deadline_ns < NEVER:
+            left_s = max(0, flight.deadline_ns - monotonic_ns()) / 1e9
+            opened.timer = self._loop.call_later(left_s, self._on_late, flight)
+        return None
+
+    # hot path: on any thread
+    def hear(self, opened: _Opened, answer: Answer, *, last: bool) -> None:
+        self._heard.append((opened, answer, last))
+        if not self._looks_soon:
+            self._looks_soon = True
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for anything
+                self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        # Cleared first: whoever appends from here on makes sure that this is called again.
+        self._looks_soon = False
+        for _ in range(min(len(self._heard), _MOST_AT_ONCE)):
+            opened, answer, last = self._heard.popleft()
+            flight = opened.flight
+            if flight.ended:
+                continue
+            try:
+                if isinstance(answer, Exception) or last:
+                    self._end_or_fail(opened, answer, last=last)
+                elif answer is not None:
+                    self._hand_on(_NextAnswer(opened, answer))
+            except Exception as error:  # noqa: BLE001 - the caller must get an answer
+                flight.fail(error)
+            if flight.ended:
+                notify([flight])
+        if self._heard and not self._looks_soon:
+            self._looks_soon = True
+            self._loop.call_soon(self._look)
+
+    def _end_or_fail(self, opened: _Opened, answer: Answer, *, last: bool) -> None:
+        """An error, or what ends the request."""
+        flight = opened.flight
+        if isinstance(answer, ExecutionError):
+            failed = ExecutionFailed(str(answer))
+            failed.__cause__ = answer
+            opened.count_answer(failed)
+            if last:
+                flight.fail(failed)
+            else:
+                flight.on_more(_NextAnswer(opened, _NO_OUTPUTS), failed)
+        elif answer is None:
+            opened.count_answer(None, empty=True)
+            flight.succeed(_NO_OUTPUTS)
+        else:
+            assert flight.options is not None
+            flight.options = _of_those_there(flight.options, answer)
+            opened.count_answer(None)
+            flight.succeed(answer)
+
+    def _hand_on(self, answer: _NextAnswer) -> None:
+        """Make an answer that isn't the last, and hand it to the caller's stream."""
+        (error,) = self._make((answer,))
+        answer.opened.count_answer(error)
+        if error is not None:
+            answer.flight.fail(error)  # it can't be sent, and what follows it makes no sense without it
+        else:
+            answer.let_go()
+            answer.flight.on_more(answer, None)
+
+    def _on_late(self, flight: InFlight) -> None:
+        # While it waits, the batcher looks after its deadline.
+        if not (flight.ended or flight.waits):
+            flight.fail(DeadlineExceeded("Deadline Exceeded: the model hasn't sent its last answer"))
+            notify([flight])
+
+    def _on_ended(self, flights: list[InFlight]) -> None:
+        """Requests have ended, here or in the batcher."""
+        silent: list[InFlight] = []
+        others: list[InFlight] = []
+        for flight in flights:
+            cast("_Opened", flight.payload).let_go()
+            flight.model.open_requests.discard(flight)
+            (silent if flight.answered and flight.value is _NO_OUTPUTS else others).append(flight)
+        if others:
+            self._conclude(others)
+        if silent:
+            self._conclude_silently(silent)
+        for flight in flights:
+            if flight.gone:
+                flight.let_go()
+
+
+class _Opened(OpenRequest):
+    """A request in flight, as instances see it. `timer` is for its deadline."""
+
+    __slots__ = ("_answered_ns", "_answers", "_decoupled", "_unsaid", "_unsaid_bytes", "flight", "timer")
+
+    def __init__(self, decoupled: Decoupled, flight: InFlight) -> None:
+        message, options = flight.message, flight.options
+        assert options is not None
+        parameters = {
+            key: getattr(value, kind)
+            for key, value in message.parameters.items()
+            if (kind := value.WhichOneof("parameter_choice")) is not None and not is_reserved(key)
+        }
+        # Those that lie in clients' shared memory are read before the model gets it.
+        super().__init__(cast("Tensors", flight.payload), options.outputs, message.id, parameters)
+        self._decoupled = decoupled
+        self.flight = flight
+        self.timer: asyncio.TimerHandle | None = None
+        self._unsaid = self._unsaid_bytes = 0
+        self._answers = 0
+        self._answered_ns = flight.arrived_ns
+
+    def open(self, channel: Channel, number: int) -> None:
+        self._answered_ns = monotonic_ns()
+        super().open(channel, number)
+
+    def on_answer(self, answer: Answer, *, last: bool) -> None:
+        if last:
+            self._channel = None
+        self._decoupled.hear(self, answer, last=last)
+
+    def on_sent(self, size_bytes: int) -> None:
+        """An answer isn't held any more. The model is told now and then."""
+        self._unsaid += 1
+        self._unsaid_bytes += size_bytes
+        if self._unsaid >= _ANSWERS_AT_ONCE or self._unsaid_bytes >= _BYTES_AT_ONCE:
+            self.sent(self._unsaid)
+            self._unsaid = self._unsaid_bytes = 0
+
+    def count_answer(self, error: Exception | None, *, empty: bool = False) -> None:
+        """The request has another answer, or only its end."""
+        totals, now_ns = self.flight.model.statistics.answers_of(self._answers), monotonic_ns()
+        kind = totals.failed if error is not None else totals.empty if empty else totals.succeeded
+        kind.add(now_ns - self._answered_ns)
+        if not self._answers:
+            self.flight.model.statistics.first_answers.add(now_ns - self.flight.arrived_ns)
+        self._answers += 1
+        self._answered_ns = now_ns
+
+    def let_go(self) -> None:
+        """The request has ended."""
+        if self.flight.cancelled() and self._number:
+            statistics = self.flight.model.statistics
+            statistics.answers_of(self._answers).cancelled.add(monotonic_ns() - self._answered_ns)
+        if self.timer is not None:
+            self.timer.cancel()
+        self.cancel()
+        self.inputs = ()
+
+
+class _NextAnswer:
+    """An answer that isn't the last one to its request: `Answerable`, until its `answer` is made."""
+
+    __slots__ = ("answer", "facts", "flight", "opened", "options", "value")
+
+    def __init__(self, opened: _Opened, outputs: Tensors) -> None:
+        self.opened = opened
+        self.flight = opened.flight
+        self.value = outputs
+        assert self.flight.options is not None
+        self.options: RequestOptions = _of_those_there(self.flight.options, outputs) if outputs else self.flight.options
+        self.facts: BatchFacts | None = self.flight.facts
+        self.answer: AnyResponse | None = None
+
+    @property
+    def message(self) -> AnyRequest:
+        return self.flight.message
+
+    @property
+    def model(self) -> ServedModel:
+        return cast("ServedModel", self.flight.model)
+
+    @property
+    def targets(self) -> Targets:
+        return self.flight.targets
+
+    @property
+    def envelope(self) -> Envelope | None:
+        return self.flight.envelope_of_more
+
+    def sent(self, size_bytes: int) -> None:
+        self.opened.on_sent(size_bytes)
+
+    def let_go(self) -> None:
+        """Nothing of it but what was made is needed any more."""
+        self.value, self.facts = (), None
+
+
+def _of_those_there(options: RequestOptions, outputs: Tensors) -> RequestOptions:
+    """`options` for an answer that may lack some of the outputs."""
+    there = tuple(index for index in options.outputs if outputs[index] is not MISSING)
+    return options if there == options.outputs else replace(options, outputs=there)
