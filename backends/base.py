@@ -225,6 +225,15 @@ class CanEnd(Protocol):
         already has; never if it was closed or abandoned. `close` is called in any case."""
 
 
+@runtime_checkable
+class HoldsSequences(Protocol):
+    """An instance that keeps something of the sequences whose steps it executes."""
+
+    def sequence_over(self, sequence: int | str, why: str) -> None:
+        """A sequence that it holds is over, for the reason `why`, a word. It learns of that before it executes anything
+        handed over later. Doesn't block; on the event loop."""
+
+
 Allocate = Callable[[int, tuple[int, ...]], Array | None]
 """`allocate(index, shape)`: memory into which the caller may write that input, instead of its own; None if there is
 none."""

@@ -53,8 +53,8 @@ class StepMaker(Protocol):
 
 class SequenceBatcher(Generic[P, R]):
     """Batches the steps of the sequences of `model` over its instances; `policy` has `sequences`. `make_step` makes
-    their payloads. `on_over` is told of sequences that an instance has held, with the runners of that instance. The
-    rest, and all methods, are as those of `Batcher`."""
+    their payloads. `on_over` is told of sequences that an instance has held, with a runner of that instance, unless
+    that is lost. The rest, and all methods, are as those of `Batcher`."""
 
     announce: Callable[[Submit, object], None]
 
@@ -72,7 +72,7 @@ class SequenceBatcher(Generic[P, R]):
         shared_limits: SharedQueueLimits | None = None,
         instance_of: Callable[[AnyRunner], Hashable] = id,
         arrivals: ArrivalModel | None = None,
-        on_over: Callable[[Sequence[AnyRunner], Over], None] = lambda runners, over: None,
+        on_over: Callable[[AnyRunner, Over], None] = lambda runner, over: None,
         failed_note: str = "",
     ) -> None:
         assert policy.sequences is not None
@@ -287,7 +287,8 @@ class SequenceBatcher(Generic[P, R]):
                 else:
                     self._answers.drop(request, Drop.SEQUENCE_ENDED, why)
         for over in sequences.over:
-            self._on_over(self._groups[over.instance], over)
+            for runner in self._groups[over.instance][:1]:
+                self._on_over(runner, over)
         sequences.over.clear()
         if not self._accepts and not self._stopped and sequences.is_quiet:
             self._quiet.set()

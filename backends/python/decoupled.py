@@ -30,6 +30,7 @@ from paceline.backends.python.messages import (
     FAILED,
     HAND,
     HAND_MADE_UP,
+    OVER,
     REQUESTS,
     SENT,
     TAKEN,
@@ -94,6 +95,7 @@ class DecoupledProcess(ModelProcess):
                 (number, one.id, dict(one.parameters), tuple(one.outputs), parcel)
                 for (number, one), parcel in zip(given.items(), parcels, strict=True)
             ]
+            self._tell_over()
             try:
                 is_sent = not self.ended and self._link.send(kind, inputs, outputs, handed)
             except ValueError as error:
@@ -173,7 +175,13 @@ class DecoupledProcess(ModelProcess):
     def _say(self) -> None:
         """Say what is to be said, until the process goes."""
         while (message := self._unsaid.get()) is not None:
-            self._link.send(*message)
+            if message[0] == OVER:
+                self._tell_over()
+            else:
+                self._link.send(*message)
+
+    def _tell_over_soon(self) -> None:
+        self._unsaid.put((OVER,))
 
     def _say_close(self) -> None:
         self._unsaid.put((CLOSE,))

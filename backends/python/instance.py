@@ -124,6 +124,11 @@ class PythonInstance:
         if (process := self._process) is not None:
             process.when_ended(lambda: self._on_end(process, call))
 
+    def sequence_over(self, sequence: int | str, why: str) -> None:
+        """`HoldsSequences`."""
+        if (process := self._process) is not None:
+            process.sequence_over(sequence, why)
+
     def abandon(self) -> None:
         """End the process now, whatever it does: what executes fails, and the instance is closed. On any thread."""
         process, self._process = self._process, None

@@ -14,7 +14,7 @@ import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -76,6 +76,17 @@ class LoadedModel:
     def answer(self, question: bytes) -> bytes:
         answer: bytes = self._model.answer(question)
         return answer
+
+    def sequences_over(self, over: Iterable[tuple[int | str, str]]) -> None:
+        """Tell the model which sequences are over, and why, if it wants to know."""
+        sequence_over = getattr(self._model, "sequence_over", None)
+        for sequence, why in over:
+            if sequence_over is None:
+                return
+            try:
+                self._result(sequence_over(sequence, why))
+            except Exception as error:  # noqa: BLE001 - the model's; there is no caller to pass it to
+                print_error(error)
 
     def close(self) -> None:
         try:

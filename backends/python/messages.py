@@ -63,6 +63,9 @@ it only ends."""
 ERROR = 16
 """A request's number, whether it is its last answer, and as FAILED."""
 
+OVER = 17
+"""From the server: for each of some sequences that this process has held, its id and why it is over, as a word."""
+
 BATCHES, REQUESTS = "batches", "requests"
 """What the model's `execute` gets: joined arrays, or, of a decoupled model, each request by itself."""
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ from paceline.backends.errors import (
     Unequipped,
 )
 from paceline.backends.python import EXECUTABLE
-from paceline.backends.python.messages import ANSWERED, ASK, BATCHES, CLOSE, DONE, FAILED, RUN, START, Declared
+from paceline.backends.python.messages import ANSWERED, ASK, BATCHES, CLOSE, DONE, FAILED, OVER, RUN, START, Declared
 from paceline.backends.spec import Array, Tensors
 from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.parcel import Message
@@ -93,6 +94,10 @@ class ModelProcess:
         self._asking = threading.Lock()
         self._ended = threading.Event()
         self._on_end: Callable[[], None] = _nothing
+        # Sequences that are over, and weren't told of yet.
+        self._over: deque[tuple[int | str, str]] = deque()
+        self._telling, self._is_over = threading.Lock(), threading.Event()
+        self._teller: threading.Thread | None = None
         try:
             self._link, remote = self._link_class.pair(_REGION_BYTES)
         except OSError as error:
@@ -172,6 +177,7 @@ class ModelProcess:
         `_ERRORS` if it reports that, ProcessError, or ProcessEndedBeforeBatch.
         """
         with self._asking:
+            self._tell_over()
             try:
                 parcel = self._link.pack(arrays)
                 answer = self._asked(kind, parcel, names, wanted)
@@ -189,6 +195,12 @@ class ModelProcess:
             reply: bytes = answer[1]
             return reply
         raise error_of(answer)
+
+    def sequence_over(self, sequence: int | str, why: str) -> None:
+        """Tell the model that a sequence is over: soon, and before it executes anything that is handed over later.
+        Doesn't block; for one thread."""
+        self._over.append((sequence, why))
+        self._tell_over_soon()
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Call `call` once the process has ended, unless `close` is called first. On a thread of its own; if it has
@@ -234,8 +246,32 @@ class ModelProcess:
             raise ProcessError(f"the model's process {self.end}")
         raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had read this batch")
 
+    def _tell_over_soon(self) -> None:
+        self._is_over.set()
+        if self._teller is None:
+            name = f"ends of sequences of {self._source.name}"
+            self._teller = threading.Thread(target=self._tell_over_each_time, name=name, daemon=True)
+            self._teller.start()
+
+    def _tell_over_each_time(self) -> None:
+        while not self.ended:
+            self._is_over.wait()
+            self._is_over.clear()
+            with self._asking:
+                self._tell_over()
+
+    def _tell_over(self) -> None:
+        """Only where the link is free to be sent on. The order is that of the ends, whoever tells of them."""
+        with self._telling:
+            over = []
+            while self._over:
+                over.append(self._over.popleft())
+            if over and not self.ended:
+                self._link.send(OVER, tuple(over))
+
     def _say_close(self) -> None:
         with self._asking:
+            self._tell_over()
             if not self.ended:
                 self._link.send(CLOSE)
 
@@ -276,6 +312,7 @@ class ModelProcess:
         self._link.hang_up()
         with self._lock:
             self._ended.set()
+            self._is_over.set()  # ends the thread that tells of sequences
             # It may refer back to this object.
             on_end, self._on_end = self._on_end, _nothing
         with self._asking:

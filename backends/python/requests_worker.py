@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from paceline.backends.python.loaded_model import EXECUTION_ERROR, LoadedModel, as_array
-from paceline.backends.python.messages import ANSWER, CANCEL, CLOSE, DONE, ERROR, HAND, SENT, TAKEN
+from paceline.backends.python.messages import ANSWER, CANCEL, CLOSE, DONE, ERROR, HAND, OVER, SENT, TAKEN
 from paceline.backends.spec import MISSING, Array
 from paceline.backends.transport.duplex_link import DuplexLink
 from paceline.backends.transport.parcel import Message
@@ -36,6 +36,9 @@ def serve_requests(model: LoadedModel, link: DuplexLink) -> None:
         if kind == CLOSE:
             model.close()
             return
+        if kind == OVER:
+            model.sequences_over(requests)
+            continue
         link.send(TAKEN)
         model.prints_errors = kind == HAND
         link.send(*_execute(model, requests))
@@ -241,7 +244,7 @@ class _Desk:
     def __init__(self, link: DuplexLink) -> None:
         self.link = link
         self.pid = os.getpid()
-        self.tasks: SimpleQueue[tuple[int, Sequence[Request]]] = SimpleQueue()
+        self.tasks: SimpleQueue[tuple[int, Sequence[Any]]] = SimpleQueue()
         self.states: dict[int, _State] = {}
         self.dropped: SimpleQueue[_State] = SimpleQueue()
 
@@ -262,6 +265,8 @@ class _Desk:
         elif kind == SENT:
             if (state := self.states.get(content[0])) is not None:
                 state.sent(content[1])
+        elif kind == OVER:
+            self.tasks.put((kind, content[0]))
         else:
             # Requests are made here, so that they are known when the next message comes.
             *names, handed = content or ((), (), ())

@@ -25,7 +25,7 @@ from paceline.backends.python.loaded_model import (
     in_order,
     print_error,
 )
-from paceline.backends.python.messages import ANSWERED, ASK, CLOSE, DONE, FAILED, READY, REQUESTS, TRY
+from paceline.backends.python.messages import ANSWERED, ASK, CLOSE, DONE, FAILED, OVER, READY, REQUESTS, TRY
 from paceline.backends.python.requests_worker import serve_requests
 from paceline.backends.spec import MISSING
 from paceline.backends.transport.blocking_link import BlockingLink
@@ -63,6 +63,9 @@ def main(arguments: Sequence[str]) -> None:
         if message[0] == CLOSE:
             model.close()
             return
+        if message[0] == OVER:
+            model.sequences_over(message[1])
+            continue
         model.prints_errors = message[0] != TRY
         try:
             link.send(*_answer(model, link, message))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from paceline.backends.base import ModelInstance
+from paceline.backends.base import HoldsSequences, ModelInstance
 from paceline.backends.errors import (
     InstanceError,
     InstanceLost,
@@ -27,14 +27,14 @@ from paceline.scheduler.failures import Blame
 from paceline.scheduler.observer import Observer
 from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.sequence_batcher import SequenceBatcher
-from paceline.scheduler.sequences import AnySequence
+from paceline.scheduler.sequences import AnySequence, Over
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.open_codec import OpenCodec
 from paceline.server.memory.reading import ExecuteInputs, over_shared_memory
 from paceline.server.memory.regions import Regions
-from paceline.server.models.instances import Instances
+from paceline.server.models.instances import Instances, Runner
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.open_requests import OpenRequests, handing_over
 from paceline.server.models.steps import StepMaker, executing_steps
@@ -112,7 +112,7 @@ class ServedModel:
             # Of what a model keeps itself, nobody knows.
             note = "; the state of its sequence is as it was before" if self.spec.sequence.states else ""
             make_step = StepMaker(self.spec) if not self.remote else _pass_on
-            batcher = partial(SequenceBatcher, self.name, make_step, failed_note=note)
+            batcher = partial(SequenceBatcher, self.name, make_step, failed_note=note, on_over=self._on_over)
         self.batcher = batcher(
             loaded.plan.policy,
             list(self.instances.runners),
@@ -135,6 +135,12 @@ class ServedModel:
             load_ns=loaded.load_ns,
             tags=loaded.plan.metric_tags,
         )
+
+    def _on_over(self, runner: Runner, over: Over) -> None:
+        """Tell the instance that has held a sequence."""
+        instance = self.instances.runners.get(runner)
+        if isinstance(instance, HoldsSequences):
+            instance.sequence_over(over.sequence, over.why.label)
 
     def replaces(self, before: ServedModel) -> None:
         """This version is found from now on by who has found `before`, whose sequences it knows nothing of."""

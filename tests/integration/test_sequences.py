@@ -270,3 +270,67 @@ async def test_two_fronts_keep_the_order_of_a_streams_steps(tmp_path: Path) -> N
         )
         for answer, inputs in zip(answers, given, strict=True):
             np.testing.assert_array_equal(answer, sums(inputs))
+
+
+REMEMBERS = """
+class Model:
+    inputs = {"INPUT0": ("FP32", [-1, 2]), "START": ("BOOL", [-1, 1]), "CORRID": ("UINT64", [-1, 1])}
+    outputs = {"OUTPUT0": ("FP32", [-1, 2]), "OVER": ("BYTES", [-1, 1])}
+
+    def load(self, context):
+        self.sums, self.over = {}, []
+
+    def execute(self, inputs):
+        answers = []
+        for row, start, (id,) in zip(inputs["INPUT0"], inputs["START"], inputs["CORRID"]):
+            self.sums[id] = row + (0 if start else self.sums[id])
+            answers.append(self.sums[id])
+        return {"OUTPUT0": answers, "OVER": [[",".join(self.over)]] * len(answers)}
+
+    def sequence_over(self, sequence, why):
+        del self.sums[sequence]
+        self.over.append(f"{sequence}:{why}")
+"""
+REMEMBERS_CONFIG = """
+    backend: "python" max_batch_size: 4 instance_group { count: 2 kind: KIND_CPU }
+    sequence_batching {
+      max_sequence_idle_microseconds: %d
+      oldest { max_candidate_sequences: 8 }
+      control_input { name: "START" control { kind: CONTROL_SEQUENCE_START bool_false_true: [false, true] } }
+      control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+    }
+"""
+
+
+@asynccontextmanager
+async def remembering(root: Path, idle_us: int) -> AsyncIterator[Served]:
+    (root / "m" / "1").mkdir(parents=True)
+    (root / "m" / "1" / "model.py").write_text(REMEMBERS)
+    (root / "m" / "config.pbtxt").write_text(REMEMBERS_CONFIG % idle_us)
+    async with serving(root, settings=Settings(paths=(root,), allow_python_models=True)) as served:
+        yield served
+
+
+async def test_python_models_sequences_stay_in_their_process(tmp_path: Path) -> None:
+    async with remembering(tmp_path, 60_000_000) as served:
+        given = [numbers(sequence, 10) for sequence in range(12)]
+        answers = await asyncio.gather(
+            *[over_a_stream(served, steps(place + 1, one)) for place, one in enumerate(given)]
+        )
+        for answer, inputs in zip(answers, given, strict=True):
+            np.testing.assert_array_equal(answer, sums(inputs))
+
+
+async def test_python_model_is_told_when_a_sequence_is_over(tmp_path: Path) -> None:
+    async with remembering(tmp_path, 1_000) as served:
+        one = numbers(0, 1)[0]
+        await served.infer(step(1, one, start=True, end=True))
+        await served.infer(step(2, one, start=True))
+        while await served.metric("paceline_sequences", 'model="m",state="live",version="1"'):
+            pass
+        # Two instances, of which either has held one of them or both.
+        told = set()
+        for id_ in range(3, 9):
+            answer = await served.infer(step(id_, one, start=True))
+            told |= {*answer.raw_output_contents[1][4:].decode().split(",")}
+        assert {"1:end", "2:idle"} <= told

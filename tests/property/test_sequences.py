@@ -26,7 +26,7 @@ from paceline.scheduler.failures import Blame
 from paceline.scheduler.policy import NEVER, BatchPolicy, SequencePolicy
 from paceline.scheduler.request import Request, SequenceStep
 from paceline.scheduler.sequence_batcher import SequenceBatcher
-from paceline.scheduler.sequences import Over
+from paceline.scheduler.sequences import Over, SequenceEnd
 from paceline.scheduler.sequences import Sequence as Sequence_
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 from paceline.scheduler.waiting import SharedQueueLimits
@@ -112,7 +112,7 @@ class World:
             replacer=self,
             shared_limits=self.shared,
             arrivals=NeverWaits(),
-            on_over=lambda runners, over: self.overs.append(over),
+            on_over=lambda runner, over: self.overs.append(over),
         )
         self.known: list[Known] = []
         self.steps: list[Step] = []
@@ -333,9 +333,10 @@ class World:
             assert sequences.live == sequences.waiting == 0
             assert sequences.ended.total() == len(self.known)
             assert sequences.is_quiet
-            # Each sequence that an instance has held is over once, and no other.
+            # Each sequence that an instance has held is over once, and no other; unless that was lost.
             held = {known for known in self.known if known.instance >= 0}
-            assert len(held) <= len(self.overs) <= (len(self.known) if self.limits.slots else 0)
+            lost = sequences.ended[SequenceEnd.INSTANCE_LOST]
+            assert len(held) - lost <= len(self.overs) <= (len(self.known) if self.limits.slots else 0)
         ends = sum(len(one.waits_ns) + one.failed + one.cancelled for one in self.seen.reports) + len(self.seen.drops)
         assert ends == len(self.steps) + self.refused
 
