@@ -14,7 +14,7 @@ ARGS   ?=
 WORKERS ?= $(or $(shell nproc >/dev/null 2>&1 && expr $$(nproc) + 1),auto)
 # Other servers, each in its own environment.
 RIVALS := mlserver kserve pytriton
-# The wheel with the voice detector of bench-sequences.
+# The wheel with a voice detector, which remembers what it has heard.
 SILERO := silero-vad==6.2.3
 # What test-gpu collects: a given ENV needn't have what the other tests import.
 GPU_TESTS := $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
@@ -86,13 +86,14 @@ bench-quick: $(READY) ## one short round of every scenario: fails on errors, wha
 bench-gpu: $(READY) ## measure on a GPU, ten minutes, correctness first; ARGS='--device cpu --quick' to check that it works
 	$(BIN)/python -m bench.gpu $(ARGS)
 
-bench-sequences: $(READY) .bench/silero_vad.onnx ## measure sequences: a voice detector, a fixed cost per execution, the scheduler alone, Triton
+bench-sequences: $(READY) .witness/silero_vad.onnx ## measure sequences: a voice detector, a fixed cost per execution, the scheduler alone, Triton
 	$(BIN)/python -m bench.sequences $(ARGS)
-.bench/silero_vad.onnx:
-	mkdir -p $(@D)
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) $(SILERO) \
-	    && $(BIN)/python -m zipfile -e $(@D)/silero_vad-*.whl $(@D)/silero && mv $(@D)/silero/silero_vad/data/silero_vad.onnx $@ \
-	    || echo "no voice detector: it will be left out"
+.witness/silero_vad.onnx:
+	mkdir -p $(@D)/silero
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D)/silero $(SILERO) \
+	    && $(BIN)/python -m zipfile -e $(@D)/silero/*.whl $(@D)/silero && mv $(@D)/silero/silero_vad/data/silero_vad.onnx $@ \
+	    || echo "no voice detector: what needs it will skip"
+	rm -rf $(@D)/silero
 
 bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures (1.4 GB)
 .bench/rivals/%/installed: bench/rivals/%.txt
@@ -113,7 +114,7 @@ lock: ## regenerate requirements.lock, the image's locks and the site's
 	    --no-annotate --no-header docs/site.in -o docs/site.lock
 	rm -rf .venv-lock
 
-witness: $(READY) ## install third-party programs that tests use: buf, grpc-js, perf_analyzer, promtool, faketime, hadolint, kubectl, the image's environment
+witness: $(READY) .witness/silero_vad.onnx ## install third-party programs that tests use: buf, grpc-js, perf_analyzer, promtool, faketime, hadolint, kubectl, a voice detector, the image's environment
 	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0 || echo "no buf: its tests will skip"
 	npm ci --ignore-scripts --no-audit --no-fund --prefix examples/node \
 	    || { rm -rf examples/node/node_modules; echo "no @grpc/grpc-js: its tests will skip"; }

@@ -42,7 +42,7 @@ __all__ = ["difference", "joined_per_s", "main", "measure", "measure_triton"]
 
 STREAMS = 64
 _PARTS = ("vad", "fixed", "triton", "costs")
-_SILERO = REPO / ".bench" / "silero_vad.onnx"
+_SILERO = REPO / ".witness" / "silero_vad.onnx"
 _ANALYZER = REPO / ".witness" / "perf_analyzer"
 _BY_NAME = {model.name: model for model in (VAD, FIXED)}
 _WARMUP_S = 2.0

@@ -1,4 +1,5 @@
-"""perf_analyzer, NVIDIA's own load generator, measures our server as it would Triton, in each of its sending modes.
+"""perf_analyzer, NVIDIA's own load generator, measures our server as it would Triton, in each of its sending modes,
+with and without sequences.
 
 It asks for metadata and configuration, registers shared memory, sends, and asks for statistics before and after each of
 its windows. What it reports about the server has to agree with the server's own numbers for the whole run, of which its
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import tritonclient.grpc
 
-from tests import models
+from tests import models, state_models
 from tests.cuda import stand_in
 from tests.harness import REPO, ServerProcess
 
@@ -73,6 +74,7 @@ class Case:
     column: str = "Concurrency"
 
 
+SEQUENCES = ("--sequence-length", "5", "--shape", "INPUT0:1")
 TEXTS = ("--shape", "INPUT0:3", "--string-length", "10")
 SYSTEM = ("--shared-memory", "system")
 CASES = {
@@ -86,6 +88,16 @@ CASES = {
     "system shared memory": Case((*SYSTEM, "--concurrency-range", "2"), ("2",)),
     "texts": Case(TEXTS, model="texts"),
     "texts in system shared memory": Case((*TEXTS, *SYSTEM, "--output-shared-memory-size", "4096"), model="texts"),
+    "sequences": Case((*SEQUENCES, "--async", "--concurrency-range", "4"), ("4",), "sums"),
+    "sequences over a stream": Case(
+        (*SEQUENCES, "--async", "--streaming", "--concurrency-range", "4:8:4"), ("4", "8"), "sums"
+    ),
+    "sequences at a rate": Case(
+        (*SEQUENCES, "--request-rate-range", "100", "--num-of-sequences", "3", "--serial-sequences"),
+        ("100",),
+        "sums",
+        column="Request Rate",
+    ),
     "traced": Case(("--trace-level", "TIMESTAMPS", "--trace-rate", "10", "--trace-count", "5")),
 }
 
@@ -95,6 +107,10 @@ def write_repository(root: Path) -> Path:
     models.write(models.identity("BYTES"), root / "texts" / "1" / "model.onnx")
     for name in ("mlp", "texts"):
         (root / name / "config.pbtxt").write_text(f"max_batch_size: 16 dynamic_batching {{ }} {_ONE_THREAD}")
+    models.write(state_models.accumulator(dims=("batch", 1)), root / "sums" / "1" / "model.onnx")
+    state = 'state { input_name: "STATE" output_name: "STATE_OUT" }'
+    sequences = f"max_sequence_idle_microseconds: 60000000 oldest {{ }} {state}"
+    (root / "sums" / "config.pbtxt").write_text(f"max_batch_size: 16 sequence_batching {{ {sequences} }} {_ONE_THREAD}")
     return root
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from paceline.server.rpc.credentials import line_of
-from tests import models
+from tests import models, state_models
 from tests.certificates import Authority
 from tests.harness import REPO, ServerProcess
 
@@ -40,8 +40,9 @@ def make_clone(folder: Path) -> None:
     (folder / ".venv").symlink_to(sys.prefix)
     models.write(models.add_sub(), folder / "models" / "resnet" / "1" / "model.onnx")
     (folder / "models" / "resnet" / "config.pbtxt").write_text("max_batch_size: 8")  # loads without a trial
-    models.write(models.identity(dims=("batch", 4)), folder / "models" / "sums" / "1" / "model.onnx")
-    (folder / "models" / "sums" / "config.pbtxt").write_text("max_batch_size: 8")
+    models.write(state_models.accumulator(dims=("batch", 4)), folder / "models" / "sums" / "1" / "model.onnx")
+    state = 'state { input_name: "STATE" output_name: "STATE_OUT" }'
+    (folder / "models" / "sums" / "config.pbtxt").write_text(f"max_batch_size: 8 sequence_batching {{ {state} }}")
     Authority(folder, "ca").sign("me")
     (folder / "tokens").write_text(line_of("me", "secret"))
 
