@@ -154,7 +154,7 @@ class Control:
     values: tuple[int | float | bool, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class State:
     """What a sequence keeps from step to step: the output `output` of a step is the input `input` of the next one.
     `initial` is the first step's, of one row, in the model's shape with a batch axis of size 1 if it is batched. The
@@ -162,7 +162,7 @@ class State:
 
     input: TensorSpec
     output: TensorSpec
-    initial: Array
+    initial: Array = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)

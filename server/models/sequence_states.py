@@ -29,6 +29,8 @@ InitialData = Mapping[str, bytes]
 """The contents of the files that initial states come from, by the state's input."""
 
 _FOLDER = "initial_state"
+_TEXT_BYTES = 64
+"""What an element of text counts as: it is an object."""
 
 
 class _Sides(NamedTuple):
@@ -291,6 +293,8 @@ def _initial(
 
 def _filled(where: str, tensor: TensorSpec, shape: tuple[int, ...], content: bytes | None) -> Array:
     datatype, count = by_name(tensor.datatype), element_count(shape)
+    if (size := count * (datatype.item_bytes or _TEXT_BYTES)) > LARGEST_MESSAGE_BYTES:
+        raise ConfigError(f"{where}: expected an initial state of at most {LARGEST_MESSAGE_BYTES} bytes, got {size}")
     if content is None:
         return np.full(shape, b"", object) if datatype.dtype.hasobject else np.zeros(shape, datatype.dtype)
     if datatype.item_bytes:

@@ -72,6 +72,7 @@ def read_samples(
     together; 0 runs nothing."""
     kept_bytes, most = 0, max(1, plan.max_batch_rows)
     controls = [control.tensor for control in plan.spec.sequence.controls] if plan.spec.sequence else []
+    states = _first_states(plan.spec, 1)
     known = {tensor.name: tensor for tensor in (*plan.spec.inputs, *controls)}  # Triton demands samples of controls
     for sample in samples:
         where = f"warmup sample '{sample.name}'"
@@ -80,6 +81,7 @@ def read_samples(
         if unexpected := sorted(set(sample.inputs) - known.keys()):
             raise ConfigError(f"{where}: unexpected inputs {unexpected}, expected {[*known]}")
         row_bytes = sum(max(0, size_bytes(known[name], tuple(one.dims))) for name, one in sample.inputs.items())
+        row_bytes += sum(one.nbytes for one in states)
         kept_bytes += row_bytes
         together_bytes = sample.batch_size * max(_LEAST_BYTES, row_bytes)
         for what, size in (("in a batch", together_bytes), ("with the samples before it", kept_bytes)):
@@ -89,7 +91,7 @@ def read_samples(
             continue
         request = [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
         given = {one.name: _input(sample, one, plan.spec, folder) for one in controls if one.name in sample.inputs}
-        request += [*(_first_controls(plan.spec, 1) | given).values(), *_first_states(plan.spec, 1)]
+        request += [*(_first_controls(plan.spec, 1) | given).values(), *states]
         rows = [tensor.name for tensor in plan.spec.inputs if not tensor.shape_tensor]
         if plan.spec.batched and not sample.inputs.keys() & rows:
             raise ConfigError(f"{where}: expected some of the inputs {rows}, got none")

@@ -122,6 +122,12 @@ def config_seeds() -> Seeds:
             version_policy { specific { versions: [ 1 ] } } metric_tags { key: "team" value: "a" }""",
         "warm": """backend: "identity" max_batch_size: 2 model_warmup { name: "w" batch_size: 2 count: 3 inputs {
             key: "a" value { data_type: TYPE_FP32 dims: [ 2, 3 ] random_data: true } } }""",
+        "steps": """backend: "identity" max_batch_size: 4 sequence_batching { max_sequence_idle_microseconds: 9
+            direct { minimum_slot_utilization: 0.5 max_queue_delay_microseconds: 3 } }""",
+        "states": """backend: "identity" max_batch_size: 4 sequence_batching { oldest { preferred_batch_size: 2 }
+            control_input { name: "s" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
+            state { input_name: "h" output_name: "g" data_type: TYPE_FP32 dims: [ 2, -1 ]
+              initial_state { name: "i" data_type: TYPE_FP32 dims: [ 2, 0 ] zero_data: true } } }""",
         "onnx": 'platform: "onnxruntime_onnx" optimization { graph { level: 1 } }',
     }
     for name, text in texts.items():

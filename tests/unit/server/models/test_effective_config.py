@@ -196,8 +196,8 @@ def shelf(tmp_path: Path) -> Iterator[ModelLoader]:
 
 
 def _as_stated(plan: ServingPlan) -> tuple[ServingPlan, str]:
-    """The configuration states what the model only assumes of its outputs. States, which aren't equal to any others,
-    are compared as text."""
+    """The configuration states what the model only assumes of its outputs. Initial states, which don't count where
+    specs are compared, are compared as text."""
     outputs = tuple(replace(tensor, assumed=False) for tensor in plan.spec.outputs)
     return replace(plan, spec=replace(plan.spec, outputs=outputs, sequence=None)), repr(plan.spec.sequence)
 

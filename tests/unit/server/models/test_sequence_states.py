@@ -210,6 +210,13 @@ def test_initial_state_from_too_few_bytes_is_refused() -> None:
     assert "initial_state setting expects 8 bytes, but the data provided from its data_file only has 7 bytes" in said
 
 
+@pytest.mark.parametrize(("datatype", "dims"), [("FP32", 2**29), ("BYTES", 2**26)])
+def test_initial_state_beyond_a_message_is_refused(datatype: str, dims: int) -> None:
+    said = refusal(sequences(state("s")), with_state((-1, dims), datatype=datatype))
+
+    assert "state 's': expected an initial state of at most 2147483647 bytes, got " in said
+
+
 def test_initial_texts_are_read_exactly() -> None:
     text, model = state("s", initial("1", 'data_file: "f"', "STRING")), with_state((-1, -1), datatype="BYTES")
 
