@@ -197,6 +197,27 @@ MUTANTS = (
         _CODEC,
     ),
     Mutant(
+        "a parameter that isn't a key and a value alone is protobuf's to read",
+        "protos/wire.py",
+        "            if value_end != end:\n",
+        "            if value_end > end:\n",
+        _CODEC,
+    ),
+    Mutant(
+        "a step without an id isn't read as one of a group",
+        "server/codec/steps.py",
+        "        if step is None or not step.id:\n",
+        "        if step is None:\n",
+        _CODEC,
+    ),
+    Mutant(
+        "requests with other shape tensors aren't of one group",
+        "server/codec/known_requests.py",
+        "                if inputs and held != before:\n",
+        "                if inputs and held is None:\n",
+        _CODEC,
+    ),
+    Mutant(
         "requests are known again only if all that stays is equal",
         "server/codec/wire_request.py",
         "                if not data.startswith(part, start):\n                    break\n",
@@ -237,6 +258,13 @@ MUTANTS = (
         "all(one.tracing == first.tracing for one in requests)",
         "True",
         _PROXY,
+    ),
+    Mutant(
+        "a sequence keeps to one connection to another server",
+        "backends/remote.py",
+        "self._connection if step is None else hash(step[0])",
+        "self._connection",
+        ("tests/integration/test_proxy_sequences.py",),
     ),
     Mutant(
         "a call to another server lasts as long as the most patient of its requests",
