@@ -218,4 +218,6 @@ def policy_of_sequences(config: pb.ModelConfig, spec: SequenceSpec, policy: Batc
         )
     except PolicyError as error:
         raise ConfigError(f"paceline.{error}") from None
-    return replace(policy, sequences=sequences)
+    # What a model has kept of a step that failed in a batch isn't undone, so that step mustn't be executed again.
+    may_keep = spec.slots > 0 and not spec.states
+    return replace(policy, sequences=sequences, isolate_failures=policy.isolate_failures and not may_keep)

@@ -127,6 +127,11 @@ def test_sequences_stay_where_the_model_can_see_them(text: str, more: str, slots
     assert made.policy.sequences.slots == slots
 
 
+@pytest.mark.parametrize(("kept", "isolates"), [("", False), (state("h", "data_type: TYPE_FP32 dims: [ 2 ]"), True)])
+def test_what_a_model_keeps_itself_is_not_executed_again(kept: str, isolates: bool) -> None:
+    assert planned(sequences(kept, more=PYTHON), own()).policy.isolate_failures is isolates
+
+
 def test_one_slot_is_left_without_a_batch_axis() -> None:
     more = PYTHON + 'input { name: "a" } output { name: "x" }'
 
