@@ -206,6 +206,11 @@ def policy_of_sequences(config: pb.ModelConfig, spec: SequenceSpec, policy: Batc
             "paceline.batch_sizes: expected none, as sequences have rows of their own with sequence_batching.direct "
             f"and a control of kind READY or CORRID, or a Python model, got {list(policy.batch_sizes)}"
         )
+    if spec.slots and own.max_sequences is not None:
+        raise ConfigError(
+            f"paceline.max_sequences: expected none, as each instance holds {spec.slots} sequences, which the model "
+            f"can tell apart: max_candidate_sequences of oldest, else max_batch_size; got {own.max_sequences}"
+        )
     idle_ns = config.sequence_batching.max_sequence_idle_microseconds * 1_000 or _DEFAULT_IDLE_NS
     instances = sum(max(1, group.count) * max(1, len(group.gpus)) for group in config.instance_group) or 1
     most = max(_MAX_SEQUENCES, instances * _candidates(config, max_rows))

@@ -318,7 +318,6 @@ def test_contradictions_are_refused_in_tritons_words(text: str, said: str) -> No
         (parameter("pad_sizes", "3"), "paceline.pad_sizes: expected none, as each request"),
         (parameter("max_batch_elements", "3"), "paceline.max_batch_elements: expected none, as each request"),
         (parameter("batch_sizes", "2,4"), "paceline.batch_sizes: expected none, as sequences have rows of their own"),
-        (parameter("max_sequences", "0"), "paceline.max_sequences: expected >= 1, got 0"),
         (parameter("max_sequences", "many"), "paceline.max_sequences: expected a whole number"),
         (parameter("state_batch_axis", "h"), "paceline.state_batch_axis: expected inputs of states, each once, with"),
         (parameter("state_batch_axis", "h=1, h=1"), "paceline.state_batch_axis: expected inputs of states, each once"),
@@ -338,10 +337,22 @@ def test_settings_of_sequences_are_refused_without_them(key: str) -> None:
     assert f"paceline.{key}: expected none, as it only means something with" in refusal(parameter(key, value), own())
 
 
+def test_bound_is_refused_where_instances_hold_sequences() -> None:
+    said = refusal(sequences(corrid(), more=parameter("max_sequences", "9")), own("ID"))
+
+    assert said.startswith("paceline.max_sequences: expected none, as each instance holds 4 sequences, which")
+
+
 def test_batch_sizes_are_allowed_where_rows_are_free() -> None:
     made = planned(sequences(state(), more=parameter("batch_sizes", "2,4")), own("h", "h_out"))
 
     assert made.policy.batch_sizes == (2, 4)
+
+
+def test_bound_of_no_sequences_is_refused() -> None:
+    assert refusal(sequences("", more=parameter("max_sequences", "0")), own()) == (
+        "paceline.max_sequences: expected >= 1, got 0"
+    )
 
 
 def test_model_with_outputs_of_states_alone_is_refused() -> None:

@@ -147,6 +147,17 @@ def test_state_with_the_batch_on_its_second_axis_is_found(tmp_path: Path) -> Non
     assert [(one.name, one.shape_tensor) for one in spec.inputs] == [("INPUT0", False), ("RATE", True)]
 
 
+@pytest.mark.parametrize("padded_rows", [0, 4])
+@pytest.mark.parametrize("more", ["", OWN_PROCESS], ids=["in the server", "in its own process"])
+def test_states_are_joined_and_cut_along_their_axis(tmp_path: Path, more: str, padded_rows: int) -> None:
+    steps = [(row(one, one, one), np.array(2), np.full((2, 1, 3), 2 * one, np.float32)) for one in range(3)]
+    with loading(tmp_path, state_models.recurrent, f"{BATCHED} {more}") as loaded:
+        results = loaded.instances[0].execute(steps, padded_rows).results
+    for number, (output, state) in enumerate(results):
+        np.testing.assert_array_equal(output, row(*[8 * number] * 3))
+        np.testing.assert_array_equal(state, np.full((2, 1, 3), 2 * number))
+
+
 def test_export_for_one_size_of_batches_is_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path, lambda: state_models.accumulator(dims=(4, 2)), BATCHED)
     assert (
