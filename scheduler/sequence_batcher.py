@@ -9,7 +9,7 @@ its sequences' steps; otherwise there is one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Generic, Protocol, TypeVar
@@ -168,7 +168,7 @@ class SequenceBatcher(Generic[P, R]):
                 if isinstance(error, QueueFull):
                     self._answers.count(FULL[error.what])
         # Those that go on at once are not waited for by anybody yet: if the batcher refuses one, that is its answer.
-        self._go_on(now_ns, {*group}, refused)
+        self._go_on(now_ns, group, refused)
         return [refused.get(request) for request in group] if refused else ()
 
     def add(self, runner: Runner[P, R]) -> None:
@@ -251,7 +251,7 @@ class SequenceBatcher(Generic[P, R]):
     def _go_on(
         self,
         now_ns: int,
-        arrived: Iterable[AnyRequest] = (),
+        arrived: Sequence[AnyRequest] = (),
         refused: dict[Request[P, R], SchedulerError] | None = None,
     ) -> None:
         """Carry out what was decided: steps go to their batcher, and what can't follow fails. Of those that have just
@@ -292,8 +292,8 @@ class SequenceBatcher(Generic[P, R]):
         sequences.over.clear()
         if not self._accepts and not self._stopped and sequences.is_quiet:
             self._quiet.set()
-        wake_ns = sequences.wake_ns
-        if wake_ns is not None and (self._wake_ns is None or wake_ns < self._wake_ns) and self._alarm is not None:
+        wake_ns = sequences.wake_ns(self._wake_ns)
+        if wake_ns != self._wake_ns and wake_ns is not None and self._alarm is not None:
             self._wake_ns = wake_ns
             self._alarm.set(wake_ns)
 

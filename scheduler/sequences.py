@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from enum import Enum
 from heapq import heappop, heappush
+from itertools import takewhile
 from typing import Generic, NamedTuple, Protocol
 
 from paceline.scheduler.errors import BacklogFull, NoSequence, NotStarted, QueueFull, SequenceError
@@ -117,7 +118,7 @@ class Sequences(Generic[RequestT]):
         self._of: dict[RequestT, Sequence[RequestT]] = {}
         # Those without a place, and those of which nothing waits or executes; either in the order in which they came.
         self._placeless: OrderedDict[Sequence[RequestT], None] = OrderedDict()
-        self._idle: OrderedDict[Sequence[RequestT], None] = OrderedDict()
+        self._idle: dict[Sequence[RequestT], None] = {}
         self._gone: OrderedDict[int | str, SequenceEnd] = OrderedDict()
         self._timers: Timers[RequestT] = Timers()
         self._waited = 0
@@ -135,10 +136,13 @@ class Sequences(Generic[RequestT]):
         """Whether no step waits or is at the batcher."""
         return not self._of
 
-    @property
-    def wake_ns(self) -> int | None:
-        """When `expire` has something to do at the latest, if nothing else happens."""
+    def wake_ns(self, due_ns: int | None) -> int | None:
+        """When `expire` has something to do at the latest, if nothing else happens. `due_ns` is what this was before;
+        None: that has passed."""
         wake_ns = self._timers.first_rank() if self._timers.items else None
+        if due_ns is not None:
+            # What has become idle since then ends later than what was idle before.
+            return due_ns if wake_ns is None else min(wake_ns, due_ns)
         if self._idle:
             idle_ns = next(iter(self._idle)).since_ns + self._policy.idle_ns
             wake_ns = idle_ns if wake_ns is None else min(wake_ns, idle_ns)
@@ -224,12 +228,13 @@ class Sequences(Generic[RequestT]):
 
     def expire(self, now_ns: int) -> list[RequestT]:
         """The requests that have waited here for too long. Sequences that were idle for too long end."""
-        while self._idle and (first := next(iter(self._idle))).since_ns + self._policy.idle_ns <= now_ns:
-            del self._idle[first]
-            self._cut(first, SequenceEnd.IDLE)
-            self._leave(first, now_ns)
+        due_ns = now_ns - self._policy.idle_ns
+        for sequence in [*takewhile(lambda one: one.since_ns <= due_ns, self._idle)]:
+            del self._idle[sequence]
+            self._cut(sequence, SequenceEnd.IDLE)
+            self._leave(sequence, now_ns)
         expired: list[RequestT] = []
-        while (due_ns := self._timers.first_rank()) is not None and due_ns <= now_ns:
+        while (rank := self._timers.first_rank()) is not None and rank <= now_ns:
             request = self._timers.pop().request
             assert request is not None
             expired.append(request)

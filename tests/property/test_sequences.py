@@ -26,7 +26,7 @@ from paceline.scheduler.failures import Blame
 from paceline.scheduler.policy import NEVER, BatchPolicy, SequencePolicy
 from paceline.scheduler.request import Request, SequenceStep
 from paceline.scheduler.sequence_batcher import SequenceBatcher
-from paceline.scheduler.sequences import Over, SequenceEnd
+from paceline.scheduler.sequences import Over
 from paceline.scheduler.sequences import Sequence as Sequence_
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 from paceline.scheduler.waiting import SharedQueueLimits
@@ -48,6 +48,7 @@ class Known:
     takes_more: bool = True
     broken_from: float = float("inf")
     instance: int = -1
+    is_lost: bool = False
 
     def break_from(self, number: float) -> None:
         self.takes_more = False
@@ -134,6 +135,7 @@ class World:
         self.missing += 1
         for known in self.known if self.limits.slots else ():
             if known.instance == runner.number:
+                known.is_lost = True
                 known.break_from(0)
 
     def on_hang(self, runner: Instance, others: Sequence[Instance]) -> None:
@@ -334,9 +336,8 @@ class World:
             assert sequences.ended.total() == len(self.known)
             assert sequences.is_quiet
             # Each sequence that an instance has held is over once, and no other; unless that was lost.
-            held = {known for known in self.known if known.instance >= 0}
-            lost = sequences.ended[SequenceEnd.INSTANCE_LOST]
-            assert len(held) - lost <= len(self.overs) <= (len(self.known) if self.limits.slots else 0)
+            held = [known for known in self.known if known.instance >= 0 and not known.is_lost]
+            assert len(held) <= len(self.overs) <= (len(self.known) if self.limits.slots else 0)
         ends = sum(len(one.waits_ns) + one.failed + one.cancelled for one in self.seen.reports) + len(self.seen.drops)
         assert ends == len(self.steps) + self.refused
 
