@@ -383,7 +383,8 @@ class Batcher(Generic[P, R]):
     def on_cancel(self, request: AnyRequest) -> None:
         """Learn that a request's caller has gone."""
         waited = self._queue.cancel(request)
-        if not waited:
+        # What has begun of a step, the next one builds on.
+        if not waited and self.policy.sequences is None:
             self._instances.call_off()
         if waited or self._recovery.suspects:
             self._turns.request()

@@ -14,7 +14,7 @@ from google.protobuf import text_format
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import model_config_pb2 as config_pb
 from paceline.server.config import Settings
-from tests.integration.scripted import request
+from tests.integration.scripted import request, send
 from tests.integration.serving import Served, failure_of
 from tests.integration.streams import Stream
 from tests.integration.upstreams import Upstream, behind, fp32, tensors_of
@@ -149,6 +149,24 @@ async def test_failed_step_is_sent_once_and_the_sequence_goes_on(tmp_path: Path)
         assert (code, text.endswith("no good")) == (Code.INTERNAL, True)
         await run(served, step(7, 3))
         assert stub.order == {7: [1, 2, 3]}
+
+
+async def test_step_under_way_goes_on_without_its_caller(tmp_path: Path) -> None:
+    """Nobody could tell whether the next one finds what it has left."""
+    stub = Stateful()
+    stub.gates[1] = asyncio.Event()
+    async with behind(tmp_path, stub) as served:
+        (first,) = send(served, step(7, 1, start=True))
+        await eventually_async(lambda: stub.under_way == 1, "the first step is there")
+        (second,) = send(served, step(7, 2))
+        await eventually_async(lambda: served.waiting("m") == 1, "the second step waits")
+        first.cancel()
+        await eventually_async(lambda: served.failed() == 1, "the caller is gone")
+        await run(served, step(8, 3, start=True))
+        assert (stub.under_way, served.waiting("m")) == (1, 1)
+        stub.gates[1].set()
+        assert tensors_of(await second)["x"][0, 0] == 4
+        assert stub.order == {7: [1, 2], 8: [3]}
 
 
 @pytest.mark.parametrize("batched", [8, 0])
