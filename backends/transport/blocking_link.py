@@ -43,6 +43,8 @@ class BlockingLink:
 
         self._window = Window(other, on_gone)
         self._reader = FrameReader()
+        # Of those that came together.
+        self._unreceived: deque[Message] = deque()
         self.unread = False
         """Whether the other end, now gone, left something unread that it was sent."""
 
@@ -141,11 +143,13 @@ class BlockingLink:
 
     def receive(self) -> Message | None:
         """The next message: its kind and content; None once the other end is gone. Blocks."""
-        while (messages := self._frames()) is not None:
-            if messages:
-                kind, _, *content = messages[0]
-                return (kind, *content)
-        return None
+        while not self._unreceived:
+            messages = self._frames()
+            if messages is None:
+                return None
+            self._unreceived.extend(messages)
+        kind, _, *content = self._unreceived.popleft()
+        return (kind, *content)
 
     def _frames(self) -> list[Message] | None:
         """What has come: messages, each with the places that it gives back, which are free now; maybe none yet. None

@@ -40,12 +40,12 @@ class DuplexLink(BlockingLink):
 
     def receive_all(self) -> list[Message] | None:
         """All messages that have come, at least one; None once the other end is gone. Blocks."""
-        while True:
-            frames = self._frames()
-            if frames is None:
-                return None
-            if frames:
-                return [(kind, *content) for kind, _, *content in frames]
+        first = self.receive()
+        if first is None:
+            return None
+        others = [(kind, *content) for kind, _, *content in self._unreceived]
+        self._unreceived.clear()
+        return [first, *others]
 
     def close(self) -> None:
         with self._sending:

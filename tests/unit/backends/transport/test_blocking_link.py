@@ -35,6 +35,15 @@ def test_message_arrives_unchanged(ends: Ends) -> None:
     assert there.receive() == (1, "text", (1, None), b"bytes")
 
 
+def test_messages_that_come_together_are_received_in_turn(ends: Ends) -> None:
+    here, there = ends
+    for number in range(3):
+        here.send(number)
+    assert [there.receive() for _ in range(3)] == [(0,), (1,), (2,)]
+    here.close()
+    assert there.receive() is None
+
+
 def test_arrays_arrive_and_their_place_is_free_after_they_are_dropped_and_answered(ends: Ends) -> None:
     here, there = ends
     here.send(1, here.pack([LARGE, MISSING, np.array([b"a", b""], object)]))
