@@ -350,7 +350,9 @@ def _why_no_rows_of_steps(config: pb.ModelConfig, tried: Trial) -> str:
     """What else there is to say of a model whose requests are steps of sequences; "" if nothing."""
     if (rows := fixed_rows(config, tried.spec)) > 1:
         return f"all its tensors have a fixed first dimension of {rows}, and a batch may have steps of fewer sequences"
-    if not can_batch(config, of_clients(config, tried.spec, batched=True)):
+    states = {one.input_name for one in config.sequence_batching.state}
+    fixed = any(one.name in states and not (one.any_rank or -1 in one.dims) for one in tried.spec.inputs)
+    if fixed or not can_batch(config, of_clients(config, tried.spec, batched=True)):
         return ""
     return f"{why_no_batch_axis(config, tried) or tried.why_not}; to batch it, set max_batch_size in its config.pbtxt"
 

@@ -203,15 +203,10 @@ def _batch_axis(
     """Which axis of the state's input is the batch's: the one that was asked for; else of the free ones without which
     `dims` remain, the one that is called like the batch of other inputs; else the first, as always in Triton; else the
     only one."""
-    shape = f"the model's input '{mine.name}', which has shape {list(mine.dims)}"
-    if mine.any_rank:
-        if asked is not None and asked > len(dims or ()):
-            raise ConfigError(
-                f"paceline.state_batch_axis: {mine.name}: expected up to {len(dims or ())}, the number of dims, "
-                f"got {asked}"
-            )
-        return asked or 0
+    shape = f"the model's input '{mine.name}', which has shape {'any' if mine.any_rank else list(mine.dims)}"
     free = [axis for axis, dim in enumerate(mine.dims) if dim == -1]
+    if mine.any_rank:
+        free = [*range(len(dims or ()) + 1)]
     if asked is not None:
         if asked not in free:
             raise ConfigError(
@@ -223,9 +218,9 @@ def _batch_axis(
             f"{where}: expected a free axis for the batch in {shape}; export the model with a free one, or set "
             "max_batch_size 0 and leave no batch axis out of dims"
         )
-    fitting = [axis for axis in free if dims is None or fits(dims, _without(mine.dims, axis))]
-    if len(mine.dims) == 1 and set(dims or ()) == {1}:
-        fitting = free
+    is_number = len(mine.dims) == 1 and set(dims or ()) == {1}  # a row is one: `dims` can't be empty
+    anything = dims is None or mine.any_rank or is_number
+    fitting = [axis for axis in free if anything or fits(dims or (), _without(mine.dims, axis))]
     if not fitting:
         raise ConfigError(
             f"{where}: expected dims of {shape}, with one of its free axes {free}, the batch's, left out, "

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 from paceline.backends import registry
 from paceline.backends.base import Supervise, Trial, unsupervised
@@ -136,6 +137,17 @@ def test_model_that_max_batch_size_could_batch_says_so(tmp_path: Path, caplog: p
     np.testing.assert_array_equal(output, row(4, 8, 12))
     np.testing.assert_array_equal(state, np.array([row(1, 2, 3), row(1, 2, 3)]))
     assert "no batch axis, requests run one by one (input 'RATE' has no dimensions; to batch it, set max" in caplog.text
+
+
+def test_model_that_max_batch_size_could_not_batch_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = models.model(
+        [helper.make_node("Add", ["INPUT0", "STATE"], [name]) for name in ("OUTPUT0", "STATE_OUT")],
+        [models.tensor("INPUT0", "FP32", ["batch", 2]), models.tensor("STATE", "FP32", [1, 2])],
+        [models.tensor(name, "FP32", ["batch", 2]) for name in ("OUTPUT0", "STATE_OUT")],
+    )
+    with caplog.at_level(logging.INFO, "paceline.server.loader"), loading(tmp_path, lambda: made, BARE) as loaded:
+        assert loaded.plan.max_batch_rows == 0
+    assert caplog.text.rstrip().endswith("(input 'STATE' has a first dimension of 1)")
 
 
 def test_state_with_the_batch_on_its_second_axis_is_found(tmp_path: Path) -> None:

@@ -262,6 +262,12 @@ def test_state_of_any_rank_needs_its_dims() -> None:
     )
     found = only(state("s", "dims: [ 2, -1 ]"), model)
     assert (found.input.dims, found.output.dims, found.initial.shape) == ((2, -1), (2, -1), (1, 2, 1))
+    second = planned(sequences(state("s", "dims: [ 2, -1 ]"), more=AXIS % "s=1"), model).spec.sequence
+    assert second is not None
+    assert second.states[0].initial.shape == (2, 1, 1)
+    assert "expected one of the free axes [0, 1, 2] of the model's input 's', which has shape any, got 3" in refusal(
+        sequences(state("s", "dims: [ 2, -1 ]"), more=AXIS % "s=3"), model
+    )
 
 
 def test_axis_of_a_state_needs_a_batch_axis() -> None:
