@@ -27,6 +27,7 @@ from paceline.backends.base import (
 from paceline.backends.onnx.options import OWN_PROCESS
 from paceline.backends.paths import exists, is_file, open_inside
 from paceline.backends.remote import RemoteInstance, RemoteModel
+from paceline.backends.spec import ModelSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.codec.classification import Labels, read_labels
 from paceline.server.errors import ConfigError, LoadHangs
@@ -357,6 +358,17 @@ def _why_no_rows_of_steps(config: pb.ModelConfig, tried: Trial) -> str:
     return f"{why_no_batch_axis(config, tried) or tried.why_not}; to batch it, set max_batch_size in its config.pbtxt"
 
 
+def _found_of_steps(spec: ModelSpec) -> str:
+    """What isn't as in other models where requests are steps of sequences, in words."""
+    if spec.sequence is None:
+        return ""
+    axes = [f"axis {one.input.batch_axis} of {one.input.name}" for one in spec.sequence.states if one.input.batch_axis]
+    shared = [one.name for one in spec.inputs if one.shape_tensor]
+    of_axes = f"the batch is {' and '.join(axes)}" if axes else ""
+    of_shared = f"steps share a batch if they have the same {' and '.join(shared)}" if shared else ""
+    return ", ".join(filter(None, (of_axes, of_shared)))
+
+
 def _say(padding: Padding, config: pb.ModelConfig, tried: Trial) -> str:
     served = padding.plan
     policy = served.policy
@@ -372,4 +384,4 @@ def _say(padding: Padding, config: pb.ModelConfig, tried: Trial) -> str:
     preferred = f", preferred {sorted(policy.preferred_batch_rows)}" if policy.preferred_batch_rows else ""
     preferred += ", padded to that many" if served.spec.fixed_rows else ""
     batches = f"batches of up to {policy.max_batch_rows} rows{preferred}, delay {policy.max_queue_delay_ns // 1_000} us"
-    return f"{batches}; {padding.in_words}" if padding.in_words else batches
+    return "; ".join(filter(None, (batches, padding.in_words, _found_of_steps(served.spec))))

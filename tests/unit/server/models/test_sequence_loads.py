@@ -150,9 +150,13 @@ def test_model_that_max_batch_size_could_not_batch_says_why(tmp_path: Path, capl
     assert caplog.text.rstrip().endswith("(input 'STATE' has a first dimension of 1)")
 
 
-def test_state_with_the_batch_on_its_second_axis_is_found(tmp_path: Path) -> None:
-    with loading(tmp_path, state_models.recurrent, BATCHED) as loaded:
+def test_state_with_the_batch_on_its_second_axis_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "paceline.server.loader"),
+        loading(tmp_path, state_models.recurrent, BATCHED) as loaded,
+    ):
         spec = loaded.plan.spec
+    assert "; the batch is axis 1 of STATE, steps share a batch if they have the same RATE" in caplog.text
     assert spec.sequence is not None
     (state,) = spec.sequence.states
     assert (state.input.batch_axis, state.input.dims, state.initial.shape) == (1, (2, 3), (2, 1, 3))
