@@ -66,9 +66,35 @@ RowCounter = Callable[[Sequence[Tensors]], list[int]]
 def batch_runner(spec: ModelSpec) -> BatchRunner:
     """How instances that serve `spec` execute a batch."""
     seen = as_the_model_sees(spec)
-    if not spec.by_rows:
-        return _MixedBatches(seen).run
-    return LengthBatches(seen).run if spec.lengths else partial(run_batch, seen)
+    mixed = any(one.optional or one.shape_tensor for one in (*spec.inputs, *spec.outputs)) or not spec.paddable
+    runner: BatchRunner = partial(run_batch, seen)
+    if mixed:
+        runner = _MixedBatches(seen).run
+    elif spec.lengths:
+        runner = LengthBatches(seen).run
+    return _rows_in_front(runner, spec) if any(one.batch_axis for one in (*spec.inputs, *spec.outputs)) else runner
+
+
+def _rows_in_front(runner: BatchRunner, spec: ModelSpec) -> BatchRunner:
+    """`runner`, which sees the batch axis in front of all tensors, for a model that has it elsewhere in some."""
+    inputs = [(place, one.batch_axis) for place, one in enumerate(spec.inputs) if one.batch_axis]
+    outputs = [(place, one.batch_axis) for place, one in enumerate(spec.outputs) if one.batch_axis]
+
+    def run_turned(
+        requests: Sequence[Tensors], run: Run, padded_rows: int = 0, allocate: Allocate | None = None
+    ) -> Execution:
+        def turned(arrays: list[Array]) -> Tensors:
+            for place, axis in inputs:
+                arrays[place] = np.ascontiguousarray(np.moveaxis(arrays[place], 0, axis))
+            results = list(run(arrays))
+            for place, axis in outputs if len(results) == len(spec.outputs) else ():
+                if results[place].ndim > axis:  # else it is found not to fit
+                    results[place] = np.moveaxis(results[place], axis, 0)
+            return results
+
+        return runner(requests, turned, padded_rows, allocate)
+
+    return run_turned
 
 
 def row_counter(spec: ModelSpec) -> RowCounter:
@@ -113,6 +139,9 @@ class _MixedBatches:
             (ModelSpec((), (tensor,), batched=spec.batched and not tensor.shape_tensor), scattered.get(tensor.name))
             for tensor in spec.outputs
         ]
+        # Where nothing about the outputs is special, they are shares of the batch's.
+        special = scattered or any(one.optional or one.shape_tensor for one in spec.outputs)
+        self._shared = None if special else ModelSpec((), spec.outputs, batched=spec.batched)
 
     def run(
         self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, allocate: Allocate | None = None
@@ -135,7 +164,9 @@ class _MixedBatches:
         results = self._cut(outputs, requests, [*rows, padding] if padding else rows)
         return Execution(results, joined_ns - began_ns, ran_ns - joined_ns, monotonic_ns() - ran_ns)
 
-    def _cut(self, outputs: Tensors, requests: Sequence[Tensors], rows: list[int]) -> list[tuple[Array, ...]]:
+    def _cut(self, outputs: Tensors, requests: Sequence[Tensors], rows: list[int]) -> Sequence[Tensors]:
+        if self._shared is not None:
+            return split(outputs, rows, self._shared)[: len(requests)]
         if len(outputs) != len(self._outputs):
             raise UnfitOutputs(f"expected {len(self._outputs)} outputs, got {len(outputs)}")
         columns: list[Sequence[Array]] = []
@@ -148,10 +179,6 @@ class _MixedBatches:
             elif tensor.shape_tensor:
                 check_outputs([output], alone, 0)
                 columns.append([output] * len(requests))
-            elif tensor.batch_axis:
-                first = np.moveaxis(output, tensor.batch_axis, 0) if output.ndim > tensor.batch_axis else output
-                parts = [part for (part,) in split([first], rows, alone)]
-                columns.append([np.moveaxis(part, 0, tensor.batch_axis) for part in parts])
             else:
                 columns.append([part for (part,) in split([output], rows, alone)])
         # Padding rows come after the requests' own: the columns have them at the end, and no request gets them.
@@ -173,12 +200,6 @@ def _joined(tensor: TensorSpec, arrays: Sequence[Array], padding: int) -> Array:
         return np.ascontiguousarray(flat[0]) if len(flat) == 1 else np.concatenate(flat)
     if tensor.shape_tensor:  # all requests share it: those that differ in it are never batched together
         arrays, padding = arrays[:1], 0
-    if axis := tensor.batch_axis:
-        last = arrays[-1].take([-1], axis)
-        try:
-            return np.ascontiguousarray(np.concatenate([*arrays, *[last] * padding], axis))
-        except ValueError as error:
-            raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
     return stack([(array,) for array in arrays], padding)[0]
 
 

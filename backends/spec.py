@@ -157,7 +157,7 @@ class Control:
 @dataclass(frozen=True, slots=True)
 class State:
     """What a sequence keeps from step to step: the output `output` of a step is the input `input` of the next one.
-    `initial` is the first step's, of one row, in the model's shape with a batch axis of size 1 if it is batched. The
+    `initial` is the first step's, of one row; as all arrays of requests and results, with the batch axis in front. The
     two tensors have the same datatype and batch axis; their free dims may change from step to step."""
 
     input: TensorSpec

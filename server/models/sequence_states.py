@@ -194,7 +194,7 @@ def _state(
     # Checked at each step: what the next one can't take is an error of the step that gave it.
     out = replace(theirs, dims=dims, batch_axis=axis, any_rank=False, assumed=False)
     initial = _initial(state, into, tuple(state.dims) or dims, data)
-    return State(into, out, np.expand_dims(initial, axis) if batched else initial)
+    return State(into, out, np.expand_dims(initial, 0) if batched else initial)
 
 
 def _batch_axis(

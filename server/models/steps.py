@@ -82,7 +82,7 @@ def executing_steps(execute: ExecuteInputs, spec: ModelSpec) -> Callable[[Sequen
     sequence = spec.sequence
     assert sequence is not None
     outputs = {tensor.name: index for index, tensor in enumerate(spec.executed.outputs)}
-    kept = [(outputs[state.output.name], state.output.batch_axis) for state in sequence.states]
+    kept = [outputs[state.output.name] for state in sequence.states]
 
     def execute_steps(steps: Sequence[Step], padded_rows: int) -> Execution:
         done = execute([step.inputs for step in steps], padded_rows)
@@ -107,13 +107,13 @@ def executing_steps(execute: ExecuteInputs, spec: ModelSpec) -> Callable[[Sequen
     return execute_rows
 
 
-def _states_in(result: Tensors, kept: Sequence[tuple[int, int]]) -> tuple[Array, ...]:
+def _states_in(result: Tensors, kept: Sequence[int]) -> tuple[Array, ...]:
     """Copies of the states in a step's result."""
     if type(result) is Share:
         # Without arrays of all its other outputs.
         arrays, start, stop = result.outputs.arrays, result.start, result.stop
-        return tuple([arrays[index][start:stop].copy() for index, _ in kept])
-    return tuple([np.array(result[index], order="C") for index, _ in kept])
+        return tuple([arrays[index][start:stop].copy() for index in kept])
+    return tuple([np.array(result[index], order="C") for index in kept])
 
 
 def _control(control: Control, spec: ModelSpec, holds: dict[ControlKind, bool]) -> Array:

@@ -159,19 +159,19 @@ def test_state_with_the_batch_on_its_second_axis_is_found(tmp_path: Path, caplog
     assert "; the batch is axis 1 of STATE, steps share a batch if they have the same RATE" in caplog.text
     assert spec.sequence is not None
     (state,) = spec.sequence.states
-    assert (state.input.batch_axis, state.input.dims, state.initial.shape) == (1, (2, 3), (2, 1, 3))
+    assert (state.input.batch_axis, state.input.dims, state.initial.shape) == (1, (2, 3), (1, 2, 3))
     assert [(one.name, one.shape_tensor) for one in spec.inputs] == [("INPUT0", False), ("RATE", True)]
 
 
 @pytest.mark.parametrize("padded_rows", [0, 4])
 @pytest.mark.parametrize("more", ["", OWN_PROCESS], ids=["in the server", "in its own process"])
 def test_states_are_joined_and_cut_along_their_axis(tmp_path: Path, more: str, padded_rows: int) -> None:
-    steps = [(row(one, one, one), np.array(2), np.full((2, 1, 3), 2 * one, np.float32)) for one in range(3)]
+    steps = [(row(one, one, one), np.array(2), np.full((1, 2, 3), 2 * one, np.float32)) for one in range(3)]
     with loading(tmp_path, state_models.recurrent, f"{BATCHED} {more}") as loaded:
         results = loaded.instances[0].execute(steps, padded_rows).results
     for number, (output, state) in enumerate(results):
         np.testing.assert_array_equal(output, row(*[8 * number] * 3))
-        np.testing.assert_array_equal(state, np.full((2, 1, 3), 2 * number))
+        np.testing.assert_array_equal(state, np.full((1, 2, 3), 2 * number))
 
 
 def test_export_for_one_size_of_batches_is_refused(tmp_path: Path) -> None:
