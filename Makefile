@@ -131,7 +131,7 @@ mutants: $(READY) ## plant 30 faults, one after the other, and see that the test
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 proofs: $(READY) ## run the tests that have a longer form than in the suite, in it
-	TESTS_LONG=1 $(BIN)/python -m pytest tests/conformance/test_node_models.py tests/fault/test_chaos.py \
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/conformance/test_node_models.py tests/fault/test_chaos.py tests/fault/test_sequence_chaos.py \
 	    tests/integration/test_bench.py tests/integration/test_stand_in_gpu.py tests/property \
 	    tests/unit/scheduler/test_deadly_requests.py $(ARGS)
 
