@@ -64,7 +64,7 @@ class Handles:
         shown = {
             name: model
             for name, model in served.items()
-            if not isinstance(model.codec, OpenCodec) and model.spec.sequence is None
+            if not isinstance(model.codec, OpenCodec) and model.spec.sequence is None and model.open_requests is None
         }
         models = dict.fromkeys(shown.values())
         self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}

@@ -116,6 +116,10 @@ class Replies:
             if isinstance(flight := self._waiting.get(number), InFlight):
                 self._send_whole(flight)
             return None
+        if kind >= protocol.OPENED:
+            if isinstance(flight := self._waiting.get(number), InFlight):
+                self._on_next(flight, kind, message[2:])
+            return None
         request: AnyRequest | None = self._waiting.pop(number, None)
         if kind == protocol.RESULT:
             # Even if nobody waits: only memory of what is unpacked is given back.
@@ -139,13 +143,41 @@ class Replies:
             request.fail(Aborted(grpc.StatusCode[message[2]], message[3]))
         return request
 
+    def _on_next(self, flight: InFlight, kind: int, fields: Message) -> None:
+        """A request may be answered more than once, or has an answer that isn't its last."""
+        if kind == protocol.OPENED:
+            flight.on_open()
+            return
+        answer = _NextAnswer(self._link, flight)
+        if kind == protocol.NEXT_FAILED:
+            error = protocol.unpacked_error(*fields)
+            assert isinstance(error, Exception)
+            flight.on_more(answer, error)
+            return
+        envelope = flight.envelope_of_more
+        assert envelope is not None
+        answer.answer = envelope.around(fields[0])
+        flight.on_more(answer, None)
+
     # hot path
     def _send_whole(self, flight: InFlight) -> None:
         message, passed = flight.message, flight.passed
         data = message.data if isinstance(message, WireRequest) else message.SerializeToString()
         headers = None if passed is NO_PASSED_HEADERS else tuple(passed)
         times = flight.arrived_ns, flight.deadline_ns
-        self._link.send((protocol.INFER, flight.number, *times, flight.parent, headers, data))
+        self._link.send((protocol.INFER, flight.number, *times, flight.parent, headers, flight.takes_more, data))
+
+
+class _NextAnswer:
+    """`NextAnswer`, from the engine."""
+
+    def __init__(self, link: Link, flight: InFlight) -> None:
+        self._link = link
+        self._number = flight.number
+        self.answer: AnyResponse | None = None
+
+    def sent(self, size_bytes: int) -> None:
+        self._link.send((protocol.TAKEN, self._number, 1, size_bytes))
 
 
 class RemoteInference:
@@ -267,6 +299,8 @@ def _is_small(result: _Reply) -> bool:
 def _answer(flight: InFlight, result: _Reply) -> AnyResponse:
     """The answer, from what the engine sent."""
     if isinstance(result, bytes):
+        if not result and flight.takes_more:
+            return flight.end_of_answers()
         if len(result) > protocol.MAX_WHOLE_BYTES and flight.model is not None:
             flight.model.answers_large = True
         return flight.envelope.around(result) if flight.envelope is not None else result

@@ -178,7 +178,17 @@ class _Front:
 
 
 _REPLIES = frozenset(
-    (protocol.RESULT, protocol.STALE, protocol.FAILED, protocol.ANSWER, protocol.PACKED, protocol.ABORTED)
+    (
+        protocol.RESULT,
+        protocol.STALE,
+        protocol.FAILED,
+        protocol.ANSWER,
+        protocol.PACKED,
+        protocol.ABORTED,
+        protocol.OPENED,
+        protocol.NEXT,
+        protocol.NEXT_FAILED,
+    )
 )
 
 

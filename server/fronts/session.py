@@ -28,10 +28,11 @@ from paceline.server.codec.codec import tensor_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, RequestParameters
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn
-from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
+from paceline.server.codec.wire_request import RequestReader, Unread
 from paceline.server.errors import AnswerTooLarge, value_or_error
 from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import Handles
+from paceline.server.fronts.front_requests import Submitted, Whole
 from paceline.server.fronts.protocol import Aborted, CallContext
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.requests.in_flight import InFlight
@@ -145,6 +146,8 @@ class FrontSession:
             self._cancel(*fields)
         elif kind == protocol.CALL:
             self._run(fields[0], self._call(*fields))
+        elif kind == protocol.TAKEN:
+            self._taken(*fields)
         elif kind == protocol.REFUSED:
             self._refused(*fields)
         elif kind == protocol.USAGE:
@@ -161,6 +164,7 @@ class FrontSession:
         deadline_ns: int,
         parent: TraceParent | None,
         headers: _Values | None,
+        takes_more: bool,
         data: bytes,
     ) -> None:
         """A request as it came to the front, with its headers: from here on like one that came to this process."""
@@ -168,7 +172,7 @@ class FrontSession:
         if isinstance(request, Unread):
             self.fail(number, request)
             return
-        whole = _Whole(
+        whole = Whole(
             self,
             number,
             request,
@@ -177,11 +181,12 @@ class FrontSession:
             PassedHeaders(*headers) if headers else NO_PASSED_HEADERS,
             began_ns,
         )
+        whole.takes_more = takes_more
         self._waited_for[number] = whole
         self._inference.announce(whole)
 
     # hot path
-    def on_done(self, whole: _Whole) -> None:
+    def on_done(self, whole: Whole) -> None:
         """It has an answer, or has failed, or its answer is to be made now."""
         number = whole.number
         self._waited_for.pop(number, None)
@@ -194,11 +199,11 @@ class FrontSession:
                 self.fail(number, error)
         self._notify_if_quiet()
 
-    def _make_answers(self, wholes: Sequence[_Whole]) -> Sequence[Exception | None]:
+    def _make_answers(self, wholes: Sequence[Whole]) -> Sequence[Exception | None]:
         """As `encode`; also QueueFull for an answer too large for any front."""
         return [error or self._serialize(whole) for whole, error in zip(wholes, encode(wholes), strict=True)]
 
-    def _serialize(self, whole: _Whole) -> Exception | None:
+    def _serialize(self, whole: Whole) -> Exception | None:
         assert whole.answer is not None
         data = value_or_error(serialized, whole.answer)
         if isinstance(data, Exception):
@@ -243,7 +248,7 @@ class FrontSession:
         parameters = RequestParameters(*parameter_values) if parameter_values else NO_PARAMETERS
         group = Group.of_one(RequestOptions(rows, key, outputs, parameters, sizes=sizes), inputs)
         request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
-        submitted = _Submitted(self, number, request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
+        submitted = Submitted(self, number, request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
         try:
             passed_on = PassedOn(*passed_on_values) if passed_on_values else NOTHING_PASSED_ON
             self._inference.take(submitted, model, group, self._on_results, passed_on)
@@ -253,18 +258,18 @@ class FrontSession:
         self._waited_for[number] = submitted
 
     # hot path
-    def _on_results(self, done: list[_Submitted]) -> None:
+    def _on_results(self, done: list[Submitted]) -> None:
         """Requests have results, or errors instead."""
         wanted = [one for one in done if self._waited_for.pop(one.number, None) is not None]
         self._inference.conclude(wanted, self._send_results)
         self._notify_if_quiet()
 
     # hot path
-    def _send_results(self, done: Sequence[_Submitted]) -> Sequence[Exception | None]:
+    def _send_results(self, done: Sequence[Submitted]) -> Sequence[Exception | None]:
         return [value_or_error(self._send_result, submitted) for submitted in done]
 
     # hot path
-    def _send_result(self, submitted: _Submitted) -> None:
+    def _send_result(self, submitted: Submitted) -> None:
         """Send what the request wants of its results, now or when there is room.
 
         Raises ExecutionError or AnswerTooLarge, as the codec would, for what no message can carry, and QueueFull for
@@ -312,6 +317,10 @@ class FrontSession:
             task.cancel()
         self._notify_if_quiet()
 
+    def _taken(self, number: int, answers: int, size_bytes: int) -> None:
+        if isinstance(whole := self._waited_for.get(number), Whole):
+            whole.on_sent(answers, size_bytes)
+
     def _refused(self, handle: int) -> None:
         if (model := self._handles.model(handle)) is not None:
             model.statistics.on_drop(Drop.FULL_BYTES)
@@ -346,48 +355,7 @@ class FrontSession:
             self._quiet.set()
 
 
-class _Numbered(InFlight):
-    """A request of the front, which has numbered it, and read it at `arrived_ns`."""
-
-    __slots__ = ("failed", "session")
-
-    def __init__(
-        self,
-        session: FrontSession,
-        number: int,
-        message: AnyRequest,
-        deadline_ns: int,
-        parent: TraceParent | None,
-        passed: PassedHeaders,
-        arrived_ns: int,
-    ) -> None:
-        super().__init__(message, deadline_ns, parent, passed, arrived_ns)
-        self.session = session
-        self.number = number
-        self.failed = False
-
-    def on_failure(self, error: BaseException) -> None:
-        self.failed = True
-        self.session.fail(self.number, error)
-
-
-class _Submitted(_Numbered):
-    """One that the front has decoded, and whose answer it will make."""
-
-    __slots__ = ()
-
-
-class _Whole(_Numbered):
-    """One that the front has passed on as it came."""
-
-    __slots__ = ()
-
-    # hot path
-    def on_done(self) -> None:
-        self.session.on_done(self)
-
-
-def _check_sendable(submitted: _Submitted, outputs: Sequence[Array]) -> None:
+def _check_sendable(submitted: Submitted, outputs: Sequence[Array]) -> None:
     """Raise ExecutionError, in the codec's words, for outputs that no message can carry."""
     model, options = submitted.model, submitted.options
     assert options is not None

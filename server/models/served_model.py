@@ -134,6 +134,7 @@ class ServedModel:
             priority_levels=loaded.plan.policy.priority_levels,
             load_ns=loaded.load_ns,
             tags=loaded.plan.metric_tags,
+            open_requests=self.open_requests,
         )
 
     def _on_over(self, runner: Runner, over: Over) -> None:

@@ -31,7 +31,7 @@ from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions, is_reserved
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.models.served_model import ServedModel
-from paceline.server.requests.in_flight import InFlight, NextAnswer
+from paceline.server.requests.in_flight import AnswerInMaking, InFlight
 
 __all__ = ["Decoupled"]
 
@@ -58,7 +58,7 @@ class Decoupled:
         self,
         conclude: Conclude,
         conclude_silently: Conclude,
-        make: Callable[[Sequence[NextAnswer]], Sequence[Exception | None]],
+        make: Callable[[Sequence[AnswerInMaking]], Sequence[Exception | None]],
     ) -> None:
         self._conclude = conclude
         self._conclude_silently = conclude_silently

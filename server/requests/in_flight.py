@@ -32,7 +32,7 @@ from paceline.server.telemetry.tracing import RequestWatch
 if TYPE_CHECKING:  # fronts do without it
     from paceline.server.models.served_model import ServedModel
 
-__all__ = ["Call", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns"]
+__all__ = ["AnswerInMaking", "Call", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns"]
 
 # A deadline on the wire doesn't include the travel time of request and answer, nor how long the request waited in front
 # of a server that reads no faster, and an answer sent at the last moment is computed for nobody. At ten times the load
@@ -154,19 +154,24 @@ class InFlight(Request[Payload, Tensors]):
             self.trail.on_failure(error)
 
 
-class NextAnswer(Answerable, Protocol):
-    """An answer that isn't the last one to its request, in making until there is an `answer`."""
+class NextAnswer(Protocol):
+    """An answer that isn't the last one to its request; in another process, or in making, until there is an
+    `answer`."""
 
     answer: AnyResponse | None
+
+    def sent(self, size_bytes: int) -> None:
+        """It has left, with so many bytes."""
+
+
+class AnswerInMaking(Answerable, NextAnswer, Protocol):
+    """One that is made of outputs."""
 
     @property
     def model(self) -> ServedModel: ...
 
     @property
     def facts(self) -> BatchFacts | None: ...
-
-    def sent(self, size_bytes: int) -> None:
-        """It has left, with so many bytes."""
 
 
 class Call(InFlight):

@@ -34,7 +34,7 @@ from paceline.server.errors import NotSupported, ServerStopping, as_value
 from paceline.server.memory.region_tensors import TargetedInputs
 from paceline.server.models.repository import Repository, ServedModel
 from paceline.server.requests.decoupled import Decoupled
-from paceline.server.requests.in_flight import InFlight, NextAnswer, answer_deadline_ns
+from paceline.server.requests.in_flight import AnswerInMaking, InFlight, answer_deadline_ns
 from paceline.server.requests.parts import Parts
 from paceline.server.requests.quiet import until_quiet
 from paceline.server.telemetry.log import debugging
@@ -339,7 +339,7 @@ def _end_answers(flights: Sequence[InFlight]) -> list[Exception | None]:
 
 
 # hot path: see bench/
-def encode(flights: Sequence[InFlight | NextAnswer]) -> list[Exception | None]:
+def encode(flights: Sequence[InFlight | AnswerInMaking]) -> list[Exception | None]:
     """Make the answers of requests of one model that have results. Returns for each why it has none, as
     `ModelCodec.encode`, None if it has one."""
     model = flights[0].model

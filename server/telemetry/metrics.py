@@ -8,7 +8,7 @@ that Triton lacks begin with `paceline_`. Collecting may happen on any thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -135,7 +135,7 @@ class BatcherGauges(Protocol):
 @dataclass(frozen=True, slots=True)
 class VersionMetrics:
     """One loaded version of a model, as far as metrics go. `tags` become labels, each with `_` in front of its name.
-    `priority_levels` is 0 where all requests are equal."""
+    `priority_levels` is 0 where all requests are equal. `open_requests` are those of a decoupled model."""
 
     model: str
     version: str
@@ -144,6 +144,7 @@ class VersionMetrics:
     priority_levels: int = 0
     load_ns: int = 0
     tags: Mapping[str, str] = field(default_factory=dict)
+    open_requests: Sized | None = None
 
     @property
     def labels(self) -> Labels:
@@ -280,6 +281,13 @@ def _durations(histogram: DurationHistogram, **labels: str) -> Samples:
     return _buckets(bounds_us, list(histogram.counts), histogram.total_ns / 1_000, **labels)
 
 
+def _first_answers(version: VersionMetrics) -> Samples:
+    if version.open_requests is not None:
+        histogram = version.statistics.first_answers
+        bounds_ms = [bound_ns / 1e6 for bound_ns in DURATION_BOUNDS_NS]
+        yield from _buckets(bounds_ms, list(histogram.counts), histogram.total_ns / 1e6)
+
+
 def _executions(statistics: VersionStatistics) -> Samples:
     for size, histogram in statistics.by_size().items():
         yield from _durations(histogram, up_to_rows=str(size))
@@ -314,6 +322,10 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
     _gauge("nv_inference_pending_request_count", "Requests accepted and not yet executing",
         lambda version: version.batcher.waiting_requests),
     _gauge("nv_model_load_duration_secs", "Seconds that loading took, including warm-up", lambda v: v.load_ns / 1e9),
+    Family("nv_inference_first_response_histogram_ms", "histogram",
+        "Milliseconds until a request of a decoupled model has its first answer", _first_answers),
+    Family("paceline_open_requests", "gauge", "Requests of a decoupled model that were accepted and haven't ended",
+        lambda version: None if version.open_requests is None else len(version.open_requests)),
     Family("paceline_dropped_requests", "counter",
         "Requests that were not executed, by reason; of a split request, its parts",
         lambda version: [("", {"reason": one.value}, count) for one, count in version.statistics.drops.items()]),

@@ -93,6 +93,7 @@ def counts(statistics: pb.ModelStatistics) -> tuple[int, int]:
     return statistics.inference_stats.success.count, statistics.inference_stats.fail.count
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_unary_request_is_refused_whatever_it_has(tmp_path: Path) -> None:
     text = "ModelInfer RPC doesn't support models with decoupled transaction policy"
     async with served(tmp_path) as started:
@@ -109,6 +110,7 @@ async def test_unary_request_is_refused_whatever_it_has(tmp_path: Path) -> None:
         ("send(9, True)", [9], False),
     ],
 )
+@pytest.mark.usefixtures("frontends")
 async def test_last_answer_says_so_or_an_empty_one_if_asked(
     tmp_path: Path, code: str, expected: Sequence[int], and_if_asked: bool
 ) -> None:
@@ -135,6 +137,7 @@ async def test_empty_final_answer_names_what_was_asked(tmp_path: Path) -> None:
             assert not response.outputs
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_errors_are_answers_and_end_only_if_told_to(tmp_path: Path) -> None:
     code = "request.fail('first', end=False)\nsend(1)\nrequest.fail('second')"
     async with served(tmp_path) as started:
@@ -145,6 +148,8 @@ async def test_errors_are_answers_and_end_only_if_told_to(tmp_path: Path) -> Non
         ]  # fmt: skip
         statistics = await settled(started)
         assert counts(statistics) == (0, 1)
+        assert await started.metric("nv_inference_first_response_histogram_ms_count") == 1
+        assert await started.metric("paceline_open_requests") == 0
         answers = statistics.response_stats
         assert {key: (value.success.count, value.fail.count) for key, value in answers.items()} == {
             "0": (0, 1), "1": (1, 0), "2": (0, 1),
@@ -206,14 +211,20 @@ async def test_requests_of_one_batch_are_handed_over_together(tmp_path: Path) ->
         stream = Stream(started)
         await stream.send(*[asking("send(model.batch, True)", paceline_batch_info=True) for _ in range(3)])
         assert await rest(stream) == [("", 3, True)] * 3
-        statistics = await settled(started)
-        assert [(one.batch_size, one.compute_infer.count) for one in statistics.batch_stats] == [(3, 1)]
-        assert statistics.inference_stats.queue.count == 3
+        statistics = started.server.repository.get("m", "").statistics
+        # Requests may end before the execution that they are in.
+        await eventually_async(lambda: statistics.execution_count, "the execution has ended")
+        assert [*statistics.by_rows()] == [3]
+        assert statistics.queue.count == 3
 
 
 @pytest.mark.parametrize("how", ["parameter", "stream", "channel"])
+@pytest.mark.usefixtures("frontends")
 async def test_cancelling_is_told_to_the_model_while_it_executes(tmp_path: Path, how: str) -> None:
-    async with served(tmp_path, ONE_BY_ONE) as started, grpc.aio.insecure_channel(started.target) as channel:
+    async with (
+        served(tmp_path, ONE_BY_ONE) as started,
+        grpc.aio.insecure_channel(started.target) as channel,
+    ):
         stream = Stream(Served(started.server, channel, None))
         await stream.send(asking(ENDLESS, "endless"))
         assert told(await stream.message()) == ("endless", 1, False)
@@ -241,6 +252,7 @@ async def test_deadline_ends_a_request_and_is_told(tmp_path: Path, code: str) ->
         await settled(started)
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_slow_reader_bounds_what_is_held(tmp_path: Path) -> None:
     code = """
 numpy = __import__("numpy")
@@ -267,6 +279,7 @@ thread(run)
         await settled(started)
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_process_killed_between_answers_fails_what_is_open(tmp_path: Path) -> None:
     async with served(tmp_path) as started:
         pid = await one(started, "send(os.getpid(), True)")

@@ -41,10 +41,12 @@ TRITON_GAUGES = {
     "nv_cpu_memory_total_bytes",
     "nv_cpu_memory_used_bytes",
 }
+TRITON_HISTOGRAM = "nv_inference_first_response_histogram_ms"
 OURS = {
     "paceline_ready": "gauge",
     "paceline_failed_models": "gauge",
     "paceline_lost_log_lines": "counter",
+    "paceline_open_requests": "gauge",
     "paceline_dropped_requests": "counter",
     "paceline_pending_requests": "gauge",
     "paceline_hung_executions": "counter",
@@ -107,7 +109,8 @@ def types(metrics: Metrics) -> dict[str, str]:
 
 def test_all_triton_metrics_are_exposed_with_their_types(metrics: Metrics) -> None:
     found = {name: kind for name, kind in types(metrics).items() if name.startswith("nv_")}
-    assert found == {**dict.fromkeys(TRITON_COUNTERS, "counter"), **dict.fromkeys(TRITON_GAUGES, "gauge")}
+    counters, gauges = dict.fromkeys(TRITON_COUNTERS, "counter"), dict.fromkeys(TRITON_GAUGES, "gauge")
+    assert found == {**counters, **gauges, TRITON_HISTOGRAM: "histogram"}
 
 
 def test_all_our_metrics_are_exposed_with_their_types(metrics: Metrics) -> None:
@@ -184,7 +187,7 @@ OF_GPUS = {
 
 def test_docs_name_all_metrics_and_no_others(metrics: Metrics) -> None:
     told = set(re.findall(r"`((?:nv|paceline)_\w+)`", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
-    assert told == {*OURS, *OF_LIMITS, *OF_FRONTS, *OF_GPUS, *TRITON_COUNTERS, *TRITON_GAUGES}
+    assert told == {*OURS, *OF_LIMITS, *OF_FRONTS, *OF_GPUS, *TRITON_COUNTERS, *TRITON_GAUGES, TRITON_HISTOGRAM}
 
 
 def test_metrics_of_fronts_are_exposed_where_there_are_fronts(metrics: Metrics) -> None:
