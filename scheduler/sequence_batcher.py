@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from paceline.scheduler.answering import Answers
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.clock import Alarm, Clock, MonotonicClock
-from paceline.scheduler.errors import BatcherClosed, NoInstance, QueueFull, SchedulerError
+from paceline.scheduler.errors import BatcherClosed, DeadlineExceeded, NoInstance, QueueFull, SchedulerError
 from paceline.scheduler.failures import Blame
 from paceline.scheduler.instances import InstanceReplacer
 from paceline.scheduler.observer import FULL, Drop, Observer
@@ -275,7 +275,8 @@ class SequenceBatcher(Generic[P, R]):
                         refused[step] = error
                         sequences.refuse(step, now_ns)
                     else:
-                        sequences.left(step, now_ns, SequenceEnd.REFUSED)
+                        is_late = isinstance(error, DeadlineExceeded)
+                        sequences.left(step, now_ns, SequenceEnd.EXPIRED if is_late else SequenceEnd.REFUSED)
                         self._answers.fail(step, error)
         self._is_sending = False
         if sequences.dropped:

@@ -331,6 +331,25 @@ async def test_unreachable_deadline_is_refused_without_harm() -> None:
     bench.batcher.close()
 
 
+async def test_waiting_step_that_will_be_late_ends_its_sequence() -> None:
+    bench = Bench(max_batch_rows=1)
+    for name in "abc":
+        await bench.send(7, name, start=name == "a")
+        bench.clock.advance(50 * MS)
+        await bench.finish()
+    await bench.send(7, "d")
+    late = await bench.send(7, "e", deadline_ns=bench.clock.now_ns() + 60 * MS)
+    behind = await bench.send(7, "f")
+    bench.clock.advance(50 * MS)
+    await bench.finish()
+    with pytest.raises(DeadlineUnreachable):
+        late.result()
+    with pytest.raises(NotStarted, match="waited for too long"):
+        behind.result()
+    assert bench.running == ""
+    bench.batcher.close()
+
+
 # ---- Instances that hold their sequences -----------------------------------------------------------------------------
 
 
