@@ -4,7 +4,8 @@ Lives here: the loads, what bounds them, the ratios. Must not: assert. In each r
 other round goes backwards.
 
 1. `vad` (needs `--silero`) and `fixed`: 64 streams in closed loops. `of_joined`: over 64 rows with their states joined
-   for good, nothing but `session.run`, in a process without a server. `of_plain`: over what the server makes of
+   for good, nothing but `session.run`, in a process without a server. `inside_of_joined`: the same over what this
+   server makes of the steps' bytes without gRPC. `of_plain`: over what the server makes of
    requests as large for a model that does nothing and remembers nothing. `of_one`: over one stream in a closed loop.
    Before that, each of 64 sequences is compared with the model run alone.
 2. `triton` (needs perf_analyzer and Triton's server): the same Python model under the strategy `oldest`, in both.
@@ -131,6 +132,7 @@ def _round(
 
     loads: list[tuple[str, Step]] = [
         ("joined", lambda: _joined(model, file, seconds)),
+        ("inside", lambda: _inside(model, file, seconds)),
         ("streams", streams),
         ("plain", lambda: float(_load(server.target, [plain] * STREAMS, seconds)["requests_per_s"])),
         ("one", lambda: float(_load(server.target, paths[:1], seconds)["requests_per_s"])),
@@ -140,6 +142,7 @@ def _round(
     return {
         **found,
         "of_joined": found["streams"] / found["joined"],
+        "inside_of_joined": found["inside"] / found["joined"],
         "of_plain": found["streams"] / found["plain"],
         "of_one": found["streams"] / found["one"],
     }
@@ -149,6 +152,11 @@ def _joined(model: str, file: Path, seconds: float) -> float:
     told = run_module(
         *("sequences", "--joined", model, str(file), "--seconds", str(seconds)), timeout_s=seconds + _SPARE_S
     )
+    return float(told["steps_per_s"])
+
+
+def _inside(model: str, file: Path, seconds: float) -> float:
+    told = run_module("sequences_inside", model, str(file), "--seconds", str(seconds), timeout_s=seconds + _SPARE_S)
     return float(told["steps_per_s"])
 
 
@@ -256,7 +264,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_triton(analyzer, got.rounds, got.seconds, got.delay_ms / 1e3, report)
     if "costs" in parts:
         print(json.dumps(sequence_costs.costs(got.seconds)), flush=True)
-    print("\n" + _table(rounds, ("difference", "of_joined", "of_plain", "of_one", "rows_per_batch", "of_triton")))
+    print(
+        "\n"
+        + _table(
+            rounds, ("difference", "inside_of_joined", "of_joined", "of_plain", "of_one", "rows_per_batch", "of_triton")
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def test_all_streams_are_answered_and_compared(tmp_path: Path) -> None:
     sequences.measure(files, 2, 0.2, 5, found.append)
     assert [one["model"] for one in found] == ["fixed", "fixed"]
     assert all(one["difference"] == 0 for one in found)
-    assert all(one[key] > 0 for one in found for key in ("of_joined", "of_plain", "of_one", "rows_per_batch"))
+    assert all(one[key] > 0 for one in found for key in ("inside_of_joined", "of_joined", "of_plain", "of_one"))
 
 
 def test_costs_of_steps_and_memory_are_measured() -> None:
