@@ -29,7 +29,7 @@ COUNT = "for n in range(3): send(n)\n"
 ENDLESS = "while not request.cancelled: send(1)\n"
 KEEP = "model.kept.append(request)\n"
 BATCHED = "max_batch_size: 8 dynamic_batching { }"
-ONE_BY_ONE = "max_batch_size: 8"
+ONE_BY_ONE = "max_batch_size: 1"
 Told = tuple[str, int | str | None, bool]
 """Id, the output, the error or nothing, and whether it is the last answer."""
 
@@ -289,7 +289,9 @@ async def test_process_killed_between_answers_fails_what_is_open(tmp_path: Path)
         assert [told(await stream.message())[1:] for _ in range(20)] == [(1, False)] * 20
         os.kill(pid, signal.SIGKILL)
         answers = await rest(stream)
-        assert {answer[1:] for answer in answers} == {("model 'm': the model's process was killed by SIGKILL", True)}
+        # The last ones' execution may not have ended yet.
+        killed = "model 'm': the model's process was killed by SIGKILL"
+        assert all(str(answer[1]).startswith(killed) and answer[2] for answer in answers)
         assert Counter(answer[0] for answer in answers) == {str(number): 1 for number in range(20)}
         assert await one(started, "send(1, True)") == 1
         assert counts(await settled(started)) == (2, 20)
