@@ -44,7 +44,7 @@ backend: "python" max_batch_size: 64 instance_group { kind: KIND_CPU count: 1 }
 input { name: "INPUT" data_type: TYPE_FP32 dims: [ 1 ] }
 output { name: "OUTPUT" data_type: TYPE_FP32 dims: [ 1 ] }
 sequence_batching {
-  max_sequence_idle_microseconds: 60000000
+  max_sequence_idle_microseconds: 5000000
   oldest { max_candidate_sequences: 64 }
   control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
   control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
