@@ -191,12 +191,18 @@ def measure_triton(
         targets = [("paceline", ours.target), ("triton", theirs.target)]
         for number in range(rounds):
             for way in ("calls", "stream"):
-                found = {
-                    server: analyze(analyzer, target, way, seconds, folder)
-                    for server, target in (reversed(targets) if number % 2 else targets)
-                }
-                ratio = found["paceline"]["requests_per_s"] / found["triton"]["requests_per_s"]
-                report({"model": f"{PYTHON} {way}", "delay_ms": 1e3 * delay_s, **found, "of_triton": ratio})
+                found: dict[str, Any] = {"model": f"{PYTHON} {way}", "delay_ms": 1e3 * delay_s}
+                for server, target in reversed(targets) if number % 2 else targets:
+                    try:
+                        found[server] = analyze(analyzer, target, way, seconds, folder)
+                    except BenchError as error:
+                        # A rival that breaks is a finding: under load, some of its streams end without all answers.
+                        if server == "paceline":
+                            raise
+                        found[server] = {"failed": str(error)}
+                if "failed" not in found["triton"]:
+                    found["of_triton"] = found["paceline"]["requests_per_s"] / found["triton"]["requests_per_s"]
+                report(found)
 
 
 def analyze(analyzer: Path, target: str, way: str, seconds: float, folder: Path) -> dict[str, Any]:
@@ -207,7 +213,10 @@ def analyze(analyzer: Path, target: str, way: str, seconds: float, folder: Path)
     command += ["-p", str(max(100, round(1_000 * seconds / 3))), "-s", "1000000", "-r", "3"]
     command += ["--streaming"] if way == "stream" else []
     environment = {**os.environ, "LD_LIBRARY_PATH": str(analyzer.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3 * seconds + _SPARE_S)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3 * seconds + _SPARE_S)
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"perf_analyzer did not end: {' '.join(command)}") from None
     if done.returncode:
         raise BenchError(f"perf_analyzer ended with {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
     return perf_analyzer.read(report.read_text(), done.stdout)
