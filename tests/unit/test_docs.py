@@ -382,7 +382,7 @@ def shown_figures() -> list[str]:
 def test_figures_are_those_that_were_measured() -> None:
     measured = {
         float(number)
-        for page in ("measurements", "measurements-gpu", "measurements-lengths")
+        for page in ("measurements", "measurements-gpu", "measurements-lengths", "measurements-sequences")
         for number in numbers((REPO / "docs" / f"{page}.md").read_text(encoding="utf-8"))
     }
     shown = shown_figures()
