@@ -167,14 +167,14 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """How steps of sequences are executed. `slots`: how many sequences an instance holds at a time; each of its
+    """How steps of sequences are executed. `places`: how many sequences an instance holds at a time; each of its
     sequences stays on it from start to end, as the model may keep something of it. 0: the model can't tell, so any
-    instance may execute any step. `rows`: a sequence's row in a batch is always that of its slot, and rows without a
+    instance may execute any step. `rows`: a sequence's row in a batch is always that of its place, and rows without a
     step are executed too, with READY false."""
 
     controls: tuple[Control, ...] = ()
     states: tuple[State, ...] = ()
-    slots: int = 0
+    places: int = 0
     rows: bool = False
 
 

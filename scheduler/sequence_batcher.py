@@ -83,7 +83,7 @@ class SequenceBatcher(Generic[P, R]):
         self._clock: Clock = clock or MonotonicClock()
         self._answers = Answers(observer)
         self.sequences: Sequences[Request[P, R]] = Sequences(policy.sequences, model, Waiting(policy, shared_limits))
-        self._holds = policy.sequences.slots > 0
+        self._holds = policy.sequences.places > 0
         self._groups: list[list[Runner[P, R]]] = [list(runners)]
         if self._holds:
             by_instance: dict[Hashable, list[Runner[P, R]]] = {}

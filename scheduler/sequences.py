@@ -244,7 +244,7 @@ class Sequences(Generic[RequestT]):
     def add_instance(self, instance: int, now_ns: int) -> None:
         """There is another instance that holds sequences."""
         self._instances.add(instance)
-        for row in range(self._policy.slots):
+        for row in range(self._policy.places):
             heappush(self._free, Place(row, instance))
         self._fill_places(now_ns)
 
@@ -385,7 +385,7 @@ class Sequences(Generic[RequestT]):
 
     def _give_place(self, sequence: Sequence[RequestT]) -> bool:
         """Whether there was a place for it: the lowest row that is free on any instance."""
-        if not self._policy.slots:
+        if not self._policy.places:
             if self.live >= self._policy.max_sequences:
                 return False
             sequence.place = _ANYWHERE

@@ -140,8 +140,8 @@ def spec_of_sequences(config: pb.ModelConfig, own: ModelSpec, max_rows: int, dat
     told = {control.kind for control in controls} & {ControlKind.READY, ControlKind.CORRID}
     # What else may be executed by any instance in any row, without that anybody could tell.
     stays = is_python or (direct and bool(told))
-    slots = _candidates(config, max_rows) if stays else 0
-    return SequenceSpec(controls, states, slots, rows=direct and batched and slots > 0)
+    places = _candidates(config, max_rows) if stays else 0
+    return SequenceSpec(controls, states, places, rows=direct and batched and places > 0)
 
 
 def _candidates(config: pb.ModelConfig, max_rows: int) -> int:
@@ -206,9 +206,9 @@ def policy_of_sequences(config: pb.ModelConfig, spec: SequenceSpec, policy: Batc
             "paceline.batch_sizes: expected none, as sequences have rows of their own with sequence_batching.direct "
             f"and a control of kind READY or CORRID, or a Python model, got {list(policy.batch_sizes)}"
         )
-    if spec.slots and own.max_sequences is not None:
+    if spec.places and own.max_sequences is not None:
         raise ConfigError(
-            f"paceline.max_sequences: expected none, as each instance holds {spec.slots} sequences, which the model "
+            f"paceline.max_sequences: expected none, as each instance holds {spec.places} sequences, which the model "
             f"can tell apart: max_candidate_sequences of oldest, else max_batch_size; got {own.max_sequences}"
         )
     idle_ns = config.sequence_batching.max_sequence_idle_microseconds * 1_000 or _DEFAULT_IDLE_NS
@@ -217,12 +217,12 @@ def policy_of_sequences(config: pb.ModelConfig, spec: SequenceSpec, policy: Batc
     try:
         sequences = SequencePolicy(
             idle_ns=min(idle_ns, _LONGEST_IDLE_NS),
-            slots=spec.slots,
+            places=spec.places,
             max_sequences=most if own.max_sequences is None else own.max_sequences,
             backlog=_MAX_BACKLOG if own.sequence_backlog is None else own.sequence_backlog,
         )
     except PolicyError as error:
         raise ConfigError(f"paceline.{error}") from None
     # What a model has kept of a step that failed in a batch isn't undone, so that step mustn't be executed again.
-    may_keep = spec.slots > 0 and not spec.states
+    may_keep = spec.places > 0 and not spec.states
     return replace(policy, sequences=sequences, isolate_failures=policy.isolate_failures and not may_keep)

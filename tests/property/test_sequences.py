@@ -133,7 +133,7 @@ class World:
     def on_loss(self, runner: Instance, error: BaseException) -> None:
         runner.is_lost = True
         self.missing += 1
-        for known in self.known if self.limits.slots else ():
+        for known in self.known if self.limits.places else ():
             if known.instance == runner.number:
                 known.is_lost = True
                 known.break_from(0)
@@ -160,7 +160,7 @@ class World:
             before = [one for one in known.steps if one.number < step.number]
             assert all(one.request.ended and one.was_executed and not one.executing for one in before)
             assert payload.state == (() if step.asked.start else known.done)
-            if self.limits.slots:
+            if self.limits.places:
                 assert known.instance in (-1, payload.place[1])
                 known.instance = payload.place[1]
                 assert instance.number % len(self.batcher._batchers) == payload.place[1] % len(self.batcher._batchers)
@@ -284,7 +284,7 @@ class World:
 
     def check(self) -> None:
         sequences = self.batcher.sequences
-        most = self.limits.slots * len(self.instances) if self.limits.slots else self.limits.max_sequences
+        most = self.limits.places * len(self.instances) if self.limits.places else self.limits.max_sequences
         assert sequences.live <= most
         assert self.waiting == sequences.backlog.requests
         for known in self.known:
@@ -337,7 +337,7 @@ class World:
             assert sequences.is_quiet
             # Each sequence that an instance has held is over once, and no other; unless that was lost.
             held = [known for known in self.known if known.instance >= 0 and not known.is_lost]
-            assert len(held) <= len(self.overs) <= (len(self.known) if self.limits.slots else 0)
+            assert len(held) <= len(self.overs) <= (len(self.known) if self.limits.places else 0)
         ends = sum(len(one.waits_ns) + one.failed + one.cancelled for one in self.seen.reports) + len(self.seen.drops)
         assert ends == len(self.steps) + self.refused
 
@@ -365,7 +365,7 @@ POLICIES = st.builds(
     sequences=st.builds(
         SequencePolicy,
         idle_ns=st.just(IDLE_NS),
-        slots=st.sampled_from([0, 0, 1, 2]),
+        places=st.sampled_from([0, 0, 1, 2]),
         max_sequences=st.sampled_from([1, 2, 100]),
         backlog=st.sampled_from([0, 2, 100, 100]),
     ),

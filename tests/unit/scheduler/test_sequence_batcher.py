@@ -27,7 +27,7 @@ from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunne
 from tests.unit.scheduler.workbench import _BLAMES, NeverWaits, one_turn
 
 MS = 1_000_000
-SLOTS = SequencePolicy(slots=2)
+PLACES = SequencePolicy(places=2)
 
 
 class Payload:
@@ -354,7 +354,7 @@ async def test_waiting_step_that_will_be_late_ends_its_sequence() -> None:
 
 
 async def test_sequences_stay_on_the_instance_that_holds_them() -> None:
-    bench = Bench(SLOTS, instances=2)
+    bench = Bench(PLACES, instances=2)
     for id_ in (1, 2, 3, 4):
         bench.refusal(id_, str(id_), start=True)
     await one_turn()
@@ -369,7 +369,7 @@ async def test_sequences_stay_on_the_instance_that_holds_them() -> None:
 
 
 async def test_lost_instance_takes_its_sequences_with_it() -> None:
-    bench = Bench(SLOTS, instances=2)
+    bench = Bench(PLACES, instances=2)
     for id_ in (1, 2):
         await bench.send(id_, str(id_), start=True)
     queued = await bench.send(3, "3", start=True)
@@ -394,7 +394,7 @@ async def test_lost_instance_takes_its_sequences_with_it() -> None:
 
 
 async def test_holder_is_told_how_its_sequences_end() -> None:
-    bench = Bench(SequencePolicy(slots=2, idle_ns=MS))
+    bench = Bench(SequencePolicy(places=2, idle_ns=MS))
     await bench.send(1, "a", start=True, end=True)
     await bench.finish()
     await bench.send(2, "a", start=True)

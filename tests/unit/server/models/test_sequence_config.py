@@ -106,7 +106,7 @@ def test_default_rows_hold_if_every_first_dimension_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "slots", "rows"),
+    ("text", "more", "places", "rows"),
     [
         ("", "", 0, False),
         (control(), "", 0, False),
@@ -118,13 +118,13 @@ def test_default_rows_hold_if_every_first_dimension_is_free() -> None:
         ("oldest { max_candidate_sequences: 9 }", PYTHON, 9, False),
     ],
 )
-def test_sequences_stay_where_the_model_can_see_them(text: str, more: str, slots: int, rows: bool) -> None:
+def test_sequences_stay_where_the_model_can_see_them(text: str, more: str, places: int, rows: bool) -> None:
     made = planned(sequences(text, more=more), own("START", "READY", "END", "ID"))
 
     assert made.spec.sequence is not None
     assert made.policy.sequences is not None
-    assert (made.spec.sequence.slots, made.spec.sequence.rows) == (slots, rows)
-    assert made.policy.sequences.slots == slots
+    assert (made.spec.sequence.places, made.spec.sequence.rows) == (places, rows)
+    assert made.policy.sequences.places == places
 
 
 @pytest.mark.parametrize(("kept", "isolates"), [("", False), (state("h", "data_type: TYPE_FP32 dims: [ 2 ]"), True)])
@@ -138,7 +138,7 @@ def test_one_slot_is_left_without_a_batch_axis() -> None:
     made = planned(sequences("", 0, more), own()).spec.sequence
 
     assert made is not None
-    assert (made.slots, made.rows) == (1, False)
+    assert (made.places, made.rows) == (1, False)
 
 
 def test_python_models_need_not_declare_controls_and_states() -> None:

@@ -234,7 +234,7 @@ def test_python_model_gets_controls_and_states_undeclared(tmp_path: Path) -> Non
     with loading(tmp_path, PYTHON, f"max_batch_size: 4 sequence_batching {{ {control} {state} }}") as loaded:
         ((output, state_out),) = run(loaded, (row(1, 2), row(1), row(10, 20)))
         assert loaded.plan.policy.sequences is not None
-        assert loaded.plan.policy.sequences.slots == 4
+        assert loaded.plan.policy.sequences.places == 4
     np.testing.assert_array_equal(output, row(1011, 1022))
     np.testing.assert_array_equal(state_out, row(1011, 1022))
 
