@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from enum import Enum
 from heapq import heappop, heappush
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Generic, NamedTuple, Protocol
 
 from paceline.scheduler.errors import BacklogFull, NoSequence, NotStarted, QueueFull, SequenceError
@@ -25,6 +25,8 @@ from paceline.scheduler.waiting import Timers, Waiting
 
 __all__ = ["AnySequence", "Over", "Place", "Sequence", "SequenceEnd", "Sequences", "StepPayload"]
 
+_MOST_AT_ONCE = 500
+"""Sequences whose idle limit has passed end in turns of so many, of 5 us each, so that nobody else waits for long."""
 _MAX_GONE = 4_096
 """Of so many sequences that ended before their last step it is remembered why."""
 
@@ -227,9 +229,10 @@ class Sequences(Generic[RequestT]):
         return True
 
     def expire(self, now_ns: int) -> list[RequestT]:
-        """The requests that have waited here for too long. Sequences that were idle for too long end."""
+        """The requests that have waited here for too long. Sequences that were idle for too long end, or many of them:
+        then `wake_ns` says that there are more."""
         due_ns = now_ns - self._policy.idle_ns
-        for sequence in [*takewhile(lambda one: one.since_ns <= due_ns, self._idle)]:
+        for sequence in [*takewhile(lambda one: one.since_ns <= due_ns, islice(self._idle, _MOST_AT_ONCE))]:
             del self._idle[sequence]
             self._cut(sequence, SequenceEnd.IDLE)
             self._leave(sequence, now_ns)

@@ -249,6 +249,24 @@ async def test_quiet_sequence_ends_after_its_idle_limit() -> None:
     bench.batcher.close()
 
 
+async def test_many_idle_sequences_end_in_turns() -> None:
+    bench = Bench(SequencePolicy(idle_ns=MS), max_batch_rows=2_000)
+    for id_ in range(1, 1_301):
+        bench.refusal(id_, "a", start=True)
+    await one_turn()
+    await bench.finish()
+    sequences = bench.batcher.sequences
+    now_ns = bench.clock.now_ns() + MS
+    assert sequences.expire(now_ns) == []
+    assert sequences.live == 800
+    wake_ns = sequences.wake_ns(None)
+    assert wake_ns is not None
+    assert wake_ns <= now_ns
+    bench.clock.advance(MS)
+    assert sequences.live == 0
+    bench.batcher.close()
+
+
 async def test_new_sequence_waits_until_there_is_room() -> None:
     bench = Bench(SequencePolicy(max_sequences=1))
     await bench.send(1, "a", start=True)
