@@ -260,7 +260,12 @@ class SequenceBatcher(Generic[P, R]):
             return  # a batcher has told of requests while it was handed others
         self._is_sending = True
         sequences, make_step = self.sequences, self._make_step
-        while sequences.ready:
+        while sequences.ready or sequences.over:
+            # Before any step: the next sequence of the same id may be among those.
+            for over in sequences.over:
+                for runner in self._groups[over.instance][:1]:
+                    self._on_over(runner, over)
+            sequences.over.clear()
             ready, sequences.ready = sequences.ready, []
             for sequence in ready:
                 assert sequence.executing is not None
@@ -287,10 +292,6 @@ class SequenceBatcher(Generic[P, R]):
                     self._answers.count(Drop.SEQUENCE_ENDED)
                 else:
                     self._answers.drop(request, Drop.SEQUENCE_ENDED, why)
-        for over in sequences.over:
-            for runner in self._groups[over.instance][:1]:
-                self._on_over(runner, over)
-        sequences.over.clear()
         if not self._accepts and not self._stopped and sequences.is_quiet:
             self._quiet.set()
         wake_ns = sequences.wake_ns(self._wake_ns)

@@ -76,9 +76,12 @@ class StepPayload(Protocol):
 class Sequence(Generic[RequestT]):
     """A sequence. `executing` is its step at the batcher, `steps` are those behind it, None if there never were any.
     `state` is what the last step left; None: nothing yet. `ends` is why it ends once these are done; None: it goes on.
-    `payload` is that of the step at the batcher, `note` is for whoever makes payloads."""
+    `payload` is that of the step at the batcher, `note` is for whoever makes payloads. `follower` has the same id, and
+    mustn't begin before this one is over."""
 
-    __slots__ = ("ends", "executing", "has_begun", "id", "note", "payload", "place", "since_ns", "state", "steps")
+    __slots__ = (
+        "ends", "executing", "follower", "has_begun", "id", "note", "payload", "place", "since_ns", "state", "steps",
+    )  # fmt: skip
 
     def __init__(self, id_: int | str) -> None:
         self.id = id_
@@ -91,6 +94,7 @@ class Sequence(Generic[RequestT]):
         self.since_ns = 0
         self.has_begun = False
         self.ends: SequenceEnd | None = None
+        self.follower: Sequence[RequestT] | None = None
 
 
 AnySequence = Sequence[AnyRequest]
@@ -116,6 +120,9 @@ class Sequences(Generic[RequestT]):
         self.live = 0
         self.ended = Counter(dict.fromkeys(SequenceEnd, 0))
         self._by_id: dict[int | str, Sequence[RequestT]] = {}
+        # Where instances hold sequences, which they tell apart by their ids: those that take no more steps and aren't
+        # over, the last one of each id.
+        self._ending: dict[int | str, Sequence[RequestT]] = {}
         # By each of their requests that hasn't left.
         self._of: dict[RequestT, Sequence[RequestT]] = {}
         # Those without a place, and those of which nothing waits or executes; either in the order in which they came.
@@ -168,10 +175,14 @@ class Sequences(Generic[RequestT]):
                 gone = self._gone.get(step.id)
                 return NotStarted(self._model, step.id, gone.text if gone else "")
             sequence = Sequence(step.id)
-            if not self._give_place(sequence):  # there is no free one while others wait
+            before = self._ending.get(step.id)
+            if before is not None or not self._give_place(sequence):  # there is no free one while others wait
                 if (full := self._full(request)) is not None:
                     return full
-                self._placeless[sequence] = None
+                if before is not None:
+                    before.follower = sequence
+                else:
+                    self._placeless[sequence] = None
             self._by_id[step.id] = sequence
             self._gone.pop(step.id, None)
         elif sequence.place is not None and sequence.executing is None:
@@ -186,7 +197,7 @@ class Sequences(Generic[RequestT]):
             self._wait(sequence, request)
         if step.end:
             # From now on, the id is free for another sequence.
-            del self._by_id[step.id]
+            self._forget(sequence)
             sequence.ends = SequenceEnd.END
         return None
 
@@ -356,6 +367,8 @@ class Sequences(Generic[RequestT]):
         """Its id is free for another sequence."""
         if self._by_id.get(sequence.id) is sequence:
             del self._by_id[sequence.id]
+            if self._policy.places:
+                self._ending[sequence.id] = sequence
 
     def _note_gone(self, id_: int | str, why: SequenceEnd) -> None:
         if id_ not in self._by_id:
@@ -372,10 +385,20 @@ class Sequences(Generic[RequestT]):
             self.ended[sequence.ends] += 1
             if place is not None and place is not _ANYWHERE:
                 self.over.append(Over(sequence.id, place.instance, sequence.ends))
-        if place is None:
-            return
-        self.live -= 1
-        if place is not _ANYWHERE:
+        follower: Sequence[RequestT] | None = sequence
+        while follower is not None and not follower.steps:
+            # Over, or all its steps were lost before its turn came.
+            if follower is not sequence:
+                assert follower.ends is not None
+                self.ended[follower.ends] += 1
+            if self._ending.get(follower.id) is follower:
+                del self._ending[follower.id]
+            follower = follower.follower
+        if follower is not None:
+            self._placeless[follower] = None
+        if place is not None:
+            self.live -= 1
+        if place is not None and place is not _ANYWHERE:
             del self._held[place]
             if place.instance in self._instances:
                 heappush(self._free, place)

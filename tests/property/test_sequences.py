@@ -163,6 +163,10 @@ class World:
             if self.limits.places:
                 assert known.instance in (-1, payload.place[1])
                 known.instance = payload.place[1]
+                same = [one for one in self.known[: self.known.index(known)] if one.id == known.id]
+                assert not any(step.executing for one in same for step in one.steps)
+                held = [one for one in same if one.instance >= 0 and not one.is_lost]
+                assert sum(over.sequence == known.id for over in self.overs) >= len(held)
                 assert instance.number % len(self.batcher._batchers) == payload.place[1] % len(self.batcher._batchers)
             step.executing = step.was_executed = True
 

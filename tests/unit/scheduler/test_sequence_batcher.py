@@ -422,6 +422,37 @@ async def test_holder_is_told_how_its_sequences_end() -> None:
     bench.batcher.close()
 
 
+async def test_id_begins_anew_once_its_holder_is_told() -> None:
+    bench = Bench(PLACES)
+    steps = [await bench.send(7, name, start=name in "ac", end=name in "bd") for name in "abcd"]
+    steps.append(await bench.send(8, "e", start=True))  # another sequence goes on meanwhile
+    told: list[int] = []
+    for _ in "abcde":
+        told.append(len(bench.overs))
+        if bench.runners[0].busy:
+            await bench.finish()
+    assert [step.result() for step in steps] == ["a", "ab", "c", "cd", "e"]
+    batches = [[str(payload) for payload in batch] for batch in bench.runners[0].batches]
+    assert batches == [["a"], ["e", "ab"], ["c"], ["cd"]]
+    assert told == [0, 0, 1, 1, 2]  # the first is over before `c` executes
+    bench.batcher.close()
+
+
+async def test_lost_followers_of_an_id_are_over_with_it() -> None:
+    bench = Bench(PLACES)
+    first = await bench.send(7, "a", start=True, end=True)
+    behind = [await bench.send(7, "b", start=True, end=True) for _ in range(2_000)]
+    for request in behind:
+        request.cancel()
+    last = await bench.send(7, "c", start=True, end=True)
+    await bench.finish()
+    await bench.finish()
+    assert (first.result(), last.result()) == ("a", "c")
+    assert bench.batcher.sequences.ended[SequenceEnd.CANCELLED] == 2_000
+    assert bench.batcher.sequences.live == bench.batcher.sequences.waiting == bench.batcher.waiting_requests == 0
+    bench.batcher.close()
+
+
 # ---- Start and end ---------------------------------------------------------------------------------------------------
 
 
