@@ -199,13 +199,14 @@ class ModelSpec:
         """What instances serve: this spec with controls and states, which clients don't see, after its own tensors."""
         if self.sequence is None:
             return self
-        seen = {tensor.name for tensor in self.outputs}
         controls = tuple(control.tensor for control in self.sequence.controls)
-        kept = tuple(state.output for state in self.sequence.states if state.output.name not in seen)
+        kept = {state.output.name: state.output for state in self.sequence.states}
+        # A state that clients also get has to fit as the next step's input, whatever they are told of its dims.
+        seen = tuple(kept.pop(tensor.name, tensor) for tensor in self.outputs)
         return replace(
             self,
             inputs=(*self.inputs, *controls, *(state.input for state in self.sequence.states)),
-            outputs=(*self.outputs, *kept),
+            outputs=(*seen, *kept.values()),
             sequence=None,
         )
 
