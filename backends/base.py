@@ -229,7 +229,7 @@ class CanEnd(Protocol):
 class HoldsSequences(Protocol):
     """An instance that keeps something of the sequences whose steps it executes."""
 
-    def sequence_over(self, sequence: int | str, why: str) -> None:
+    def sequence_over(self, sequence: int | str | bytes, why: str) -> None:
         """A sequence that it holds is over, for the reason `why`, a word. It learns of that before it executes anything
         handed over later. Doesn't block; on the event loop."""
 

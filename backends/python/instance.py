@@ -124,7 +124,7 @@ class PythonInstance:
         if (process := self._process) is not None:
             process.when_ended(lambda: self._on_end(process, call))
 
-    def sequence_over(self, sequence: int | str, why: str) -> None:
+    def sequence_over(self, sequence: int | str | bytes, why: str) -> None:
         """`HoldsSequences`."""
         if (process := self._process) is not None:
             process.sequence_over(sequence, why)

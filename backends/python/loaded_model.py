@@ -77,7 +77,7 @@ class LoadedModel:
         answer: bytes = self._model.answer(question)
         return answer
 
-    def sequences_over(self, over: Iterable[tuple[int | str, str]]) -> None:
+    def sequences_over(self, over: Iterable[tuple[int | str | bytes, str]]) -> None:
         """Tell the model which sequences are over, and why, if it wants to know."""
         sequence_over = getattr(self._model, "sequence_over", None)
         for sequence, why in over:

@@ -95,7 +95,7 @@ class ModelProcess:
         self._ended = threading.Event()
         self._on_end: Callable[[], None] = _nothing
         # Sequences that are over, and weren't told of yet.
-        self._over: deque[tuple[int | str, str]] = deque()
+        self._over: deque[tuple[int | str | bytes, str]] = deque()
         self._telling, self._is_over = threading.Lock(), threading.Event()
         self._teller: threading.Thread | None = None
         try:
@@ -196,7 +196,7 @@ class ModelProcess:
             return reply
         raise error_of(answer)
 
-    def sequence_over(self, sequence: int | str, why: str) -> None:
+    def sequence_over(self, sequence: int | str | bytes, why: str) -> None:
         """Tell the model that a sequence is over: soon, and before it executes anything that is handed over later.
         Doesn't block; for one thread."""
         self._over.append((sequence, why))

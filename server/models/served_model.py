@@ -37,7 +37,7 @@ from paceline.server.memory.regions import Regions
 from paceline.server.models.instances import Instances, Runner
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.open_requests import OpenRequests, handing_over
-from paceline.server.models.steps import StepMaker, executing_steps
+from paceline.server.models.steps import StepMaker, executing_steps, shown_id
 from paceline.server.telemetry.metrics import Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
 from paceline.server.telemetry.tracing import Tracer
@@ -141,7 +141,8 @@ class ServedModel:
         """Tell the instance that has held a sequence."""
         instance = self.instances.runners.get(runner)
         if isinstance(instance, HoldsSequences):
-            instance.sequence_over(over.sequence, over.why.label)
+            assert self.spec.sequence is not None
+            instance.sequence_over(shown_id(self.spec.sequence, self.spec, over.sequence), over.why.label)
 
     def replaces(self, before: ServedModel) -> None:
         """This version is found from now on by who has found `before`, whose sequences it knows nothing of."""

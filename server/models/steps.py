@@ -20,7 +20,7 @@ from paceline.scheduler.sequences import AnySequence
 from paceline.server.memory.reading import ExecuteInputs
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 
-__all__ = ["Step", "StepMaker", "executing_steps"]
+__all__ = ["Step", "StepMaker", "executing_steps", "shown_id"]
 
 
 class Step:
@@ -121,6 +121,15 @@ def _control(control: Control, spec: ModelSpec, holds: dict[ControlKind, bool]) 
     if control.kind is ControlKind.CORRID:
         return _id(control, spec, 0)
     return _one(control, spec, control.values[holds.get(control.kind, True)])
+
+
+def shown_id(sequence: SequenceSpec, spec: ModelSpec, id_: int | str) -> int | str | bytes:
+    """The id of a sequence as the model sees it in its control, if it has one."""
+    for control in sequence.controls:
+        if control.kind is ControlKind.CORRID:
+            shown: int | bytes = _id(control, spec, id_).item()
+            return shown
+    return id_
 
 
 def _id(control: Control, spec: ModelSpec, id_: int | str) -> Array:

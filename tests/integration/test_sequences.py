@@ -15,6 +15,7 @@ import pytest
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import ControlMode, Settings
+from paceline.server.errors import StartError
 from tests import models, state_models
 from tests.integration.regions import register
 from tests.integration.scripted import own
@@ -334,3 +335,37 @@ async def test_python_model_is_told_when_a_sequence_is_over(tmp_path: Path) -> N
             answer = await served.infer(step(id_, one, start=True))
             told |= {*answer.raw_output_contents[1][4:].decode().split(",")}
         assert {"1:end", "2:idle"} <= told
+
+
+@pytest.mark.parametrize(
+    ("datatype", "id_", "shown"),
+    [("INT64", -5, "-5"), ("UINT64", -5, str(2**64 - 5)), ("UINT32", 2**40 + 7, "7"), ("BYTES", "a", "b'a'")],
+)
+async def test_model_is_told_the_id_that_it_knows(tmp_path: Path, datatype: str, id_: int | str, shown: str) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    code = REMEMBERS.replace("UINT64", datatype).replace('f"{sequence}:', 'f"{sequence!r}:')
+    (tmp_path / "m" / "1" / "model.py").write_text(code)
+    config = (
+        (REMEMBERS_CONFIG % 0).replace("UINT64", datatype.replace("BYTES", "STRING")).replace("count: 2", "count: 1")
+    )
+    (tmp_path / "m" / "config.pbtxt").write_text(config)
+    async with serving(tmp_path, settings=Settings(paths=(tmp_path,), allow_python_models=True)) as served:
+        one = numbers(0, 1)[0]
+        other: int | str = "b" if isinstance(id_, str) else 1
+        await served.infer(step(id_, one, start=True, end=True))
+        answer = await served.infer(step(other, one, start=True))
+        assert answer.raw_output_contents[1][4:].decode() == f"{shown}:end"
+
+
+async def test_dims_of_a_state_bind_if_clients_get_it(tmp_path: Path) -> None:
+    config = """
+        max_batch_size: 8
+        output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [1] }
+        output { name: "STATE_OUT" data_type: TYPE_FP32 dims: [-1] }
+        sequence_batching { state { input_name: "STATE" output_name: "STATE_OUT" dims: [2] } }
+    """
+    path = models.write(state_models.growing(), tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text(config)
+    with pytest.raises(StartError, match=r"output 'STATE_OUT': expected shape \[1, 2\], got \[1, 3\]"):
+        async with serving(tmp_path):
+            pass
