@@ -28,9 +28,10 @@ _ON_ANSWERS = attrgetter("on_answers")
 
 Requests = Sequence[AnyRequest]
 
-OnLeft = Callable[[Requests, Drop | None], None]
+OnLeft = Callable[[Requests, Drop | None, bool], None]
 """Told of requests that a batcher had taken and has done with, each once, before their sources are. None: they were
-executed, whether that succeeded or not and whether somebody still waited for it. It mustn't raise."""
+executed, whether that succeeded or not and whether somebody still waited for it; if the last is true, it took too long,
+and nothing that may still come of it counts. It mustn't raise."""
 
 
 class Answers:
@@ -130,7 +131,7 @@ class Answers:
             for request in batch.requests:
                 self.fail(request, ExecutionTimeout(limit_ns, self._failed_note))
             self._report(batch, outcome, batch.requests)
-            self._left(batch.requests)
+            self._left(batch.requests, given_up=True)
         finally:
             self.notify()
 
@@ -146,9 +147,9 @@ class Answers:
         asyncio.get_running_loop().call_soon(self.notify)
 
     # hot path
-    def _left(self, requests: Requests, drop: Drop | None = None) -> None:
+    def _left(self, requests: Requests, drop: Drop | None = None, *, given_up: bool = False) -> None:
         if self._on_left is not None and requests:
-            self._on_left(requests, drop)
+            self._on_left(requests, drop, given_up)
 
     def _tell_soon(self, request: AnyRequest) -> None:
         if request.on_answers is not None:

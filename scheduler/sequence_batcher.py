@@ -241,10 +241,10 @@ class SequenceBatcher(Generic[P, R]):
         self._go_on(now_ns)
 
     # hot path
-    def _on_left(self, requests: Sequence[AnyRequest], drop: Drop | None) -> None:
+    def _on_left(self, requests: Sequence[AnyRequest], drop: Drop | None, given_up: bool) -> None:
         now_ns, lost, left = self._clock.now_ns(), _LOST.get(drop), self.sequences.left
         for request in requests:
-            left(request, now_ns, lost)
+            left(request, now_ns, lost, succeeds=not given_up)
         self._go_on(now_ns)
 
     # hot path

@@ -202,13 +202,14 @@ class Sequences(Generic[RequestT]):
         return None
 
     # hot path
-    def left(self, request: RequestT, now_ns: int, lost: SequenceEnd | None) -> None:
-        """The batcher has done with a step. `lost`: it wasn't executed, which ends its sequence."""
+    def left(self, request: RequestT, now_ns: int, lost: SequenceEnd | None, *, succeeds: bool = True) -> None:
+        """The batcher has done with a step. `lost`: it wasn't executed, which ends its sequence. Unless it `succeeds`,
+        its caller was told that it has failed, whatever it leaves."""
         sequence = self._of.pop(request)
         payload, sequence.payload = sequence.payload, None
         sequence.executing = None
         sequence.has_begun = True
-        if payload is not None and payload.after is not None:
+        if succeeds and payload is not None and payload.after is not None:
             sequence.state = payload.after
         if lost is not None:
             self._cut(sequence, lost)
