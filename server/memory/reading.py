@@ -28,7 +28,7 @@ from paceline.server.memory.copying import Piece, copy_all
 from paceline.server.memory.region_tensors import Input, Inputs, RegionTensor, TargetedInputs
 from paceline.server.memory.regions import Region, all_intact
 
-__all__ = ["Execute", "ExecuteInputs", "over_shared_memory", "reading", "reading_open", "writing_outputs"]
+__all__ = ["Execute", "ExecuteInputs", "over_shared_memory", "read_now", "reading", "reading_open", "writing_outputs"]
 
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
@@ -123,6 +123,20 @@ def _reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
         return reader.one_by_one(located, rows)
 
     return read_and_execute
+
+
+def read_now(inputs: Inputs) -> Inputs:
+    """`inputs`, with arrays in place of what lies in clients' shared memory. Raises InvalidRequest and GpuLost."""
+    if type(inputs) is Packed or RegionTensor not in map(type, inputs):
+        return inputs
+    read: list[Input] = []
+    for one in inputs:
+        if isinstance(one, RegionTensor):
+            one.read_into(array := np.empty(one.shape, one.dtype))
+            read.append(array)
+        else:
+            read.append(one)
+    return TargetedInputs.to(inputs.targets, read) if isinstance(inputs, TargetedInputs) else tuple(read)
 
 
 class _Reader:

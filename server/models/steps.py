@@ -17,7 +17,8 @@ from paceline.backends.spec import Array, Control, ControlKind, ModelSpec, Seque
 from paceline.protos.datatypes import by_name
 from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.sequences import AnySequence
-from paceline.server.memory.reading import ExecuteInputs
+from paceline.server.errors import GpuLost, InvalidRequest, as_value
+from paceline.server.memory.reading import ExecuteInputs, read_now
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 
 __all__ = ["Step", "StepMaker", "executing_steps", "shown_id"]
@@ -96,12 +97,22 @@ def executing_steps(execute: ExecuteInputs, spec: ModelSpec) -> Callable[[Sequen
     nobody = _nobody(spec, sequence)
 
     def execute_rows(steps: Sequence[Step], padded_rows: int) -> Execution:
-        # A row without a step gets what another one has; nobody will see what the model makes of that.
-        by_row: list[Step] = [Step(nobody(steps[0].inputs), row) for row in range(1 + max(step.row for step in steps))]
+        # A step that can't be read leaves its row empty, or those behind it would move up.
+        failures: dict[Step, Exception] = {}
         for step in steps:
+            try:
+                step.inputs = read_now(step.inputs)
+            except (InvalidRequest, GpuLost) as error:
+                failures[step] = as_value(error)
+        there = [step for step in steps if step not in failures]
+        if not there:
+            return Execution([failures[step] for step in steps], 0, 0, 0)
+        # A row without a step gets what another one has; nobody will see what the model makes of that.
+        by_row: list[Step] = [Step(nobody(there[0].inputs), row) for row in range(1 + max(step.row for step in there))]
+        for step in there:
             by_row[step.row] = step
         done = execute_steps(by_row, padded_rows)
-        results = [done.results[step.row] for step in steps]
+        results = [failures.get(step) or done.results[step.row] for step in steps]
         return Execution(results, done.input_ns, done.infer_ns, done.output_ns, done.waited_ns)
 
     return execute_rows
