@@ -102,6 +102,27 @@ class DeviceTensor:
         return replace(self, shape=tuple(shape))
 
 
+class DeviceBlock(Protocol):
+    """Memory of GPU `gpu` that belongs to whoever holds the object: `size_bytes` bytes from `address` on. `is_lost`:
+    the GPU is, and what was in this memory must not be used."""
+
+    @property
+    def gpu(self) -> int: ...
+
+    @property
+    def is_lost(self) -> bool: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def read(self, tensor: DeviceTensor) -> Array:
+        """A copy of `tensor`, which lies here, in the host's memory. Blocks; callable on any thread. Raises DeviceLost
+        or another InstanceError."""
+
+
 Targets = Mapping[int, DeviceTensor]
 """Where to leave outputs, by index. Each value is memory to write to; its dtype and shape only tell its size."""
 
@@ -276,6 +297,10 @@ class Slot(ModelInstance, ProvidesBuffers, Protocol):
         that. An output left there is a `DeviceTensor` among the results. If one of a request's targets is too small, or
         one of those outputs can't be left in device memory, all outputs of that request are arrays.
         """
+
+    def lease(self, size_bytes: int) -> DeviceBlock:
+        """At least `size_bytes` of memory of `gpu`, with arbitrary contents, to leave outputs in that are inputs again
+        later, of whichever instance. On the thread that executes; raises OutOfMemory, or as `execute`."""
 
     def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
         """Execute on the thread that `start` uses, and keep what makes later batches of that shape fast. To be called

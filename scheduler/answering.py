@@ -20,7 +20,7 @@ from paceline.scheduler.observer import BatchReport, Drop, Observer
 from paceline.scheduler.request import AnyRequest, Batch, BatchFacts, RequestT, succeed_all
 from paceline.scheduler.runner import NO_ANSWER, NoAnswer, Outcome
 
-__all__ = ["Answers", "OnLeft", "OrderedAnswers", "notify"]
+__all__ = ["Answers", "FailedNote", "OnLeft", "OrderedAnswers", "no_note", "notify"]
 
 _log = logging.getLogger("paceline.scheduler")
 
@@ -34,14 +34,24 @@ executed, whether that succeeded or not and whether somebody still waited for it
 and nothing that may still come of it counts. It mustn't raise."""
 
 
+FailedNote = Callable[[BaseException | None], str]
+"""What the text of an execution's error ends with; None: it took too long."""
+
+
+def no_note(error: BaseException | None) -> str:
+    return ""
+
+
 class Answers:
     """Delivers answers as they come, and reports to `observer`. What that raises is logged: no request may be lost
     because an observer can't count it.
 
     `notify` tells the sources of requests: all that are done together at once, which costs the loop less than most of
-    what they do, whereas callbacks of futures cost more. `failed_note` is what errors of executions end with."""
+    what they do, whereas callbacks of futures cost more. `failed_note` says what errors of executions end with."""
 
-    def __init__(self, observer: Observer | None = None, on_left: OnLeft | None = None, failed_note: str = "") -> None:
+    def __init__(
+        self, observer: Observer | None = None, on_left: OnLeft | None = None, failed_note: FailedNote = no_note
+    ) -> None:
         self._observer = observer
         self._on_left = on_left
         self._failed_note = failed_note
@@ -118,7 +128,7 @@ class Answers:
         try:
             unfinished = self._answer(batch, outcome) if outcome.executed is not None else ()
             for request in failed:
-                self.fail(request, _failure(outcome.error, self._failed_note))
+                self.fail(request, _failure(outcome.error, self._failed_note(outcome.error)))
             self._report(batch, outcome, failed, unfinished)
             self._left(batch.requests if outcome.executed is not None else failed)
         finally:
@@ -129,7 +139,7 @@ class Answers:
         outcome: Outcome[object] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
         try:
             for request in batch.requests:
-                self.fail(request, ExecutionTimeout(limit_ns, self._failed_note))
+                self.fail(request, ExecutionTimeout(limit_ns, self._failed_note(None)))
             self._report(batch, outcome, batch.requests)
             self._left(batch.requests, given_up=True)
         finally:
@@ -224,7 +234,9 @@ class OrderedAnswers(Answers):
     """Holds an answer back until all requests that arrived before it have theirs, or were cancelled. Nothing is kept of
     cancelled requests, however long the first one takes: a request keeps its tensors alive."""
 
-    def __init__(self, observer: Observer | None = None, on_left: OnLeft | None = None, failed_note: str = "") -> None:
+    def __init__(
+        self, observer: Observer | None = None, on_left: OnLeft | None = None, failed_note: FailedNote = no_note
+    ) -> None:
         super().__init__(observer, on_left, failed_note)
         # Requests in order of arrival, each with what gives it its answer, once there is one.
         self._waiting: OrderedDict[AnyRequest, Callable[[], None] | None] = OrderedDict()

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Generic, TypeVar
 
-from paceline.scheduler.answering import Answers, OnLeft, OrderedAnswers
+from paceline.scheduler.answering import Answers, FailedNote, OnLeft, OrderedAnswers, no_note
 from paceline.scheduler.batch_queue import BatchQueue, Step
 from paceline.scheduler.clock import Alarm, Clock, MonotonicClock
 from paceline.scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, SchedulerError
@@ -44,7 +44,7 @@ class Batcher(Generic[P, R]):
     given up; without it, an instance at fault stays in use. `shared_limits` is what its queue shares with the queues of
     other models. `instance_of(runner)` is the instance that a runner is a slot of (see `instances`); by default, each
     runner is an instance. `arrivals` learns how long it is worth waiting for more requests. `on_left` is told of
-    requests that the batcher has done with; errors of executions end with `failed_note`.
+    requests that the batcher has done with; errors of executions end with what `failed_note` says.
 
     All methods must be called on the event loop that ran `start`.
     """
@@ -70,7 +70,7 @@ class Batcher(Generic[P, R]):
         instance_of: Callable[[AnyRunner], Hashable] = id,
         arrivals: ArrivalModel | None = None,
         on_left: OnLeft | None = None,
-        failed_note: str = "",
+        failed_note: FailedNote = no_note,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()

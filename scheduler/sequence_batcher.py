@@ -14,7 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import Generic, Protocol, TypeVar
 
-from paceline.scheduler.answering import Answers
+from paceline.scheduler.answering import Answers, FailedNote, no_note
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.clock import Alarm, Clock, MonotonicClock
 from paceline.scheduler.errors import BatcherClosed, DeadlineExceeded, NoInstance, QueueFull, SchedulerError
@@ -54,7 +54,8 @@ class StepMaker(Protocol):
 class SequenceBatcher(Generic[P, R]):
     """Batches the steps of the sequences of `model` over its instances; `policy` has `sequences`. `make_step` makes
     their payloads. `on_over` is told of sequences that an instance has held, with a runner of that instance, unless
-    that is lost. The rest, and all methods, are as those of `Batcher`."""
+    that is lost. Whenever an instance is, the sequences end whose states `are_lost`. The rest, and all methods, are as
+    those of `Batcher`."""
 
     announce: Callable[[Submit, object], None]
 
@@ -73,12 +74,14 @@ class SequenceBatcher(Generic[P, R]):
         instance_of: Callable[[AnyRunner], Hashable] = id,
         arrivals: ArrivalModel | None = None,
         on_over: Callable[[AnyRunner, Over], None] = lambda runner, over: None,
-        failed_note: str = "",
+        are_lost: Callable[[object], bool] = lambda state: False,
+        failed_note: FailedNote = no_note,
     ) -> None:
         assert policy.sequences is not None
         self.policy = policy
         self._make_step = make_step
         self._on_over = on_over
+        self._are_lost = are_lost
         self._instance_of = instance_of
         self._clock: Clock = clock or MonotonicClock()
         self._answers = Answers(observer)
@@ -97,9 +100,7 @@ class SequenceBatcher(Generic[P, R]):
                 clock=self._clock,
                 observer=observer,
                 blames=blames,
-                replacer=_Replacer(partial(self._lose_instance, number), replacer)
-                if self._holds and replacer
-                else replacer,
+                replacer=_Replacer(partial(self._lose_instance, number), replacer) if replacer else None,
                 shared_limits=shared_limits,
                 instance_of=instance_of,
                 arrivals=arrivals,
@@ -308,12 +309,19 @@ class SequenceBatcher(Generic[P, R]):
 
     def _lose_instance(self, number: int) -> None:
         """The instance is lost, with what it held of its sequences. Its successor knows nothing of them, so what waits
-        for it is given up."""
-        self.sequences.lose_instance(number, self._clock.now_ns())
-        self._groups[number].clear()
-        # What is known of the execution that has ended is put back, to be executed again, after this.
-        self._loop.call_soon(self._batchers[number].suspend)
-        self._go_on(self._clock.now_ns())
+        for it is given up. Where it held none, states may be lost all the same."""
+        now_ns = self._clock.now_ns()
+        if self._holds:
+            self.sequences.lose_instance(number, now_ns)
+            self._groups[number].clear()
+            # What is known of the execution that has ended is put back, to be executed again, after this.
+            self._loop.call_soon(self._batchers[number].suspend)
+        self.sequences.lose_states(self._are_lost, now_ns)
+        if self._holds:
+            self._go_on(now_ns)
+        else:
+            # A batcher that other sequences use, too, is in the middle of something.
+            self._loop.call_soon(lambda: self._go_on(self._clock.now_ns()))
 
 
 def _like(sequence: AnySequence) -> tuple[int, Hashable, int, int, int]:

@@ -12,18 +12,18 @@ sequences, so many on each instance. Without a place it waits.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from heapq import heappop, heappush
 from itertools import islice, takewhile
-from typing import Generic, NamedTuple, Protocol
+from typing import Final, Generic, NamedTuple, Protocol
 
 from paceline.scheduler.errors import BacklogFull, NoSequence, NotStarted, QueueFull, SequenceError
 from paceline.scheduler.policy import NEVER, SequencePolicy
 from paceline.scheduler.request import AnyRequest, RequestT
 from paceline.scheduler.waiting import Timers, Waiting
 
-__all__ = ["AnySequence", "Over", "Place", "Sequence", "SequenceEnd", "Sequences", "StepPayload"]
+__all__ = ["LOST", "AnySequence", "Over", "Place", "Sequence", "SequenceEnd", "Sequences", "StepPayload"]
 
 _MOST_AT_ONCE = 500
 """Sequences whose idle limit has passed end in turns of so many, of 5 us each, so that nobody else waits for long."""
@@ -65,12 +65,17 @@ class Over(NamedTuple):
     why: SequenceEnd
 
 
+LOST: Final = object()
+"""In place of a state: it is gone, for good."""
+
+
 class StepPayload(Protocol):
     """A step's payload at the batcher."""
 
     @property
     def after(self) -> object:
-        """The state that it has left; None if it has failed, or the model has no states."""
+        """The state that it has left; None if it has failed, or the model has no states; LOST if it has failed because
+        the state that it needed is."""
 
 
 class Sequence(Generic[RequestT]):
@@ -211,6 +216,8 @@ class Sequences(Generic[RequestT]):
         sequence.has_begun = True
         if succeeds and payload is not None and payload.after is not None:
             sequence.state = payload.after
+            if sequence.state is LOST:
+                lost = SequenceEnd.INSTANCE_LOST
         if lost is not None:
             self._cut(sequence, lost)
         self._go_on(sequence, now_ns)
@@ -271,6 +278,14 @@ class Sequences(Generic[RequestT]):
             self._cut(sequence, SequenceEnd.INSTANCE_LOST)
             if sequence.executing is None and self._idle.pop(sequence, self) is None:
                 self._leave(sequence, now_ns)
+
+    def lose_states(self, are_lost: Callable[[object], bool], now_ns: int) -> None:
+        """Sequences whose states `are_lost` end; a step of theirs at the batcher will find out for itself."""
+        for sequence in dict.fromkeys((*self._by_id.values(), *self._of.values())):
+            if sequence.state is not None and are_lost(sequence.state):
+                self._cut(sequence, SequenceEnd.INSTANCE_LOST)
+                if sequence.executing is None and self._idle.pop(sequence, self) is None:
+                    self._leave(sequence, now_ns)
 
     def remember(self, ids: Iterable[int | str]) -> None:
         """These sequences were live in a model that this one replaces."""

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.models import Dims, model, tensor
 
-__all__ = ["accumulator", "growing", "recurrent", "told"]
+__all__ = ["accumulator", "growing", "picky", "recurrent", "told"]
 
 
 def accumulator(datatype: str = "FP32", dims: Dims = ("batch", 2)) -> onnx.ModelProto:
@@ -24,6 +24,22 @@ def accumulator(datatype: str = "FP32", dims: Dims = ("batch", 2)) -> onnx.Model
         ],
         [tensor("INPUT0", datatype, dims), tensor("STATE", datatype, dims)],
         [tensor("OUTPUT0", datatype, dims), tensor("STATE_OUT", datatype, dims)],
+    )
+
+
+def picky() -> onnx.ModelProto:
+    """As the accumulator; fails if an element of INPUT0 isn't below 100: there is nothing then to index."""
+    return model(
+        [
+            helper.make_node("Cast", ["INPUT0"], ["whole"], to=TensorProto.INT64),
+            helper.make_node("Gather", ["zeros", "whole"], ["nothing"], axis=0),
+            helper.make_node("Add", ["INPUT0", "STATE"], ["sum"]),
+            helper.make_node("Add", ["sum", "nothing"], ["OUTPUT0"]),
+            helper.make_node("Identity", ["OUTPUT0"], ["STATE_OUT"]),
+        ],
+        [tensor(name, "FP32", ["batch", 2]) for name in ("INPUT0", "STATE")],
+        [tensor(name, "FP32", ["batch", 2]) for name in ("OUTPUT0", "STATE_OUT")],
+        [numpy_helper.from_array(np.zeros(100, np.float32), "zeros")],
     )
 
 

@@ -33,6 +33,7 @@ from paceline.backends.base import (
 from paceline.backends.cuda.accelerator import CudaAccelerator, accelerator_of
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.cuda.long_calls import captures
+from paceline.backends.device_blocks import BlockPool
 from paceline.backends.errors import DeviceError, DriverFailed, LoadError, NoDriver
 from paceline.backends.onnx.instance import OnnxInstance
 from paceline.backends.onnx.model_files import Stamp, files_changed
@@ -148,6 +149,7 @@ class OnnxModel:
         self._files, self._keeps_files = source.files, False
         self._opener = opener
         self._sessions = {device: opener.open(device)}
+        self._blocks: dict[int, BlockPool] = {}
         found = find_spec(name, self._sessions[device].session, self._sessions[device].facts, source.declared)
         found.tell(name)
         self.spec = found.spec
@@ -174,12 +176,15 @@ class OnnxModel:
             return OnnxInstance(opened, spec, device, options)
         try:
             reopen = partial(self._opener.open, device, without_graphs(options))
-            return StagedInstance(Shared(self._name, opened, spec, device, options, reopen))
+            blocks = self._blocks_of(opened.streams.accelerator)
+            return StagedInstance(Shared(self._name, opened, spec, device, options, reopen, blocks))
         except DeviceError as error:
             raise LoadError(f"model '{self._name}': {error}") from error
 
     def close(self) -> None:
         self._sessions.clear()
+        for pool in self._blocks.values():
+            pool.close()
         if self._keeps_files:
             self._keeps_files = False
             self._files.release()
@@ -201,6 +206,13 @@ class OnnxModel:
                     )
             # If left open, the session and all its device memory would stay.
             yield runs or stack.enter_context(closing(OnnxInstance(session, spec, device, options)))
+
+    def _blocks_of(self, accelerator: CudaAccelerator) -> BlockPool:
+        """What all instances on its device keep beyond executions is in one pool, until the device is lost."""
+        pool = self._blocks.get(accelerator.gpu)
+        if pool is None or pool.is_lost:
+            pool = self._blocks[accelerator.gpu] = BlockPool(accelerator)
+        return pool
 
     def _session(self, device: Device) -> OpenSession:
         """The CPU's shared session; otherwise the one that the model was opened with, once, and a new one after

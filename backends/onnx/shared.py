@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.backends.base import Device
 from paceline.backends.cuda.accelerator import Streams
+from paceline.backends.device_blocks import BlockPool
 from paceline.backends.errors import DeviceError, ExecutionError
 from paceline.backends.lengths import Lengths
 from paceline.backends.made_up import alike
@@ -118,7 +119,8 @@ class Bound:
 
 
 class Shared:
-    """What the slots of an instance share. `reopen` opens another session for the same model, without graphs."""
+    """What the slots of an instance share. `reopen` opens another session for the same model, without graphs. `blocks`
+    is memory that outlives executions, and the instance."""
 
     def __init__(
         self,
@@ -128,6 +130,7 @@ class Shared:
         device: Device,
         options: OnnxOptions,
         reopen: Callable[[], OpenSession],
+        blocks: BlockPool,
     ) -> None:
         assert opened.streams is not None
         self.spec = as_the_model_sees(spec)
@@ -144,6 +147,7 @@ class Shared:
         if beside:
             _log.info("model '%s': tensors outside the device's memory, and where they are: %s", name, beside)
         self.pools = [OutputPool(self.accelerator.host_memory) for _ in self.outputs]
+        self.blocks = blocks
         self._name = name
         self._opened: OpenSession | None = opened
         self.device = device

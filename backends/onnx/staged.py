@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from paceline.backends.base import DeviceTensor, Execution, Slot, Targets
+from paceline.backends.base import DeviceBlock, DeviceTensor, Execution, Slot, Targets
 from paceline.backends.batching import check_count, join_into, rows_of, split
 from paceline.backends.cuda.accelerator import DeviceMemory, HostMemory
 from paceline.backends.cuda.long_calls import captures
@@ -99,7 +99,14 @@ class StagedSlot:
         self._capturing_thread = 0
 
     def execute(self, requests: Sequence[Inputs], padded_rows: int = 0, targets: Sequence[Targets] = ()) -> Execution:
-        return self._execute(requests, padded_rows, targets)
+        try:
+            return self._execute(requests, padded_rows, targets)
+        except DeviceLost:
+            self._shared.blocks.is_lost = True
+            raise
+
+    def lease(self, size_bytes: int) -> DeviceBlock:
+        return self._shared.blocks.lease(size_bytes)
 
     def buffer(self, index: int, shape: Shape) -> Array:
         tensor = self._shared.inputs[index]

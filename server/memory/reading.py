@@ -11,7 +11,7 @@ The event loop doesn't wait for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from time import monotonic_ns
@@ -19,16 +19,25 @@ from typing import Any, cast
 
 import numpy as np
 
-from paceline.backends.base import DeviceTensor, Execution, ModelInstance, ProvidesBuffers, Slot
+from paceline.backends.base import DeviceTensor, Execution, ModelInstance, ProvidesBuffers, Slot, Targets
 from paceline.backends.batching import Packed, shares
 from paceline.backends.open_request import AnswersOpenly, OpenRequest
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.server.errors import GpuLost, InvalidRequest, as_value
 from paceline.server.memory.copying import Piece, copy_all
-from paceline.server.memory.region_tensors import Input, Inputs, RegionTensor, TargetedInputs
+from paceline.server.memory.region_tensors import NOWHERE, Input, Inputs, RegionTensor, Span, TargetedInputs
 from paceline.server.memory.regions import Region, all_intact
 
-__all__ = ["Execute", "ExecuteInputs", "over_shared_memory", "read_now", "reading", "reading_open", "writing_outputs"]
+__all__ = [
+    "Execute",
+    "ExecuteInputs",
+    "Room",
+    "over_shared_memory",
+    "read_now",
+    "reading",
+    "reading_open",
+    "writing_outputs",
+]
 
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
@@ -37,11 +46,16 @@ _Failures = dict[int, Exception]
 """By the place of the request in its batch."""
 
 
-def over_shared_memory(instance: ModelInstance, spec: ModelSpec) -> ExecuteInputs:
+Room = Callable[[Inputs], Targets]
+"""Where outputs of a request belong that stay in the memory of a slot's GPU. On the thread that executes; raises as
+`execute`."""
+
+
+def over_shared_memory(instance: ModelInstance, spec: ModelSpec, room: Room | None = None) -> ExecuteInputs:
     """`instance.execute` for requests with tensors in shared memory. A request whose inputs can't be read gets an
-    InvalidRequest or GpuLost in the place of its results."""
+    InvalidRequest or GpuLost in the place of its results. Only a slot with a GPU can have `room`."""
     if isinstance(instance, Slot):
-        execute = _reading_by(instance, spec)
+        execute = _reading_by(instance, spec, room)
     else:
         execute = reading(instance.execute, spec, instance if isinstance(instance, ProvidesBuffers) else None)
     return writing_outputs(execute) if spec.by_rows else execute
@@ -85,7 +99,7 @@ def reading_open(instance: AnswersOpenly) -> Callable[[Sequence[OpenRequest]], E
     return read_and_execute
 
 
-def _reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
+def _reading_by(slot: Slot, spec: ModelSpec, room: Room | None) -> ExecuteInputs:
     """The same for a slot: tensors that lie in its GPU's memory, or belong there, stay out of the host's."""
     plain, gpu = reading(slot.execute, spec, slot), slot.gpu
     if gpu is None:
@@ -97,7 +111,8 @@ def _reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
             type(inputs) is TargetedInputs or (type(inputs) is not Packed and RegionTensor in map(type, inputs))
             for inputs in requests
         ):
-            return slot.execute(cast("Sequence[Tensors]", requests), padded_rows)
+            stay = () if room is None else [*map(room, requests)]
+            return slot.execute(cast("Sequence[Tensors]", requests), padded_rows, stay)
 
         failures: _Failures = {}
 
@@ -107,11 +122,13 @@ def _reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
 
         reader = _Reader(execute, None, failures)
         targets = [
-            {index: there for index, span in inputs.targets.items() if (there := span.on_gpu(gpu)) is not None}
-            if isinstance(inputs, TargetedInputs)
-            else {}
+            {
+                **({} if room is None else room(inputs)),
+                **{index: there for index, span in _spans(inputs).items() if (there := span.on_gpu(gpu)) is not None},
+            }
             for inputs in requests
         ]
+        # hot path for states: with `room`, there are targets, and nothing is joined into one request
         located = [
             [(one.on_gpu(gpu) or one) if isinstance(one, RegionTensor) else one for one in inputs]
             for inputs in requests
@@ -137,6 +154,10 @@ def read_now(inputs: Inputs) -> Inputs:
         else:
             read.append(one)
     return TargetedInputs.to(inputs.targets, read) if isinstance(inputs, TargetedInputs) else tuple(read)
+
+
+def _spans(inputs: Inputs) -> Mapping[int, Span]:
+    return inputs.targets if isinstance(inputs, TargetedInputs) else NOWHERE
 
 
 class _Reader:

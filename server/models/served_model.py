@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from paceline.backends.base import HoldsSequences, ModelInstance
 from paceline.backends.errors import (
+    DeviceLost,
     InstanceError,
     InstanceLost,
     OutOfMemory,
@@ -34,6 +35,13 @@ from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.open_codec import OpenCodec
 from paceline.server.memory.reading import ExecuteInputs, over_shared_memory
 from paceline.server.memory.regions import Regions
+from paceline.server.models.device_states import (
+    are_lost,
+    gpu_of,
+    may_leave_states,
+    room_on,
+    with_states_at_hand,
+)
 from paceline.server.models.instances import Instances, Runner
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.open_requests import OpenRequests, handing_over
@@ -89,18 +97,24 @@ class ServedModel:
         self.statistics = VersionStatistics(tuple(length.name for length in self.spec.lengths))
         self._partial: set[asyncio.Task[object]] = set()
 
+        leaves_states = may_leave_states(loaded.instances)
+
         def execute_of(instance: ModelInstance) -> ExecuteInputs:
             if self.open_requests is not None:
                 return handing_over(instance)
+            room = room_on(instance, self.spec)
             # The plain `execute` if nothing can be in shared memory: then nobody pays for looking.
             execute = (
-                over_shared_memory(instance, self.spec.executed)
-                if regions is not None
+                over_shared_memory(instance, self.spec.executed, room)
+                if regions is not None or room is not None
                 else cast("ExecuteInputs", instance.execute)
             )
             if self.spec.sequence is None:
                 return execute
-            return cast("ExecuteInputs", executing_steps(execute, self.spec))  # what `StepMaker` makes of inputs
+            steps = executing_steps(execute, self.spec)
+            if leaves_states:
+                steps = with_states_at_hand(steps, self.spec, gpu_of(instance))
+            return cast("ExecuteInputs", steps)  # what `StepMaker` makes of inputs
 
         self.instances = Instances(loaded, execute_of, self.statistics, on_change)
         # The statistics alone if batches aren't traced: then nobody pays for looking.
@@ -109,10 +123,15 @@ class ServedModel:
             observer = tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
         batcher: Callable[..., AnyBatcher] = Batcher
         if self.spec.sequence is not None:
-            # Of what a model keeps itself, nobody knows.
-            note = "; the state of its sequence is as it was before" if self.spec.sequence.states else ""
             make_step = StepMaker(self.spec) if not self.remote else _pass_on
-            batcher = partial(SequenceBatcher, self.name, make_step, failed_note=note, on_over=self._on_over)
+            batcher = partial(
+                SequenceBatcher,
+                self.name,
+                make_step,
+                failed_note=self._failed_note,
+                on_over=self._on_over,
+                are_lost=are_lost,
+            )
         self.batcher = batcher(
             loaded.plan.policy,
             list(self.instances.runners),
@@ -136,6 +155,14 @@ class ServedModel:
             tags=loaded.plan.metric_tags,
             open_requests=self.open_requests,
         )
+
+    def _failed_note(self, error: BaseException | None) -> str:
+        """What becomes of a step's sequence if its execution fails. Of what a model keeps itself, nobody knows."""
+        sequence, policy = self.spec.sequence, self.batcher.policy.sequences
+        assert sequence is not None
+        assert policy is not None
+        ends_it = isinstance(error, InstanceLost if policy.places else DeviceLost)
+        return "; the state of its sequence is as it was before" if sequence.states and not ends_it else ""
 
     def _on_over(self, runner: Runner, over: Over) -> None:
         """Tell the instance that has held a sequence."""

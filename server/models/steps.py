@@ -1,8 +1,9 @@
 """What a model sees of a step besides its inputs, controls and states, and what a step leaves behind.
 
 Lives here: making a step's payload, and executing payloads on an instance's thread. Must not: decide which step goes
-(`scheduler.sequences`), join or split arrays (`backends.batching`). The rules: a state is a copy of one sequence's
-rows, so that none keeps a whole batch's memory; what a failed execution leaves is nowhere.
+(`scheduler.sequences`), join or split arrays (`backends.batching`), or say where states are (`device_states`). The
+rules: a state is a copy of one sequence's rows, so that none keeps a whole batch's memory; what a failed execution
+leaves is nowhere.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paceline.backends.base import Execution
+from paceline.backends.base import DeviceTensor, Execution
 from paceline.backends.batching import Share
 from paceline.backends.spec import Array, Control, ControlKind, ModelSpec, SequenceSpec, Tensors
 from paceline.protos.datatypes import by_name
@@ -21,19 +22,22 @@ from paceline.server.errors import GpuLost, InvalidRequest, as_value
 from paceline.server.memory.reading import ExecuteInputs, read_now
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 
-__all__ = ["Step", "StepMaker", "executing_steps", "shown_id"]
+__all__ = ["ExecuteSteps", "States", "Step", "StepMaker", "executing_steps", "shown_id"]
+
+
+States = tuple[Array | DeviceTensor, ...]
 
 
 class Step:
     """A step at the batcher: its `inputs`, as the model sees them, controls and states included. `row`: the row in its
-    batch, -1 for any. `after`: the states that it left, if it has succeeded."""
+    batch, -1 for any. `after`: the states that it left, if it has succeeded; LOST if those that it needed are."""
 
     __slots__ = ("after", "inputs", "row")
 
     def __init__(self, inputs: Inputs, row: int) -> None:
         self.inputs = inputs
         self.row = row
-        self.after: tuple[Array, ...] | None = None
+        self.after: States | object = None
 
 
 class StepMaker:
@@ -61,7 +65,7 @@ class StepMaker:
         inputs, step, place = request.payload, request.step, sequence.place
         assert step is not None
         assert place is not None
-        states: tuple[Array, ...] = self._initial if sequence.state is None else sequence.state  # type: ignore[assignment]
+        states: States = self._initial if sequence.state is None else sequence.state  # type: ignore[assignment]
         controls: Sequence[Array] = self._controls[step.start, step.end]
         if self._ids:
             if sequence.note is None:
@@ -71,14 +75,17 @@ class StepMaker:
                 controls[at] = array
         if self._free:
             request.key = request.key, tuple([states[at].shape for at in self._free])
-        whole: Inputs = (*inputs, *controls, *states)
+        whole: Inputs = (*inputs, *controls, *states)  # type: ignore[arg-type]
         if type(inputs) is TargetedInputs:
             whole = TargetedInputs.to(inputs.targets, whole)
         request.payload = made = Step(whole, place.row if self._rows else -1)
         return made
 
 
-def executing_steps(execute: ExecuteInputs, spec: ModelSpec) -> Callable[[Sequence[Step], int], Execution]:
+ExecuteSteps = Callable[[Sequence[Step], int], Execution]
+
+
+def executing_steps(execute: ExecuteInputs, spec: ModelSpec) -> ExecuteSteps:
     """`execute` for steps of a model that serves `spec`."""
     sequence = spec.sequence
     assert sequence is not None
@@ -118,13 +125,14 @@ def executing_steps(execute: ExecuteInputs, spec: ModelSpec) -> Callable[[Sequen
     return execute_rows
 
 
-def _states_in(result: Tensors, kept: Sequence[int]) -> tuple[Array, ...]:
-    """Copies of the states in a step's result."""
+def _states_in(result: Tensors, kept: Sequence[int]) -> States:
+    """The states in a step's result, copied unless they were left on a device."""
     if type(result) is Share:
         # Without arrays of all its other outputs.
         arrays, start, stop = result.outputs.arrays, result.start, result.stop
         return tuple([arrays[index][start:stop].copy() for index in kept])
-    return tuple([np.array(result[index], order="C") for index in kept])
+    left: list[Array | DeviceTensor] = [result[index] for index in kept]
+    return tuple([one if type(one) is DeviceTensor else np.array(one, order="C") for one in left])
 
 
 def _control(control: Control, spec: ModelSpec, holds: dict[ControlKind, bool]) -> Array:

@@ -60,7 +60,7 @@ class Bench:
             replacer=self,
             arrivals=NeverWaits(),
             on_over=lambda runner, over: self.overs.append(over),
-            failed_note="; the state of its sequence is as it was before",
+            failed_note=lambda error: "; the state of its sequence is as it was before",
         )
         self.batcher.start()
 

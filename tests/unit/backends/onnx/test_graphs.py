@@ -18,6 +18,7 @@ import pytest
 from paceline.backends.base import Device, Execution, Slot
 from paceline.backends.cuda.accelerator import open_streams
 from paceline.backends.cuda.long_calls import captures
+from paceline.backends.device_blocks import BlockPool
 from paceline.backends.errors import DeviceLost, ExecutionError, LoadError
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession, open_session
@@ -85,7 +86,8 @@ class Bench:
 
     def instance(self) -> StagedInstance:
         self.path = models.write(self.model, self.folder / "model.onnx")
-        return StagedInstance(Shared("m", self.open(self.broken, True), self.spec, CPU, OnnxOptions(), self.reopen))
+        opened, blocks = self.open(self.broken, True), BlockPool(self.accelerator)
+        return StagedInstance(Shared("m", opened, self.spec, CPU, OnnxOptions(), self.reopen, blocks))
 
     def open(self, broken: bool, graphs: bool) -> OpenSession:
         plain = open_session("m", self.path, OnnxOptions(), CPU)
