@@ -80,9 +80,9 @@ class StepPayload(Protocol):
 
 class Sequence(Generic[RequestT]):
     """A sequence. `executing` is its step at the batcher, `steps` are those behind it, None if there never were any.
-    `state` is what the last step left; None: nothing yet. `ends` is why it ends once these are done; None: it goes on.
-    `payload` is that of the step at the batcher, `note` is for whoever makes payloads. `follower` has the same id, and
-    mustn't begin before this one is over."""
+    `state` is what the last step left; None: nothing yet. A step that starts anew doesn't see it. `ends` is why it ends
+    once these are done; None: it goes on. `payload` is that of the step at the batcher, `note` is for whoever makes
+    payloads. `follower` has the same id, and mustn't begin before this one is over."""
 
     __slots__ = (
         "ends", "executing", "follower", "has_begun", "id", "note", "payload", "place", "since_ns", "state", "steps",
@@ -214,6 +214,8 @@ class Sequences(Generic[RequestT]):
         payload, sequence.payload = sequence.payload, None
         sequence.executing = None
         sequence.has_begun = True
+        if request.step is not None and request.step.start:
+            sequence.state = None
         if succeeds and payload is not None and payload.after is not None:
             sequence.state = payload.after
             if sequence.state is LOST:
@@ -336,9 +338,6 @@ class Sequences(Generic[RequestT]):
 
     # hot path
     def _send(self, sequence: Sequence[RequestT], request: RequestT) -> None:
-        assert request.step is not None
-        if request.step.start:
-            sequence.state = None
         sequence.executing = request
         self.ready.append(sequence)
 

@@ -65,7 +65,7 @@ class StepMaker:
         inputs, step, place = request.payload, request.step, sequence.place
         assert step is not None
         assert place is not None
-        states: States = self._initial if sequence.state is None else sequence.state  # type: ignore[assignment]
+        states: States = self._initial if step.start or sequence.state is None else sequence.state  # type: ignore[assignment]
         controls: Sequence[Array] = self._controls[step.start, step.end]
         if self._ids:
             if sequence.note is None:

@@ -126,7 +126,7 @@ class World:
         step, place = self.of[request], sequence.place
         assert place is not None
         step.sent = True
-        state: Any = sequence.state or ()
+        state: Any = () if step.asked.start else sequence.state or ()
         request.payload = Payload(step, state, place)
         return request.payload
 

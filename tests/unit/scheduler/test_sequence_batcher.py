@@ -65,7 +65,7 @@ class Bench:
         self.batcher.start()
 
     def make_step(self, request: Any, sequence: AnySequence) -> Payload:
-        state: Any = sequence.state or ""
+        state: Any = "" if request.step.start else sequence.state or ""
         assert sequence.place is not None
         request.payload = Payload(request.payload, state, sequence.place)
         payload: Payload = request.payload
@@ -331,6 +331,21 @@ async def test_refused_step_may_be_sent_again_if_none_is_under_way() -> None:
     await bench.finish()
     assert again.result() == "ab"
     assert bench.batcher.sequences.ended[SequenceEnd.END] == 1
+    bench.batcher.close()
+
+
+async def test_refused_start_leaves_a_live_sequence_as_it_was() -> None:
+    bench = Bench(max_batch_rows=1, limits=QueueLimits(max_rows=1))
+    await bench.send(7, "a", start=True)
+    await bench.finish()
+    await bench.send(1, "x", start=True)
+    await bench.send(2, "y", start=True)
+    _, error = bench.refusal(7, "b", start=True)
+    assert isinstance(error, QueueFull)
+    await bench.finish()
+    await bench.finish()
+    await bench.send(7, "c")
+    assert bench.running == "[ac]"
     bench.batcher.close()
 
 
