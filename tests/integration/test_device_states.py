@@ -22,6 +22,7 @@ from tests import models, state_models
 from tests.cuda import stand_in
 from tests.host_accelerator import HostAccelerator
 from tests.integration.regions import settings
+from tests.integration.scripted import own
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.test_cuda_shared_memory import Gpu, register_cuda
 from tests.integration.test_sequences import KEEPS, STATE, numbers, over_a_stream, over_calls, result, step, steps, sums
@@ -29,6 +30,7 @@ from tests.polling import eventually_async
 from tests.shared_objects import add_shared_input, request_shared_output
 
 SEEN = 'output { name: "STATE_OUT" data_type: TYPE_FP32 dims: 2 } input { name: "INPUT0" data_type: TYPE_FP32 dims: 2 }'
+GRAPHS = "optimization { cuda { graphs: true } } " + own(batch_sizes="1,4,8")
 GROWS = KEEPS.replace(
     STATE, STATE.replace(" }", ' dims: -1 initial_state { name: "n" data_type: TYPE_FP32 dims: 0 zero_data: true } }')
 )
@@ -206,3 +208,17 @@ async def test_lost_gpu_ends_its_sequences_and_says_so(tmp_path: Path, gpu: Gpu)
         lost = 'model="m",reason="instance_lost",version="1"'
         assert await served.metric("paceline_ended_sequences", lost) == 2
         np.testing.assert_array_equal(await over_calls(served, steps(3, inputs)), sums(inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", ["", GRAPHS], ids=["plain", "graphs"])
+@pytest.mark.parametrize("config", [KEEPS, KEEPS.replace("oldest { }", "direct { }")], ids=["oldest", "direct"])
+async def test_states_on_a_gpu_are_those_of_the_cpu(tmp_path: Path, config: str, more: str) -> None:
+    path = models.write(state_models.accumulator(), tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text(f"{config} instance_group {{ kind: KIND_GPU }} {more}")
+    async with serving(tmp_path) as served:
+        given = [numbers(sequence, 25) for sequence in range(30)]
+        requests = [steps(place + 1, inputs) for place, inputs in enumerate(given)]
+        answers = await asyncio.gather(*[over_a_stream(served, one) for one in requests])
+        for answer, inputs in zip(answers, given, strict=True):
+            np.testing.assert_array_equal(answer, sums(inputs))

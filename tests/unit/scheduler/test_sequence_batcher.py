@@ -23,7 +23,7 @@ from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, SequencePolicy
 from paceline.scheduler.request import Request, SequenceStep
 from paceline.scheduler.sequence_batcher import SequenceBatcher
-from paceline.scheduler.sequences import AnySequence, Over, SequenceEnd
+from paceline.scheduler.sequences import LOST, AnySequence, Over, SequenceEnd
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 from tests.unit.scheduler.workbench import _BLAMES, NeverWaits, one_turn
 
@@ -60,8 +60,10 @@ class Bench:
             replacer=self,
             arrivals=NeverWaits(),
             on_over=lambda runner, over: self.overs.append(over),
+            are_lost=lambda state: state in self.lost,
             failed_note=lambda error: "; the state of its sequence is as it was before",
         )
+        self.lost = set[object]()
         self.batcher.start()
 
     def make_step(self, request: Any, sequence: AnySequence) -> Payload:
@@ -180,6 +182,42 @@ async def test_step_that_was_given_up_leaves_nothing_though_it_ends_just_then() 
     bench.batcher.add(runner := StepRunner(bench.clock))
     await bench.send(7, "c")
     assert str(runner.batches[-1]) == "[ac]"
+    bench.batcher.close()
+
+
+async def test_lost_states_end_their_sequences_alone() -> None:
+    bench = Bench(instances=2, max_batch_rows=1)
+    for id_, name in ((1, "a"), (2, "b")):
+        await bench.send(id_, name, start=True)
+    for runner in (0, 1):
+        await bench.finish(runner)
+    await bench.send(3, "c", start=True)
+    bench.lost.add("a")
+    lost = next(number for number, runner in enumerate(bench.runners) if runner.busy)
+    bench.runners[lost].fail(OSError("gone"))
+    await one_turn()
+    assert bench.batcher.sequences.ended[SequenceEnd.INSTANCE_LOST] == 1
+    _, error = bench.refusal(1, "d")
+    assert "the instance of the model that held it was lost" in str(error)
+    following = [await bench.send(2, "d"), await bench.send(3, "d")]
+    for _ in following:
+        await bench.finish(1 - lost)
+    assert [one.result() for one in following] == ["bd", "d"]
+    bench.batcher.close()
+
+
+async def test_step_that_finds_its_state_lost_ends_its_sequence() -> None:
+    bench = Bench()
+    await bench.send(7, "a", start=True)
+    await bench.finish()
+    await bench.send(7, "b")
+    behind = await bench.send(7, "c")
+    bench.runners[0].batches[-1][0].after = LOST
+    bench.runners[0].finish_with([RuntimeError("gone")])
+    await one_turn()
+    with pytest.raises(NotStarted, match="the instance of the model that held it was lost"):
+        behind.result()
+    assert bench.batcher.sequences.live == 0
     bench.batcher.close()
 
 
