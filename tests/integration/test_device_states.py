@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 import pytest
 
-from paceline.backends.errors import DeviceError
+from paceline.backends.cuda.driver import count_gpus
+from paceline.backends.errors import DeviceError, LoadError
 from paceline.backends.onnx.backend import OnnxBackend
 from tests import models, state_models
 from tests.cuda import stand_in
@@ -214,6 +215,10 @@ async def test_lost_gpu_ends_its_sequences_and_says_so(tmp_path: Path, gpu: Gpu)
 @pytest.mark.parametrize("more", ["", GRAPHS], ids=["plain", "graphs"])
 @pytest.mark.parametrize("config", [KEEPS, KEEPS.replace("oldest { }", "direct { }")], ids=["oldest", "direct"])
 async def test_states_on_a_gpu_are_those_of_the_cpu(tmp_path: Path, config: str, more: str) -> None:
+    try:
+        count_gpus()
+    except LoadError as reason:
+        pytest.skip(str(reason))
     path = models.write(state_models.accumulator(), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text(f"{config} instance_group {{ kind: KIND_GPU }} {more}")
     async with serving(tmp_path) as served:
