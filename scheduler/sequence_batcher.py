@@ -24,7 +24,8 @@ from paceline.scheduler.observer import FULL, Drop, Observer
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Request
 from paceline.scheduler.runner import AnyRunner, Runner
-from paceline.scheduler.sequences import AnySequence, Over, SequenceEnd, Sequences, StepPayload
+from paceline.scheduler.sequence import AnySequence, Over, SequenceEnd, StepPayload
+from paceline.scheduler.sequences import Sequences
 from paceline.scheduler.turns import ArrivalModel, Submit
 from paceline.scheduler.waiting import SharedQueueLimits, Waiting
 

@@ -13,96 +13,22 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from enum import Enum
 from heapq import heappop, heappush
 from itertools import islice, takewhile
-from typing import Final, Generic, NamedTuple, Protocol
+from typing import Generic
 
 from paceline.scheduler.errors import BacklogFull, NoSequence, NotStarted, QueueFull, SequenceError
 from paceline.scheduler.policy import NEVER, SequencePolicy
-from paceline.scheduler.request import AnyRequest, RequestT
+from paceline.scheduler.request import RequestT
+from paceline.scheduler.sequence import ANYWHERE, LOST, Over, Place, Sequence, SequenceEnd
 from paceline.scheduler.waiting import Timers, Waiting
 
-__all__ = ["LOST", "AnySequence", "Over", "Place", "Sequence", "SequenceEnd", "Sequences", "StepPayload"]
+__all__ = ["Sequences"]
 
 _MOST_AT_ONCE = 500
 """Sequences whose idle limit has passed end in turns of so many, of 5 us each, so that nobody else waits for long."""
 _MAX_GONE = 4_096
 """Of so many sequences that ended before their last step it is remembered why."""
-
-
-class SequenceEnd(Enum):
-    """Why a sequence has ended, and how callers are told who send more steps."""
-
-    END = "end", ""
-    IDLE = "idle", "nothing of it waited or executed for longer than max_sequence_idle_microseconds"
-    CANCELLED = "cancelled", "a step of it was cancelled while it waited, and was needed for the steps after it"
-    EXPIRED = "expired", "a step of it waited for too long to be executed, and was needed for the steps after it"
-    REFUSED = "refused", "a step of it was refused, and was needed for the steps that were sent after it"
-    INSTANCE_LOST = "instance_lost", "the instance of the model that held it was lost"
-    REPLACED = "replaced", "the model was loaded again"
-
-    def __init__(self, label: str, text: str) -> None:
-        self.label = label
-        self.text = text
-
-
-class Place(NamedTuple):
-    """Where a sequence is held: its row in batches of its instance."""
-
-    row: int
-    instance: int
-
-
-_ANYWHERE = Place(-1, 0)
-
-
-class Over(NamedTuple):
-    """A sequence that an instance held is over."""
-
-    sequence: int | str
-    instance: int
-    why: SequenceEnd
-
-
-LOST: Final = object()
-"""In place of a state: it is gone, for good."""
-
-
-class StepPayload(Protocol):
-    """A step's payload at the batcher."""
-
-    @property
-    def after(self) -> object:
-        """The state that it has left; None if it has failed, or the model has no states; LOST if it has failed because
-        the state that it needed is."""
-
-
-class Sequence(Generic[RequestT]):
-    """A sequence. `executing` is its step at the batcher, `steps` are those behind it, None if there never were any.
-    `state` is what the last step left; None: nothing yet. A step that starts anew doesn't see it. `ends` is why it ends
-    once these are done; None: it goes on. `payload` is that of the step at the batcher, `note` is for whoever makes
-    payloads. `follower` has the same id, and mustn't begin before this one is over."""
-
-    __slots__ = (
-        "ends", "executing", "follower", "has_begun", "id", "note", "payload", "place", "since_ns", "state", "steps",
-    )  # fmt: skip
-
-    def __init__(self, id_: int | str) -> None:
-        self.id = id_
-        self.executing: RequestT | None = None
-        self.steps: deque[RequestT] | None = None
-        self.place: Place | None = None
-        self.state: object = None
-        self.payload: StepPayload | None = None
-        self.note: object = None
-        self.since_ns = 0
-        self.has_begun = False
-        self.ends: SequenceEnd | None = None
-        self.follower: Sequence[RequestT] | None = None
-
-
-AnySequence = Sequence[AnyRequest]
 
 
 class Sequences(Generic[RequestT]):
@@ -112,7 +38,7 @@ class Sequences(Generic[RequestT]):
     `live` sequences have a place, `waiting` is how many have none, `backlog` are the requests that wait here, and
     `ended` counts the sequences that are over; those of them that instances held are also in `over`, until it is
     emptied. All calls take constant time, whatever the number of sequences, except for a heap of those waiting requests
-    that have a deadline.
+    that have a deadline, and for what follows the loss of an instance or the end of the model.
     """
 
     def __init__(self, policy: SequencePolicy, model: str, backlog: Waiting) -> None:
@@ -398,7 +324,7 @@ class Sequences(Generic[RequestT]):
         if counted:
             assert sequence.ends is not None
             self.ended[sequence.ends] += 1
-            if place is not None and place is not _ANYWHERE:
+            if place is not None and place is not ANYWHERE:
                 self.over.append(Over(sequence.id, place.instance, sequence.ends))
         follower: Sequence[RequestT] | None = sequence
         while follower is not None and not follower.steps:
@@ -413,7 +339,7 @@ class Sequences(Generic[RequestT]):
             self._placeless[follower] = None
         if place is not None:
             self.live -= 1
-        if place is not None and place is not _ANYWHERE:
+        if place is not None and place is not ANYWHERE:
             del self._held[place]
             if place.instance in self._instances:
                 heappush(self._free, place)
@@ -429,7 +355,7 @@ class Sequences(Generic[RequestT]):
         if not self._policy.places:
             if self.live >= self._policy.max_sequences:
                 return False
-            sequence.place = _ANYWHERE
+            sequence.place = ANYWHERE
         elif not self._free:
             return False
         else:

@@ -16,7 +16,7 @@ import numpy as np
 from paceline.backends.base import DeviceBlock, DeviceTensor, Execution, ModelInstance, Slot, Slotted, Targets
 from paceline.backends.errors import InstanceError
 from paceline.backends.spec import ModelSpec, Tensors
-from paceline.scheduler.sequences import LOST
+from paceline.scheduler.sequence import LOST
 from paceline.server.errors import as_value
 from paceline.server.memory.reading import Room
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs

@@ -27,8 +27,8 @@ from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.failures import Blame
 from paceline.scheduler.observer import Observer
 from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.sequence import AnySequence, Over
 from paceline.scheduler.sequence_batcher import SequenceBatcher
-from paceline.scheduler.sequences import AnySequence, Over
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec

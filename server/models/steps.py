@@ -17,7 +17,7 @@ from paceline.backends.batching import Share
 from paceline.backends.spec import Array, Control, ControlKind, ModelSpec, SequenceSpec, Tensors
 from paceline.protos.datatypes import by_name
 from paceline.scheduler.request import AnyRequest
-from paceline.scheduler.sequences import AnySequence
+from paceline.scheduler.sequence import AnySequence
 from paceline.server.errors import GpuLost, InvalidRequest, as_value
 from paceline.server.memory.reading import ExecuteInputs, read_now
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs

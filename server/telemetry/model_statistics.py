@@ -20,7 +20,7 @@ from paceline.backends.base import Execution
 from paceline.backends.errors import BackendError, OutOfMemory
 from paceline.scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
 from paceline.scheduler.observer import BatchReport, Drop
-from paceline.scheduler.sequences import SequenceEnd
+from paceline.scheduler.sequence import SequenceEnd
 from paceline.server.errors import AnswerTooLarge, ModelNotReady
 
 __all__ = ["AnswerTotals", "BatchTotals", "DurationHistogram", "FailureReason", "VersionStatistics", "reason_of"]

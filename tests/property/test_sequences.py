@@ -25,9 +25,9 @@ from paceline.scheduler.errors import (
 from paceline.scheduler.failures import Blame
 from paceline.scheduler.policy import NEVER, BatchPolicy, SequencePolicy
 from paceline.scheduler.request import Request, SequenceStep
+from paceline.scheduler.sequence import Over
+from paceline.scheduler.sequence import Sequence as Sequence_
 from paceline.scheduler.sequence_batcher import SequenceBatcher
-from paceline.scheduler.sequences import Over
-from paceline.scheduler.sequences import Sequence as Sequence_
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 from paceline.scheduler.waiting import SharedQueueLimits
 from tests.unit.scheduler.workbench import NeverWaits

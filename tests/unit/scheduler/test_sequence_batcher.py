@@ -22,8 +22,8 @@ from paceline.scheduler.errors import (
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, SequencePolicy
 from paceline.scheduler.request import Request, SequenceStep
+from paceline.scheduler.sequence import LOST, AnySequence, Over, SequenceEnd
 from paceline.scheduler.sequence_batcher import SequenceBatcher
-from paceline.scheduler.sequences import LOST, AnySequence, Over, SequenceEnd
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 from tests.unit.scheduler.workbench import _BLAMES, NeverWaits, one_turn
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.scheduler.observer import Drop
-from paceline.scheduler.sequences import SequenceEnd
+from paceline.scheduler.sequence import SequenceEnd
 from paceline.server.errors import InvalidRequest
 from paceline.server.fronts.pool import FRONT_METRICS
 from paceline.server.rpc.model_rpcs import statistics_message

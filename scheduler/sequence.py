@@ -1,0 +1,89 @@
+"""A sequence: what is known of it, where it is held, and why it ends.
+
+Lives here: these values. Must not: decide anything; that is `sequences`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+from typing import Final, Generic, NamedTuple, Protocol
+
+from paceline.scheduler.request import AnyRequest, RequestT
+
+__all__ = ["ANYWHERE", "LOST", "AnySequence", "Over", "Place", "Sequence", "SequenceEnd", "StepPayload"]
+
+
+class SequenceEnd(Enum):
+    """Why a sequence has ended, and how callers are told who send more steps."""
+
+    END = "end", ""
+    IDLE = "idle", "nothing of it waited or executed for longer than max_sequence_idle_microseconds"
+    CANCELLED = "cancelled", "a step of it was cancelled while it waited, and was needed for the steps after it"
+    EXPIRED = "expired", "a step of it waited for too long to be executed, and was needed for the steps after it"
+    REFUSED = "refused", "a step of it was refused, and was needed for the steps that were sent after it"
+    INSTANCE_LOST = "instance_lost", "the instance of the model that held it was lost"
+    REPLACED = "replaced", "the model was loaded again"
+
+    def __init__(self, label: str, text: str) -> None:
+        self.label = label
+        self.text = text
+
+
+class Place(NamedTuple):
+    """Where a sequence is held: its row in batches of its instance."""
+
+    row: int
+    instance: int
+
+
+ANYWHERE = Place(-1, 0)
+"""Any instance may execute the sequence's steps."""
+
+
+class Over(NamedTuple):
+    """A sequence that an instance held is over."""
+
+    sequence: int | str
+    instance: int
+    why: SequenceEnd
+
+
+LOST: Final = object()
+"""In place of a state: it is gone, for good."""
+
+
+class StepPayload(Protocol):
+    """A step's payload at the batcher."""
+
+    @property
+    def after(self) -> object:
+        """The state that it has left; None if it has failed, or the model has no states; LOST if it has failed because
+        the state that it needed is."""
+
+
+class Sequence(Generic[RequestT]):
+    """A sequence. `executing` is its step at the batcher, `steps` are those behind it, None if there never were any.
+    `state` is what the last step left; None: nothing yet. A step that starts anew doesn't see it. `ends` is why it ends
+    once these are done; None: it goes on. `payload` is that of the step at the batcher, `note` is for whoever makes
+    payloads. `follower` has the same id, and mustn't begin before this one is over."""
+
+    __slots__ = (
+        "ends", "executing", "follower", "has_begun", "id", "note", "payload", "place", "since_ns", "state", "steps",
+    )  # fmt: skip
+
+    def __init__(self, id_: int | str) -> None:
+        self.id = id_
+        self.executing: RequestT | None = None
+        self.steps: deque[RequestT] | None = None
+        self.place: Place | None = None
+        self.state: object = None
+        self.payload: StepPayload | None = None
+        self.note: object = None
+        self.since_ns = 0
+        self.has_begun = False
+        self.ends: SequenceEnd | None = None
+        self.follower: Sequence[RequestT] | None = None
+
+
+AnySequence = Sequence[AnyRequest]
