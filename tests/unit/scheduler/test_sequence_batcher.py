@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
 from paceline.scheduler.errors import (
@@ -13,101 +9,17 @@ from paceline.scheduler.errors import (
     DeadlineUnreachable,
     ExecutionFailed,
     ExecutionTimeout,
-    NoInstance,
     NoSequence,
     NotStarted,
     QueueFull,
     QueueTimeout,
 )
 from paceline.scheduler.observer import Drop
-from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, SequencePolicy
-from paceline.scheduler.request import Request, SequenceStep
-from paceline.scheduler.sequence import LOST, AnySequence, Over, SequenceEnd
-from paceline.scheduler.sequence_batcher import SequenceBatcher
-from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
-from tests.unit.scheduler.workbench import _BLAMES, NeverWaits, one_turn
-
-MS = 1_000_000
-PLACES = SequencePolicy(places=2)
-
-
-class Payload:
-    """A step `name`, which leaves the state `state + name`."""
-
-    def __init__(self, name: str, state: str, place: tuple[int, int]) -> None:
-        self.name, self.state, self.place = name, state, place
-        self.after: str | None = None
-
-    def __repr__(self) -> str:
-        return self.state + self.name
-
-
-class Bench:
-    """A batcher of sequences whose instances finish, and whose clock moves, when told to."""
-
-    def __init__(self, sequences: SequencePolicy | None = None, instances: int = 1, **policy: Any) -> None:
-        self.clock, self.seen, self.overs = ManualClock(now_ns=1), RecordingObserver(), list[Over]()
-        self.runners = [StepRunner[Payload, str](self.clock) for _ in range(instances)]
-        limits = BatchPolicy(**{"max_batch_rows": 4, **policy, "sequences": sequences or SequencePolicy()})
-        self.batcher: SequenceBatcher[Any, str] = SequenceBatcher(
-            "m",
-            self.make_step,
-            limits,
-            self.runners,
-            clock=self.clock,
-            observer=self.seen,
-            blames=lambda error: _BLAMES[type(error)],
-            replacer=self,
-            arrivals=NeverWaits(),
-            on_over=lambda runner, over: self.overs.append(over),
-            are_lost=lambda state: state in self.lost,
-            failed_note=lambda error: "; the state of its sequence is as it was before",
-        )
-        self.lost = set[object]()
-        self.batcher.start()
-
-    def make_step(self, request: Any, sequence: AnySequence) -> Payload:
-        state: Any = "" if request.step.start else sequence.state or ""
-        assert sequence.place is not None
-        request.payload = Payload(request.payload, state, sequence.place)
-        payload: Payload = request.payload
-        return payload
-
-    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
-        pass
-
-    def on_loss(self, runner: Any, error: BaseException) -> None:
-        pass
-
-    def on_return(self, runner: Any) -> None:
-        raise AssertionError("nothing hangs here")
-
-    def refusal(self, id_: int | str, name: str, **how: Any) -> tuple[Request[Any, str], Exception | None]:
-        step = SequenceStep(id_, how.pop("start", False), how.pop("end", False))
-        request: Request[Any, str] = Request(name, 1, "k", **how)
-        request.step = step
-        (error,) = self.batcher.submit([request]) or (None,)
-        return request, error
-
-    async def send(self, id_: int | str, name: str, **how: Any) -> Request[Any, str]:
-        request, error = self.refusal(id_, name, **how)
-        assert error is None, error
-        await one_turn()
-        return request
-
-    async def finish(self, runner: int = 0) -> None:
-        self.runners[runner].finish(done)
-        await one_turn()
-
-    @property
-    def running(self) -> str:
-        """The batch that the first instance executes."""
-        return str(self.runners[0].batches[-1]) if self.runners[0].busy else ""
-
-
-def done(payload: Payload) -> str:
-    payload.after = payload.state + payload.name
-    return payload.after
+from paceline.scheduler.policy import NEVER, QueueLimits, SequencePolicy
+from paceline.scheduler.sequence import LOST, SequenceEnd
+from paceline.scheduler.testing import StepRunner
+from tests.unit.scheduler.sequence_bench import MS, Bench
+from tests.unit.scheduler.workbench import one_turn
 
 
 async def test_steps_go_in_order_each_with_the_state_before() -> None:
@@ -436,131 +348,4 @@ async def test_waiting_step_that_will_be_late_ends_its_sequence() -> None:
     with pytest.raises(NotStarted, match="waited for too long"):
         behind.result()
     assert bench.running == ""
-    bench.batcher.close()
-
-
-# ---- Instances that hold their sequences -----------------------------------------------------------------------------
-
-
-async def test_sequences_stay_on_the_instance_that_holds_them() -> None:
-    bench = Bench(PLACES, instances=2)
-    for id_ in (1, 2, 3, 4):
-        bench.refusal(id_, str(id_), start=True)
-    await one_turn()
-    places = [[payload.place for payload in runner.batches[-1]] for runner in bench.runners]
-    assert places == [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]
-    await bench.finish(0)
-    await bench.send(2, "b")  # of the second instance, which is busy
-    assert not bench.runners[0].busy
-    await bench.finish(1)
-    assert bench.runners[1].busy
-    bench.batcher.close()
-
-
-async def test_lost_instance_takes_its_sequences_with_it() -> None:
-    bench = Bench(PLACES, instances=2)
-    for id_ in (1, 2):
-        await bench.send(id_, str(id_), start=True)
-    queued = await bench.send(3, "3", start=True)
-    waiting = await bench.send(1, "b")
-    bench.runners[0].fail(OSError("lost"))
-    await one_turn()
-    with pytest.raises(NotStarted, match="instance of the model that held it was lost"):
-        waiting.result()
-    with pytest.raises(NoInstance):
-        queued.result()
-    assert bench.batcher.sequences.ended[SequenceEnd.INSTANCE_LOST] == 2
-    assert bench.overs == []  # there is nobody to tell
-    # The other instance goes on, and a new one is used.
-    await bench.finish(1)
-    await bench.send(2, "b")
-    assert bench.runners[1].busy
-    bench.runners[0] = StepRunner(bench.clock)
-    bench.batcher.add(bench.runners[0])
-    await bench.send(5, "5", start=True)
-    assert bench.running == "[5]"
-    bench.batcher.close()
-
-
-async def test_holder_is_told_how_its_sequences_end() -> None:
-    bench = Bench(SequencePolicy(places=2, idle_ns=MS))
-    await bench.send(1, "a", start=True, end=True)
-    await bench.finish()
-    await bench.send(2, "a", start=True)
-    await bench.finish()
-    bench.clock.advance(MS)
-    assert [(over.sequence, over.why) for over in bench.overs] == [(1, SequenceEnd.END), (2, SequenceEnd.IDLE)]
-    bench.batcher.close()
-
-
-async def test_id_begins_anew_once_its_holder_is_told() -> None:
-    bench = Bench(PLACES)
-    steps = [await bench.send(7, name, start=name in "ac", end=name in "bd") for name in "abcd"]
-    steps.append(await bench.send(8, "e", start=True))  # another sequence goes on meanwhile
-    told: list[int] = []
-    for _ in "abcde":
-        told.append(len(bench.overs))
-        if bench.runners[0].busy:
-            await bench.finish()
-    assert [step.result() for step in steps] == ["a", "ab", "c", "cd", "e"]
-    batches = [[str(payload) for payload in batch] for batch in bench.runners[0].batches]
-    assert batches == [["a"], ["e", "ab"], ["c"], ["cd"]]
-    assert told == [0, 0, 1, 1, 2]  # the first is over before `c` executes
-    bench.batcher.close()
-
-
-async def test_lost_followers_of_an_id_are_over_with_it() -> None:
-    bench = Bench(PLACES)
-    first = await bench.send(7, "a", start=True, end=True)
-    behind = [await bench.send(7, "b", start=True, end=True) for _ in range(2_000)]
-    for request in behind:
-        request.cancel()
-    last = await bench.send(7, "c", start=True, end=True)
-    await bench.finish()
-    await bench.finish()
-    assert (first.result(), last.result()) == ("a", "c")
-    assert bench.batcher.sequences.ended[SequenceEnd.CANCELLED] == 2_000
-    assert bench.batcher.sequences.live == bench.batcher.sequences.waiting == bench.batcher.waiting_requests == 0
-    bench.batcher.close()
-
-
-# ---- Start and end ---------------------------------------------------------------------------------------------------
-
-
-async def test_drain_executes_what_has_arrived_and_ends_sequences() -> None:
-    bench = Bench(SequencePolicy(max_sequences=1))
-    steps = [await bench.send(7, name, start=name == "a") for name in "ab"]
-    steps.append(await bench.send(8, "c", start=True))
-    draining = asyncio.ensure_future(bench.batcher.drain())
-    await one_turn()
-    for _ in steps:
-        await bench.finish()
-    await draining
-    assert [step.result() for step in steps] == ["a", "ab", "c"]
-    assert bench.batcher.sequences.live == 0
-    assert bench.batcher.sequences.ended[SequenceEnd.REPLACED] == 2
-    bench.batcher.close()
-
-
-async def test_successor_tells_why_a_sequence_is_gone() -> None:
-    old, new = Bench(), Bench()
-    await old.send(7, "a", start=True)
-    new.batcher.sequences.remember(old.batcher.sequences.ids)
-    _, error = new.refusal(7, "b")
-    assert "must specify the START flag" in str(error)
-    assert "loaded again" in str(error)
-    old.batcher.close()
-    new.batcher.close()
-
-
-async def test_suspended_batcher_refuses_until_there_is_an_instance() -> None:
-    bench = Bench(SequencePolicy(max_sequences=1))
-    await bench.send(7, "a", start=True)
-    waiting = await bench.send(8, "b", start=True)
-    bench.batcher.suspend()
-    await one_turn()
-    with pytest.raises(NoInstance):
-        waiting.result()
-    _, error = bench.refusal(7, "c")
-    assert isinstance(error, NoInstance)
     bench.batcher.close()

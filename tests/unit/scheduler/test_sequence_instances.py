@@ -1,0 +1,146 @@
+"""Sequences that instances hold, or whose states are lost with them; how a batcher of sequences starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from paceline.scheduler.errors import (
+    NoInstance,
+    NotStarted,
+)
+from paceline.scheduler.policy import SequencePolicy
+from paceline.scheduler.sequence import SequenceEnd
+from paceline.scheduler.testing import StepRunner
+from tests.unit.scheduler.sequence_bench import MS, Bench
+from tests.unit.scheduler.workbench import one_turn
+
+PLACES = SequencePolicy(places=2)
+
+
+# ---- Instances that hold their sequences -----------------------------------------------------------------------------
+
+
+async def test_sequences_stay_on_the_instance_that_holds_them() -> None:
+    bench = Bench(PLACES, instances=2)
+    for id_ in (1, 2, 3, 4):
+        bench.refusal(id_, str(id_), start=True)
+    await one_turn()
+    places = [[payload.place for payload in runner.batches[-1]] for runner in bench.runners]
+    assert places == [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]
+    await bench.finish(0)
+    await bench.send(2, "b")  # of the second instance, which is busy
+    assert not bench.runners[0].busy
+    await bench.finish(1)
+    assert bench.runners[1].busy
+    bench.batcher.close()
+
+
+async def test_lost_instance_takes_its_sequences_with_it() -> None:
+    bench = Bench(PLACES, instances=2)
+    for id_ in (1, 2):
+        await bench.send(id_, str(id_), start=True)
+    queued = await bench.send(3, "3", start=True)
+    waiting = await bench.send(1, "b")
+    bench.runners[0].fail(OSError("lost"))
+    await one_turn()
+    with pytest.raises(NotStarted, match="instance of the model that held it was lost"):
+        waiting.result()
+    with pytest.raises(NoInstance):
+        queued.result()
+    assert bench.batcher.sequences.ended[SequenceEnd.INSTANCE_LOST] == 2
+    assert bench.overs == []  # there is nobody to tell
+    # The other instance goes on, and a new one is used.
+    await bench.finish(1)
+    await bench.send(2, "b")
+    assert bench.runners[1].busy
+    bench.runners[0] = StepRunner(bench.clock)
+    bench.batcher.add(bench.runners[0])
+    await bench.send(5, "5", start=True)
+    assert bench.running == "[5]"
+    bench.batcher.close()
+
+
+async def test_holder_is_told_how_its_sequences_end() -> None:
+    bench = Bench(SequencePolicy(places=2, idle_ns=MS))
+    await bench.send(1, "a", start=True, end=True)
+    await bench.finish()
+    await bench.send(2, "a", start=True)
+    await bench.finish()
+    bench.clock.advance(MS)
+    assert [(over.sequence, over.why) for over in bench.overs] == [(1, SequenceEnd.END), (2, SequenceEnd.IDLE)]
+    bench.batcher.close()
+
+
+async def test_id_begins_anew_once_its_holder_is_told() -> None:
+    bench = Bench(PLACES)
+    steps = [await bench.send(7, name, start=name in "ac", end=name in "bd") for name in "abcd"]
+    steps.append(await bench.send(8, "e", start=True))  # another sequence goes on meanwhile
+    told: list[int] = []
+    for _ in "abcde":
+        told.append(len(bench.overs))
+        if bench.runners[0].busy:
+            await bench.finish()
+    assert [step.result() for step in steps] == ["a", "ab", "c", "cd", "e"]
+    batches = [[str(payload) for payload in batch] for batch in bench.runners[0].batches]
+    assert batches == [["a"], ["e", "ab"], ["c"], ["cd"]]
+    assert told == [0, 0, 1, 1, 2]  # the first is over before `c` executes
+    bench.batcher.close()
+
+
+async def test_lost_followers_of_an_id_are_over_with_it() -> None:
+    bench = Bench(PLACES)
+    first = await bench.send(7, "a", start=True, end=True)
+    behind = [await bench.send(7, "b", start=True, end=True) for _ in range(2_000)]
+    for request in behind:
+        request.cancel()
+    last = await bench.send(7, "c", start=True, end=True)
+    await bench.finish()
+    await bench.finish()
+    assert (first.result(), last.result()) == ("a", "c")
+    assert bench.batcher.sequences.ended[SequenceEnd.CANCELLED] == 2_000
+    assert bench.batcher.sequences.live == bench.batcher.sequences.waiting == bench.batcher.waiting_requests == 0
+    bench.batcher.close()
+
+
+# ---- Start and end ---------------------------------------------------------------------------------------------------
+
+
+async def test_drain_executes_what_has_arrived_and_ends_sequences() -> None:
+    bench = Bench(SequencePolicy(max_sequences=1))
+    steps = [await bench.send(7, name, start=name == "a") for name in "ab"]
+    steps.append(await bench.send(8, "c", start=True))
+    draining = asyncio.ensure_future(bench.batcher.drain())
+    await one_turn()
+    for _ in steps:
+        await bench.finish()
+    await draining
+    assert [step.result() for step in steps] == ["a", "ab", "c"]
+    assert bench.batcher.sequences.live == 0
+    assert bench.batcher.sequences.ended[SequenceEnd.REPLACED] == 2
+    bench.batcher.close()
+
+
+async def test_successor_tells_why_a_sequence_is_gone() -> None:
+    old, new = Bench(), Bench()
+    await old.send(7, "a", start=True)
+    new.batcher.sequences.remember(old.batcher.sequences.ids)
+    _, error = new.refusal(7, "b")
+    assert "must specify the START flag" in str(error)
+    assert "loaded again" in str(error)
+    old.batcher.close()
+    new.batcher.close()
+
+
+async def test_suspended_batcher_refuses_until_there_is_an_instance() -> None:
+    bench = Bench(SequencePolicy(max_sequences=1))
+    await bench.send(7, "a", start=True)
+    waiting = await bench.send(8, "b", start=True)
+    bench.batcher.suspend()
+    await one_turn()
+    with pytest.raises(NoInstance):
+        waiting.result()
+    _, error = bench.refusal(7, "c")
+    assert isinstance(error, NoInstance)
+    bench.batcher.close()
