@@ -17,6 +17,7 @@ from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpe
 from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.scheduler.request import SequenceStep
 from paceline.server.codec.answers import Answerable, Envelope
+from paceline.server.codec.array_request import NamedArray
 from paceline.server.codec.classification import Labels
 from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
@@ -94,8 +95,8 @@ class AdaptingCodec(ModelCodec):
             inputs = [*map(self._seen, inputs)]
         return Group(options, inputs, targets, steps)
 
-    def _parse(self, request: ModelInferRequest) -> Group:
-        group = super()._parse(request)
+    def _parse(self, request: ModelInferRequest, given: Sequence[NamedArray] | None = None) -> Group:
+        group = super()._parse(request, given)
         if self._steps is not None and group.options.rows > 1:
             raise InvalidRequest(
                 f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of sequence "
@@ -119,6 +120,9 @@ class AdaptingCodec(ModelCodec):
             if array is not MISSING:
                 seen[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
         return tuple(seen)
+
+    def outputs_of(self, request: Answerable) -> dict[str, Array]:
+        return super().outputs_of(self._shown(request))
 
     def encode(self, requests: Sequence[Answerable]) -> list[AnyResponse | Exception]:
         if self._reshaped_outputs or self._left_out:

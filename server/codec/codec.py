@@ -9,8 +9,8 @@ key, if their rows together fit a batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import chain, islice
 
 from paceline.backends.base import DeviceTensor
 from paceline.backends.errors import ExecutionError
@@ -28,15 +28,25 @@ from paceline.protos.tensors import (
     raw_buffer,
 )
 from paceline.protos.wire import ensure_room
+from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.answers import Answerable, AnswerPlans
+from paceline.server.codec.array_request import ArrayRequest, NamedArray
 from paceline.server.codec.classification import Labels, class_count, classes_of
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, parse_parameters
 from paceline.server.codec.sizes import Sizes
-from paceline.server.codec.wire_request import AnyRequest, WireRequest
+from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import AnswerTooLarge, InvalidRequest, value_or_error
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
-from paceline.server.memory.region_tensors import NOWHERE, ClientMemory, Input, RegionTensor, Span, Write
+from paceline.server.memory.region_tensors import (
+    NOWHERE,
+    ClientMemory,
+    Input,
+    Inputs,
+    RegionTensor,
+    Span,
+    Write,
+)
 from paceline.server.memory.regions import Regions
 
 __all__ = ["AnyResponse", "ModelCodec", "memory_bytes", "tensor_bytes"]
@@ -102,6 +112,9 @@ class ModelCodec:
             if (tensor.any_rank or -1 in tensor.dims) and not (tensor.ragged or tensor.shape_tensor)
         ]
         self._sizes = Sizes(model, spec)
+        # Of requests from within, by signature; none if there is more to see in a request than its shapes.
+        self._array_options = BoundedCache[Hashable, RequestOptions]()
+        self._looks_into_inputs = any(tensor.utf8 or tensor.shape_tensor for tensor in spec.inputs)
 
     # hot path: see bench/
     def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
@@ -111,8 +124,10 @@ class ModelCodec:
         Raises InvalidRequest, RegionNotFound, or NotSupported for extensions that this build lacks or that are switched
         off; all are about `first`, and name the model and the tensor.
         """
-        if not isinstance(first, WireRequest):
+        if isinstance(first, ModelInferRequest):
             return self._parse(first)
+        if isinstance(first, ArrayRequest):
+            return self._read_arrays(first, more)
         group = self._known.read(first, more)
         if group is None:
             message = first.message()
@@ -120,7 +135,31 @@ class ModelCodec:
             self._known.learn(first.form.signature, message, group)
         return group
 
-    def _parse(self, request: ModelInferRequest) -> Group:
+    def _read_arrays(self, first: ArrayRequest, more: Iterable[AnyRequest]) -> Group:
+        """As `read`. Requests from within are known by their shapes, as each brings its datatypes and arrays; only
+        texts are looked at in each of them."""
+        signature, group = first.signature, None
+        options = self._array_options.get(signature)
+        if options is None:
+            group = self._parse(first.message(), first.inputs)
+            options = group.options
+            if options.classes or self._looks_into_inputs:
+                return group
+            if not any(array.dtype.hasobject for _, _, array in first.inputs):
+                options.size_bytes = sum(array.nbytes for _, _, array in first.inputs)
+            self._array_options.remember(signature, options)
+        inputs: list[Inputs] = []
+        for request in chain((first,), more):
+            if not isinstance(request, ArrayRequest) or request.signature != signature:
+                break
+            given = {name: array for name, _, array in request.inputs}
+            inputs.append(tuple([given.get(name, MISSING) for name in self._inputs]))
+            if options.size_bytes < 0:
+                break  # requests of a group have the same size, and this one's has to be counted
+        return Group(options, inputs, [NOWHERE] * len(inputs))
+
+    def _parse(self, request: ModelInferRequest, given: Sequence[NamedArray] | None = None) -> Group:
+        """Check and read `request`; the contents of its tensors are in `given`, if it is from within."""
         try:
             parameters = parse_parameters(request.parameters) if request.parameters else NO_PARAMETERS
         except InvalidRequest as error:
@@ -140,7 +179,7 @@ class ModelCodec:
         shapes = [tuple(tensor.shape) for tensor in request.inputs]
         rows = self._rows(request.inputs, shapes)
         spans = [*map(self._span_checked, request.inputs, shapes, order)]
-        inputs = self._arrays(request, shapes, order, spans)
+        inputs = self._arrays(request, shapes, order, spans) if given is None else self._given(given, order)
         if targets:
             self._memory.check_targets(targets, rows)
         # Without a batch axis nothing is merged, but execution times are learned for each key separately.
@@ -358,6 +397,29 @@ class ModelCodec:
                 raise self._invalid(f"input '{tensor.name}': {error}") from None
             arrays[index] = array
         return tuple(arrays)
+
+    def _given(self, given: Sequence[NamedArray], order: Sequence[int]) -> tuple[Input, ...]:
+        """Arrays of a request from within, in the spec's order."""
+        arrays: list[Input] = [MISSING] * len(self._inputs)
+        for (name, datatype, array), index in zip(given, order, strict=True):
+            wanted = self._input_types[index].dtype
+            if array.dtype != wanted:
+                raise self._invalid(f"input '{name}': expected an array of {wanted} for {datatype}, got {array.dtype}")
+            if self._spec.inputs[index].utf8:
+                try:
+                    _check_utf8(array)
+                except TensorError as error:
+                    raise self._invalid(f"input '{name}': {error}") from None
+            arrays[index] = array
+        return tuple(arrays)
+
+    def outputs_of(self, request: Answerable) -> dict[str, Array]:
+        """What an answer to a request from within consists of: its share of the outputs that its `options` ask for, as
+        a client would see them; views. What the model has left out is missing."""
+        options, results = request.options, request.value
+        assert options is not None
+        named = ((self._spec.outputs[index].name, results[index]) for index in options.outputs)
+        return {name: array for name, array in named if array is not MISSING}
 
     def _invalid(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"model '{self._model}': {what}")

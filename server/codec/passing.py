@@ -46,10 +46,11 @@ def _is_plain(request: AnyRequest) -> bool:
     """Whether there are no parameters, of the request or of its tensors."""
     if isinstance(request, WireRequest):
         return request.form.plain
+    message = message_of(request)
     return (
-        not request.parameters
-        and not any(one.parameters for one in request.inputs)
-        and not any(one.parameters for one in request.outputs)
+        not message.parameters
+        and not any(one.parameters for one in message.inputs)
+        and not any(one.parameters for one in message.outputs)
     )
 
 

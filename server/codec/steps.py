@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from paceline.backends.spec import ControlKind, SequenceSpec
+from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.scheduler.errors import NoSequence, SchedulerError
 from paceline.scheduler.request import SequenceStep
 from paceline.server.codec.parameters import step_of
-from paceline.server.codec.wire_request import AnyRequest, WireRequest
+from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import InvalidRequest, ServerError
 
 __all__ = ["Steps"]
@@ -30,7 +31,7 @@ class Steps:
     def of(self, request: AnyRequest) -> SequenceStep:
         """The step that `request` is; its other parameters are checked. Raises NoSequence, or InvalidRequest for an id
         that the model can't be told."""
-        step = request.step if isinstance(request, WireRequest) else step_of(request.parameters)
+        step = step_of(request.parameters) if isinstance(request, ModelInferRequest) else request.step
         if step is None or not step.id:
             raise NoSequence(self._model)
         if self._id is not None and isinstance(step.id, str) != (self._id.datatype == "BYTES"):

@@ -33,6 +33,7 @@ from paceline.protos.wire import (
 )
 from paceline.scheduler.request import SequenceStep
 from paceline.server.bounded_cache import BoundedCache
+from paceline.server.codec.array_request import ArrayRequest
 from paceline.server.errors import InvalidRequest, MessageTooLarge, ServerError
 from paceline.server.limits import Limits
 
@@ -107,12 +108,12 @@ class WireRequest:
         return parse(ModelInferRequest, self.data)
 
 
-AnyRequest = ModelInferRequest | WireRequest
+AnyRequest = ModelInferRequest | WireRequest | ArrayRequest
 
 
 def message_of(request: AnyRequest) -> ModelInferRequest:
-    """`request` as a message, parsed if it wasn't."""
-    return request.message() if isinstance(request, WireRequest) else request
+    """`request` as a message, parsed if it wasn't; of one from within, without its tensors' contents."""
+    return request if isinstance(request, ModelInferRequest) else request.message()
 
 
 MessageT = TypeVar("MessageT", bound=Message)

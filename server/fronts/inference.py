@@ -29,7 +29,7 @@ from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters
 from paceline.server.codec.passing import passed_on_by
 from paceline.server.codec.wire_request import AnyRequest as AnyMessage
-from paceline.server.codec.wire_request import WireRequest
+from paceline.server.codec.wire_request import WireRequest, message_of
 from paceline.server.errors import ServerError, ServerStopping
 from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import LookUp, Model
@@ -162,7 +162,7 @@ class Replies:
     # hot path
     def _send_whole(self, flight: InFlight) -> None:
         message, passed = flight.message, flight.passed
-        data = message.data if isinstance(message, WireRequest) else message.SerializeToString()
+        data = message.data if isinstance(message, WireRequest) else message_of(message).SerializeToString()
         headers = None if passed is NO_PASSED_HEADERS else tuple(passed)
         times = flight.arrived_ns, flight.deadline_ns
         self._link.send((protocol.INFER, flight.number, *times, flight.parent, headers, flight.takes_more, data))

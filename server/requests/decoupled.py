@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic_ns
@@ -19,7 +19,7 @@ from typing import cast
 
 from paceline.backends.errors import ExecutionError
 from paceline.backends.open_request import Answer, Channel, OpenRequest
-from paceline.backends.spec import MISSING, Tensors
+from paceline.backends.spec import MISSING, Array, Tensors
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import DeadlineExceeded, ExecutionFailed, QueueFull, SchedulerError
 from paceline.scheduler.observer import Drop
@@ -235,7 +235,7 @@ class _Opened(OpenRequest):
 class _NextAnswer:
     """An answer that isn't the last one to its request: `Answerable`, until its `answer` is made."""
 
-    __slots__ = ("answer", "facts", "flight", "opened", "options", "value")
+    __slots__ = ("answer", "facts", "flight", "opened", "options", "outputs", "value")
 
     def __init__(self, opened: _Opened, outputs: Tensors) -> None:
         self.opened = opened
@@ -245,6 +245,7 @@ class _NextAnswer:
         self.options: RequestOptions = _of_those_there(self.flight.options, outputs) if outputs else self.flight.options
         self.facts: BatchFacts | None = self.flight.facts
         self.answer: AnyResponse | None = None
+        self.outputs: Mapping[str, Array] = {}
 
     @property
     def message(self) -> AnyRequest:
@@ -253,6 +254,10 @@ class _NextAnswer:
     @property
     def model(self) -> ServedModel:
         return cast("ServedModel", self.flight.model)
+
+    @property
+    def takes_arrays(self) -> bool:
+        return self.flight.takes_arrays
 
     @property
     def targets(self) -> Targets:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
 from paceline.backends.open_request import OpenRequest
 from paceline.backends.remote_messages import RemoteRequest
-from paceline.backends.spec import Tensors
+from paceline.backends.spec import Array, Tensors
 from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import BatchFacts, Request
 from paceline.server.call_facts import PassedHeaders, TraceParent
@@ -93,6 +94,9 @@ class InFlight(Request[Payload, Tensors]):
     envelope_of_more: Envelope | None = None
     """The same for answers that aren't its last, if it `takes_more` than one."""
     takes_more = False
+    takes_arrays = False
+    """Whether it is from within the server, and its answers are `outputs` instead of messages."""
+    outputs: Mapping[str, Array]
 
     def __init__(
         self,
@@ -165,7 +169,12 @@ class NextAnswer(Protocol):
 
 
 class AnswerInMaking(Answerable, NextAnswer, Protocol):
-    """One that is made of outputs."""
+    """One that is made of outputs; if it `takes_arrays`, it is in `outputs` and not in `answer`."""
+
+    outputs: Mapping[str, Array]
+
+    @property
+    def takes_arrays(self) -> bool: ...
 
     @property
     def model(self) -> ServedModel: ...

@@ -26,7 +26,7 @@ from paceline.scheduler.errors import SchedulerError
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.request import OnAnswers
 from paceline.server.codec.answers import add_batch_facts, batch_facts_of
-from paceline.server.codec.codec import memory_bytes
+from paceline.server.codec.codec import ModelCodec, memory_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.open_codec import OpenCodec
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
@@ -79,8 +79,14 @@ class Inference:
         if model is None or not self.serving:
             self._start([flight])
         else:
-            flight.model = model
-            model.batcher.announce(self._start, flight)
+            self.announce_to(model, flight)
+
+    # hot path: see bench/
+    def announce_to(self, model: ServedModel, flight: InFlight) -> None:
+        """The same for a model that was found already. Whether the server takes requests was asked when the one came
+        that this one is a part of, if it is from within."""
+        flight.model = model
+        model.batcher.announce(self._start, flight)
 
     # hot path: see bench/
     def _start(self, flights: list[InFlight]) -> None:
@@ -218,7 +224,7 @@ class Inference:
         """Submitted requests have ended. Small answers are made now, all of a batch together; large ones follow one by
         one, each when it can leave."""
         wanted = [flight for flight in flights if not flight.gone]
-        self.conclude([flight for flight in wanted if not flight.answered or _is_small(flight.value)], encode)
+        self.conclude([flight for flight in wanted if not flight.answered or _is_cheap(flight)], encode)
         for flight in wanted:
             flight.on_done()
 
@@ -328,8 +334,9 @@ class Inference:
         return error
 
 
-def _is_small(results: Tensors) -> bool:
-    return type(results) is Share and results.outputs.size_bytes <= _MAX_MADE_BYTES
+def _is_cheap(flight: InFlight) -> bool:
+    results = flight.value
+    return flight.takes_arrays or (type(results) is Share and results.outputs.size_bytes <= _MAX_MADE_BYTES)
 
 
 def _end_answers(flights: Sequence[InFlight]) -> list[Exception | None]:
@@ -344,6 +351,15 @@ def encode(flights: Sequence[InFlight | AnswerInMaking]) -> list[Exception | Non
     `ModelCodec.encode`, None if it has one."""
     model = flights[0].model
     errors: list[Exception | None] = []
+    if any(flight.takes_arrays for flight in flights):
+        for flight in flights:
+            if flight.takes_arrays:
+                assert isinstance(model.codec, ModelCodec)  # requests from within are for models of this server
+                flight.outputs = model.codec.outputs_of(flight)
+                errors.append(None)
+            else:
+                errors += encode([flight])
+        return errors
     for flight, answer in zip(flights, model.codec.encode(flights), strict=True):
         if isinstance(answer, Exception):
             errors.append(answer)
