@@ -12,6 +12,7 @@ connection TLS, and `token=` identifies the caller.
 
 from paceline.clients.aio import InferenceClient as AsyncInferenceClient
 from paceline.clients.connection import Tls
+from paceline.clients.description import Batching, Instances, ModelDescription, PipelineStep, Sequences
 from paceline.clients.errors import (
     Cancelled,
     ClientClosed,
@@ -36,6 +37,7 @@ from paceline.clients.sync import InferenceClient
 __all__ = [
     "AsyncInferenceClient",
     "AsyncInferenceSequence",
+    "Batching",
     "Cancelled",
     "ClientClosed",
     "ClientError",
@@ -45,14 +47,18 @@ __all__ = [
     "InferenceClient",
     "InferenceError",
     "InferenceSequence",
+    "Instances",
     "Internal",
     "InvalidArgument",
+    "ModelDescription",
     "ModelMetadata",
     "NotFound",
     "PermissionDenied",
+    "PipelineStep",
     "ResourceExhausted",
     "ResponseError",
     "SequenceLost",
+    "Sequences",
     "ServerMetadata",
     "TensorMetadata",
     "Tls",

@@ -22,7 +22,16 @@ from paceline.clients.answers import Answers
 from paceline.clients.base import DEFAULT_TIMEOUT_S, BaseClient, Call, ReadyWait, Stubs, Timeout
 from paceline.clients.coalescing import Coalescer
 from paceline.clients.connection import Metadata, Tls
-from paceline.clients.errors import Cancelled, DeadlineExceeded, InferenceError, Unavailable, rpc_failure, unreadable
+from paceline.clients.description import ModelDescription, described
+from paceline.clients.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InferenceError,
+    Unavailable,
+    Unimplemented,
+    rpc_failure,
+    unreadable,
+)
 from paceline.clients.messages import (
     IndexEntry,
     InferResult,
@@ -37,6 +46,7 @@ from paceline.clients.messages import (
 from paceline.clients.sequences import SEQUENCE_ID, AsyncInferenceSequence, SequenceId
 from paceline.clients.streams import NoStream, Streams, Turn, all_answers, check_request
 from paceline.protos.inference_pb2 import ModelInferRequest
+from paceline.protos.model_config_pb2 import ModelConfig
 
 __all__ = ["InferenceClient"]
 
@@ -211,8 +221,34 @@ class InferenceClient(BaseClient):
         """The model's versions, platform, inputs and outputs."""
         return await self._call(base.model_metadata_call(model, version), timeout_s, metadata)
 
+    async def model_config(
+        self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    ) -> ModelConfig:
+        """How the model is served: Triton's message, with nothing left open. Not all servers have this extension."""
+        return await self._call(base.model_config_call(model, version), timeout_s, metadata)
+
+    async def describe(
+        self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    ) -> ModelDescription:
+        """What the model takes and returns, how it is batched, where it runs and, of a pipeline, its steps."""
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()
+        about = await self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
+        timeout_s = self._left_s(timeout_s, now_s() - began_s)
+        try:
+            config = await self.model_config(model, version, timeout_s=timeout_s, metadata=metadata)
+        except Unimplemented:
+            return described(about, None)
+        return described(about, config)
+
+    async def models(
+        self, *, ready_only: bool = False, timeout_s: Timeout = ..., metadata: Metadata = ()
+    ) -> tuple[IndexEntry, ...]:
+        """The state of each version of each model, in order; with `ready_only`, of those that serve."""
+        return await self._call(base.models_call(ready_only), timeout_s, metadata)
+
     async def repository_index(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> tuple[IndexEntry, ...]:
-        """The state of each version of each model. Not all servers have this extension of Triton's."""
+        """The same as `models`, in the server's own order."""
         return await self._call(base.REPOSITORY_INDEX, timeout_s, metadata)
 
     async def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:

@@ -29,6 +29,7 @@ from paceline.clients.errors import ClientClosed, DeadlineExceeded, InferenceErr
 from paceline.clients.messages import checked_text, infer_result
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import inference_pb2_grpc
+from paceline.protos.model_config_pb2 import ModelConfig
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -44,8 +45,10 @@ __all__ = [
     "Timeout",
     "health_call",
     "infer_call",
+    "model_config_call",
     "model_metadata_call",
     "model_ready_call",
+    "models_call",
     "stream_infer_call",
 ]
 
@@ -141,6 +144,24 @@ def _model_metadata(response: pb.ModelMetadataResponse) -> messages.ModelMetadat
     )
     versions, properties = tuple(response.versions), dict(response.properties)
     return messages.ModelMetadata(response.name, versions, response.platform, inputs, outputs, properties)
+
+
+def model_config_call(model: str, version: str) -> Call[ModelConfig]:
+    """ModelConfig: how the model is served, with nothing left open."""
+    request = pb.ModelConfigRequest(name=checked_text("model", model), version=checked_text("version", version))
+    return Call("ModelConfig", request, attrgetter("config"))
+
+
+def models_call(ready_only: bool) -> Call[tuple[messages.IndexEntry, ...]]:
+    """RepositoryIndex, by name and then by version: of versions that serve alone, if `ready_only`."""
+    return Call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready_only), _sorted_index)
+
+
+def _sorted_index(response: pb.RepositoryIndexResponse) -> tuple[messages.IndexEntry, ...]:
+    def by_number(entry: messages.IndexEntry) -> tuple[str, int, str]:
+        return entry.name, len(entry.version), entry.version
+
+    return tuple(sorted(REPOSITORY_INDEX.read(response), key=by_number))
 
 
 def health_call(service: str) -> Call[str]:

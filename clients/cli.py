@@ -22,7 +22,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from paceline.clients import report
+from paceline.clients import overview, report
 from paceline.clients.base import DEFAULT_TIMEOUT_S
 from paceline.clients.connection import checked_target
 from paceline.clients.errors import InferenceError, Unimplemented
@@ -32,7 +32,7 @@ from paceline.clients.options import ConnectionOptions, Seconds, Unusable, acces
 from paceline.clients.sequences import InferenceSequence
 from paceline.clients.sync import InferenceClient
 
-__all__ = ["health", "infer"]
+__all__ = ["describe", "health", "infer", "models"]
 
 T = TypeVar("T")
 
@@ -221,6 +221,39 @@ def _parameter(text: str) -> tuple[str, ParameterValue]:
     except (ValueError, RecursionError):
         return key, value
     return key, parsed if isinstance(parsed, bool | int | float | str) else value
+
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.command()
+@click.argument("model")
+@_server_option()
+@click.option("--version", default="", help="Version of the model; by default the server chooses.")
+@_JSON
+@_timeout_option(10.0, "Longest wait for the answer.")
+@access_options
+def describe(model: str, server: str, version: str, as_json: bool, timeout_s: float, access: ConnectionOptions) -> None:
+    """Print what MODEL takes and returns, how it is batched, where it runs and, of a pipeline, its steps.
+
+    Of a server without Triton's ModelConfig, only inputs and outputs are known.
+    """
+    with _connected(server, timeout_s, access) as client:
+        found = client.describe(model, version)
+    click.echo(overview.description_json(found) if as_json else "\n".join(overview.description_lines(found)))
+
+
+@click.command()
+@_server_option()
+@click.option("--ready", "ready_only", is_flag=True, help="Only versions that serve.")
+@_JSON
+@_timeout_option(10.0, "Longest wait for the answer.")
+@access_options
+def models(server: str, ready_only: bool, as_json: bool, timeout_s: float, access: ConnectionOptions) -> None:
+    """List a server's models: each version with its state, and the reason if it doesn't serve."""
+    with _connected(server, timeout_s, access) as client:
+        found = client.models(ready_only=ready_only)
+    click.echo(overview.models_json(found) if as_json else overview.models_text(found))
 
 
 @click.command()

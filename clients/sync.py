@@ -19,7 +19,8 @@ from paceline.clients import base
 from paceline.clients.answers import Answers
 from paceline.clients.base import BaseClient, Call, ReadyWait, Timeout
 from paceline.clients.connection import Metadata
-from paceline.clients.errors import DeadlineExceeded, InferenceError, Unavailable, rpc_failure
+from paceline.clients.description import ModelDescription, described
+from paceline.clients.errors import DeadlineExceeded, InferenceError, Unavailable, Unimplemented, rpc_failure
 from paceline.clients.messages import (
     IndexEntry,
     InferResult,
@@ -33,6 +34,7 @@ from paceline.clients.messages import (
 )
 from paceline.clients.sequences import InferenceSequence, SequenceId
 from paceline.protos.inference_pb2 import ModelInferRequest
+from paceline.protos.model_config_pb2 import ModelConfig
 
 __all__ = ["InferenceClient"]
 
@@ -172,8 +174,35 @@ class InferenceClient(BaseClient):
         """The model's versions, platform, inputs and outputs."""
         return self._call(base.model_metadata_call(model, version), timeout_s, metadata)
 
+    def model_config(
+        self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    ) -> ModelConfig:
+        """How the model is served: Triton's message, with nothing left open. Not all servers have this extension."""
+        return self._call(base.model_config_call(model, version), timeout_s, metadata)
+
+    def describe(
+        self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    ) -> ModelDescription:
+        """What the model takes and returns, how it is batched, where it runs and, of a pipeline, its steps. Makes two
+        calls within one timeout; of a server without ModelConfig it tells only what the first says."""
+        began_s = time.monotonic()
+        about = self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
+        timeout_s = self._left_s(timeout_s, time.monotonic() - began_s)
+        try:
+            config = self.model_config(model, version, timeout_s=timeout_s, metadata=metadata)
+        except Unimplemented:
+            return described(about, None)
+        return described(about, config)
+
+    def models(
+        self, *, ready_only: bool = False, timeout_s: Timeout = ..., metadata: Metadata = ()
+    ) -> tuple[IndexEntry, ...]:
+        """The state of each version of each model, in order; with `ready_only`, of those that serve. Not all servers
+        have this extension of Triton's."""
+        return self._call(base.models_call(ready_only), timeout_s, metadata)
+
     def repository_index(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> tuple[IndexEntry, ...]:
-        """The state of each version of each model. Not all servers have this extension of Triton's."""
+        """The same as `models`, in the server's own order."""
         return self._call(base.REPOSITORY_INDEX, timeout_s, metadata)
 
     def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:

@@ -51,7 +51,7 @@ from paceline.server.telemetry.metrics import LIMITS, REFUSED_CALLS, Families, L
 from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
 from paceline.server.telemetry.tracing import Tracer
 
-__all__ = ["Server", "product_version"]
+__all__ = ["Server", "load_queue", "model_layout", "product_version", "share_threads"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -94,6 +94,33 @@ def _made_once(make: Callable[[str], Backend]) -> Callable[[str], Backend]:
     return one
 
 
+def load_queue(
+    settings: Settings, backend_of: Callable[[str], Backend] | None, give_way: Callable[[], int] = lambda: 0
+) -> LoadQueue:
+    """What loads models as `settings` say, with backends of one's own if `backend_of` gives them."""
+    return LoadQueue(
+        backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
+        _load_defaults(settings),
+        threads=settings.model_load_thread_count,
+        retries=settings.model_load_retry_count,
+        give_way=give_way,
+    )
+
+
+def model_layout(settings: Settings) -> Layout:
+    return Layout(settings.paths, settings.model_config_name, settings.model_name)
+
+
+def share_threads(settings: Settings) -> None:
+    """Give all models the same threads, if that is asked for. Raises StartError if it can't be had."""
+    given = settings.backend_config
+    try:
+        if given.shared_threads:
+            registry.share_threads(given.intra_op_threads, given.inter_op_threads)
+    except LoadError as error:
+        raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
+
+
 def _load_defaults(settings: Settings) -> LoadDefaults:
     given = settings.backend_config
     rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
@@ -128,23 +155,16 @@ class Server:
         self._regions = _regions(settings)
         self._tracer = Tracer(settings.trace)
         self._shared_limits = SharedQueueLimits(settings.limits.queued_requests, settings.limits.queued_bytes)
-        loads = LoadQueue(
-            backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
-            _load_defaults(settings),
-            threads=settings.model_load_thread_count,
-            retries=settings.model_load_retry_count,
-            give_way=lambda: self._grpc.give_way(),
-        )
         self.repository = Repository(
             self._metrics,
-            loads,
+            load_queue(settings, backend_of, lambda: self._grpc.give_way()),
             strict_readiness=settings.strict_readiness,
             regions=self._regions,
             tracer=self._tracer,
             max_models=settings.limits.models,
             shared_limits=self._shared_limits,
         )
-        self._layout = Layout(settings.paths, settings.model_config_name, settings.model_name)
+        self._layout = model_layout(settings)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
         self._polling: asyncio.Task[None] | None = None
         upstream = settings.upstream
@@ -332,12 +352,8 @@ class Server:
         if self._upstream is not None:
             await self._upstream.start()
             return
-        given, mode = self._settings.backend_config, self._settings.model_control_mode
-        try:
-            if given.shared_threads:
-                registry.share_threads(given.intra_op_threads, given.inter_op_threads)
-        except LoadError as error:
-            raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
+        mode = self._settings.model_control_mode
+        share_threads(self._settings)
         self._layout.open(may_be_empty=mode is not ControlMode.NONE)
         try:
             if mode is ControlMode.POLL:

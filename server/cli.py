@@ -1,6 +1,6 @@
 """The command `paceline`: from flags and environment to settings, from signals to an orderly end.
 
-Lives here: the commands, and the flags of `serve` that `server.flags` and `server.models.upstream_settings` don't have.
+Lives here: the commands, and the flags of `serve` that no other module has.
 Must not: import what only a running server needs before one starts.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import signal
 import sys
@@ -27,7 +26,6 @@ from click.core import ParameterSource
 from paceline.backends.base import Backend
 from paceline.server.addresses import socket_path
 from paceline.server.config import ControlMode, Settings
-from paceline.server.cpus import usable_cpus
 from paceline.server.errors import StartError
 from paceline.server.flags import (
     ADDRESS,
@@ -50,8 +48,7 @@ from paceline.server.flags import (
     network_settings,
     usage_errors,
 )
-from paceline.server.model_path import ModelPath, models_to_serve
-from paceline.server.models.defaults import BackendConfig, BatchDefaults, parse_backend_config
+from paceline.server.model_flags import LOAD_FLAGS, MODEL_PATH, PATH_FLAGS, load_settings, model_paths, within_cpus
 from paceline.server.models.load_request import remove_all
 from paceline.server.models.upstream_settings import upstream_flags
 from paceline.server.rpc.credentials import line_of, new_token
@@ -71,25 +68,29 @@ _LAST_STEPS_S, _TRACES_END_S = 4.0, 6.0
 step has bounds of its own, which add up to less."""
 
 
+_OF_CLIENTS = ("describe", "health", "infer", "models")
+
+
 class _Commands(click.Group):
-    """Also has the commands of clients, which are imported only when they are used: a server does without."""
+    """Also has commands of other modules, which are imported only when they are used: a server does without."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "health", "infer", "top"])
+        return sorted([*super().list_commands(ctx), *_OF_CLIENTS, "check", "top"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "infer":
-            from paceline.clients.cli import infer
+        if cmd_name == "check":
+            from paceline.server.check import check
 
-            return infer
-        if cmd_name == "health":
-            from paceline.clients.cli import health
-
-            return health
+            return check
         if cmd_name == "top":
             from paceline.clients.top import top
 
             return top
+        if cmd_name in _OF_CLIENTS:
+            from paceline.clients import cli
+
+            command: click.Command = getattr(cli, cmd_name)
+            return command
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(
@@ -110,23 +111,6 @@ def main() -> None:
     """A gRPC inference server with dynamic batching."""
 
 
-_MODEL_PATH = ModelPath()
-_DELAY = "dynamic_batching.max_queue_delay_microseconds"
-_BATCHING = {
-    "max_batch_size": "max_batch_size",
-    "max_queue_delay_microseconds": _DELAY,
-    "max_latency": _DELAY,
-    "max_batch_time": _DELAY,
-    "timeout": "dynamic_batching.default_queue_policy.default_timeout_microseconds",
-}
-"""Flags for models without a configuration, and the fields that say the same in one."""
-_DELAYS_NS = {"max_queue_delay_microseconds": 10**3, "max_latency": 10**6, "max_batch_time": 10**9}
-_MAX_US = 10**12
-"""A million seconds, the maximum of `AMOUNT`."""
-_MAX_ROWS = 2**31 - 1
-"""The maximum of `max_batch_size` in a model's configuration."""
-
-
 class _Serve(SectionedCommand):
     common = (
         "--model-name",
@@ -142,41 +126,21 @@ class _Serve(SectionedCommand):
     )
 
 
-_models, _batching = partial(flag, Section.MODELS), partial(flag, Section.BATCHING)
+_models = partial(flag, Section.MODELS)
 _access, _requests = partial(flag, Section.ACCESS), partial(flag, Section.REQUESTS)
 _frontends, _starting = partial(flag, Section.FRONTENDS), partial(flag, Section.STARTING)
 _observing = partial(flag, Section.OBSERVING)
 
 
 _FLAGS: Sequence[Decorator] = (
-    _models("model-repository", (), "Another PATH, under Triton's name for it.", multiple=True, also="--model-store",
-        type=_MODEL_PATH),
-    _models("model-name", "", "Name of a single model that isn't in a repository.", also="--model_name"),
+    *PATH_FLAGS,
     _models("model-control-mode", "none",
         "Serve all models (none), follow changes on disk (poll), or load and unload by RPC (explicit).",
         type=click.Choice([mode.value for mode in ControlMode])),
     _models("repository-poll-secs", 15.0, "How often to scan the repositories, in mode poll.", type=POSITIVE_AMOUNT),
     _models("load-model", (), "A model to load at the start, in mode explicit; only '*': all.", multiple=True,
         metavar="NAME"),
-    _models("model-load-thread-count", 4, "Models to load at the same time.", type=COUNT),
-    _models("model-load-retry-count", 0, "How often to retry a load that fails.", type=NATURAL),
-    _models("model-config-name", "",
-        "Read configs/NAME.pbtxt in a model's folder, if it exists, as its configuration."),
-    _models("disable-auto-complete-config", False, "Serve only models whose configuration spells out their tensors.",
-        is_flag=True),
-    _models("backend-config", (), "Setting of a backend, under Triton's name for it.", multiple=True,
-        metavar="BACKEND,KEY=VALUE"),
-    _models("allow-python-models", False, "Whether models may be Python code, which runs in separate processes."),
-    _models("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server."),
-    _batching("max-batch-size", None, "Largest batch, in rows; by default 32. *", type=click.IntRange(1, _MAX_ROWS),
-        also="--max-batchsize"),
-    _batching("max-queue-delay-microseconds", None, "Longest wait for more requests. *",
-        type=click.IntRange(0, _MAX_US)),
-    _batching("max-latency", None, "The same in milliseconds, as in KServe's batcher. *", type=AMOUNT),
-    _batching("max-batch-time", None, "The same in seconds, as in MLServer. *", type=AMOUNT),
-    _batching("timeout", None, "Longest time in the queue, in seconds. *", type=AMOUNT),
-    _batching("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: no limit.",
-        type=AMOUNT),
+    *LOAD_FLAGS,
     _access("grpc-address", "0.0.0.0", "Address to listen on for gRPC, or a Unix socket, unix:PATH.",
         type=GRPC_ADDRESS),
     _access("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=PORT),
@@ -223,7 +187,7 @@ def _flagged(command: Serve) -> Serve:
 
 
 @main.command(cls=_Serve, context_settings={"auto_envvar_prefix": "PACELINE"})
-@click.argument("paths", nargs=-1, type=_MODEL_PATH)
+@click.argument("paths", nargs=-1, type=MODEL_PATH)
 @_flagged
 @upstream_flags
 def serve(paths: tuple[Path, ...], **given: Value) -> None:
@@ -244,24 +208,13 @@ def serve(paths: tuple[Path, ...], **given: Value) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     take_descriptors()
-    settings = _within_cpus(settings)
+    settings = replace(settings, backend_config=within_cpus(settings.backend_config))
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             # Callers of `main` can pass their own backends as click's `obj`, as tests do.
             runner.run(_serve(settings, click.get_current_context().obj))
     except StartError as error:
         raise click.ClickException(str(error)) from None
-
-
-def _within_cpus(settings: Settings) -> Settings:
-    """Sessions that nobody has given a number of threads have no more than there are CPUs. On a whole machine ONNX
-    Runtime decides: it knows which cores are virtual."""
-    cpus, given = usable_cpus(), settings.backend_config
-    if not cpus.limited_by:
-        return settings
-    threads = given.intra_op_threads or cpus.count
-    _log.info("CPUs: %d (%s); intra_op_thread_count is %d by default", cpus.count, cpus.limited_by, threads)
-    return replace(settings, backend_config=replace(given, intra_op_threads=threads))
 
 
 @main.command()
@@ -277,49 +230,25 @@ def token(name: str) -> None:
 def _settings(paths: Sequence[Path], given: Given) -> Settings:
     """The settings that the flags give, many under the flags' own names. Raises click.UsageError."""
     mode, upstream = ControlMode(given["model_control_mode"]), given["upstream"]
-    repositories = given["model_repository"]
-    with usage_errors():
-        found = None if upstream else models_to_serve((*paths, *repositories), given["model_name"], os.environ)
-    served, name = found or ((), "")
-    if not (served or upstream):
-        raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
-    if upstream is not None and (paths or repositories or mode is not ControlMode.NONE or given["allow_client_shm"]):
+    found = {"paths": (), "model_name": ""} if upstream else model_paths(paths, given)
+    more = paths or given["model_repository"] or mode is not ControlMode.NONE or given["allow_client_shm"]
+    if upstream is not None and more:
         raise click.UsageError("--upstream can't be combined with a PATH, --model-control-mode or --allow-client-shm")
     _check_load_models(mode, given["load_model"])
     _check_pattern(given["grpc_header_forward_pattern"])
-    if Path(given["model_config_name"]).name != given["model_config_name"]:
-        raise click.UsageError(f"--model-config-name: expected the name of a file, got '{given['model_config_name']}'")
-    with usage_errors("--backend-config"):
-        backends = parse_backend_config(given["backend_config"])
     with usage_errors("--trace-config"):
         trace = parse_trace_config(given["trace_config"])
     others = {
-        "paths": served,
-        "model_name": name,
         "model_control_mode": mode,
         "load_models": given["load_model"],
         "metrics_port": given["metrics_port"] if given["allow_metrics"] else None,
         "server_id": given["id"],
-        "backend_config": backends,
-        "auto_complete": not given["disable_auto_complete_config"],
         "trace": trace,
-        "batching": _batch_defaults(backends, given),
+        **found,
+        **load_settings(given),
         **network_settings(given),
     }
     return Settings(**{field.name: given[field.name] for field in fields(Settings) if field.name in given} | others)
-
-
-def _batch_defaults(backends: BackendConfig, given: Given) -> BatchDefaults:
-    among = given["max_batch_size"], backends.max_batch_rows, BatchDefaults().max_batch_rows
-    rows = next(value for value in among if value is not None)
-    # One delay, in whichever of three units it was given.
-    delays_ns = [given[name] * unit_ns for name, unit_ns in _DELAYS_NS.items() if given[name] is not None]
-    if len(delays_ns) > 1:
-        raise click.UsageError(
-            "expected one of --max-queue-delay-microseconds, --max-latency and --max-batch-time, got several"
-        )
-    flags = [(f"--{name.replace('_', '-')}", field) for name, field in _BATCHING.items() if given[name] is not None]
-    return BatchDefaults(rows, int(sum(delays_ns)), int((given["timeout"] or 0) * 1e9), tuple(flags))
 
 
 def _check_socket(address: str, frontends: int) -> None:

@@ -1,7 +1,7 @@
 """How flags of `paceline serve` are made and shown, and those about who may call, how much, and over what connections.
 
 Lives here: the sections of all flags and the help that shows them; these flags, and the settings made of them. Must
-not: flags about models (`server.cli`).
+not: flags about models (`server.model_flags`).
 """
 
 from __future__ import annotations

@@ -60,12 +60,21 @@ from paceline.server.models.tensor_config import (
 )
 from paceline.server.models.warmup import Supervisor, WarmUp
 
-__all__ = ["LoadedVersion", "load_model"]
+__all__ = ["Found", "LoadedVersion", "load_model"]
 
 _log = logging.getLogger("paceline.server.loader")
 
 _PYTHON = "python"
 """The backend's name in configurations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a load has found out, in words: how requests share batches, or why they don't; what the model has executed,
+    or why nothing."""
+
+    batching: str = ""
+    warm_up: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,7 @@ class LoadedVersion:
     instances: tuple[ModelInstance | RemoteInstance, ...]
     warm_up: WarmUp | None = None
     load_ns: int = 0
+    found: Found = Found()
 
     def close(self) -> None:
         """Close the instances and the model; nothing may be executing."""
@@ -246,7 +256,8 @@ def _load_version(
         _log.warning(differs, folder.name, padding.why_not)
     text = _say(padding, config, tried)
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, text)
-    return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), warm_up, took_ns)
+    found = Found(text, warm_up.in_words)
+    return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), warm_up, took_ns, found)
 
 
 def _give_up(instances: Sequence[ModelInstance], undo: ExitStack, error: LoadHangs) -> None:

@@ -77,6 +77,8 @@ class ServedModel:
         self.version = str(loaded.version)
         self.spec = loaded.plan.spec
         self.config = loaded.config
+        self.load_ns = loaded.load_ns
+        self.found = loaded.found
         self.platform = loaded.opened.platform
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)
@@ -151,7 +153,7 @@ class ServedModel:
             self.statistics,
             self.batcher,
             priority_levels=loaded.plan.policy.priority_levels,
-            load_ns=loaded.load_ns,
+            load_ns=self.load_ns,
             tags=loaded.plan.metric_tags,
             open_requests=self.open_requests,
         )

@@ -95,12 +95,12 @@ class WarmUp:
         self, config: pb.ModelConfig, plan: ServingPlan, folder: Path, now_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._name = config.name
-        self._cold = f"model '{config.name}' is served without warm-up"
         self._plan = plan
         self._now_ns = now_ns
-        self._has_logged_cold = False
         self._has_samples = bool(config.model_warmup)
         self._samples = list(read_samples(config.model_warmup, plan, folder))
+        self.in_words = ""
+        """What has run, or why nothing."""
 
     def run(self, instances: Sequence[ModelInstance], supervise: Supervise = unsupervised) -> None:
         """Run the configured samples on each of `instances`, or the default one if there are none; `supervise` runs
@@ -112,6 +112,8 @@ class WarmUp:
         any input would need; and ConfigError if the outputs can't be what clients are told.
         """
         bounds = _Bounds(self._name, self._now_ns, supervise)
+        if self._has_samples:
+            self.in_words = f"model_warmup: {', '.join(sample.name for sample, _ in self._samples)}"
         for instance in instances:
             if not self._has_samples:
                 self._run_default(instance, bounds)
@@ -137,24 +139,24 @@ class WarmUp:
         spec = self._plan.spec
         needed = [tensor for tensor in spec.inputs if not tensor.optional]
         if any(tensor.shape_tensor or tensor.any_rank or min(tensor.dims, default=0) < 0 for tensor in needed):
-            if isinstance(instance, Slotted) and not self._has_logged_cold:
-                self._has_logged_cold = True
-                _log.info("%s, as not all its dims are known; set model_warmup", self._cold)
+            why = "not all its dims are known; set model_warmup"
+            self._stay_cold(why, logging.INFO if isinstance(instance, Slotted) and not self.in_words else logging.DEBUG)
             return
         if spec.batched and not needed:
+            self.in_words = "none, as all inputs are optional"
             return
         size = sum(size_bytes(tensor, tensor.model_dims) for tensor in needed)
         size += sum(state.initial.nbytes for state in spec.sequence.states) if spec.sequence else 0
         if size > _DEFAULT_BYTES:
-            text = "%s, as a row has %d bytes, more than %d; set model_warmup"
-            _log.warning(text, self._cold, size, _DEFAULT_BYTES)
+            self._stay_cold(f"a row has {size} bytes, more than {_DEFAULT_BYTES}; set model_warmup")
             return
         try:
             zeros = uniform(spec, 1, 0)
             for run in _made_up_runs_of(instance):
                 self._run_sizes(run, [zeros], _sizes(instance, self._plan), bounds)
+            self.in_words = "zeros"
         except (OutOfMemory, MemoryError) as error:
-            _log.warning("%s, for lack of memory: %s", self._cold, text_of(error))
+            self._stay_cold(f"there is too little memory: {text_of(error)}")
         except (BackendError, TensorError) as error:
             # Zeros aren't why an instance failed, except that they may be why a process ended.
             of_any_input = isinstance(error, InstanceError) and not isinstance(error, InstanceLost)
@@ -162,7 +164,11 @@ class WarmUp:
                 raise LoadError(f"its warm-up failed: {error}") from error
             if isinstance(error, UnfitOutputs) and not self._may_fit_others(instance, bounds):
                 raise ConfigError(f"the model's outputs aren't as declared, whatever its input: {error}") from error
-            _log.warning("%s, as it rejects zeros: %s", self._cold, text_of(error))
+            self._stay_cold(f"it rejects zeros: {text_of(error)}")
+
+    def _stay_cold(self, why: str, level: int = logging.WARNING) -> None:
+        self.in_words = f"none, as {why}"
+        _log.log(level, "model '%s' is served without warm-up, as %s", self._name, why)
 
     def _may_fit_others(self, instance: ModelInstance, bounds: _Bounds) -> bool:
         """Whether the outputs for other inputs than a row of zeros may be as declared: of ones, as shapes may depend on

@@ -22,7 +22,7 @@ __all__ = ["Reader", "make_clone", "start"]
 
 _LONGEST_S = 60
 _SERVE = re.compile(r"paceline serve\b")
-_ASK = re.compile(r"\bpaceline (infer|health)\b(?!.*--server)", re.DOTALL)
+_ASK = re.compile(r"\bpaceline (infer|health|describe|models)\b(?!.*--server)", re.DOTALL)
 _LOCAL_PORT = re.compile(r"(?:(?<=localhost:)|(?<=127\.0\.0\.1:))\d{4}\b")
 _WATCH = re.compile(r"\bpaceline top\b")
 _PORT_FLAG = re.compile(r"--(grpc|metrics)-port[ =](\d+)")

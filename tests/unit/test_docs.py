@@ -191,7 +191,8 @@ def keys_in_code() -> set[str]:
     """The keys of parameters and headers that the server reads or writes: strings with certain prefixes anywhere in its
     code, except for metrics, and all keys that something called `parameters` is indexed with or searched for."""
     found: set[str] = set()
-    for path in sorted({*(REPO / "server").rglob("*.py")} - {REPO / "server" / "cli.py"}):  # whose keys are flags
+    of_flags = {REPO / "server" / name for name in ("check.py", "cli.py", "model_flags.py")}
+    for path in sorted({*(REPO / "server").rglob("*.py")} - of_flags):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Subscript) and _is_parameters(node.value):
                 found |= set(strings(node.slice))

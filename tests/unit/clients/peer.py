@@ -13,12 +13,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import inference_pb2_grpc
+from paceline.protos.model_config_pb2 import ModelConfig
 
 Answer = Callable[[pb.ModelInferRequest, grpc.ServicerContext], pb.ModelInferResponse]
 
 
 class Peer(inference_pb2_grpc.GRPCInferenceServiceServicer, health_pb2_grpc.HealthServicer):
-    """Echoes inference requests until `answer` is set. `readiness` is used up from the front; the last one stays."""
+    """Echoes inference requests until `answer` is set. `readiness` is used up from the front; the last one stays.
+    Without a `config` it has no ModelConfig."""
 
     def __init__(self) -> None:
         self.target = ""
@@ -26,6 +28,7 @@ class Peer(inference_pb2_grpc.GRPCInferenceServiceServicer, health_pb2_grpc.Heal
         self.readiness: list[bool | grpc.StatusCode] = [True]
         self.model = pb.ModelMetadataResponse(name="m")
         self.index = pb.RepositoryIndexResponse()
+        self.config: ModelConfig | None = None
         self.health = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
         self.requests: list[Any] = []
         self.metadata: list[dict[str, str | bytes]] = []
@@ -72,6 +75,12 @@ class Peer(inference_pb2_grpc.GRPCInferenceServiceServicer, health_pb2_grpc.Heal
     ) -> pb.RepositoryIndexResponse:
         self._note(request, context)
         return self.index
+
+    def ModelConfig(self, request: pb.ModelConfigRequest, context: grpc.ServicerContext) -> pb.ModelConfigResponse:
+        self._note(request, context)
+        if self.config is None:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+        return pb.ModelConfigResponse(config=self.config)
 
     def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext

@@ -28,6 +28,7 @@ from paceline.clients import (
     Unavailable,
 )
 from paceline.protos import inference_pb2 as pb
+from paceline.protos.model_config_pb2 import ModelConfig
 from tests.ports import free_port
 from tests.unit.clients.conftest import Twin
 from tests.unit.clients.peer import Peer, Stall, serving
@@ -74,6 +75,35 @@ async def test_model_metadata_is_read(twin: Twin, peer: Peer) -> None:
         outputs=(TensorMetadata("y", "BYTES", ()),),
         properties={"k": "v"},
     )
+
+
+async def test_model_config_is_the_servers_message(twin: Twin, peer: Peer) -> None:
+    peer.config = ModelConfig(name="m", max_batch_size=4)
+    assert await twin.model_config("m", "2") == peer.config
+    assert (peer.requests[-1].name, peer.requests[-1].version) == ("m", "2")
+
+
+async def test_describe_joins_metadata_and_configuration(twin: Twin, peer: Peer) -> None:
+    peer.takes(x=("FP32", [-1, 4]))
+    peer.config = ModelConfig(name="m", backend="b", max_batch_size=4)
+    found = await twin.describe("m")
+    assert (found.platform, found.inputs) == ("b", (TensorMetadata("x", "FP32", (-1, 4)),))
+    assert found.batching is not None
+    assert found.batching.max_rows == 4
+
+
+async def test_describe_without_model_config_has_tensors_alone(twin: Twin, peer: Peer) -> None:
+    peer.takes(x=("FP32", [-1, 4]))
+    found = await twin.describe("m")
+    assert (found.is_configured, found.inputs) == (False, (TensorMetadata("x", "FP32", (-1, 4)),))
+
+
+async def test_models_are_sorted_by_name_and_number(twin: Twin, peer: Peer) -> None:
+    for name, version in (("m", "10"), ("m", "9"), ("a", "1")):
+        peer.index.models.add(name=name, version=version, state="READY")
+    found = await twin.models(ready_only=True)
+    assert [(entry.name, entry.version) for entry in found] == [("a", "1"), ("m", "9"), ("m", "10")]
+    assert peer.requests[-1].ready
 
 
 async def test_health_known_and_unknown_service(twin: Twin, peer: Peer) -> None:

@@ -1,0 +1,85 @@
+"""`paceline check`, `describe` and `models` with real models: what they find is what a server serves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.clients import InferenceClient
+from tests import models
+from tests.harness import ServerProcess, run_command, write_identity
+
+
+def write_onnx(repository: Path, name: str = "mlp") -> Path:
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    models.write(models.mlp(), folder / "1" / "model.onnx")
+    return folder
+
+
+def checked(*arguments: str) -> dict[str, dict[str, Any]]:
+    """What `check --json` says of each model, by name."""
+    done = run_command("check", *arguments, "--json")
+    assert done.stderr == ""
+    document = json.loads(done.stdout)
+    assert done.returncode == int(not document["ok"])
+    return {one["name"]: one for one in document["models"]}
+
+
+def test_check_says_what_each_load_found(tmp_path: Path) -> None:
+    write_onnx(tmp_path)
+    write_identity(tmp_path, "echo", extra=" ")
+    found = checked(str(tmp_path))
+    assert found["mlp"]["found"] == "batches of up to 32 rows, delay 0 us"
+    assert found["mlp"]["warm_up"] == "zeros"
+    assert found["mlp"]["description"]["batching"]["max_rows"] == 32
+    assert found["echo"]["found"] == "up to 8 rows a request, not batched: no dynamic_batching in its configuration"
+
+
+def test_check_names_the_reason_of_each_failure(tmp_path: Path) -> None:
+    write_onnx(tmp_path)
+    (tmp_path / "empty" / "1").mkdir(parents=True)
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "config.pbtxt").write_text("max_batch_size: many")
+    done = run_command("check", str(tmp_path))
+    assert done.returncode == 1
+    said = done.stdout.splitlines()
+    assert any(line.startswith("FAILED  empty version 1: no such file") for line in said)
+    assert any(line.startswith("FAILED  wrong: config.pbtxt:1:17") for line in said)
+    assert any(line.startswith("ok      mlp  version 1  onnxruntime_onnx") for line in said)
+    assert said[-1] == "2 of 3 failed"
+
+
+@pytest.mark.parametrize("path", ["mlp", "mlp/1/model.onnx", "mlp/1"])
+def test_check_takes_each_path_that_serve_takes(tmp_path: Path, path: str) -> None:
+    write_onnx(tmp_path)
+    (found,) = checked(str(tmp_path / path)).values()
+    assert found["reason"] == ""
+
+
+def test_check_follows_flags_about_models(tmp_path: Path) -> None:
+    file = write_onnx(tmp_path) / "1" / "model.onnx"
+    found = checked(str(file), "--max-batch-size", "4", "--model-name", "net")
+    assert found["net"]["found"] == "batches of up to 4 rows, delay 0 us"
+
+
+def test_check_of_nothing_is_one_line(tmp_path: Path) -> None:
+    done = run_command("check", str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "no models here" in done.stderr
+    assert run_command("check").returncode == 2
+
+
+def test_check_and_server_describe_a_model_alike(tmp_path: Path) -> None:
+    write_onnx(tmp_path)
+    with ServerProcess(tmp_path) as server:
+        described = json.loads(run_command("describe", "mlp", "--server", server.target, "--json").stdout)
+        listed = run_command("models", "--server", server.target).stdout.splitlines()
+        with InferenceClient(server.target) as client:
+            assert client.describe("mlp").versions == ("1",)
+            assert client.model_config("mlp").max_batch_size == 32
+    assert listed == ["MODEL  VERSION  STATE  REASON", "mlp    1        READY"]
+    assert described == checked(str(tmp_path))["mlp"]["description"]
