@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from paceline.backends.errors import LoadError
+from paceline.backends.model_call import OnCall
 from paceline.backends.spec import Array, ModelSpec, Tensors
 
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class ModelSource:
     `op_libraries` are shared libraries with custom operators, which run in this process. `largest_rows`: the largest
     batch to expect, 0 if not known yet. `cuda_graphs`: capture what a GPU does for a batch once, and replay it.
     `decoupled`: it answers a request as often as it likes (`backends.open_request`). `files` is told if they will be
-    read again.
+    read again. `calls` are the models that its code calls, by `on_call` (`backends.model_call`).
     """
 
     name: str
@@ -173,6 +174,8 @@ class ModelSource:
     cuda_graphs: bool = False
     decoupled: bool = False
     files: Files = field(default_factory=_Lasting)
+    calls: tuple[str, ...] = ()
+    on_call: OnCall | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,10 @@ class Batcher(Generic[P, R]):
         waiting = self._waiting
         return waiting.requests_of_level(level) + waiting.reserved_of_level(level) + self._recovery.waiting(level)
 
+    def executing(self, runner: Runner[P, R]) -> Sequence[Request[P, R]]:
+        """What `runner` executes now."""
+        return self._running[runner].requests if runner in self._running else ()
+
     def start(self) -> None:
         """Start the runners and take requests. If that fails, the batcher is closed and the error raised: there may be
         no more threads, or no more file descriptors, of which each alarm needs one."""

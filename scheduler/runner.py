@@ -29,6 +29,7 @@ __all__ = [
     "TaskRunner",
     "ThreadLost",
     "ThreadRunner",
+    "do_nothing",
 ]
 
 _log = logging.getLogger("paceline.scheduler")
@@ -114,6 +115,10 @@ class Runner(Protocol[P_contra, R_co]):
         """Finish what runs, or call it off, and end. Doesn't wait."""
 
 
+def do_nothing() -> None:
+    """What an instance does that can't do what it is asked for."""
+
+
 def _start_thread(name: str, run: Callable[[], None]) -> None:
     # A daemon: an instance that hangs must not keep the process from ending.
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -124,7 +129,7 @@ class ThreadRunner(Generic[P, R]):
 
     If the thread dies, which no error of `execute` makes it do, another takes its place, and the batch that it had
     taken fails. While no thread can be started, batches fail with ThreadLost. `start_thread(name, run)` runs `run` on a
-    new thread of that name.
+    new thread of that name. `call_off` asks the instance to end an execution early, which native code can't.
     """
 
     def __init__(
@@ -134,8 +139,10 @@ class ThreadRunner(Generic[P, R]):
         start_thread: Callable[[str, Callable[[], None]], None] = _start_thread,
         *,
         stages: bool = True,
+        call_off: Callable[[], None] = do_nothing,
     ) -> None:
         self.stages = stages
+        self.call_off = call_off
         self._name = name
         self._execute = execute
         self._start = start_thread
@@ -165,9 +172,6 @@ class ThreadRunner(Generic[P, R]):
             return False
         self._owed.pop()
         return True
-
-    def call_off(self) -> None:
-        """Does nothing: native code can't be interrupted."""
 
     def stop(self) -> None:
         self._work.put(None)

@@ -136,6 +136,10 @@ class SequenceBatcher(Generic[P, R]):
     def waiting_of_level(self, level: int) -> int:
         return sum(one.waiting_of_level(level) for one in self._batchers)
 
+    def executing(self, runner: Runner[P, R]) -> Sequence[Request[P, R]]:
+        """As of `Batcher`."""
+        return next(filter(None, (one.executing(runner) for one in self._batchers)), ())
+
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._quiet = asyncio.Event()

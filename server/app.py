@@ -22,6 +22,7 @@ from paceline.backends import registry
 from paceline.backends.base import Backend
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import DeviceError, LoadError
+from paceline.backends.model_call import OnCall
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.addresses import host_and_port, reason_of, refuse_unless_free, socket_path
 from paceline.server.config import ControlMode, Settings
@@ -37,6 +38,7 @@ from paceline.server.models.poller import Poller
 from paceline.server.models.repository import Repository
 from paceline.server.models.upstream import Upstream
 from paceline.server.requests.inference import Inference
+from paceline.server.requests.model_calls import ModelCalls
 from paceline.server.rpc.calls import header_rules
 from paceline.server.rpc.gate import Handler
 from paceline.server.rpc.listener import Listener, check_access
@@ -95,12 +97,16 @@ def _made_once(make: Callable[[str], Backend]) -> Callable[[str], Backend]:
 
 
 def load_queue(
-    settings: Settings, backend_of: Callable[[str], Backend] | None, give_way: Callable[[], int] = lambda: 0
+    settings: Settings,
+    backend_of: Callable[[str], Backend] | None,
+    give_way: Callable[[], int] = lambda: 0,
+    on_call: OnCall | None = None,
 ) -> LoadQueue:
-    """What loads models as `settings` say, with backends of one's own if `backend_of` gives them."""
+    """What loads models as `settings` say, with backends of one's own if `backend_of` gives them. `on_call` takes the
+    calls of models to others."""
     return LoadQueue(
         backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
-        _load_defaults(settings),
+        _load_defaults(settings, on_call),
         threads=settings.model_load_thread_count,
         retries=settings.model_load_retry_count,
         give_way=give_way,
@@ -121,7 +127,7 @@ def share_threads(settings: Settings) -> None:
         raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
 
 
-def _load_defaults(settings: Settings) -> LoadDefaults:
+def _load_defaults(settings: Settings, on_call: OnCall | None) -> LoadDefaults:
     given = settings.backend_config
     rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
     return LoadDefaults(
@@ -132,6 +138,7 @@ def _load_defaults(settings: Settings) -> LoadDefaults:
         settings.allow_op_libraries,
         int(settings.execution_timeout_secs * 1e9),
         allow_python_models=settings.allow_python_models,
+        on_call=on_call,
     )
 
 
@@ -157,7 +164,7 @@ class Server:
         self._shared_limits = SharedQueueLimits(settings.limits.queued_requests, settings.limits.queued_bytes)
         self.repository = Repository(
             self._metrics,
-            load_queue(settings, backend_of, lambda: self._grpc.give_way()),
+            load_queue(settings, backend_of, lambda: self._grpc.give_way(), lambda call: self._calls.take(call)),
             strict_readiness=settings.strict_readiness,
             regions=self._regions,
             tracer=self._tracer,
@@ -170,6 +177,7 @@ class Server:
         upstream = settings.upstream
         self._upstream = Upstream(upstream, self.repository, settings.batching) if upstream else None
         self._inference = Inference(self.repository, self._tracer)
+        self._calls = ModelCalls(self.repository, self._inference)
         self._cuda = CudaRegions(load)
         self._shared_memory = SharedMemory(self._regions, partial(count_gpus, load), self._cuda)
         forwarding, passing = header_rules(settings)
@@ -214,6 +222,7 @@ class Server:
             refuse_unless_free(self._settings.grpc_address, self._settings.grpc_port, self._settings.grpc_socket_mode)
             check_access(self._settings)
             self._tracer.start()
+            self._calls.start()
             await self._show_gpus()
             await self._shared_memory.look_for_gpus()
             await self._load()

@@ -12,6 +12,7 @@ from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import LoadError
 from paceline.backends.paths import is_file
 from paceline.backends.python.decoupled import DecoupledInstance, DecoupledProcess
+from paceline.backends.python.duplex_process import DuplexProcess
 from paceline.backends.python.instance import Processes, PythonInstance
 from paceline.backends.python.messages import Declared
 from paceline.backends.python.process import ModelProcess
@@ -80,7 +81,8 @@ class PythonBackend:
                 raise LoadError(f"model '{source.name}': backend 'python' has no use for {what}")
         if not is_file(source.path):
             raise LoadError(f"model '{source.name}': expected a file {source.path.name} in {source.path.parent}")
-        process = (DecoupledProcess if source.decoupled else ModelProcess)(source, device)
+        kind = DecoupledProcess if source.decoupled else DuplexProcess if source.calls else ModelProcess
+        process = kind(source, device)
         declared = process.load()
         try:
             return PythonModel(source, process, declared, _spec(source, *declared))

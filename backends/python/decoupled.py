@@ -1,8 +1,8 @@
 """The server's side of a decoupled model: its instances and their processes.
 
 Lives here: handing requests over, and handing on what the model says of each. Must not: what a request is to the
-server. The rules: the thread that listens to the process waits for nothing else, and nobody but the instance's thread
-waits for the process; whatever becomes of the process, each request that it had hears of its end.
+server. The rules: nobody but the instance's thread waits for the process; whatever becomes of the process, each request
+that it had hears of its end.
 """
 
 from __future__ import annotations
@@ -12,42 +12,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from queue import SimpleQueue
 from time import monotonic_ns
 from typing import Any
 
 from paceline.backends.base import Device, Execution, ModelSource
 from paceline.backends.batching import check_outputs
-from paceline.backends.errors import ExecutionError, LoadError, ProcessEndedBeforeBatch, ProcessError
+from paceline.backends.errors import ExecutionError, ProcessEndedBeforeBatch, ProcessError
 from paceline.backends.open_request import Answer, OpenRequest
+from paceline.backends.python.duplex_process import DuplexProcess
 from paceline.backends.python.instance import PythonInstance
 from paceline.backends.python.messages import (
     ANSWER,
     CANCEL,
-    CLOSE,
     DONE,
     ERROR,
     FAILED,
     HAND,
     HAND_MADE_UP,
-    OVER,
     REQUESTS,
     SENT,
-    TAKEN,
-    Declared,
 )
 from paceline.backends.python.process import ModelProcess, error_of
 from paceline.backends.ragged import as_the_model_sees
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
-from paceline.backends.transport.duplex_link import DuplexLink
 from paceline.backends.transport.parcel import Message
 
 
-class DecoupledProcess(ModelProcess):
+class DecoupledProcess(DuplexProcess):
     """A process whose model gets requests. It is the `Channel` of those that the model has."""
 
-    _link_class = DuplexLink
-    _link: DuplexLink
     _mode = REQUESTS
 
     def __init__(self, source: ModelSource, device: Device) -> None:
@@ -56,30 +49,17 @@ class DecoupledProcess(ModelProcess):
         self._open: dict[int, OpenRequest] = {}
         self._executing: set[int] = set()
         self._changing = threading.Lock()
-        self._outcomes: SimpleQueue[Message | None] = SimpleQueue()
-        self._is_taken = False
-        self._unsaid: SimpleQueue[tuple[int, ...] | None] = SimpleQueue()
         self.outputs_of: Callable[[Sequence[int], Sequence[Array]], Tensors] = _as_they_are
         """Makes outputs of their places and arrays; raises ExecutionError. Set before anything is handed over."""
         super().__init__(source, device)
 
-    def load(self) -> tuple[Declared | None, Declared | None]:
-        declared = super().load()
-        try:
-            for run, name in ((self._listen, "from"), (self._say, "to")):
-                threading.Thread(target=run, name=f"{name} {self._source.name}", daemon=True).start()
-        except RuntimeError as error:
-            self.kill()
-            raise LoadError(f"model '{self._source.name}': its process can't be listened to: {error}") from None
-        return declared
-
     def cancel(self, number: int) -> None:
         with self._changing:
             self._open.pop(number, None)
-        self._unsaid.put((CANCEL, number))
+        self._unsaid.put(lambda: self._link.send(CANCEL, number))
 
     def sent(self, number: int, answers: int) -> None:
-        self._unsaid.put((SENT, number, answers))
+        self._unsaid.put(lambda: self._link.send(SENT, number, answers))
 
     def hand_over(
         self, requests: Sequence[OpenRequest], inputs: Sequence[str], outputs: Sequence[str], kind: int
@@ -105,10 +85,10 @@ class DecoupledProcess(ModelProcess):
             for number, request in given.items():
                 if request.cancelled:
                     self.cancel(number)  # now that the process knows it
-            outcome = self._outcomes.get() if is_sent else None
+            outcome = self._answer() if is_sent else None
             if outcome is None:
                 self.wait_ended()
-                if self._is_taken:
+                if self._has_begun():
                     raise ProcessError(f"the model's process {self.end}")
                 raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had begun this batch")
             if outcome[0] == FAILED:
@@ -130,30 +110,23 @@ class DecoupledProcess(ModelProcess):
                     self._open.pop(number, None)
             raise
 
-    def _listen(self) -> None:
-        """Hand on what the process says, until it goes; then fail the requests that it had."""
-        with self._asking:
-            while (messages := self._link.receive_all()) is not None:
-                for message in messages:
-                    self._hear(message)
-        self._unsaid.put(None)
-        self.wait_ended()
+    def _on_gone(self) -> None:
         error = ProcessError(f"the model's process {self.end}")
         with self._changing:
             lost = [self._open.pop(number) for number in [*self._open] if number not in self._executing]
         for request in lost:
             request.on_answer(error, last=True)
-        # Those that it executed get theirs from whoever waits for this.
-        self._outcomes.put(None)
+        # Those that it executed get theirs from whoever waits for the execution.
+
+    def _on_answer(self, message: Message) -> None:
+        if message[0] == DONE:
+            with self._changing:
+                self._executing = set()
+        super()._on_answer(message)
 
     def _hear(self, message: Message) -> None:
-        if message[0] == TAKEN:
-            self._is_taken = True
-        elif message[0] not in (ANSWER, ERROR):
-            if message[0] == DONE:
-                with self._changing:
-                    self._executing = set()
-            self._outcomes.put(message)
+        if message[0] not in (ANSWER, ERROR):
+            super()._hear(message)
         else:
             kind, number, last, *content = message
             answer: Answer = None
@@ -166,25 +139,11 @@ class DecoupledProcess(ModelProcess):
                 except ExecutionError as error:
                     # The model is at fault, and what follows makes no sense without it.
                     answer, last = error.with_traceback(None), True
-                    self._unsaid.put((CANCEL, number))
+                    self._unsaid.put(lambda: self._link.send(CANCEL, number))
             with self._changing:
                 request = self._open.pop(number, None) if last else self._open.get(number)
             if request is not None:
                 request.on_answer(answer, last=last)
-
-    def _say(self) -> None:
-        """Say what is to be said, until the process goes."""
-        while (message := self._unsaid.get()) is not None:
-            if message[0] == OVER:
-                self._tell_over()
-            else:
-                self._link.send(*message)
-
-    def _tell_over_soon(self) -> None:
-        self._unsaid.put((OVER,))
-
-    def _say_close(self) -> None:
-        self._unsaid.put((CLOSE,))
 
 
 class DecoupledInstance(PythonInstance):

@@ -129,6 +129,15 @@ class PythonInstance:
         if (process := self._process) is not None:
             process.sequence_over(sequence, why)
 
+    def calls_as(self, caller: object) -> None:
+        """`MakesCalls`."""
+        if (process := self._process) is not None:
+            process.calls_as(caller)
+
+    def call_off(self) -> None:
+        if (process := self._process) is not None:
+            process.call_off()
+
     def abandon(self) -> None:
         """End the process now, whatever it does: what executes fails, and the instance is closed. On any thread."""
         process, self._process = self._process, None

@@ -29,7 +29,7 @@ from paceline.backends.transport.parcel import Message
 
 T = TypeVar("T")
 
-_CLASS = "Model"
+_CLASS, _MODELS = "Model", "models"
 _TRITONS = "TritonPythonModel"
 _TRITONS_MODULE = "triton_python_backend_utils"
 _ERRORS = "paceline.backends.errors"
@@ -55,7 +55,13 @@ class LoadedModel:
     """The instance of a model's class."""
 
     def __init__(
-        self, name: str, path: str, device: str, device_index: int, parameters: Sequence[tuple[str, str]]
+        self,
+        name: str,
+        path: str,
+        device: str,
+        device_index: int,
+        parameters: Sequence[tuple[str, str]],
+        models: Mapping[str, object],
     ) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._logged_at: object = None
@@ -66,6 +72,7 @@ class LoadedModel:
         kind = _class_in(Path(path))
         self.inputs, self.outputs = _declared(kind, "inputs"), _declared(kind, "outputs")
         self._model = kind()
+        _hand_models(self._model, models)
         if (load := getattr(self._model, "load", None)) is not None:
             self._result(load(Context(name, Path(path).parent, device, device_index, dict(parameters))))
 
@@ -161,6 +168,20 @@ def _class_in(path: Path) -> type:
     return kind
 
 
+def _hand_models(model: object, models: Mapping[str, object]) -> None:
+    """Give it the models that it may call, as an attribute. One that calls none may do as it likes with the name."""
+    what = f"attribute '{_MODELS}' of class {_CLASS}, for the models that paceline.calls names"
+    if hasattr(model, _MODELS):
+        if models:
+            raise AttributeError(f"{what}: expected none of the class's own, got one; give it another name")
+        return
+    try:
+        setattr(model, _MODELS, models)
+    except AttributeError as error:
+        if models:
+            raise AttributeError(f"{what}: expected that it can be set, got: {error}") from None
+
+
 def _declared(kind: type, attribute: str) -> Declared | None:
     """What the class declares of its inputs or outputs, as plain tuples."""
     tensors = getattr(kind, attribute, None)
@@ -185,7 +206,7 @@ def in_order(outputs: object, wanted: Sequence[str]) -> list[Array]:
     return [as_array(name, outputs[name]) for name in wanted]
 
 
-def as_array(name: str, value: object) -> Array:
+def as_array(name: str, value: object, kind: str = "output") -> Array:
     """`value` as an array of numbers or of `bytes`; text is encoded."""
     array: Array = np.asarray(value)
     if array.dtype.kind == "b":
@@ -200,7 +221,7 @@ def as_array(name: str, value: object) -> Array:
     elements = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
     for item in elements:
         if not isinstance(item, bytes):
-            raise TypeError(f"output '{name}': expected numbers of one datatype, or bytes, got {type(item).__name__}")
+            raise TypeError(f"{kind} '{name}': expected numbers of one datatype, or bytes, got {type(item).__name__}")
     made: Array = np.empty(len(elements), object)
     made[:] = elements
     return made.reshape(array.shape)

@@ -3,7 +3,8 @@ answers.
 
 Lives here: the kinds of messages, with their contents in order. Must not: import anything of this product; both sides
 import this. To a process that gets batches the server says RUN, TRY or ASK, and waits for the answer. To one that gets
-requests it says HAND or HAND_MADE_UP, and waits for DONE or FAILED; everything else that these two say needs no answer.
+requests it says HAND or HAND_MADE_UP, and waits for DONE or FAILED. Everything else needs no answer: what is said of
+requests, and of calls, which are requests the other way.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 START = 1
-"""From the server, first: the model's name, the path of its file, the device's kind and index, its parameters as pairs.
-Answered by READY or FAILED."""
+"""From the server, first: the model's name, the path of its file, the device's kind and index, its parameters as pairs,
+the models that it calls. Answered by READY or FAILED."""
 
 READY = 2
 """Inputs and outputs: `Declared`, or None if the class leaves them to the configuration."""
@@ -54,7 +55,7 @@ SENT = 13
 """From the server: the number of a request, and how many more of its answers, the oldest, aren't held any more."""
 
 TAKEN = 14
-"""The model is called now."""
+"""From a process that talks at any time: the model is called now."""
 
 ANSWER = 15
 """A request's number, whether it is its last answer, the places of outputs, and a parcel of these; None and no places:
@@ -66,8 +67,27 @@ ERROR = 16
 OVER = 17
 """From the server: for each of some sequences that this process has held, its id and why it is over, as a word."""
 
-BATCHES, REQUESTS = "batches", "requests"
-"""What the model's `execute` gets: joined arrays, or, of a decoupled model, each request by itself."""
+CALL = 18
+"""To the server, from a process that talks to it at any time: a number, which execution it belongs to, the model and
+version that are called, id, the names of inputs and a parcel of these, the names of the wanted outputs, parameters, a
+timeout in nanoseconds (0: none), whether there may be several answers. Executions are counted by TAKEN; 0: none."""
+
+CALLED = 19
+"""From the server: a call's number, whether it is its last answer, the names of outputs, and a parcel of these; None
+and no names: it only ends."""
+
+CALL_FAILED = 20
+"""From the server: a call's number, whether it is its last answer, the name of a gRPC status, and a text."""
+
+CALL_OVER = 21
+"""To the server: the number of a call that isn't waited for any more."""
+
+CALL_READ = 22
+"""To the server: the number of a call, and how many more of its answers were read."""
+
+BATCHES, CALLING, REQUESTS = "batches", "calling", "requests"
+"""What the model's `execute` gets: joined arrays; the same, of a model that calls others; or, of a decoupled model,
+each request by itself. The first kind of process only answers, the others talk at any time."""
 
 Declared: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, datatype and dims of each tensor."""

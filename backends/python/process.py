@@ -149,7 +149,13 @@ class ModelProcess:
         try:
             with self._asking:
                 answer = self._asked(
-                    START, source.name, str(source.path), self.device.kind.value, self.device.index, parameters
+                    START,
+                    source.name,
+                    str(source.path),
+                    self.device.kind.value,
+                    self.device.index,
+                    parameters,
+                    source.calls,
                 )
         except ProcessError:
             self.wait_ended()
@@ -202,6 +208,12 @@ class ModelProcess:
         self._over.append((sequence, why))
         self._tell_over_soon()
 
+    def calls_as(self, caller: object) -> None:
+        """Of a model that calls others: calls have this `caller` from now on."""
+
+    def call_off(self) -> None:
+        """Nobody waits for the execution any more that goes on: calls that belong to it fail. On any thread."""
+
     def when_ended(self, call: Callable[[], None]) -> None:
         """Call `call` once the process has ended, unless `close` is called first. On a thread of its own; if it has
         ended already, on this one, as there may be no other."""
@@ -238,13 +250,21 @@ class ModelProcess:
         """The answer. Only where `_asking` is held. Raises ProcessError if there is none, as the process has ended, or
         has closed its end of the link and is useless."""
         is_sent = not self.ended and self._link.send(kind, *content)
-        answer = self._link.receive() if is_sent else None
+        answer = self._answer() if is_sent else None
         if answer is not None:
             return answer
         self.wait_ended()
-        if is_sent and not self._link.unread:
+        if is_sent and self._has_begun():
             raise ProcessError(f"the model's process {self.end}")
         raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had read this batch")
+
+    def _answer(self) -> Message | None:
+        """The answer to what was sent; None once the process has gone. Blocks."""
+        return self._link.receive()
+
+    def _has_begun(self) -> bool:
+        """Whether the process, which has ended, had begun what it was sent last."""
+        return not self._link.unread
 
     def _tell_over_soon(self) -> None:
         self._is_over.set()
@@ -315,11 +335,15 @@ class ModelProcess:
             self._is_over.set()  # ends the thread that tells of sequences
             # It may refer back to this object.
             on_end, self._on_end = self._on_end, _nothing
-        with self._asking:
-            self._link.close()
+        self._close_link()
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         on_end()
+
+    def _close_link(self) -> None:
+        """The process has ended, and what waits for it returns."""
+        with self._asking:
+            self._link.close()
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):

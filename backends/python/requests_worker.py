@@ -16,8 +16,23 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from paceline.backends.python.calls_worker import EXECUTION, Calls
 from paceline.backends.python.loaded_model import EXECUTION_ERROR, LoadedModel, as_array
-from paceline.backends.python.messages import ANSWER, CANCEL, CLOSE, DONE, ERROR, HAND, OVER, SENT, TAKEN
+from paceline.backends.python.messages import (
+    ANSWER,
+    CALL_FAILED,
+    CALLED,
+    CANCEL,
+    CLOSE,
+    DONE,
+    ERROR,
+    HAND,
+    OVER,
+    RUN,
+    SENT,
+    TAKEN,
+    TRY,
+)
 from paceline.backends.spec import MISSING, Array
 from paceline.backends.transport.duplex_link import DuplexLink
 from paceline.backends.transport.parcel import Message
@@ -26,11 +41,9 @@ _MOST_ANSWERS, _MOST_BYTES = 16, 2**20
 """As many answers to one request may be on their way to its caller; and no more once they have this many bytes."""
 
 
-def serve_requests(model: LoadedModel, link: DuplexLink) -> None:
+def serve_requests(model: LoadedModel, desk: Desk) -> None:
     """Serve `model` until told to close."""
-    desk = _Desk(link)
-    for run, name in ((desk.listen, "from the server"), (desk.tell_dropped, "dropped requests")):
-        threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=desk.tell_dropped, name="dropped requests", daemon=True).start()
     while True:
         kind, requests = model.wait_for(desk.tasks.get)
         if kind == CLOSE:
@@ -39,9 +52,9 @@ def serve_requests(model: LoadedModel, link: DuplexLink) -> None:
         if kind == OVER:
             model.sequences_over(requests)
             continue
-        link.send(TAKEN)
+        desk.begin_execution()
         model.prints_errors = kind == HAND
-        link.send(*_execute(model, requests))
+        desk.link.send(*_execute(model, requests))
         del requests  # those that the model hasn't kept end now
 
 
@@ -69,7 +82,7 @@ class Request:
 
     def __init__(
         self,
-        desk: _Desk,
+        desk: Desk,
         input_names: Sequence[str],
         output_names: Sequence[str],
         number: int,
@@ -130,7 +143,7 @@ class _State:
 
     __slots__ = ("_desk", "_ended", "_held", "_held_bytes", "_lock", "_number", "_waiters", "cancelled")
 
-    def __init__(self, desk: _Desk, number: int) -> None:
+    def __init__(self, desk: Desk, number: int) -> None:
         self._desk = desk
         self._number = number
         self._lock = threading.Condition()
@@ -236,19 +249,32 @@ class _State:
                 loop.call_soon_threadsafe(_set, future)
 
 
-class _Desk:
-    """Where the model and the server meet. `tasks` are for the thread that calls the model: kinds of messages, with
-    requests where there are any, CLOSE at the end; `states` those of requests that haven't ended, by number; `dropped`
-    those of requests that the model dropped."""
+class Desk:
+    """Where the model and the server meet, if they talk at any time. `tasks` are for the thread that calls the model:
+    batches as they came; other kinds of messages, with requests where there are any; CLOSE at the end. `calls` are the
+    model's own; `states` those of requests that haven't ended, by number; `dropped` those of requests that the model
+    dropped."""
 
     def __init__(self, link: DuplexLink) -> None:
         self.link = link
         self.pid = os.getpid()
-        self.tasks: SimpleQueue[tuple[int, Sequence[Any]]] = SimpleQueue()
+        self.calls = Calls(link)
+        self.tasks: SimpleQueue[Message] = SimpleQueue()
         self.states: dict[int, _State] = {}
         self.dropped: SimpleQueue[_State] = SimpleQueue()
+        self._executions = 0
 
-    def listen(self) -> None:
+    def start(self) -> None:
+        """Listen to the server, on a thread."""
+        threading.Thread(target=self._listen, name="from the server", daemon=True).start()
+
+    def begin_execution(self) -> None:
+        """The model is called now, by this thread."""
+        self._executions += 1
+        EXECUTION.set(self._executions)
+        self.link.send(TAKEN)
+
+    def _listen(self) -> None:
         """Receive from the server until it goes, or this fails; then the process is of no use."""
         try:
             while (messages := self.link.receive_all()) is not None:
@@ -265,8 +291,10 @@ class _Desk:
         elif kind == SENT:
             if (state := self.states.get(content[0])) is not None:
                 state.sent(content[1])
-        elif kind == OVER:
-            self.tasks.put((kind, content[0]))
+        elif kind in (CALLED, CALL_FAILED):
+            self.calls.hear(message)
+        elif kind in (OVER, RUN, TRY):
+            self.tasks.put(message)
         else:
             # Requests are made here, so that they are known when the next message comes.
             *names, handed = content or ((), (), ())

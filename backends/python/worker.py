@@ -1,7 +1,7 @@
 """What runs in the process of a Python model: its class is loaded, gets batches, and is closed.
 
-Lives here: the process itself, and answering the server over a `BlockingLink`; for models that get requests and not
-batches, `requests_worker` does that. Must not: import more of this product than `backends.python`, `backends.spec` and
+Lives here: the process itself, and answering the server's batches; for models that get requests, `requests_worker`
+does that. Must not: import more of this product than `backends.python`, `backends.spec` and
 `backends.transport`, or any package besides numpy, since the interpreter may be another one. The rule: the process ends
 with the server, whatever the model is doing at the time.
 """
@@ -14,9 +14,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from paceline.backends.python.calls_worker import Models
 from paceline.backends.python.loaded_model import (
     EXECUTION_ERROR,
     LoadedModel,
@@ -25,13 +26,17 @@ from paceline.backends.python.loaded_model import (
     in_order,
     print_error,
 )
-from paceline.backends.python.messages import ANSWERED, ASK, CLOSE, DONE, FAILED, OVER, READY, REQUESTS, TRY
-from paceline.backends.python.requests_worker import serve_requests
+from paceline.backends.python.messages import ANSWERED, ASK, BATCHES, CLOSE, DONE, FAILED, OVER, READY, REQUESTS, TRY
+from paceline.backends.python.requests_worker import Desk, serve_requests
 from paceline.backends.spec import MISSING
 from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.duplex_link import DuplexLink
 from paceline.backends.transport.link import RemoteEnd
 from paceline.backends.transport.parcel import Message
+
+
+def _nothing() -> None:
+    pass
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -40,14 +45,19 @@ def main(arguments: Sequence[str]) -> None:
     faulthandler.enable()
     _end_with_the_server()
     _leave_signals_to_the_server()
-    remote, gets_requests = RemoteEnd(*map(int, arguments[:3])), arguments[3] == REQUESTS
-    link = (DuplexLink if gets_requests else BlockingLink).join(remote)
+    remote, mode = RemoteEnd(*map(int, arguments[:3])), arguments[3]
+    link = (BlockingLink if mode == BATCHES else DuplexLink).join(remote)
     start = link.receive()
     if start is None:
         return
     pid = os.getpid()
+    _, name, path, device, device_index, parameters, called = start
+    desk = Desk(link) if isinstance(link, DuplexLink) else None
+    models = Models(name, called, desk.calls if desk is not None else None)
+    if desk is not None:
+        desk.start()
     try:
-        model = LoadedModel(*start[1:])
+        model = LoadedModel(name, path, device, device_index, parameters, models)
         model.end_fork()
     except BaseException as error:  # noqa: BLE001 - a model's file may raise SystemExit; the server needs the reason
         end_fork(pid, error)
@@ -56,10 +66,19 @@ def main(arguments: Sequence[str]) -> None:
         link.send(FAILED, f"{in_one_line(error)}{where}", EXECUTION_ERROR)
         return
     link.send(READY, model.inputs, model.outputs)
-    if isinstance(link, DuplexLink):
-        serve_requests(model, link)
-        return
-    while (message := link.receive()) is not None:
+    if desk is None:
+        _serve_batches(model, link, link.receive)
+    elif mode == REQUESTS:
+        serve_requests(model, desk)
+    else:
+        _serve_batches(model, link, lambda: model.wait_for(desk.tasks.get), desk.begin_execution)
+
+
+def _serve_batches(
+    model: LoadedModel, link: BlockingLink, receive: Callable[[], Message | None], begin: Callable[[], None] = _nothing
+) -> None:
+    """Serve `model` until told to close. `begin` is called before each batch."""
+    while (message := receive()) is not None:
         if message[0] == CLOSE:
             model.close()
             return
@@ -67,6 +86,7 @@ def main(arguments: Sequence[str]) -> None:
             model.sequences_over(message[1])
             continue
         model.prints_errors = message[0] != TRY
+        begin()
         try:
             link.send(*_answer(model, link, message))
         except ValueError as error:  # of tensors beyond what memory and messages hold

@@ -17,7 +17,7 @@ from paceline.scheduler.policy import BatchPolicy, PolicyError, QueueLimits, Que
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import BatchDefaults, as_boolean
 
-__all__ = ["OWN_PARAMETERS", "OwnSettings", "PadAxis", "batch_policy", "limit_of", "own_settings"]
+__all__ = ["OWN_PARAMETERS", "OwnSettings", "PadAxis", "batch_policy", "called_models", "limit_of", "own_settings"]
 
 _PREFIX = "paceline."
 _MAX_NUMBER = 2**63 - 1
@@ -35,6 +35,7 @@ class PadAxis(NamedTuple):
 
 
 PadSizes = tuple[int, ...]
+CalledModels = tuple[str, ...]
 StateAxes = Mapping[str, int]
 BatchGrowth = Literal["auto", "always"]
 
@@ -60,6 +61,7 @@ class OwnSettings:
     max_sequences: int | None = None
     sequence_backlog: int | None = None
     max_open_requests: int = 1_024
+    calls: CalledModels = ()
 
 
 def own_settings(config: pb.ModelConfig) -> OwnSettings:
@@ -75,6 +77,11 @@ def own_settings(config: pb.ModelConfig) -> OwnSettings:
         except ValueError:
             raise ConfigError(f"{_PREFIX}{name}: expected {expected}, got '{text}'") from None
     return OwnSettings(**values)  # type: ignore[arg-type]
+
+
+def called_models(config: pb.ModelConfig) -> CalledModels:
+    """The models that its code calls, as it declares. Raises as `own_settings`."""
+    return own_settings(config).calls
 
 
 def batch_policy(
@@ -210,6 +217,13 @@ def _batch_growth(text: str) -> BatchGrowth:
     return cast("BatchGrowth", text.strip())
 
 
+def _called(text: str) -> CalledModels:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError
+    return names
+
+
 def _state_axes(text: str) -> StateAxes:
     pairs = [one.rpartition("=") for one in text.split(",")]
     axes = {name.strip(): int(axis) for name, _, axis in pairs}
@@ -231,6 +245,7 @@ _OF_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
     ),
     "PadSizes": (_pad_sizes, "sizes from 1 on in ascending order with commas between them"),
     "BatchGrowth": (_batch_growth, "auto or always"),
+    "CalledModels": (_called, "names of models, each once, with commas between them"),
     "StateAxes": (_state_axes, "inputs of states, each once, with axes from 0 on, as in h=1, c=1"),
 }
 _READERS = {one.name: _OF_TYPE[one.type] for one in fields(OwnSettings)}

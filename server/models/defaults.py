@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from paceline.backends.model_call import OnCall
 from paceline.backends.onnx.options import CACHE_DIRECTORY, OWN_PROCESS
 
 __all__ = ["BackendConfig", "BatchDefaults", "LoadDefaults", "as_boolean", "parse_backend_config"]
@@ -41,7 +42,7 @@ class LoadDefaults:
     `max_batch_size` to the model; `parameters` are defaults for the configuration's own. Without `auto_complete`, a
     configuration has to spell out its tensors; without `allow_op_libraries`, models can't bring libraries of operators,
     and without `allow_python_models`, none may be Python code. `execution_limit_ns` limits executions of models that
-    set no limit; 0: none."""
+    set no limit; 0: none. `on_call` takes the calls that models make."""
 
     batching: BatchDefaults = field(default_factory=BatchDefaults)
     max_batch_rows: int = BatchDefaults().max_batch_rows
@@ -50,6 +51,7 @@ class LoadDefaults:
     allow_op_libraries: bool = False
     execution_limit_ns: int = 0
     allow_python_models: bool = False
+    on_call: OnCall | None = None
 
 
 @dataclass(frozen=True, slots=True)

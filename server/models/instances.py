@@ -19,13 +19,16 @@ from typing import Protocol
 
 from paceline.backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted
 from paceline.backends.errors import DeviceLost, InstanceLost
+from paceline.backends.model_call import MakesCalls
 from paceline.backends.remote import RemoteInstance, RemoteModel
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
-from paceline.scheduler.runner import TaskRunner, ThreadRunner
+from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.runner import TaskRunner, ThreadRunner, do_nothing
 from paceline.server.errors import ConfigError, Ending, LoadHangs
 from paceline.server.memory.reading import ExecuteInputs
 from paceline.server.memory.region_tensors import Inputs
+from paceline.server.models.callers import Caller
 from paceline.server.models.load_queue import call_soon, start_thread, submit
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.warmup import Supervisor
@@ -52,6 +55,8 @@ class _Batcher(Protocol):
     def add(self, runner: Runner, /) -> None: ...
 
     def lose(self, runner: Runner, error: BaseException, /) -> None: ...
+
+    def executing(self, runner: Runner, /) -> Sequence[AnyRequest]: ...
 
     def suspend(self) -> None: ...
 
@@ -185,6 +190,8 @@ class Instances:
         return hanging <= _MAX_HANGING
 
     def _watch(self, runner: Runner, instance: Instance) -> None:
+        if isinstance(instance, MakesCalls):
+            instance.calls_as(Caller(self.batcher, runner))
         if isinstance(instance, CanEnd):
             instance.when_lost(lambda error: call_soon(self._loop, partial(self.batcher.lose, runner, error)))
 
@@ -336,7 +343,8 @@ class Instances:
         name = f"{self._loaded.name}_{self._loaded.version}_{self._made}"
         self._made += 1
         if not isinstance(instance, Slotted):
-            return [ThreadRunner(name, self._execute_of(instance))]
+            call_off = instance.call_off if isinstance(instance, MakesCalls) else do_nothing
+            return [ThreadRunner(name, self._execute_of(instance), call_off=call_off)]
         return [
             ThreadRunner(f"{name}_{number}", self._execute_of(slot), slot.start, stages=False)
             for number, slot in enumerate(instance.slots)

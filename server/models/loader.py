@@ -219,7 +219,7 @@ def _load_version(
         file = _model_file(folder, version, config)
         libraries = _op_libraries(folder, version, config)
         rows = batching.max_batch_rows if batching else defaults.max_batch_rows
-        source = model_source(config, file, defaults.parameters, libraries, rows)
+        source = replace(model_source(config, file, defaults.parameters, libraries, rows), on_call=defaults.on_call)
         initial_data = read_initial_data(config, folder.path)
         if folder.files is not None:
             source = replace(source, files=folder.files)

@@ -22,7 +22,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.errors import ConfigError
 from paceline.server.files import check_file
-from paceline.server.models.batch_policy import batch_policy, own_settings
+from paceline.server.models.batch_policy import batch_policy, called_models, own_settings
 from paceline.server.models.decoupled_config import check_decoupled
 from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.sequence_config import (
@@ -149,6 +149,7 @@ def model_source(
         largest_rows=max(0, config.max_batch_size) or (0 if is_complete(config) else default_rows),
         cuda_graphs=config.optimization.cuda.graphs,
         decoupled=config.model_transaction_policy.decoupled,
+        calls=called_models(config),
     )
 
 
@@ -258,6 +259,9 @@ def check_supported(config: pb.ModelConfig) -> None:
             "model_transaction_policy.decoupled: expected backend 'python', whose models can answer a request more "
             f"than once, got '{backend_name(config)}'"
         )
+    if called_models(config) and backend_name(config) != "python":
+        got = backend_name(config)
+        raise ConfigError(f"paceline.calls: expected backend 'python', whose code can call models, got '{got}'")
 
 
 def ignored_settings(config: pb.ModelConfig) -> list[str]:

@@ -140,6 +140,12 @@ class RequestSpan:
     def trace_id(self) -> str:
         return format(self.span.get_span_context().trace_id, "032x")
 
+    @property
+    def as_parent(self) -> TraceParent:
+        """What belongs to this request names it so."""
+        own = self.span.get_span_context()
+        return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}", own.trace_state.to_header()
+
     def on_taken(self, version: str, rows: int) -> None:
         """It is queued from now on. Only now is its model's name known to exist, and fit for a span's name."""
         self._taken_ns = time.monotonic_ns()

@@ -285,7 +285,8 @@ def test_unknown_own_setting_is_refused_naming_the_known_ones() -> None:
         own(parameter("isolate_failure", "true"))
     assert str(caught.value) == (
         "parameters: expected one of ['paceline.await_returns', 'paceline.batch_growth', 'paceline.batch_sizes', "
-        "'paceline.deadline_aware', 'paceline.execute_delay_per_row_us', 'paceline.execution_timeout_ms', "
+        "'paceline.calls', 'paceline.deadline_aware', 'paceline.execute_delay_per_row_us', "
+        "'paceline.execution_timeout_ms', "
         "'paceline.isolate_failures', 'paceline.max_batch_elements', 'paceline.max_open_requests', "
         "'paceline.max_queue_bytes', 'paceline.max_queue_rows', 'paceline.max_sequences', 'paceline.own_process', "
         "'paceline.pad', 'paceline.pad_sizes', 'paceline.python_executable', 'paceline.sequence_backlog', "

@@ -1,0 +1,126 @@
+"""A request that a model's code makes to another model: the contract between its process and whoever answers.
+
+Lives here: the two directions between them. Must not: know how answers travel, or how models are found. The rule: a
+call has at most one last answer, and none once it was cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from paceline.backends.spec import Array
+
+Parameters = Mapping[str, bool | int | float | str]
+
+
+class CallAnswers(Protocol):
+    """The way back to the code that has made calls. Callable on any thread; nothing blocks."""
+
+    def answer(self, call: ModelCall, outputs: Mapping[str, Array] | None, *, last: bool) -> None:
+        """Outputs by name, which are held until they are copied; None: there are no further answers."""
+
+    def fail(self, call: ModelCall, status: str, text: str, *, last: bool) -> None:
+        """An error in place of an answer. `status` is the name of a gRPC status."""
+
+
+class ModelCall:
+    """A request to version `version` of `model` ("": the latest), with `inputs` by name and the names of wanted
+    `outputs` (none: all). It is to end within `timeout_ns` (0: not said). `takes_more`: it may be answered more than
+    once. `caller` is what the server has told the process about itself; `executing`: the call belongs to what the
+    caller executes.
+    """
+
+    __slots__ = (
+        "_answers",
+        "_on_cancel",
+        "_on_read",
+        "caller",
+        "cancelled",
+        "executing",
+        "id",
+        "inputs",
+        "model",
+        "number",
+        "outputs",
+        "parameters",
+        "takes_more",
+        "timeout_ns",
+        "version",
+    )
+
+    def __init__(
+        self,
+        answers: CallAnswers,
+        number: int,
+        model: str,
+        version: str,
+        inputs: Mapping[str, Array],
+        outputs: Sequence[str],
+        *,
+        id: str = "",
+        parameters: Parameters | None = None,
+        timeout_ns: int = 0,
+        takes_more: bool = False,
+        caller: Any = None,
+        executing: bool = False,
+    ) -> None:
+        self._answers = answers
+        self._on_cancel: Callable[[], None] = _nothing
+        self._on_read: Callable[[int], None] = _ignore
+        self.number = number
+        self.model = model
+        self.version = version
+        self.inputs = inputs
+        self.outputs = outputs
+        self.id = id
+        self.parameters: Parameters = parameters or {}
+        self.timeout_ns = timeout_ns
+        self.takes_more = takes_more
+        self.caller = caller
+        self.executing = executing
+        self.cancelled = False
+
+    def taken_by(self, on_cancel: Callable[[], None], on_read: Callable[[int], None]) -> None:
+        """From now on, `on_cancel` is called once nobody waits for answers any more, and `on_read` with how many more
+        answers were read. Both on any thread; they mustn't block or raise. Whoever calls this looks at `cancelled`
+        afterwards."""
+        self._on_cancel, self._on_read = on_cancel, on_read
+
+    def answer(self, outputs: Mapping[str, Array] | None, *, last: bool) -> None:
+        self._answers.answer(self, outputs, last=last)
+
+    def fail(self, status: str, text: str, *, last: bool = True) -> None:
+        self._answers.fail(self, status, text, last=last)
+
+    def cancel(self) -> None:
+        """Nobody waits for answers any more. On any thread."""
+        self.cancelled = True
+        self._on_cancel()
+
+    def read(self, answers: int) -> None:
+        """So many more of its answers were read."""
+        self._on_read(answers)
+
+
+@runtime_checkable
+class MakesCalls(Protocol):
+    """An instance whose model may call others."""
+
+    def calls_as(self, caller: object) -> None:
+        """From now on, its calls have this `caller`."""
+
+    def call_off(self) -> None:
+        """Nobody waits for what it executes any more: calls that belong to that fail. On any thread; doesn't block."""
+
+
+OnCall = Callable[[ModelCall], None]
+"""Takes a call, on any thread; mustn't block or raise."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _ignore(answers: int) -> None:
+    pass

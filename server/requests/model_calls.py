@@ -1,0 +1,228 @@
+"""Calls of Python models to other models: each is a request like any other.
+
+Lives here: from a call to a request and back, and what a call takes over from the requests that it is made for. Must
+not: how calls travel (`backends.model_call`), or the way of a request. The rules: a call has no longer than those that
+wait for it, and is withdrawn when none of them is left; whatever becomes of it, its model is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from time import monotonic_ns
+from typing import cast
+
+from paceline.backends.model_call import ModelCall
+from paceline.backends.spec import Array
+from paceline.protos.datatypes import by_dtype, by_name
+from paceline.protos.inference_pb2 import InferParameter
+from paceline.protos.wire import STEP_KEYS
+from paceline.scheduler.errors import SchedulerError
+from paceline.scheduler.policy import NEVER
+from paceline.server.call_facts import TraceParent
+from paceline.server.codec.array_request import ArrayRequest, NamedArray
+from paceline.server.codec.parameters import parse_parameters, step_of
+from paceline.server.errors import InvalidRequest, error_text, status_of
+from paceline.server.models.callers import Caller
+from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
+from paceline.server.requests.inference import Inference
+from paceline.server.requests.inner_request import InnerRequest
+
+__all__ = ["ModelCalls"]
+
+_log = logging.getLogger("paceline.server.calls")
+
+_MOST_UNSIGNED = 2**64 - 1
+
+
+class ModelCalls:
+    """Answers calls by models of `repository`, on the event loop that `start` was called on."""
+
+    def __init__(self, repository: Repository, inference: Inference) -> None:
+        self._repository = repository
+        self._inference = inference
+        # What is to be done on the loop, and whether it will look; appended to on any thread.
+        self._heard: deque[Callable[[], object]] = deque()
+        self._looks_soon = False
+        self._loop: asyncio.AbstractEventLoop
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    # hot path: on any thread
+    def take(self, call: ModelCall) -> None:
+        """`OnCall`."""
+        self._do(lambda: self._begin(call))
+
+    def _do(self, what: Callable[[], object]) -> None:
+        self._heard.append(what)
+        if not self._looks_soon:
+            self._looks_soon = True
+            with suppress(RuntimeError):  # the loop is closed, and the models' processes are about to end
+                self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        # Cleared first: whoever appends from here on makes sure that this is called again.
+        self._looks_soon = False
+        while self._heard:
+            try:
+                self._heard.popleft()()
+            except Exception:  # noqa: BLE001 - logged; other calls must go on
+                _log.exception("a call of a model could not be dealt with")
+
+    def _begin(self, call: ModelCall) -> None:
+        if call.cancelled:
+            return
+        try:
+            self._announce(call)
+        except Exception as error:  # noqa: BLE001 - the caller must get an answer
+            _fail(call, error)
+
+    def _announce(self, call: ModelCall) -> None:
+        model = self._repository.get(call.model, call.version)
+        waiting = _those_waiting(call)
+        if waiting and all(one.ended for one in waiting):
+            call.fail("CANCELLED", f"model '{call.model}' isn't called: nobody waits for the answer any more")
+            return
+        deadline_ns = max((one.deadline_ns for one in waiting), default=NEVER)
+        if call.timeout_ns:
+            deadline_ns = min(deadline_ns, monotonic_ns() + call.timeout_ns)
+        parameters = {key: _parameter(key, value) for key, value in call.parameters.items()}
+        parse_parameters(parameters)
+        message = ArrayRequest(
+            call.model,
+            call.version,
+            _named(model, call.inputs),
+            call.outputs,
+            id=call.id,
+            step=step_of(parameters),
+            parameters={key: one for key, one in parameters.items() if key not in STEP_KEYS},
+        )
+        under_way = _UnderWay(call, self._inference)
+        flight = under_way.flight = InnerRequest(
+            message,
+            under_way.on_end,
+            deadline_ns=deadline_ns,
+            parent=_parent_of(waiting),
+            on_next=under_way.on_next if call.takes_more else None,
+        )
+        if deadline_ns < NEVER:
+            left_s = max(0, deadline_ns - monotonic_ns()) / 1e9
+            under_way.timer = self._loop.call_later(left_s, under_way.on_late)
+        call.taken_by(
+            on_cancel=lambda: self._do(under_way.withdraw), on_read=lambda n: self._do(lambda: under_way.on_read(n))
+        )
+        # Not by way of whether the server serves: what waits for this was accepted.
+        self._inference.announce_to(model, flight)
+        if call.cancelled:
+            under_way.withdraw()
+
+
+class _UnderWay:
+    """A call whose request hasn't ended. Everything on the event loop."""
+
+    __slots__ = ("_call", "_inference", "_unread", "flight", "timer")
+
+    def __init__(self, call: ModelCall, inference: Inference) -> None:
+        self._call = call
+        self._inference = inference
+        # Answers that the calling code hasn't read, with their sizes.
+        self._unread: deque[tuple[NextAnswer, int]] = deque()
+        self.flight: InnerRequest | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    def on_end(self, flight: InnerRequest) -> None:
+        self._let_go()
+        if flight.error is not None:
+            _fail(self._call, flight.error)
+        elif flight.outputs or not self._call.takes_more:
+            self._call.answer(flight.outputs, last=True)
+        else:
+            self._call.answer(None, last=True)
+
+    def on_next(self, flight: InnerRequest, answer: NextAnswer, error: Exception | None) -> None:
+        outputs = cast("AnswerInMaking", answer).outputs
+        self._unread.append((answer, sum(array.nbytes for array in outputs.values())))
+        if error is not None:
+            _fail(self._call, error, last=False)
+        else:
+            self._call.answer(outputs, last=False)
+
+    def on_read(self, answers: int) -> None:
+        for _ in range(min(answers, len(self._unread))):
+            answer, size_bytes = self._unread.popleft()
+            answer.sent(size_bytes)
+
+    def on_late(self) -> None:
+        name = self._call.model
+        self._call.fail("DEADLINE_EXCEEDED", f"model '{name}': Deadline Exceeded: its answer to the call is late")
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Nobody waits for the answer any more."""
+        flight = self.flight
+        if flight is not None:
+            self._let_go()
+            self._inference.give_up(flight)
+
+    def _let_go(self) -> None:
+        self.flight = None
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+def _fail(call: ModelCall, error: BaseException, *, last: bool = True) -> None:
+    status = status_of(error)
+    if status is None:
+        _log.error("a call of model '%s' failed with an internal error", call.model, exc_info=error)
+        call.fail("INTERNAL", f"internal error: {type(error).__name__}: {error_text(error)}", last=last)
+        return
+    # The batcher's own errors don't know the model.
+    text = f"model '{call.model}': {error_text(error)}" if isinstance(error, SchedulerError) else error_text(error)
+    call.fail(status.name, text, last=last)
+
+
+def _those_waiting(call: ModelCall) -> Sequence[InFlight]:
+    """The requests that the call is made for, as far as is known."""
+    caller: Caller | None = call.caller
+    return cast("Sequence[InFlight]", caller.executing()) if caller is not None and call.executing else ()
+
+
+def _parent_of(waiting: Sequence[InFlight]) -> TraceParent | None:
+    """What traces of the call belong to: the first of the requests that is traced."""
+    spans = (one.trail.span for one in waiting if one.trail is not None)
+    return next((span.as_parent for span in spans if span is not None), None)
+
+
+def _named(model: ServedModel, inputs: Mapping[str, Array]) -> list[NamedArray]:
+    """Arrays with datatypes: the model's own if that is how it has them, as bits of BF16 can't be told from UINT16."""
+    own = {tensor.name: tensor.datatype for tensor in model.spec.inputs}
+    named: list[NamedArray] = []
+    for name, array in inputs.items():
+        datatype = own.get(name, "")
+        if not datatype or by_name(datatype).dtype != array.dtype:
+            try:
+                datatype = by_dtype(array.dtype).name
+            except ValueError:
+                what = f"expected an array of a datatype such as {datatype or 'FP32'}, got {array.dtype}"
+                raise InvalidRequest(f"model '{model.name}': input '{name}': {what}") from None
+        named.append((name, datatype, array))
+    return named
+
+
+def _parameter(key: str, value: bool | int | float | str) -> InferParameter:
+    if isinstance(value, bool):
+        return InferParameter(bool_param=value)
+    if isinstance(value, str):
+        return InferParameter(string_param=value)
+    if isinstance(value, float):
+        return InferParameter(double_param=value)
+    if -(2**63) <= value < 2**63:
+        return InferParameter(int64_param=value)
+    if value <= _MOST_UNSIGNED:
+        return InferParameter(uint64_param=value)
+    raise InvalidRequest(f"parameter '{key}': expected a whole number of 64 bits, got {value}")
