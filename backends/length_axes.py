@@ -2,7 +2,8 @@
 
 Lives here: lengths by the names and sizes that a model declares, in plain values. Must not: run a model; what follows
 from running it is in `length_trial`. The rule: axes of one symbolic name are one length. Axes without names are one if
-they are asked for, or are a mask's and its words', and have the same number.
+they are asked for, or are a mask's and its words', and have the same number; those of states are apart from those of
+what clients send.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ Place = tuple[int, int]
 """A tensor's index and one of its axes, of which 0 is the batch's."""
 
 
-def asked_lengths(spec: ModelSpec, asked: Sequence[LengthAxis]) -> ModelSpec:
-    """`spec` with the lengths of the axes `asked` for, without their outputs, and with the inputs' fills. LoadError for
-    axes that can't be filled up."""
+def asked_lengths(spec: ModelSpec, asked: Sequence[LengthAxis], of_clients: int) -> ModelSpec:
+    """`spec`, whose first `of_clients` inputs are what clients send, with the lengths of the axes `asked` for, without
+    their outputs, and with the inputs' fills. LoadError for axes that can't be filled up."""
     special = [one.name for one in spec.inputs if one.ragged or one.optional or one.shape_tensor]
     if not spec.by_rows or not spec.batched:
         got = f"input '{special[0]}'" if special else "others"
@@ -39,7 +40,7 @@ def asked_lengths(spec: ModelSpec, asked: Sequence[LengthAxis]) -> ModelSpec:
             raise LoadError(f"input '{one.input}': expected one fill, got {inputs[index].fill} and {one.fill}")
         inputs[index] = tensor
         places.append((index, one.axis))
-    return replace(spec, inputs=tuple(inputs), lengths=_lengths(inputs, places))
+    return replace(spec, inputs=tuple(inputs), lengths=_lengths(inputs, places, of_clients))
 
 
 def _check(tensor: TensorSpec, axis: int) -> None:
@@ -56,12 +57,13 @@ def _check(tensor: TensorSpec, axis: int) -> None:
         raise LoadError(f"{where}: {error}") from error
 
 
-def masked_lengths(spec: ModelSpec) -> Iterator[tuple[ModelSpec, frozenset[int]]]:
-    """What may be the lengths of a model that has masks, and which of its inputs are masks: the likeliest first."""
+def masked_lengths(spec: ModelSpec, of_clients: int) -> Iterator[tuple[ModelSpec, frozenset[int]]]:
+    """What may be the lengths of a model that has masks among its first `of_clients` inputs, and which of its inputs
+    are masks: the likeliest first."""
     if not spec.by_rows or not spec.batched:
         return
     families: dict[tuple[object, ...], list[int]] = {}
-    for index, tensor in enumerate(spec.inputs):
+    for index, tensor in enumerate(spec.inputs[:of_clients]):
         if -1 in tensor.dims and tensor.reshape is None and is_of_integers(tensor):
             families.setdefault((tensor.dims, _names(tensor)[1:]), []).append(index)
     # A mask and what it masks: words are no booleans.
@@ -76,7 +78,7 @@ def masked_lengths(spec: ModelSpec) -> Iterator[tuple[ModelSpec, frozenset[int]]
     places = [(index, axis) for family in found for index in family for axis in free_axes(spec.inputs[index])]
     for number in range(max(map(len, choices), default=0)):
         masks = frozenset[int]().union(*(one[min(number, len(one) - 1)] for one in choices))
-        yield replace(spec, lengths=_lengths(spec.inputs, places)), masks
+        yield replace(spec, lengths=_lengths(spec.inputs, places, of_clients)), masks
 
 
 def _may_be_two_texts(spec: ModelSpec, family: Sequence[int]) -> bool:
@@ -126,12 +128,14 @@ def _names(tensor: TensorSpec) -> tuple[str, ...]:
     return tensor.axis_names if len(tensor.axis_names) == rank else ("",) * rank
 
 
-def _lengths(inputs: Sequence[TensorSpec], places: Iterable[Place]) -> tuple[Length, ...]:
-    """One length per name among those of `places`, with all axes that have it, and per number of an axis without."""
+def _lengths(inputs: Sequence[TensorSpec], places: Iterable[Place], of_clients: int) -> tuple[Length, ...]:
+    """One length per name among those of `places`, with all axes that have it, and per number of an axis without; two
+    if states have some of these."""
     found: dict[str, set[Place]] = {}
     for index, axis in places:
         name = axis_name(inputs[index], axis)
-        found.setdefault(name or f"axis {axis}", set()).add((index, axis))
+        number = f"axis {axis}" if index < of_clients else f"axis {axis} of states"
+        found.setdefault(name or number, set()).add((index, axis))
         for other, tensor in enumerate(inputs):
             if name and tensor.reshape is None and not tensor.any_rank:
                 found[name] |= {(other, free) for free in free_axes(tensor) if axis_name(tensor, free) == name}

@@ -1,17 +1,21 @@
 """Whether requests of different sizes may be filled up to a common one, found out by trying.
 
 Lives here: what is tried and what follows from it, in pure numpy. Must not: a runtime, a log, or know which axes may be
-lengths (`length_axes`). A model that has a mask may ignore it, or some of its layers may: recurrences from both ends,
-averages over all words, convolutions. Then a text's results would depend on the longest text beside it. The rule: rows
-of several sizes, filled up a little and by much, must give what they give alone. They may differ by what floats round,
-and, for models that quantize at run time, not by much more than rows of equal sizes already differ in a batch.
+lengths (`length_axes`) or which outputs follow them (`length_outputs`). A model that has a mask may ignore it, or some
+of its layers may: recurrences from both ends, averages over all words, convolutions. Then a text's results would depend
+on the longest text beside it. The rule: rows of several sizes, filled up a little and by much, must give what they give
+alone. They may differ by what floats round, and, for models that quantize at run time, not by much more than rows of
+equal sizes already differ in a batch.
+
+A step of a sequence is tried as the model sees it, with any state. If that leaves the state that it leaves alone, so
+does each step after it. A state that depends on who else was in the batch is refused, whoever asks for it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import mul
@@ -21,22 +25,15 @@ import numpy as np
 
 from paceline.backends.base import LengthAxis, LengthTrial
 from paceline.backends.errors import ExecutionError, InstanceError, LoadError
-from paceline.backends.length_axes import (
-    asked_lengths,
-    axis_name,
-    free_axes,
-    is_of_integers,
-    masked_lengths,
-    named_masks,
-)
+from paceline.backends.length_axes import asked_lengths, is_of_integers, masked_lengths, named_masks
+from paceline.backends.length_outputs import Sizes, States, said, with_assumed_outputs, with_outputs
 from paceline.backends.lengths import Filling, Lengths, fill_up
 from paceline.backends.made_up import MAX_BYTES, bytes_of
 from paceline.backends.ragged import as_the_model_sees
-from paceline.backends.spec import Array, Length, ModelSpec, Tensors, TensorSpec
+from paceline.backends.spec import Array, ControlKind, ModelSpec, Tensors, TensorSpec
 from paceline.protos.datatypes import by_name
 
 Run = Callable[[Sequence[Array]], Tensors]
-Sizes = tuple[int, ...]
 
 _SIZES = ((5, 11, 24), (13, 6, 25))
 """Of three rows, along lengths of even and odd index: not the same ones, to see which one an output follows."""
@@ -66,6 +63,10 @@ class _GivenUp(InstanceError):
     """The trial would take too much time or memory."""
 
 
+class _StateDiffers(InstanceError):
+    """A state shows the filling."""
+
+
 class _Attempt(NamedTuple):
     """Rows with integers up to `highest`, or `words` in their first input of integers; sizes are `longer`."""
 
@@ -84,56 +85,58 @@ def try_lengths(
     coarse: bool = False,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> LengthTrial:
-    """As `TriesLengths.try_lengths`. `run` returns the outputs for one array per input and raises ExecutionError.
-    `coarse`: it computes in less than single precision.
+    """As `TriesLengths.try_lengths`. `run` returns the outputs for one array per input of `spec.executed`, all with
+    their rows in front, and raises ExecutionError. `coarse`: it computes in less than single precision.
 
     Blocks for about ten executions of up to four rows and two of 32 short ones, and one more for each attempt that the
     model doesn't accept.
     After half a minute, no more are begun; nor of rows that take more than MAX_BYTES.
     """
-    seen = as_the_model_sees(spec)
-    coarse = coarse or any(one.datatype in ("FP16", "BF16") for one in (*spec.inputs, *spec.outputs))
-    trial = _Trial(run, coarse, now_ns)
+    executed = spec.executed.rows_in_front
+    seen = as_the_model_sees(executed)
+    coarse = coarse or any(one.datatype in ("FP16", "BF16") for one in (*seen.inputs, *seen.outputs))
+    trial = _Trial(run, coarse, now_ns, spec)
     if asked is not None:
-        wanted = asked_lengths(spec, asked)
+        wanted = asked_lengths(executed, asked, len(spec.inputs))
         tried = trial.of(
             replace(seen, inputs=as_the_model_sees(wanted).inputs, lengths=wanted.lengths), named_masks(seen)
         )
         if tried.odd:
             raise LoadError(tried.odd)
-        found = tried.spec if tried.is_known else with_assumed_outputs(tried.spec)
-        return LengthTrial(replace(wanted, lengths=found.lengths), tried.why_not)
+        if not tried.is_known:
+            return _assumed(spec, wanted, tried.why_not)
+        spec = replace(spec.with_fills(wanted.inputs), lengths=tried.spec.lengths, joined=tried.spec.joined)
+        return LengthTrial(spec, tried.why_not)
     why_not = ""
-    for guess, masks in masked_lengths(seen):
+    for guess, masks in masked_lengths(seen, len(spec.inputs)):
         tried = trial.of(guess, masks)
         if not tried.odd and not tried.why_not:
-            return LengthTrial(replace(spec, lengths=tried.spec.lengths))
+            return LengthTrial(replace(spec, lengths=tried.spec.lengths, joined=tried.spec.joined))
         why_not = why_not or tried.odd or tried.why_not
     return LengthTrial(spec, why_not)
 
 
-def with_assumed_outputs(spec: ModelSpec) -> ModelSpec:
-    """`spec` whose lengths have the outputs that are likely to follow them, going by names, and without these by the
-    numbers of free axes. Where that is wrong, an execution says so."""
-    tensors = enumerate(spec.outputs)
-    outputs = [(index, axis, tensor) for index, tensor in tensors for axis in free_axes(tensor)]
-    lengths, taken = list[Length](), set[tuple[int, int]]()
-    for one in spec.lengths:
-        numbers = {axis for _, axis in one.inputs}
-        follow = [
-            (index, axis)
-            for index, axis, tensor in outputs
-            if (index, axis) not in taken and (axis_name(tensor, axis) or one.name) == one.name
-            if axis_name(tensor, axis) or axis in numbers
-        ]
-        taken |= {*follow}
-        lengths.append(replace(one, outputs=tuple(follow)))
-    return replace(spec, lengths=tuple(lengths))
+def without_trial(spec: ModelSpec, asked: Sequence[LengthAxis] | None) -> LengthTrial:
+    """As `try_lengths`, of a model that isn't run."""
+    if asked is None:
+        return LengthTrial(spec)
+    return _assumed(spec, asked_lengths(spec.executed.rows_in_front, asked, len(spec.inputs)))
+
+
+def _assumed(spec: ModelSpec, wanted: ModelSpec, why_not: str = "") -> LengthTrial:
+    """`spec` with the lengths of `wanted`, and the outputs that are likely to follow them. Raises LoadError for states,
+    of which that has to be known."""
+    for index in States.of(spec).inputs:
+        if -1 in wanted.outputs[index].dims:
+            why = why_not or "models with an execution accelerator aren't tried"
+            name = wanted.outputs[index].name
+            raise LoadError(f"state '{name}': its size may follow that of what is filled up, and {why}")
+    return LengthTrial(replace(spec.with_fills(wanted.inputs), lengths=with_assumed_outputs(wanted).lengths), why_not)
 
 
 class _Tried(NamedTuple):
     """`spec` with the lengths' outputs, if they are known. `odd`: which output varies with a length in another way than
-    by being equal. `why_not` as in `LengthTrial`."""
+    it may, or which state shows the filling. `why_not` as in `LengthTrial`."""
 
     spec: ModelSpec
     is_known: bool = False
@@ -142,17 +145,27 @@ class _Tried(NamedTuple):
 
 
 class _Trial:
-    """Tries specs that have lengths, all within one time limit."""
+    """Tries specs that have lengths, all within one time limit, of a model that serves `served`."""
 
-    def __init__(self, run: Run, coarse: bool, now_ns: Callable[[], int]) -> None:
+    def __init__(self, run: Run, coarse: bool, now_ns: Callable[[], int], served: ModelSpec) -> None:
         self._model, self._now_ns, self._began_ns = run, now_ns, 0
         self._coarse = coarse
+        self._states = States.of(served)
+        # Steps in the middle of a sequence, as first ones may ignore their state.
+        controls = served.sequence.controls if served.sequence is not None else ()
+        self._controls = {
+            index: control.values[control.kind is ControlKind.READY]
+            for index, control in enumerate(controls, len(served.inputs))
+            if control.values
+        }
 
     def of(self, spec: ModelSpec, masks: frozenset[int]) -> _Tried:
         failed = ""
         for attempt in _ATTEMPTS:
             try:
-                return self._try(spec, _Rows(spec, masks, attempt))
+                return self._try(spec, _Rows(spec, {**dict.fromkeys(masks, 1), **self._controls}, attempt))
+            except _StateDiffers as error:
+                return _Tried(spec, True, odd=str(error))
             except (InstanceError, MemoryError) as error:
                 failed = f"its trial was given up: {str(error) or type(error).__name__}"
                 break
@@ -172,7 +185,7 @@ class _Trial:
         """Raises ExecutionError if the model doesn't accept rows alone, and InstanceError."""
         few = rows.few()
         alone = [self._run(row) for _, row in few]
-        spec, odd = _followed(spec, [sizes for sizes, _ in few], alone)
+        spec, odd = with_outputs(spec, [sizes for sizes, _ in few], alone, self._states)
         if odd:
             return _Tried(spec, odd=odd)
         limits, varied = self._limits(spec, rows, few, alone)
@@ -269,7 +282,7 @@ class _Trial:
         common: Sizes | None = None,
     ) -> str:
         """How results of `rows` filled up together differ from those `alone`, in words. They are filled up to the
-        longest of them, unless `common` is given. Raises InstanceError."""
+        longest of them, unless `common` is given. Raises InstanceError, also for a state that differs."""
         axes = Lengths(spec)
         sizes = [one for one, _ in rows]
         ends = [*accumulate((len(row[0]) for _, row in rows), initial=0)]
@@ -285,17 +298,20 @@ class _Trial:
         except InstanceError:
             raise
         except ExecutionError as error:
-            return f"it runs with requests of sizes {_said(sizes)} alone, and fails once they are filled up: {error}"
+            return f"it runs with requests of sizes {said(sizes)} alone, and fails once they are filled up: {error}"
         if any(len(one) != ends[-1] for one in outputs):
             return "its outputs don't have the rows of its inputs once they are filled up"
         cut = filling.cut([[one[begin:end] for one in outputs] for begin, end in pairwise(ends)])
         for size, mine, other in zip(sizes, alone, cut, strict=True):
             for index, apart in enumerate(_apart(spec, mine, other)):
                 if apart > limits[index]:
-                    return (
-                        f"output '{spec.outputs[index].name}' of a request of size {_said([size])} differs from alone "
-                        f"by {apart:.1%} once it is filled up to {_said([filling.common])}"
+                    why_not = (
+                        f"output '{spec.outputs[index].name}' of a request of size {said([size])} differs from alone "
+                        f"by {apart:.1%} once it is filled up to {said([filling.common])}"
                     )
+                    if index in self._states.inputs:
+                        raise _StateDiffers(f"{why_not}, and is the state of the step after it")
+                    return why_not
         return ""
 
 
@@ -304,16 +320,12 @@ _SAME_IN = "it isn't known whether the filling shows in output '{}', which is th
 _Row = tuple[Sizes, Sequence[Array]]
 
 
-def _said(sizes: Sequence[Sizes]) -> str:
-    return ", ".join("x".join(map(str, one)) for one in sizes)
-
-
 class _Rows:
-    """Made-up rows of `spec`, with ones in `masks`."""
+    """Made-up rows of `spec`; inputs in `fixed` have that value throughout."""
 
-    def __init__(self, spec: ModelSpec, masks: frozenset[int], attempt: _Attempt) -> None:
-        self._spec, self._masks, self._attempt = spec, masks, attempt
-        words = (index for index, one in enumerate(spec.inputs) if is_of_integers(one) and index not in masks)
+    def __init__(self, spec: ModelSpec, fixed: Mapping[int, object], attempt: _Attempt) -> None:
+        self._spec, self._fixed, self._attempt = spec, fixed, attempt
+        words = (index for index, one in enumerate(spec.inputs) if is_of_integers(one) and index not in fixed)
         self._words = next(words, None)
         self._axes = Lengths(spec).inputs
         self.longer = attempt.longer
@@ -338,8 +350,8 @@ class _Rows:
             raise _GivenUp(f"four rows take more than {MAX_BYTES >> 20} MiB")
         for index, (tensor, shape) in enumerate(zip(self._spec.inputs, shapes, strict=True)):
             highest = self._attempt.words if index == self._words else self._attempt.highest
-            if index in self._masks:
-                made.append(np.ones(shape, by_name(tensor.datatype).dtype))
+            if index in self._fixed:
+                made.append(np.full(shape, self._fixed[index], by_name(tensor.datatype).dtype))
             else:
                 made.append(_elements(tensor, random, shape, highest, content % 2 == 0))
         return sizes, made
@@ -356,26 +368,6 @@ def _elements(
         return np.array([b"%d" % one for one in random.integers(0, 10, shape).ravel()], object).reshape(shape)
     words = [one for one in range(highest + 1) if one != tensor.fill or not other_than_fill] or [0]
     return random.choice(np.array(words), shape).astype(dtype)
-
-
-def _followed(spec: ModelSpec, sizes: Sequence[Sizes], results: Sequence[Tensors]) -> tuple[ModelSpec, str]:
-    """`spec` with the outputs' axes that have the sizes of its lengths, and which output's axis varies otherwise, if
-    any does."""
-    outputs: list[list[tuple[int, int]]] = [[] for _ in spec.lengths]
-    columns = [*zip(*sizes, strict=True)]
-    for index, arrays in enumerate(zip(*results, strict=True)):
-        name, shapes = spec.outputs[index].name, [one.shape for one in arrays]
-        said = ", ".join(f"{list(shape)} for {_said([size])}" for shape, size in zip(shapes, sizes, strict=True))
-        if len({len(shape) for shape in shapes}) > 1:
-            return spec, f"output '{name}' has another number of axes for other sizes: {said}"
-        for axis, found in enumerate(zip(*shapes, strict=True)):
-            if len({*found}) == 1:
-                continue
-            if not axis or found not in columns:
-                return spec, f"axis {axis} of output '{name}' varies, and not as the inputs' sizes do: {said}"
-            outputs[columns.index(found)].append((index, axis))
-    lengths = (replace(one, outputs=tuple(places)) for one, places in zip(spec.lengths, outputs, strict=True))
-    return replace(spec, lengths=tuple(lengths)), ""
 
 
 def _is_exact(tensor: TensorSpec) -> bool:

@@ -96,44 +96,66 @@ class Filling(NamedTuple):
                         f"output '{tensor.name}': expected size {expected} in axis {axis}, to which the inputs' length "
                         f"'{name}' was filled up, got shape {list(shape)}"
                     )
+        for one in spec.joined:
+            shape, least = shapes[one.output], sum(self.common[number] for number in one.parts if number is not None)
+            size = shape[one.axis] if one.axis < len(shape) else -1
+            if size < least or (size > least and None not in one.parts):
+                name, more = spec.outputs[one.output].name, " or more" * (None in one.parts)
+                raise UnfitOutputs(
+                    f"output '{name}': expected size {least}{more} in axis {one.axis}, to which its parts were "
+                    f"filled up, got shape {list(shape)}"
+                )
 
     def cut(self, results: Sequence[Tensors]) -> Sequence[Tensors]:
-        """`results`, of which there is one per request, cut back to their own sizes. Views."""
-        if not any(self.lengths.outputs):
+        """`results`, of which there is one per request, cut back to their own sizes. Views, but for joined axes."""
+        if not any(self.lengths.outputs) and not self.lengths.joined:
             return results
         return [
             result
             if size == self.common
-            else tuple(
-                [
-                    array[tuple(map(slice, self.own_shape(index, number, array.shape)))]
-                    for index, array in enumerate(result)
-                ]
-            )
+            else tuple([self._own(index, number, array) for index, array in enumerate(result)])
             for number, (result, size) in enumerate(zip(results, self.sizes, strict=True))
         ]
+
+    def _own(self, index: int, number: int, array: Array) -> Array:
+        """What is request `number`'s own of output `index`."""
+        own = array[tuple(map(slice, self.own_shape(index, number, array.shape)))]
+        for axis, parts in self.lengths.joined.get(index, ()):
+            # What isn't filled up is whatever the others leave.
+            rest = own.shape[axis] - sum(self.common[part] for part in parts if part is not None)
+            kept, begin = list[Array](), 0
+            for part in parts:
+                size, whole = (rest, rest) if part is None else (self.sizes[number][part], self.common[part])
+                kept.append(own[(*[slice(None)] * axis, slice(begin, begin + size))])
+                begin += whole
+            own = np.concatenate(kept, axis)
+        return own
 
 
 class Lengths:
     """The length axes of a `spec` all of whose tensors are stacked by rows. `inputs` and `outputs` have them by the
-    index of the tensor."""
+    index of the tensor, `joined` those that are joined of several."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.inputs = [_axes([one.inputs for one in spec.lengths], index) for index in range(len(spec.inputs))]
         self.outputs = [_axes([one.outputs for one in spec.lengths], index) for index in range(len(spec.outputs))]
+        self.joined: dict[int, list[tuple[int, tuple[int | None, ...]]]] = {}
+        for one in spec.joined:
+            self.joined.setdefault(one.output, []).append((one.axis, one.parts))
         self.fills = [filling(tensor) for tensor in spec.inputs]
 
     def filling(self, requests: Sequence[Inputs]) -> Filling | None:
         """How `requests` get common sizes; None if they have them. Raises ExecutionError if axes of one length have
         different sizes in a request."""
         # hot path: 1 us a request
-        sizes = [self._sizes_of(request) for request in requests]
+        sizes = [self.sizes_of(request) for request in requests]
         lengths = self.spec.lengths
         common = tuple([one.padded(max(column)) for one, column in zip(lengths, zip(*sizes, strict=True), strict=True)])
         return None if sizes.count(common) == len(sizes) else Filling(self, sizes, common)
 
-    def _sizes_of(self, request: Inputs) -> Shape:
+    def sizes_of(self, request: Inputs) -> Shape:
+        """The size of `request` in each length. Raises ExecutionError as `filling`."""
         if type(request) is Packed:
             shapes = [shape for _, shape, _ in request.layout.tensors]
         else:

@@ -77,24 +77,35 @@ def batch_runner(spec: ModelSpec) -> BatchRunner:
 
 def _rows_in_front(runner: BatchRunner, spec: ModelSpec) -> BatchRunner:
     """`runner`, which sees the batch axis in front of all tensors, for a model that has it elsewhere in some."""
-    inputs = [(place, one.batch_axis) for place, one in enumerate(spec.inputs) if one.batch_axis]
-    outputs = [(place, one.batch_axis) for place, one in enumerate(spec.outputs) if one.batch_axis]
+    turned = turning(spec)
 
     def run_turned(
         requests: Sequence[Tensors], run: Run, padded_rows: int = 0, allocate: Allocate | None = None
     ) -> Execution:
-        def turned(arrays: list[Array]) -> Tensors:
+        return runner(requests, turned(run), padded_rows, allocate)
+
+    return run_turned
+
+
+def turning(spec: ModelSpec) -> Callable[[Run], Callable[[Sequence[Array]], Tensors]]:
+    """What makes, of what runs a model that serves `spec`, what takes and gives tensors with their rows in front."""
+    inputs = [(place, one.batch_axis) for place, one in enumerate(spec.inputs) if one.batch_axis]
+    outputs = [(place, one.batch_axis) for place, one in enumerate(spec.outputs) if one.batch_axis]
+
+    def turned(run: Run) -> Callable[[Sequence[Array]], Tensors]:
+        def run_turned(arrays: Sequence[Array]) -> Tensors:
+            given = [*arrays]
             for place, axis in inputs:
-                arrays[place] = np.ascontiguousarray(np.moveaxis(arrays[place], 0, axis))
-            results = list(run(arrays))
+                given[place] = np.ascontiguousarray(np.moveaxis(given[place], 0, axis))
+            results = list(run(given))
             for place, axis in outputs if len(results) == len(spec.outputs) else ():
                 if results[place].ndim > axis:  # else it is found not to fit
                     results[place] = np.moveaxis(results[place], axis, 0)
             return results
 
-        return runner(requests, turned, padded_rows, allocate)
+        return run_turned
 
-    return run_turned
+    return turned
 
 
 def row_counter(spec: ModelSpec) -> RowCounter:

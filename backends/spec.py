@@ -109,7 +109,8 @@ class Length:
     of a sound. Requests of different sizes share a batch: their inputs are filled up to a common size, and outputs are
     cut back to each request's own.
 
-    `inputs` and `outputs` are pairs of a tensor's index and one of its axes, of which 0 is the batch's. The common size
+    `inputs` and `outputs` are pairs of a tensor's index among those of `ModelSpec.executed` and one of its axes, of
+    which 0 is the batch's: of states, whose batch axis may be another, the axes are counted without it. The common size
     is one of `sizes`, in ascending order, or for a request beyond the largest its own. `in_steps`: without `sizes`, it
     is one of few, so that a device sees few shapes; otherwise it is the longest request's.
     """
@@ -126,6 +127,17 @@ class Length:
         if place < len(self.sizes):
             return self.sizes[place]
         return stepped(longest) if self.in_steps and not self.sizes else longest
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedAxis:
+    """An axis of output `output`, a state's, along which parts lie one after the other: what a step was given and what
+    it adds. `parts` are the numbers of the lengths that they have, and None for what isn't filled up. To be cut back,
+    each part is by itself."""
+
+    output: int
+    axis: int
+    parts: tuple[int | None, ...]
 
 
 def stepped(size: int) -> int:
@@ -182,8 +194,9 @@ class SequenceSpec:
 class ModelSpec:
     """Inputs and outputs, in the model's own order. `batched`: every tensor except shape tensors has a batch axis in
     front of its `dims`. `batch_inputs` are not among `inputs`: clients neither see nor send them. `lengths`: the axes
-    along which requests of different sizes are filled up and cut back. `fixed_rows`: the only number of rows that the
-    model takes, to which each batch is padded; 0: any number. `sequence`: its requests are steps of sequences."""
+    along which requests of different sizes are filled up and cut back, `joined` those that are joined of several.
+    `fixed_rows`: the only number of rows that the model takes, to which each batch is padded; 0: any number.
+    `sequence`: its requests are steps of sequences."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -191,6 +204,7 @@ class ModelSpec:
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
     lengths: tuple[Length, ...] = ()
+    joined: tuple[JoinedAxis, ...] = ()
     fixed_rows: int = 0
     sequence: SequenceSpec | None = None
 
@@ -209,6 +223,22 @@ class ModelSpec:
             outputs=(*seen, *kept.values()),
             sequence=None,
         )
+
+    @property
+    def rows_in_front(self) -> ModelSpec:
+        """This spec as if all its tensors had the batch axis in front, as they are joined and split."""
+        inputs, outputs = (tuple(replace(one, batch_axis=0) for one in side) for side in (self.inputs, self.outputs))
+        return replace(self, inputs=inputs, outputs=outputs)
+
+    def with_fills(self, executed: Sequence[TensorSpec]) -> ModelSpec:
+        """This spec with the fills of these inputs of its `executed`."""
+        fills = {one.name: one.fill for one in executed}
+        inputs = tuple(replace(one, fill=fills[one.name]) for one in self.inputs)
+        sequence = self.sequence
+        if sequence is not None:
+            states = (replace(one, input=replace(one.input, fill=fills[one.input.name])) for one in sequence.states)
+            sequence = replace(sequence, states=tuple(states))
+        return replace(self, inputs=inputs, sequence=sequence)
 
     @property
     def by_rows(self) -> bool:

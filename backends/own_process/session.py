@@ -29,11 +29,11 @@ from paceline.backends.errors import (
     ProcessError,
     StalePlan,
 )
-from paceline.backends.length_axes import asked_lengths
-from paceline.backends.length_trial import try_lengths, with_assumed_outputs
+from paceline.backends.length_trial import try_lengths, without_trial
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.spec import Found
 from paceline.backends.python.process import ModelProcess
+from paceline.backends.ragged import turning
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.backends.trial import try_rows
 
@@ -117,15 +117,18 @@ def try_lengths_of(
     less than single precision, as GPUs do where they multiply matrices."""
     if options.tensorrt is not None or options.openvino is not None:
         # They build an engine for each new shape, which may take minutes: padding is tried by nobody, or as asked.
-        return LengthTrial(spec if asked is None else with_assumed_outputs(asked_lengths(spec, asked)))
+        return without_trial(spec, asked)
     fixed = max((one.dims[0] for one in own.inputs if one.dims), default=-1)
-    with opened(spec) as runs:
+    executed = spec.executed
+    with opened(executed) as runs:
 
-        def run(inputs: Sequence[Array]) -> Tensors:
+        def run_as_it_is(inputs: Sequence[Array]) -> Tensors:
             try:
                 return supervise(lambda: runs.run(inputs))
             except StalePlan as error:
                 raise ExecutionError(str(error)) from error
+
+        run = turning(executed)(run_as_it_is)
 
         def run_fixed(inputs: Sequence[Array]) -> Tensors:
             rows = len(inputs[0])

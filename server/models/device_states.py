@@ -42,11 +42,13 @@ def room_on(instance: ModelInstance, spec: ModelSpec) -> Room | None:
     """Where steps of a model that serves `spec` leave their states; None if they do in the host's memory.
 
     That is so unless batches are staged, for which all tensors have to have the batch axis in front, and none may be
-    text; and of a state that clients see, since its bytes have to come to the host anyhow.
+    text; and of a state that clients see, since its bytes have to come to the host anyhow, or that is put together of
+    parts, as it is there.
     """
     if not isinstance(instance, Slot) or instance.gpu is None or spec.sequence is None:
         return None
     slot, executed, seen = instance, spec.executed, {tensor.name for tensor in spec.outputs}
+    seen |= {executed.outputs[one.output].name for one in spec.joined}
     first = len(executed.inputs) - len(spec.sequence.states)
     outputs = {tensor.name: index for index, tensor in enumerate(executed.outputs)}
     kept = [

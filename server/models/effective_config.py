@@ -110,7 +110,8 @@ def _fill_sequences(made: pb.ModelConfig, sequence: SequenceSpec, plan: ServingP
 
 def _pad_axes(spec: ModelSpec) -> str:
     """The axes along which requests are filled up, as a configuration names them; "" if it can't."""
-    tensors = [(spec.inputs[index], axis) for length in spec.lengths for index, axis in length.inputs]
+    inputs = spec.executed.inputs
+    tensors = [(inputs[index], axis) for length in spec.lengths for index, axis in length.inputs]
     if any("," in tensor.name for tensor, _ in tensors):
         return ""
     return ", ".join(

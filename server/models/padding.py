@@ -35,7 +35,7 @@ class Padding:
         lengths = self.plan.spec.lengths
         if not lengths:
             return self.why_not and f"different lengths not batched together: {self.why_not}"
-        inputs = self.plan.spec.inputs
+        inputs = self.plan.spec.executed.inputs
         axes = [f"{inputs[index].name}[{axis}]" for length in lengths for index, axis in length.inputs]
         return f"different lengths filled up in {', '.join(axes)}"
 
@@ -66,7 +66,8 @@ def with_lengths(
         _refuse(own, why_not)
         return Padding(plan)
     try:
-        trial = opened.try_lengths(plan.spec, _asked(own.pad, plan.spec) if own.pad else None, supervise)
+        asked = _asked(own.pad, plan.spec.executed) if own.pad else None
+        trial = opened.try_lengths(plan.spec, asked, supervise)
     except LoadError as error:
         if own.pad:
             raise ConfigError(f"paceline.pad: {error}") from error
@@ -74,8 +75,10 @@ def with_lengths(
     lengths = tuple(
         replace(length, sizes=own.pad_sizes, in_steps=on_gpu)
         for length in trial.spec.lengths
-        if _is_free(length, trial.spec)
+        if _is_free(length, trial.spec.executed)
     )
+    if trial.spec.joined and len(lengths) < len(trial.spec.lengths):
+        lengths = ()  # their parts go by the numbers of all of them
     if not lengths:
         _refuse(own, trial.why_not or "no axes were found along which requests may be filled up; name them in "
                 "paceline.pad")  # fmt: skip
@@ -89,13 +92,13 @@ def _why_not(own: OwnSettings, plan: ServingPlan, opened: OpenModel) -> str:
         return "the model has no batch axis"
     if plan.policy.max_batch_requests == 1:
         return "requests don't share batches: no dynamic_batching in its configuration"
-    if plan.spec.sequence is not None:
-        return "its requests are steps of sequences"
-    if not plan.spec.by_rows:
-        return (
-            "requests can't be filled up with allow_ragged_batch, batch_input, batch_output, optional or "
-            "is_shape_tensor"
-        )
+    executed = plan.spec.executed
+    if not executed.rows_in_front.by_rows:
+        settings = "allow_ragged_batch, batch_input, batch_output, optional or is_shape_tensor"
+        shared = [one.name for one in executed.inputs if one.shape_tensor]
+        if plan.spec.sequence is not None and shared:
+            settings = f"inputs without a batch axis, such as {shared[0]}"
+        return f"requests can't be filled up with {settings}"
     if not isinstance(opened, TriesLengths):
         return f"models of {opened.platform} aren't filled up"
     return "paceline.pad is off" if own.pad == () else ""

@@ -50,13 +50,7 @@ def check_sequences(config: pb.ModelConfig) -> None:
     asked_controls(config)
     check_states(config)
     _check_strategy(config)
-    _refuse(
-        "each request of a sequence is one row, with states of its own shape",
-        split_oversized=own.split_oversized,
-        pad=[f"{one.input}[{one.axis}]" for one in own.pad or ()],
-        pad_sizes=list(own.pad_sizes),
-        max_batch_elements=own.max_batch_elements or None,
-    )
+    _refuse("each request of a sequence is one row", split_oversized=own.split_oversized)
 
 
 def _check_strategy(config: pb.ModelConfig) -> None:

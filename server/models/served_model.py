@@ -113,7 +113,7 @@ class ServedModel:
             )
             if self.spec.sequence is None:
                 return execute
-            steps = executing_steps(execute, self.spec)
+            steps = executing_steps(execute, self.name, self.spec)
             if leaves_states:
                 steps = with_states_at_hand(steps, self.spec, gpu_of(instance))
             return cast("ExecuteInputs", steps)  # what `StepMaker` makes of inputs

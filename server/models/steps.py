@@ -9,11 +9,14 @@ leaves is nowhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from paceline.backends.base import DeviceTensor, Execution
 from paceline.backends.batching import Share
+from paceline.backends.errors import ExecutionError
+from paceline.backends.lengths import Lengths
 from paceline.backends.spec import Array, Control, ControlKind, ModelSpec, SequenceSpec, Tensors
 from paceline.protos.datatypes import by_name
 from paceline.scheduler.request import AnyRequest
@@ -48,8 +51,20 @@ class StepMaker:
         assert sequence is not None
         self._rows = sequence.rows
         self._initial = tuple(state.initial for state in sequence.states)
-        # Where steps differ in what they may share a batch with.
-        self._free = [place for place, state in enumerate(sequence.states) if -1 in state.input.dims]
+        # The lengths that states have, and in which axes of which state.
+        first = len(spec.inputs) + len(sequence.controls)
+        self._lengths = [
+            (number, index - first, axis)
+            for number, length in enumerate(spec.lengths)
+            for index, axis in length.inputs
+            if index >= first
+        ]
+        # Where steps differ in what they may share a batch with: the other free axes.
+        self._free = [
+            (place, frozenset([axis for _, at, axis in self._lengths if at == place]))
+            for place, state in enumerate(sequence.states)
+            if -1 in state.input.dims
+        ]
         # What all steps have in common that are the first or the last of their sequence, or are not.
         self._controls = {
             (start, end): tuple(_control(control, spec, {ControlKind.START: start, ControlKind.END: end})
@@ -74,7 +89,13 @@ class StepMaker:
             for at, array in zip(self._ids, sequence.note, strict=True):  # type: ignore[call-overload]
                 controls[at] = array
         if self._free:
-            request.key = request.key, tuple([states[at].shape for at in self._free])
+            shapes = [_but_for(states[at].shape, axes) if axes else states[at].shape for at, axes in self._free]
+            request.key = request.key, tuple(shapes)
+        if self._lengths:
+            sizes = [*request.sizes]
+            for number, at, axis in self._lengths:
+                sizes[number] = max(1, states[at].shape[axis])  # an empty state costs something, too
+            request.sizes = tuple(sizes)
         whole: Inputs = (*inputs, *controls, *states)  # type: ignore[arg-type]
         if type(inputs) is TargetedInputs:
             whole = TargetedInputs.to(inputs.targets, whole)
@@ -85,8 +106,9 @@ class StepMaker:
 ExecuteSteps = Callable[[Sequence[Step], int], Execution]
 
 
-def executing_steps(execute: ExecuteInputs, spec: ModelSpec) -> ExecuteSteps:
-    """`execute` for steps of a model that serves `spec`."""
+def executing_steps(execute: ExecuteInputs, model: str, spec: ModelSpec) -> ExecuteSteps:
+    """`execute` for steps of `model`, which serves `spec`. A step that can't be read, or doesn't fit its state, gets an
+    InvalidRequest or GpuLost in the place of its results."""
     sequence = spec.sequence
     assert sequence is not None
     outputs = {tensor.name: index for index, tensor in enumerate(spec.executed.outputs)}
@@ -99,30 +121,53 @@ def executing_steps(execute: ExecuteInputs, spec: ModelSpec) -> ExecuteSteps:
                 step.after = _states_in(result, kept)
         return done
 
-    if not sequence.rows:
-        return execute_steps
-    nobody = _nobody(spec, sequence)
+    run: ExecuteSteps = execute_steps
+    if sequence.rows:
+        run = _in_rows(run, _nobody(spec, sequence))
+    # Of a length that clients' inputs and states have, only now both are there.
+    first = len(spec.inputs)
+    mixed = any(len({index < first for index, _ in one.inputs}) > 1 for one in spec.lengths)
+    return _of_fitting(run, model, sequence.rows, Lengths(spec.executed) if mixed else None)
+
+
+def _in_rows(execute: ExecuteSteps, nobody: Callable[[Inputs], Inputs]) -> ExecuteSteps:
+    """`execute` with each step in its own row."""
 
     def execute_rows(steps: Sequence[Step], padded_rows: int) -> Execution:
-        # A step that can't be read leaves its row empty, or those behind it would move up.
+        # A row without a step gets what another one has; nobody will see what the model makes of that.
+        by_row: list[Step] = [Step(nobody(steps[0].inputs), row) for row in range(1 + max(step.row for step in steps))]
+        for step in steps:
+            by_row[step.row] = step
+        done = execute(by_row, padded_rows)
+        return replace(done, results=[done.results[step.row] for step in steps])
+
+    return execute_rows
+
+
+def _of_fitting(execute: ExecuteSteps, model: str, reads: bool, lengths: Lengths | None) -> ExecuteSteps:
+    """`execute` for those steps that can be read, if it `reads` them, and have one size in each of `lengths`."""
+    if not reads and lengths is None:
+        return execute
+
+    def execute_fitting(steps: Sequence[Step], padded_rows: int) -> Execution:
         failures: dict[Step, Exception] = {}
         for step in steps:
             try:
-                step.inputs = read_now(step.inputs)
+                if reads:
+                    # A step that can't be read leaves its row empty, or those behind it would move up.
+                    step.inputs = read_now(step.inputs)
+                if lengths is not None:
+                    lengths.sizes_of(step.inputs)  # type: ignore[arg-type]  # what isn't read yet has a shape, too
             except (InvalidRequest, GpuLost) as error:
                 failures[step] = as_value(error)
+            except ExecutionError as error:
+                failures[step] = InvalidRequest(f"model '{model}': {error}")
         there = [step for step in steps if step not in failures]
-        if not there:
-            return Execution([failures[step] for step in steps], 0, 0, 0)
-        # A row without a step gets what another one has; nobody will see what the model makes of that.
-        by_row: list[Step] = [Step(nobody(there[0].inputs), row) for row in range(1 + max(step.row for step in there))]
-        for step in there:
-            by_row[step.row] = step
-        done = execute_steps(by_row, padded_rows)
-        results = [failures.get(step) or done.results[step.row] for step in steps]
-        return Execution(results, done.input_ns, done.infer_ns, done.output_ns, done.waited_ns)
+        done = execute(there, padded_rows) if there else Execution([], 0, 0, 0)
+        results = iter(done.results)
+        return replace(done, results=[failures.get(step) or next(results) for step in steps])
 
-    return execute_rows
+    return execute_fitting
 
 
 def _states_in(result: Tensors, kept: Sequence[int]) -> States:
@@ -133,6 +178,10 @@ def _states_in(result: Tensors, kept: Sequence[int]) -> States:
         return tuple([arrays[index][start:stop].copy() for index in kept])
     left: list[Array | DeviceTensor] = [result[index] for index in kept]
     return tuple([one if type(one) is DeviceTensor else np.array(one, order="C") for one in left])
+
+
+def _but_for(shape: tuple[int, ...], axes: frozenset[int]) -> tuple[int, ...]:
+    return tuple([-1 if axis in axes else size for axis, size in enumerate(shape)])
 
 
 def _control(control: Control, spec: ModelSpec, holds: dict[ControlKind, bool]) -> Array:

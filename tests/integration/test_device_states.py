@@ -26,6 +26,7 @@ from tests.integration.regions import settings
 from tests.integration.scripted import own
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.test_cuda_shared_memory import Gpu, register_cuda
+from tests.integration.test_sequence_lengths import CASES, alone
 from tests.integration.test_sequences import KEEPS, STATE, numbers, over_a_stream, over_calls, result, step, steps, sums
 from tests.polling import eventually_async
 from tests.shared_objects import add_shared_input, request_shared_output
@@ -82,6 +83,21 @@ async def test_interleaved_sequences_keep_their_states_apart(
             np.testing.assert_array_equal(answer, sums(inputs))
         assert await served.metric("nv_inference_count") == 20 * 12
         assert await live(served) == 0
+
+
+@pytest.mark.parametrize("case", ["input alone", "state of the inputs' size", "state that grows by chunks"])
+async def test_sequences_of_any_sizes_keep_their_states_apart(tmp_path: Path, gpu: Gpu, case: str) -> None:
+    model, config, make, first = CASES[case]
+    random = np.random.default_rng(0)
+    given = [[make(random) for _ in range(8)] for _ in range(20)]
+    async with served_on(tmp_path, lambda device: gpu.accelerator, model, config) as served:
+        requests = [steps(place + 1, inputs) for place, inputs in enumerate(given)]
+        answers = await asyncio.gather(*[over_a_stream(served, one) for one in requests])
+        for answer, inputs in zip(answers, given, strict=True):
+            expected = alone(tmp_path / "models" / "m" / "1" / "model.onnx", inputs, first)
+            for mine, other in zip(answer, expected, strict=True):
+                np.testing.assert_array_equal(mine, other)
+        assert await served.metric("paceline_padding_elements") > 0
 
 
 async def test_only_inputs_and_outputs_of_clients_cross_the_bus(tmp_path: Path, gpu: Gpu) -> None:

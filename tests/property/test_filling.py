@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.backends.batching import Packed, PackedLayout
 from paceline.backends.ragged import batch_runner
-from paceline.backends.spec import Array, Length, ModelSpec, Tensors, TensorSpec
+from paceline.backends.spec import Array, JoinedAxis, Length, ModelSpec, Tensors, TensorSpec
 from paceline.protos.datatypes import DATATYPES, by_name
 
 FILLS = {"BYTES": (0,), "BOOL": (0, 1), "UINT8": (0, 255)}
@@ -135,3 +135,47 @@ def test_filled_rows_give_elementwise_results_as_alone(batch: Batch) -> None:
         assert not isinstance(other, Exception)
         assert all(map(_same, one, other))
     assert [len(result[0]) for result in firsts.results if not isinstance(result, Exception)] == batch.rows
+
+
+MEMORY = ModelSpec(
+    (TensorSpec("now", "FP32", (-1, 2), fill=7), TensorSpec("past", "FP32", (3, -1, 2), fill=8)),
+    (TensorSpec("all", "FP32", (3, -1, 2)),),
+    batched=True,
+)
+
+
+@given(
+    st.sampled_from([(1, None, 0), (1, 0), (None, 0), (1, None), (0,), (1,)]),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6),
+    st.integers(0, 3),
+    st.sampled_from([(), (4, 12)]),
+)
+def test_state_joined_of_parts_grows_as_alone(
+    parts: tuple[int | None, ...], sizes: list[tuple[int, int]], padding: int, common: tuple[int, ...]
+) -> None:
+    """Of the lengths 0, what is new, and 1, the past; where that is no length, all have the same."""
+    filled = [number for number in (0, 1) if number in parts or (number == 0 and 1 in parts)]
+    lengths = tuple(Length(str(number), ((number, number + 1),), (), common) for number in filled)
+    numbered = tuple(None if part is None else filled.index(part) for part in parts)
+    spec = replace(MEMORY, lengths=lengths, joined=(JoinedAxis(0, 2, numbered),))
+    runner = batch_runner(spec)
+    random = np.random.default_rng(len(sizes))
+    requests = [
+        (
+            random.random((1, new, 2), np.float32),
+            random.random((1, 3, past if 1 in parts else 5, 2), np.float32),
+        )
+        for new, past in sizes
+    ]
+
+    def joined(inputs: Sequence[Array]) -> Tensors:
+        now, past = inputs
+        rest = past if None in parts and 1 not in parts else np.repeat(now[:, :1, None], 3, 1)
+        of = {0: np.repeat(now[:, None], 3, 1), 1: past, None: rest}
+        return [np.concatenate([of[part] for part in parts], axis=2)]
+
+    results = runner(requests, joined, len(requests) + padding).results
+
+    for request, result in zip(requests, results, strict=True):
+        assert not isinstance(result, Exception)
+        assert _same(np.asarray(result[0]), joined(request)[0])

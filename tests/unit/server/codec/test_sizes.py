@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,6 +32,12 @@ def request(words: int = 3, masked: int | None = None, frames: int = 4, bands: i
 
 def read(message: pb.ModelInferRequest) -> Group:
     return ModelCodec("m", "1", SPEC, 8).read(message)
+
+
+def test_length_that_only_states_have_is_left_open() -> None:
+    spec = replace(SPEC, lengths=(WORDS, Length("past", ((3, 1),)), FRAMES))
+    read = ModelCodec("m", "1", spec, 8).read(request(3, frames=5))
+    assert read.options.sizes == (3, 1, 5)
 
 
 def test_sizes_differ_where_the_key_does_not() -> None:

@@ -1,4 +1,4 @@
-"""Rows of sequences' places: each step is executed in its own, whatever becomes of the others."""
+"""What becomes of a step on its way to its model: by what it shares batches, and in which row it is executed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.backends.base import Device
-from paceline.backends.spec import Array, Control, ControlKind, ModelSpec, SequenceSpec, TensorSpec
+from paceline.backends.spec import Array, Control, ControlKind, Length, ModelSpec, SequenceSpec, State, TensorSpec
+from paceline.scheduler.request import Request, SequenceStep
+from paceline.scheduler.sequence import ANYWHERE
+from paceline.scheduler.sequence import Sequence as Steps
 from paceline.server.errors import InvalidRequest
 from paceline.server.memory.reading import reading
 from paceline.server.memory.region_tensors import Inputs, RegionTensor
 from paceline.server.memory.system_region import open_system_region
-from paceline.server.models.steps import Step, executing_steps
+from paceline.server.models.steps import Step, StepMaker, executing_steps
 from tests.memory_models import MemoryModel
 from tests.shared_objects import shared_object
 
@@ -33,7 +36,7 @@ def test_step_that_cannot_be_read_leaves_its_row_empty() -> None:
         return inputs
 
     instance = MemoryModel(SPEC.executed, compute).instance(SPEC.executed, Device())
-    execute = executing_steps(reading(instance.execute, SPEC.executed), SPEC)
+    execute = executing_steps(reading(instance.execute, SPEC.executed), "m", SPEC)
     ready = np.ones((1, 1), np.int32)
     with shared_object(16) as memory:
         region = open_system_region("r", memory.key, 0, 16)
@@ -51,3 +54,25 @@ def test_step_that_cannot_be_read_leaves_its_row_empty() -> None:
     assert (given[0, 0], given[3, 0]) == (5, 7)
     assert not isinstance(results[2], Exception)
     assert results[2][0].tolist() == [[7, 7]]
+
+
+def test_steps_differ_in_sizes_of_states_that_are_lengths() -> None:
+    tensor = TensorSpec("past", "FP32", (-1, -1))
+    spec = ModelSpec(
+        (TensorSpec("now", "FP32", (-1,)),),
+        (TensorSpec("x", "FP32", ()),),
+        batched=True,
+        lengths=(Length("new", ((0, 1),)), Length("past", ((1, 2),))),
+        sequence=SequenceSpec(states=(State(tensor, tensor, np.zeros((1, 3, 0), np.float32)),)),
+    )
+    make = StepMaker(spec)
+    made = []
+    for state in (None, np.zeros((1, 3, 7), np.float32), np.zeros((1, 4, 7), np.float32)):
+        request: Request[object, object] = Request([np.zeros((1, 5), np.float32)], 1, "key", sizes=(5, 1))
+        request.step = SequenceStep(1)
+        sequence: Steps[Request[object, object]] = Steps(1)
+        sequence.place, sequence.state = ANYWHERE, state if state is None else (state,)
+        make(request, sequence)
+        made.append(request)
+    assert [one.sizes for one in made] == [(5, 1), (5, 7), (5, 7)]
+    assert made[0].key == made[1].key != made[2].key

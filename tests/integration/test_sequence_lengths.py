@@ -1,0 +1,266 @@
+"""Steps of different sizes share batches, with states of different sizes, and each sequence gets what it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from paceline.protos import inference_pb2 as pb
+from paceline.server.config import Settings
+from paceline.server.errors import StartError
+from tests import state_models
+from tests.integration.regions import register
+from tests.integration.scripted import own
+from tests.integration.serving import failure_of
+from tests.integration.test_sequences import Inputs, over_a_stream, over_calls, result, served_with, step, steps
+from tests.shared_objects import add_shared_input, shared_object
+
+
+def state(name: str, dims: str = "", first: str = "") -> str:
+    initial = f'initial_state {{ name: "n" data_type: TYPE_FP32 dims: {first} zero_data: true }}' if first else ""
+    return f'state {{ input_name: "{name}" output_name: "{name}_OUT" {f"dims: {dims}" if dims else ""} {initial} }}'
+
+
+def config(*states: str, more: str = "", pad: str = "", **parameters: object) -> str:
+    axes = f'parameters {{ key: "paceline.pad" value {{ string_value: "{pad}" }} }}' if pad else ""
+    return f"max_batch_size: 8 sequence_batching {{ {' '.join(states)} {more} }} {axes} {own(**parameters)}"
+
+
+TOLD = " ".join(
+    f'control_input {{ name: "{kind}" control {{ kind: CONTROL_SEQUENCE_{kind} fp32_false_true: [0, 1] }} }}'
+    for kind in ("START", "READY")
+)
+KEYS = state("STATE", "[1, -1, 4]", "[1, 0, 4]"), state("SEEN", "-1", "0")
+GROWS = state("STATE", "-1", "0")
+
+
+def chunk(random: np.random.Generator) -> Inputs:
+    return {"INPUT0": random.integers(-9, 9, (1, random.integers(1, 20))).astype(np.float32)}
+
+
+def one_number(random: np.random.Generator) -> Inputs:
+    return {"INPUT0": random.integers(-9, 9, (1, 1)).astype(np.float32)}
+
+
+def text(random: np.random.Generator) -> Inputs:
+    size = random.integers(1, 20)
+    return {"INPUT0": random.integers(1, 99, (1, size)), "MASK": random.integers(0, 2, (1, size))}
+
+
+def vectors(random: np.random.Generator) -> Inputs:
+    size = random.integers(1, 6)
+    vectors = random.standard_normal((1, size, 4)).astype(np.float32)
+    return {"INPUT0": vectors, "MASK": np.ones((1, size), np.float32)}
+
+
+def alone(path: Path, inputs: Sequence[Inputs], first: Inputs, told: Sequence[str] = ()) -> list[np.ndarray]:
+    """What the model gives for a sequence of its own, without anything of ours."""
+    session = onnxruntime.InferenceSession(str(path))
+    names = [one.name for one in session.get_outputs()]
+    states, answers = first, []
+    for number, one in enumerate(inputs):
+        controls = {name: np.full((1, 1), name == "READY" or not number, np.float32) for name in told}
+        found = dict(zip(names, session.run(None, {**one, **controls, **states}), strict=True))
+        answers.append(found["OUTPUT0"])
+        states = {name: found[f"{name}_OUT"] for name in states}
+    return answers
+
+
+ONE, EMPTY = np.zeros((1, 1), np.float32), np.zeros((1, 0), np.float32)
+CASES = {
+    "input alone": (state_models.words(), config(state("STATE"), pad_sizes=32), text, {"STATE": ONE}),
+    "own process": (
+        state_models.words(),
+        config(state("STATE"), pad_sizes=32, own_process=True),
+        text,
+        {"STATE": ONE},
+    ),
+    "rows of slots": (
+        state_models.words("told"),
+        config(state("STATE"), more=f"direct {{ }} {TOLD}", pad_sizes=32),
+        text,
+        {"STATE": ONE},
+    ),
+    "state of the inputs' size": (
+        state_models.last_chunk(),
+        config(state("STATE"), pad="INPUT0[1], STATE[1]", pad_sizes=32),
+        chunk,
+        {"STATE": ONE},
+    ),
+    "state that grows": (
+        state_models.growing(),
+        config(GROWS, pad="STATE[1]", pad_sizes=32),
+        one_number,
+        {"STATE": EMPTY},
+    ),
+    "state that grows by chunks": (
+        state_models.growing("now"),
+        config(GROWS, pad="STATE[1], INPUT0[1]", pad_sizes="64,256"),
+        chunk,
+        {"STATE": EMPTY},
+    ),
+    "state that waits for its like": (
+        state_models.growing("now"),
+        config(GROWS, pad="INPUT0[1]", pad_sizes=32),
+        chunk,
+        {"STATE": EMPTY},
+    ),
+    "cache of keys": (
+        state_models.attentive(),
+        config(*KEYS, pad="INPUT0[1], STATE[2], SEEN[1]", pad_sizes="6,64"),
+        vectors,
+        {"STATE": np.zeros((1, 1, 0, 4), np.float32), "SEEN": EMPTY},
+    ),
+    "any common sizes": (
+        state_models.attentive(),
+        config(*KEYS, pad="INPUT0[1], STATE[2], SEEN[1]", max_batch_elements=2_000),
+        vectors,
+        {"STATE": np.zeros((1, 1, 0, 4), np.float32), "SEEN": EMPTY},
+    ),
+}  # fmt: skip
+Make = Callable[[np.random.Generator], Inputs]
+
+
+@pytest.mark.parametrize("send", [over_calls, over_a_stream])
+@pytest.mark.parametrize(("model", "settings", "make", "first"), CASES.values(), ids=CASES)
+async def test_sequences_of_any_sizes_get_what_they_get_alone(
+    tmp_path: Path, model: onnx.ModelProto, settings: str, make: Make, first: Inputs, send: Callable[..., object]
+) -> None:
+    random = np.random.default_rng(len(settings))
+    given = [[make(random) for _ in range(random.integers(1, 10))] for _ in range(30)]
+    async with served_with(tmp_path, model, settings) as served:
+        requests = [steps(place + 1, inputs) for place, inputs in enumerate(given)]
+        answers = await asyncio.gather(*[send(served, one) for one in requests])  # type: ignore[arg-type]
+        told = ["START", "READY"] if "READY" in settings else []
+        for answer, inputs in zip(answers, given, strict=True):
+            expected = alone(tmp_path / "m" / "1" / "model.onnx", inputs, first, told)
+            for mine, other in zip(answer, expected, strict=True):  # type: ignore[call-overload]
+                assert mine.shape == other.shape
+                np.testing.assert_allclose(mine, other, atol=1e-5)
+        assert await served.metric("nv_inference_exec_count") < sum(map(len, given))
+        if "pad_sizes" in settings:
+            assert await served.metric("paceline_padding_elements") > 0
+
+
+async def test_two_fronts_hand_on_steps_of_any_sizes(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    given = [[text(random) for _ in range(6)] for _ in range(20)]
+    settings = replace(Settings(paths=(tmp_path,)), frontends=2)
+    async with served_with(
+        tmp_path, state_models.words(), config(state("STATE"), pad_sizes=32), settings=settings
+    ) as served:
+        requests = [steps(place + 1, inputs) for place, inputs in enumerate(given)]
+        answers = await asyncio.gather(*[over_a_stream(served, one) for one in requests])
+        for answer, inputs in zip(answers, given, strict=True):
+            for mine, other in zip(
+                answer, alone(tmp_path / "m" / "1" / "model.onnx", inputs, {"STATE": ONE}), strict=True
+            ):
+                np.testing.assert_array_equal(mine, other)
+        assert await served.metric("paceline_padding_elements") > 0
+
+
+async def test_steps_of_any_sizes_may_be_in_shared_memory(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    given = [[one_number(random) for _ in range(6)] for _ in range(8)]
+    allowed = Settings(paths=(tmp_path,), allow_client_shm=True)
+    settings = config(GROWS, pad="STATE[1]", pad_sizes=8)
+    with shared_object(4 * 6 * 8) as memory:
+        async with served_with(tmp_path, state_models.growing(), settings, allowed) as served:
+            await register(served, "r", memory.key, 4 * 6 * 8)
+            requests = [steps(place + 1, inputs) for place, inputs in enumerate(given)]
+            for place, (sequence, inputs) in enumerate(zip(requests, given, strict=True)):
+                for number, (request, one) in enumerate(zip(sequence, inputs, strict=True)):
+                    offset = 4 * (6 * place + number)
+                    memory.put(one["INPUT0"], offset)
+                    del request.inputs[:], request.raw_input_contents[:]
+                    add_shared_input(request, "INPUT0", "FP32", [1, 1], "r", 4, offset)
+            answers = await asyncio.gather(*[over_a_stream(served, one) for one in requests])
+    for answer, inputs in zip(answers, given, strict=True):
+        np.testing.assert_array_equal(answer, np.cumsum([one["INPUT0"] for one in inputs], axis=0))
+
+
+async def test_input_of_another_size_than_the_state_fails_alone(tmp_path: Path) -> None:
+    settings = config(state("STATE", "-1", "1"), pad="STATE[1]", pad_sizes=8)
+    async with served_with(tmp_path, state_models.marked(), settings) as served:
+
+        def one(size: int, **more: bool) -> pb.ModelInferRequest:
+            inputs = {"INPUT0": np.full((1, 1), size, np.float32), "MARKS": np.ones((1, size), np.float32)}
+            return step(5, inputs, **more)
+
+        await served.infer(one(1, start=True))
+        code, why = await failure_of(served.infer(one(3)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "model 'm': expected one size in the axes of length 'past', got MARKS[1]: 3, STATE[1]: 2" in why
+        answers = [result(await served.infer(one(size))).item() for size in (2, 3)]
+        assert answers == [1, 1 + 2]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "text"),
+    [
+        (
+            state_models.words("leaky"),
+            config(state("STATE"), pad="INPUT0[1]"),
+            "paceline.pad: output 'STATE_OUT' of a request of size 5 differs from alone by",
+        ),
+        (
+            state_models.growing("now", "front"),
+            config(GROWS, pad="INPUT0[1], STATE[1]"),
+            "and is the state of the step after it",
+        ),
+        (
+            state_models.growing(kind="window"),
+            config(state("STATE", "-1", "3"), pad="STATE[1]"),
+            "and is the state of the step after it",
+        ),
+        (
+            state_models.two_memories(),
+            config(GROWS, state("OTHER", "-1", "0"), pad="STATE[1]"),
+            "paceline.pad: the states 'STATE' and 'OTHER' share the length 'past', but a step leaves different sizes",
+        ),
+        (
+            state_models.two_memories(),
+            config(GROWS, state("OTHER", "-1", "1"), pad="STATE[1]"),
+            "paceline.pad: the states 'STATE' and 'OTHER' share the length 'past', but a sequence begins with "
+            "different sizes",
+        ),
+        (
+            state_models.recurrent(),
+            config(state("STATE"), pad="INPUT0[1]"),
+            "paceline.pad: expected off, as requests can't be filled up with inputs without a batch axis, such as "
+            "RATE, got INPUT0[1]",
+        ),
+        (
+            state_models.accumulator(),
+            config(state("STATE"), pad="STATE[1]"),
+            "paceline.pad: input 'STATE': expected an axis of free size, got axis 1, which is 2",
+        ),
+        (
+            state_models.accumulator(),
+            config(state("STATE"), pad_sizes=8),
+            "paceline.pad_sizes: expected none, as no axes were found along which requests may be filled up; name them "
+            "in paceline.pad, got [8]",
+        ),
+    ],
+)  # fmt: skip
+async def test_lengths_that_a_state_cannot_have_are_refused(
+    tmp_path: Path, model: onnx.ModelProto, settings: str, text: str
+) -> None:
+    with pytest.raises(StartError) as caught:
+        async with served_with(tmp_path, model, settings):
+            pass
+    assert text in str(caught.value)
+
+
+async def test_padding_found_for_inputs_is_served_again_as_configured(tmp_path: Path) -> None:
+    async with served_with(tmp_path, state_models.words(), config(state("STATE"))) as served:
+        shown = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+        assert shown.parameters["paceline.pad"].string_value == "INPUT0[1]=0, MASK[1]=0"

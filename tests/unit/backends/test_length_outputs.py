@@ -1,0 +1,102 @@
+"""What outputs do along lengths: which follow, and which of a step's states are put together of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.backends.base import LengthAxis
+from paceline.backends.errors import LoadError, UnfitOutputs
+from paceline.backends.length_trial import try_lengths, without_trial
+from paceline.backends.ragged import batch_runner
+from paceline.backends.spec import Array, JoinedAxis, Length, ModelSpec, SequenceSpec, State, Tensors, TensorSpec
+
+STATE = State(
+    TensorSpec("past", "FP32", (-1, 2), axis_names=("batch", "past", "")),
+    TensorSpec("all", "FP32", (-1, 2), axis_names=("batch", "all", "")),
+    np.zeros((1, 0, 2), np.float32),
+)
+SPEC = ModelSpec(
+    (TensorSpec("now", "FP32", (-1, 2), axis_names=("batch", "new", "")),),
+    (TensorSpec("sum", "FP32", (2,)),),
+    batched=True,
+    sequence=SequenceSpec((), (STATE,)),
+)
+NOW, PAST = LengthAxis("now", 1), LengthAxis("past", 1, -1)
+
+
+def joins(*order: int | None) -> object:
+    """A model whose state is what it is given, as 1, what is new, as 0, and a row of ones, as None, in that `order`."""
+
+    def run(inputs: Sequence[Array]) -> Tensors:
+        now, past = inputs
+        of = {0: now, 1: past, None: np.ones((len(now), 1, 2), np.float32)}
+        # The sum leaves out what is filled up in.
+        return [np.where(past == -1, 0, past).sum(axis=1), np.concatenate([of[one] for one in order], axis=1)]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("order", "asked", "parts"),
+    [
+        ((1, 0), [NOW, PAST], (1, 0)),
+        ((1, None), [PAST], (0, None)),
+        ((1, None, 0), [NOW, PAST], (1, None, 0)),
+        ((1, 0), [NOW], (None, 0)),
+        ((1, 1), [PAST], ()),
+        ((0, 1), [NOW, PAST], ()),
+        ((0, 1), [NOW], ()),
+        ((None, 1), [PAST], ()),
+    ],
+)
+def test_state_may_only_grow_behind_what_it_was(
+    order: Sequence[int | None], asked: Sequence[LengthAxis], parts: Sequence[int | None]
+) -> None:
+    run = joins(*order)
+    if not parts:
+        with pytest.raises(LoadError, match=r"and not as the inputs' sizes do|is the state of the step after it"):
+            try_lengths(SPEC, asked, run)  # type: ignore[arg-type]
+        return
+    found = try_lengths(SPEC, asked, run)  # type: ignore[arg-type]
+    assert found.why_not == ""
+    assert found.spec.joined == (JoinedAxis(1, 1, tuple(parts)),)
+    assert found.spec.executed.inputs[1].fill == asked[-1].fill
+
+
+def test_state_that_follows_a_length_is_cut_like_an_output() -> None:
+    found = try_lengths(SPEC, [NOW], lambda inputs: [inputs[1].sum(axis=1), inputs[0]])
+    assert found.spec.lengths == (Length("new", ((0, 1),), ((1, 1),)),)
+    assert found.spec.joined == ()
+
+
+def test_axes_of_states_without_names_are_lengths_apart() -> None:
+    state = replace(STATE, input=replace(STATE.input, axis_names=()))
+    spec = replace(SPEC, inputs=(TensorSpec("now", "FP32", (-1, 2)),), sequence=SequenceSpec((), (state,)))
+    found = try_lengths(spec, [NOW, PAST], joins(1, 0))  # type: ignore[arg-type]
+    assert [(one.name, one.inputs) for one in found.spec.lengths] == [
+        ("axis 1", ((0, 1),)),
+        ("axis 1 of states", ((1, 1),)),
+    ]
+
+
+def test_untried_model_cannot_have_states_of_free_sizes() -> None:
+    with pytest.raises(LoadError, match="state 'all': its size may follow that of what is filled up"):
+        without_trial(SPEC, [NOW])
+    fixed = replace(STATE, input=replace(STATE.input, dims=(3, 2)), output=replace(STATE.output, dims=(3, 2)))
+    assert without_trial(replace(SPEC, sequence=SequenceSpec((), (fixed,))), [NOW]).spec.lengths
+
+
+def test_joined_output_of_another_size_is_refused() -> None:
+    lengths = (Length("new", ((0, 1),)), Length("past", ((1, 1),)))
+    spec = replace(SPEC, lengths=lengths, joined=(JoinedAxis(1, 1, (1, 0)),)).executed
+    requests = [
+        [np.zeros((1, new, 2), np.float32), np.zeros((1, past, 2), np.float32)] for new, past in ((2, 3), (1, 4))
+    ]
+    with pytest.raises(
+        UnfitOutputs, match="output 'all': expected size 6 in axis 1, to which its parts were filled up"
+    ):
+        batch_runner(spec)(requests, lambda inputs: [inputs[1][:, 0], np.zeros((2, 7, 2), np.float32)])
