@@ -58,6 +58,8 @@ class Sequences(Generic[RequestT]):
         self._of: dict[RequestT, Sequence[RequestT]] = {}
         # Those without a place, and those of which nothing waits or executes; either in the order in which they came.
         self._placeless: OrderedDict[Sequence[RequestT], None] = OrderedDict()
+        # How many more wait for the end of one with the same id.
+        self._following = 0
         self._idle: dict[Sequence[RequestT], None] = {}
         self._gone: OrderedDict[int | str, SequenceEnd] = OrderedDict()
         self._timers: Timers[RequestT] = Timers()
@@ -69,7 +71,7 @@ class Sequences(Generic[RequestT]):
 
     @property
     def waiting(self) -> int:
-        return len(self._placeless)
+        return len(self._placeless) + self._following
 
     @property
     def is_quiet(self) -> bool:
@@ -112,6 +114,7 @@ class Sequences(Generic[RequestT]):
                     return full
                 if before is not None:
                     before.follower = sequence
+                    self._following += 1
                 else:
                     self._placeless[sequence] = None
             self._by_id[step.id] = sequence
@@ -240,6 +243,8 @@ class Sequences(Generic[RequestT]):
                 self._cut(sequence, why)
                 if self._placeless.pop(sequence, self) is None:
                     self.ended[why] += 1
+                elif sequence.place is None:
+                    self._following -= 1
         return taken
 
     def _full(self, request: RequestT) -> QueueFull | None:
@@ -288,8 +293,12 @@ class Sequences(Generic[RequestT]):
         self._stop_waiting(request)
         del steps[place], self._of[request]
         self._cut(sequence, why, place)
-        if not steps and self._placeless.pop(sequence, self) is None:
+        if steps or sequence.place is not None:
+            return
+        if self._placeless.pop(sequence, self) is None:
             self._leave(sequence, now_ns)
+        else:
+            self._following -= 1
 
     def _cut(self, sequence: Sequence[RequestT], why: SequenceEnd, keep: int = 0) -> None:
         """End a sequence after the first `keep` of its waiting steps; the others are dropped."""
@@ -336,6 +345,7 @@ class Sequences(Generic[RequestT]):
                 del self._ending[follower.id]
             follower = follower.follower
         if follower is not None:
+            self._following -= 1
             self._placeless[follower] = None
         if place is not None:
             self.live -= 1

@@ -291,6 +291,8 @@ class World:
         most = self.limits.places * len(self.instances) if self.limits.places else self.limits.max_sequences
         assert sequences.live <= most
         assert self.waiting == sequences.backlog.requests
+        unsent = [one for one in self.known if not any(step.sent for step in one.steps)]
+        assert sequences.waiting == sum(any(not step.request.ended for step in one.steps) for one in unsent)
         for known in self.known:
             for step in known.steps:
                 if step.number > known.broken_from and not step.executing:
