@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.models import Dims, model, tensor
 
 __all__ = [
-    "accumulator", "attentive", "growing", "last_chunk", "marked", "picky", "recurrent", "told", "two_memories",
-    "words",
+    "accumulator", "attentive", "counter", "growing", "last_chunk", "marked", "picky", "recurrent", "told",
+    "two_memories", "words",
 ]  # fmt: skip
 
 
@@ -27,6 +27,21 @@ def accumulator(datatype: str = "FP32", dims: Dims = ("batch", 2)) -> onnx.Model
         ],
         [tensor("INPUT0", datatype, dims), tensor("STATE", datatype, dims)],
         [tensor("OUTPUT0", datatype, dims), tensor("STATE_OUT", datatype, dims)],
+    )
+
+
+def counter(kind: str = "alone") -> onnx.ModelProto:
+    """OUTPUT0, FP32 [batch, 1], is STATE, and STATE_OUT one more. "scalar": as many more as INPUT0, without dimensions,
+    says."""
+    is_scalar = kind == "scalar"
+    return model(
+        [
+            helper.make_node("Identity", ["STATE"], ["OUTPUT0"]),
+            helper.make_node("Add", ["STATE", "INPUT0" if is_scalar else "one"], ["STATE_OUT"]),
+        ],
+        [*([tensor("INPUT0", "FP32", [])] if is_scalar else []), tensor("STATE", "FP32", ["batch", 1])],
+        [tensor(name, "FP32", ["batch", 1]) for name in ("OUTPUT0", "STATE_OUT")],
+        [numpy_helper.from_array(np.array(1, np.float32), "one")],
     )
 
 

@@ -149,6 +149,8 @@ class AdaptingCodec(ModelCodec):
             for tensor, shape in zip(tensors, shapes, strict=True)
             if not self._spec.inputs[self._inputs[tensor.name]].shape_tensor
         ]
+        if not stacked and self._steps is not None:
+            return 1  # that of its state
         if not stacked:
             raise self._invalid("expected at least one input with a leading batch dimension, got none")
         return super()._rows([tensor for tensor, _ in stacked], [shape for _, shape in stacked])

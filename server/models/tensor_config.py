@@ -77,7 +77,8 @@ def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> Te
 def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
     """Whether a model of spec `own` can have a batch axis: every tensor needs a free first dimension, except those that
     `config` has joined or split in other ways, and outputs that it leaves out, which nobody fetches; and there must be
-    an input to read the number of rows from. For tensors that may have any rank, the configuration is trusted.
+    an input to read the number of rows from, unless they are steps of sequences. For tensors that may have any rank,
+    the configuration is trusted.
     """
     return not any(_against_a_batch_axis(config, own))
 
@@ -152,7 +153,7 @@ def _by_rows(config: pb.ModelConfig, own: ModelSpec) -> Iterator[tuple[str, Tens
 
 def _against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[str]:
     named = {one.name for one in config.input}
-    if all(one.optional and one.name not in named for one in own.inputs):
+    if not _steps_have_rows(config) and all(one.optional and one.name not in named for one in own.inputs):
         yield "no request has to bring an input"
     for kind, tensor in _by_rows(config, own):
         if tensor.dims[:1] == (-1,) or (tensor.any_rank and config.max_batch_size > 0):
@@ -160,6 +161,11 @@ def _against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[st
         verb = "is declared with" if tensor.assumed else "has"
         axes = f"{verb} a first dimension of {tensor.dims[0]}" if tensor.dims else f"{verb} no dimensions"
         yield f"{kind} '{tensor.name}' {'may have any number of axes' if tensor.any_rank else axes}"
+
+
+def _steps_have_rows(config: pb.ModelConfig) -> bool:
+    """Whether requests have rows though they bring no inputs: a step is one row, of its state and its controls."""
+    return bool(config.sequence_batching.state or config.sequence_batching.control_input)
 
 
 def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:
@@ -174,7 +180,7 @@ def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> Mod
     missing = {tensor.name for tensor in theirs if not tensor.optional} - given
     if missing:
         raise ConfigError(f"input: the model needs {sorted(missing)} too, got only {[one.name for one in inputs]}")
-    if batched and all(tensor.shape_tensor for tensor in inputs):
+    if batched and not _steps_have_rows(config) and all(tensor.shape_tensor for tensor in inputs):
         raise ConfigError(f"input: expected one with a batch axis, got only shape tensors: {sorted(given)}")
     batch_outputs = tuple(_batch_outputs(config, inputs, outputs, batched))
     return ModelSpec(inputs, outputs, batched=batched, batch_inputs=batch_inputs, batch_outputs=batch_outputs)

@@ -93,7 +93,7 @@ def read_samples(
         given = {one.name: _input(sample, one, plan.spec, folder) for one in controls if one.name in sample.inputs}
         request += [*(_first_controls(plan.spec, 1) | given).values(), *states]
         rows = [tensor.name for tensor in plan.spec.inputs if not tensor.shape_tensor]
-        if plan.spec.batched and not sample.inputs.keys() & rows:
+        if plan.spec.batched and rows and not sample.inputs.keys() & rows:
             raise ConfigError(f"{where}: expected some of the inputs {rows}, got none")
         yield sample, [request] * sample.batch_size
 

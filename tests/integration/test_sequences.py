@@ -136,6 +136,20 @@ async def test_batch_axis_may_be_another_and_a_scalar_is_shared(tmp_path: Path) 
         assert await served.metric("nv_inference_exec_count") < 12 * 6
 
 
+@pytest.mark.parametrize("frontends", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "config"), [("alone", KEEPS), ("alone", f"sequence_batching {{ {STATE} }}"), ("scalar", KEEPS)]
+)
+async def test_model_may_have_no_rows_but_its_states(tmp_path: Path, kind: str, config: str, frontends: int) -> None:
+    inputs: Inputs = {"INPUT0": np.array(1, np.float32)} if kind == "scalar" else {}
+    settings = replace(Settings(paths=(tmp_path,)), frontends=frontends)
+    async with served_with(tmp_path, state_models.counter(kind), config, settings) as served:
+        for _ in range(2):  # the second time, requests are known
+            calls = [over_a_stream(served, steps(id_, [inputs] * 10)) for id_ in range(1, 21)]
+            np.testing.assert_array_equal(np.squeeze(await asyncio.gather(*calls)), [[*range(10)]] * 20)
+        assert await served.metric("nv_inference_exec_count") < 2 * 20 * 10
+
+
 async def test_state_that_grows_from_nothing_waits_for_its_like(tmp_path: Path) -> None:
     empty = 'dims: -1 initial_state { name: "none" data_type: TYPE_FP32 dims: 0 zero_data: true }'
     config = f"sequence_batching {{ {STATE.replace(' }', f' {empty} }}')} }}"
