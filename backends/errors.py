@@ -7,7 +7,7 @@ BackendError
 │   └── DriverFailed        a device's driver is there, and fails; there may well be a device
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
     ├── UnfitOutputs        they aren't those of the spec: there are others, or their datatypes or shapes are others
-    ├── UpstreamRefused     another server, which executes, answered this batch with an error
+    ├── UpstreamRefused     another server, which executes, or a model that was called answered this batch with an error
     └── InstanceError   it failed whatever the requests
         ├── OutOfMemory     too little memory, on the device or the host, for a batch this large
         ├── Unequipped      the runtime lacks a library, or kernels for the device: no execution will succeed
@@ -16,7 +16,7 @@ BackendError
         │   ├── StalePlan       its session has plans for another execution; nothing of this batch was computed
         │   └── ProcessError    the process that runs the model ended
         │       └── ProcessEndedBeforeBatch     and did so before it began this batch
-        └── UpstreamFailed  another server, which executes, is unreachable or accepts nothing
+        └── UpstreamFailed  another server, which executes, or a model that was called can't be had, or not in time
 """
 
 
@@ -74,8 +74,8 @@ class StalePlan(InstanceLost):
 
 
 class UpstreamRefused(ExecutionError):
-    """The upstream answered a batch with an error that some of its requests may have caused. `status` is the name of
-    the gRPC status."""
+    """The upstream, or a model that was called, answered a batch with an error that some of its requests may have
+    caused. `status` is the name of the gRPC status."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
@@ -83,7 +83,8 @@ class UpstreamRefused(ExecutionError):
 
 
 class UpstreamFailed(InstanceError):
-    """The upstream doesn't answer, or refuses whatever it is sent now. `status` is the name of the gRPC status."""
+    """The upstream, or a model that was called, doesn't answer, or refuses whatever it is sent now. `status` is the
+    name of the gRPC status."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)

@@ -26,7 +26,8 @@ class Model:
     def execute(self, inputs):
         x = inputs["x"]
         known = {"model": self, "models": self.models, "x": x, "y": np.zeros((len(x), 4), np.float32)}
-        exec(inputs["run"][0, 0].decode(), globals() | known, known)
+        known |= globals()
+        exec(inputs["run"][0, 0].decode(), known)
         return {"y": known["y"]}
 """
 

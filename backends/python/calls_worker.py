@@ -16,7 +16,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-from paceline.backends.python.loaded_model import as_array
+from paceline.backends.python.loaded_model import CallFailed, as_array
 from paceline.backends.python.messages import CALL, CALL_FAILED, CALL_OVER, CALL_READ
 from paceline.backends.spec import Array
 from paceline.backends.transport.duplex_link import DuplexLink
@@ -35,14 +35,6 @@ don't."""
 Outputs = dict[str, Array]
 Parameters = Mapping[str, bool | int | float | str]
 Inputs = Mapping[str, object]
-
-
-class CallFailed(Exception):
-    """A call has failed. `status` is the name of the gRPC status that a client would get, such as NOT_FOUND."""
-
-    def __init__(self, status: str, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 _Answer = tuple[Outputs | CallFailed | None, bool]

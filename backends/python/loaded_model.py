@@ -34,9 +34,19 @@ _TRITONS = "TritonPythonModel"
 _TRITONS_MODULE = "triton_python_backend_utils"
 _ERRORS = "paceline.backends.errors"
 """Code that raises one of these knows what it means, and to whom: it needs no traceback."""
+_FAULTS_OF_REQUESTS = frozenset(("INVALID_ARGUMENT", "OUT_OF_RANGE", "INTERNAL", "UNKNOWN"))
 EXECUTION_ERROR, OUT_OF_MEMORY = "ExecutionError", "OutOfMemory"
 _MAX_TEXT_CHARACTERS, _MAX_TRACEBACK_CHARACTERS = 4_000, 32_000
 """In characters: of what the server is told about an error, and of what goes to its log."""
+
+
+class CallFailed(Exception):
+    """A call of another model has failed. `status` is the name of the gRPC status that a client would get, such as
+    NOT_FOUND."""
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,10 @@ class LoadedModel:
             raise error
         if type(error).__module__ == _ERRORS:
             return FAILED, " ".join(_cut(str(error), _MAX_TEXT_CHARACTERS).split()), type(error).__name__
+        if isinstance(error, CallFailed):
+            # Whose fault it is, the status says: maybe that of some request, or that of none.
+            kind = "UpstreamRefused" if error.status in _FAULTS_OF_REQUESTS else "UpstreamFailed"
+            return FAILED, " ".join(_cut(str(error), _MAX_TEXT_CHARACTERS).split()), kind, error.status
         self._tell(error)
         return FAILED, in_one_line(error), OUT_OF_MEMORY if isinstance(error, MemoryError) else EXECUTION_ERROR
 

@@ -25,7 +25,8 @@ DONE = 4
 """A parcel of outputs, in the order of the request."""
 
 FAILED = 5
-"""The reason, in one line, and the name of its class in `backends.errors`."""
+"""The reason, in one line, and the name of its class in `backends.errors`; if that keeps the status of a called model,
+also its name."""
 
 CLOSE = 6
 """From the server, last. The answer is the end of the process."""

@@ -33,6 +33,8 @@ from paceline.backends.errors import (
     ProcessError,
     StalePlan,
     Unequipped,
+    UpstreamFailed,
+    UpstreamRefused,
 )
 from paceline.backends.python import EXECUTABLE
 from paceline.backends.python.messages import ANSWERED, ASK, BATCHES, CLOSE, DONE, FAILED, OVER, RUN, START, Declared
@@ -352,7 +354,10 @@ class ModelProcess:
 
 def error_of(answer: Message) -> ExecutionError:
     """The exception to raise for `answer`, which is FAILED."""
-    return _ERRORS.get(answer[2], ExecutionError)(answer[1])
+    _, text, kind, *status = answer
+    if status:
+        return (UpstreamRefused if kind == UpstreamRefused.__name__ else UpstreamFailed)(status[0], text)
+    return _ERRORS.get(kind, ExecutionError)(text)
 
 
 def _executable(source: ModelSource) -> str:

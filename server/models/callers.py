@@ -24,12 +24,12 @@ class _Executes(Protocol):
 class Caller:
     """The instance of a model whose executions are those of `runner`."""
 
-    __slots__ = ("_batcher", "_runner")
+    __slots__ = ("_batcher", "runner")
 
     def __init__(self, batcher: _Executes, runner: AnyRunner) -> None:
         self._batcher = batcher
-        self._runner = runner
+        self.runner = runner
 
     def executing(self) -> Sequence[AnyRequest]:
         """The requests that it executes now, none if it is idle. On the event loop."""
-        return self._batcher.executing(self._runner)
+        return self._batcher.executing(self.runner)

@@ -2,7 +2,8 @@
 
 Lives here: from a call to a request and back, and what a call takes over from the requests that it is made for. Must
 not: how calls travel (`backends.model_call`), or the way of a request. The rules: a call has no longer than those that
-wait for it, and is withdrawn when none of them is left; whatever becomes of it, its model is told.
+wait for it, and is withdrawn when none of them is left; none waits for what waits for it; whatever becomes of one, its
+model is told.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from paceline.server.codec.parameters import parse_parameters, step_of
 from paceline.server.errors import InvalidRequest, error_text, status_of
 from paceline.server.models.callers import Caller
 from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.requests.call_waits import CallWaits, MadeCall
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
 from paceline.server.requests.inference import Inference
 from paceline.server.requests.inner_request import InnerRequest
@@ -37,6 +39,10 @@ __all__ = ["ModelCalls"]
 _log = logging.getLogger("paceline.server.calls")
 
 _MOST_UNSIGNED = 2**64 - 1
+_STUCK = (
+    "model '{}' can't answer this call: all its instances wait, directly or through other models, for calls that wait "
+    "for this one; it needs more instances (instance_group), or code that doesn't call itself"
+)
 
 
 class ModelCalls:
@@ -45,6 +51,7 @@ class ModelCalls:
     def __init__(self, repository: Repository, inference: Inference) -> None:
         self._repository = repository
         self._inference = inference
+        self._waits = CallWaits()
         # What is to be done on the loop, and whether it will look; appended to on any thread.
         self._heard: deque[Callable[[], object]] = deque()
         self._looks_soon = False
@@ -91,25 +98,20 @@ class ModelCalls:
         deadline_ns = max((one.deadline_ns for one in waiting), default=NEVER)
         if call.timeout_ns:
             deadline_ns = min(deadline_ns, monotonic_ns() + call.timeout_ns)
-        parameters = {key: _parameter(key, value) for key, value in call.parameters.items()}
-        parse_parameters(parameters)
-        message = ArrayRequest(
-            call.model,
-            call.version,
-            _named(model, call.inputs),
-            call.outputs,
-            id=call.id,
-            step=step_of(parameters),
-            parameters={key: one for key, one in parameters.items() if key not in STEP_KEYS},
-        )
-        under_way = _UnderWay(call, self._inference)
+        under_way = _UnderWay(call, self._inference, self._on_end)
         flight = under_way.flight = InnerRequest(
-            message,
+            _message(call, model),
             under_way.on_end,
             deadline_ns=deadline_ns,
             parent=_parent_of(waiting),
             on_next=under_way.on_next if call.takes_more else None,
         )
+        if waiting:
+            made = under_way.made = MadeCall(call.caller, waiting, model, flight, under_way.refuse)
+            self._waits.add(made)
+            if self._waits.is_stuck(made):
+                under_way.refuse()
+                return
         if deadline_ns < NEVER:
             left_s = max(0, deadline_ns - monotonic_ns()) / 1e9
             under_way.timer = self._loop.call_later(left_s, under_way.on_late)
@@ -121,18 +123,29 @@ class ModelCalls:
         if call.cancelled:
             under_way.withdraw()
 
+    def _on_end(self, made: MadeCall) -> None:
+        """A call of an execution has ended; that may be all that the others have waited for."""
+        self._waits.discard(made)
+        for other in self._waits.others(made):
+            if self._waits.is_stuck(other):
+                other.refuse()
+                break  # that lets the execution go on
+
 
 class _UnderWay:
-    """A call whose request hasn't ended. Everything on the event loop."""
+    """A call whose request hasn't ended. `made`: by which execution, if by any; `on_end` is told when it has ended.
+    Everything on the event loop."""
 
-    __slots__ = ("_call", "_inference", "_unread", "flight", "timer")
+    __slots__ = ("_call", "_inference", "_on_end", "_unread", "flight", "made", "timer")
 
-    def __init__(self, call: ModelCall, inference: Inference) -> None:
+    def __init__(self, call: ModelCall, inference: Inference, on_end: Callable[[MadeCall], None]) -> None:
         self._call = call
         self._inference = inference
+        self._on_end = on_end
         # Answers that the calling code hasn't read, with their sizes.
         self._unread: deque[tuple[NextAnswer, int]] = deque()
         self.flight: InnerRequest | None = None
+        self.made: MadeCall | None = None
         self.timer: asyncio.TimerHandle | None = None
 
     def on_end(self, flight: InnerRequest) -> None:
@@ -162,6 +175,11 @@ class _UnderWay:
         self._call.fail("DEADLINE_EXCEEDED", f"model '{name}': Deadline Exceeded: its answer to the call is late")
         self.withdraw()
 
+    def refuse(self) -> None:
+        """It can't be answered before what waits for it."""
+        self._call.fail("RESOURCE_EXHAUSTED", _STUCK.format(self._call.model))
+        self.withdraw()
+
     def withdraw(self) -> None:
         """Nobody waits for the answer any more."""
         flight = self.flight
@@ -173,6 +191,23 @@ class _UnderWay:
         self.flight = None
         if self.timer is not None:
             self.timer.cancel()
+        made, self.made = self.made, None
+        if made is not None:
+            self._on_end(made)
+
+
+def _message(call: ModelCall, model: ServedModel) -> ArrayRequest:
+    parameters = {key: _parameter(key, value) for key, value in call.parameters.items()}
+    parse_parameters(parameters)
+    return ArrayRequest(
+        call.model,
+        call.version,
+        _named(model, call.inputs),
+        call.outputs,
+        id=call.id,
+        step=step_of(parameters),
+        parameters={key: one for key, one in parameters.items() if key not in STEP_KEYS},
+    )
 
 
 def _fail(call: ModelCall, error: BaseException, *, last: bool = True) -> None:

@@ -1,0 +1,107 @@
+"""Which executions wait for calls that can't be answered before they end: a model that calls itself while all its
+instances wait, or a cycle of several models.
+
+Lives here: who waits for whom, and whether anything can go on. Must not: say so to anybody. The rule: an execution with
+calls under way is taken to wait for them, and goes on as soon as one of them is answered. What is found never changes
+by itself, so it is enough to look when a call begins, and when one of several has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.runner import AnyRunner
+from paceline.server.codec.array_request import ArrayRequest
+from paceline.server.models.callers import Caller
+from paceline.server.models.served_model import ServedModel
+from paceline.server.requests.inner_request import InnerRequest
+
+__all__ = ["CallWaits", "MadeCall"]
+
+
+class MadeCall(NamedTuple):
+    """A call by an execution of `caller`, that of `made_for`, and the request that it is, to `model`. `refuse` ends it
+    with an error."""
+
+    caller: Caller
+    made_for: Sequence[AnyRequest]
+    model: ServedModel
+    flight: InnerRequest
+    refuse: Callable[[], None]
+
+
+class _Wait(NamedTuple):
+    """What a call waits for: the end of any of some executions, or of `all` of them; without any, for nothing that is
+    known here."""
+
+    runners: tuple[AnyRunner, ...]
+    all: bool = False
+
+    def ends(self, stuck: set[AnyRunner]) -> bool:
+        if not self.runners:
+            return True
+        on = (runner not in stuck for runner in self.runners)
+        return all(on) if self.all else any(on)
+
+
+class CallWaits:
+    """The calls under way that belong to executions. Everything on the event loop."""
+
+    def __init__(self) -> None:
+        self._calls: dict[AnyRunner, list[MadeCall]] = {}
+
+    def add(self, call: MadeCall) -> None:
+        self._calls.setdefault(call.caller.runner, []).append(call)
+
+    def discard(self, call: MadeCall) -> None:
+        calls = self._calls.get(call.caller.runner, [])
+        if call in calls:
+            calls.remove(call)
+            if not calls:
+                del self._calls[call.caller.runner]
+
+    def others(self, call: MadeCall) -> list[MadeCall]:
+        """Calls of the same execution."""
+        return [one for one in self._of(call.caller.runner, call.made_for) if one is not call]
+
+    def is_stuck(self, call: MadeCall) -> bool:
+        """Whether it can't be answered before an execution has ended that waits for it."""
+        # All executions that it depends on are stuck until something says that they can go on.
+        wanted, waits = _wait(call), dict[AnyRunner, list[_Wait]]()
+        unseen = [(call.model, runner) for runner in wanted.runners]
+        while unseen:
+            model, runner = unseen.pop()
+            if runner not in waits:
+                made = self._of(runner, model.batcher.executing(runner))
+                waits[runner] = [_wait(one) for one in made]
+                unseen += [
+                    (one.model, other) for one, wait in zip(made, waits[runner], strict=True) for other in wait.runners
+                ]
+        stuck = {*waits}
+        while free := {one for one in stuck if not waits[one] or any(wait.ends(stuck) for wait in waits[one])}:
+            stuck -= free
+        return not wanted.ends(stuck)
+
+    def _of(self, runner: AnyRunner, requests: Sequence[AnyRequest]) -> list[MadeCall]:
+        """The calls of the execution of `requests`; those of earlier ones aren't waited for any more."""
+        return [one for one in self._calls.get(runner, ()) if one.made_for is requests]
+
+
+def _wait(call: MadeCall) -> _Wait:
+    """What the call waits for now."""
+    model, flight = call.model, call.flight
+    executions = {runner: model.batcher.executing(runner) for runner in model.instances.runners}
+    for runner, requests in executions.items():
+        if flight in requests or _precede(requests, flight):
+            return _Wait((runner,))
+    if not all(executions.values()):
+        return _Wait(())  # an instance is idle, and about to take it
+    return _Wait((*executions,), all=model.batcher.policy.preserve_ordering)
+
+
+def _precede(requests: Iterable[AnyRequest], flight: InnerRequest) -> bool:
+    """Whether one of `requests` is an earlier step of its sequence."""
+    step = flight.message.step if isinstance(flight.message, ArrayRequest) else None
+    return step is not None and any(one.step is not None and one.step.id == step.id for one in requests)
