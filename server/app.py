@@ -23,8 +23,10 @@ from paceline.backends.base import Backend
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import DeviceError, LoadError
 from paceline.backends.model_call import OnCall
+from paceline.backends.spec import Tensors
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.addresses import host_and_port, reason_of, refuse_unless_free, socket_path
+from paceline.server.bounded_pool import BoundedPool
 from paceline.server.config import ControlMode, Settings
 from paceline.server.errors import StartError
 from paceline.server.fronts.pool import FRONT_METRICS, FrontPool, StartFront, start_front
@@ -139,6 +141,7 @@ def _load_defaults(settings: Settings, on_call: OnCall | None) -> LoadDefaults:
         int(settings.execution_timeout_secs * 1e9),
         allow_python_models=settings.allow_python_models,
         on_call=on_call,
+        keeps_responses=settings.cache_bytes > 0,
     )
 
 
@@ -162,6 +165,7 @@ class Server:
         self._regions = _regions(settings)
         self._tracer = Tracer(settings.trace)
         self._shared_limits = SharedQueueLimits(settings.limits.queued_requests, settings.limits.queued_bytes)
+        self._response_pool = BoundedPool[Tensors](settings.cache_bytes) if settings.cache_bytes else None
         self.repository = Repository(
             self._metrics,
             load_queue(settings, backend_of, lambda: self._grpc.give_way(), lambda call: self._calls.take(call)),
@@ -170,6 +174,7 @@ class Server:
             tracer=self._tracer,
             max_models=settings.limits.models,
             shared_limits=self._shared_limits,
+            response_pool=self._response_pool,
         )
         self._layout = model_layout(settings)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
@@ -325,6 +330,8 @@ class Server:
                 lambda: limits.models, lambda: self.repository.places, lambda: self.repository.refused_loads
             ),
         }
+        if (pool := self._response_pool) is not None:
+            limits_shown["response_cache_bytes"] = LimitShown(lambda: pool.max_bytes, lambda: pool.used_bytes)
         shown = [({"limit": name}, one) for name, one in limits_shown.items()]
         self._metrics.add_collector(Families(LIMITS, lambda: shown))
         self._metrics.add_collector(Families([REFUSED_CALLS], lambda: [({}, self._grpc.usage.refused_by_reason)]))
@@ -377,6 +384,8 @@ class Server:
         none_serves = mode is ControlMode.NONE and not self.repository.models
         if failures and (self._settings.exit_on_error or none_serves):
             raise StartError(f"failed to load {'; '.join(failures)}")
+        if self._response_pool is not None and not any(model.responses for model in self.repository.models):
+            _log.warning("--cache-config has no effect: no model has response_cache { enable: true }")
         for failure in failures:
             _log.error("failed to load %s; the other models are served", failure)
 

@@ -236,6 +236,8 @@ def _settings(paths: Sequence[Path], given: Given) -> Settings:
         raise click.UsageError("--upstream can't be combined with a PATH, --model-control-mode or --allow-client-shm")
     _check_load_models(mode, given["load_model"])
     _check_pattern(given["grpc_header_forward_pattern"])
+    if upstream is not None and given["cache_config"]:
+        raise click.UsageError("--cache-config can't be combined with --upstream: that server's answers aren't kept")
     with usage_errors("--trace-config"):
         trace = parse_trace_config(given["trace_config"])
     others = {

@@ -37,6 +37,7 @@ class Settings:
     `batching` is for models without a configuration, `backend_config` for all; without `auto_complete`, models have to
     spell out their tensors. `model_config_name`: the configuration to read from the folder `configs` in a model's
     folder, instead of `config.pbtxt`. `model_name`: the name of the one model that isn't in a repository.
+    `cache_bytes`: how much may be kept of answers, of models whose configuration asks for that (0: nothing).
     `allow_op_libraries`: whether models may bring libraries of operators, which run in this process.
     `allow_python_models`: whether models may be Python code, which runs in processes of its own.
     `allow_remote_settings`: whether RPCs may change how the server logs and traces; traces start with `trace`.
@@ -79,6 +80,7 @@ class Settings:
     auto_complete: bool = True
     model_config_name: str = ""
     model_name: str = ""
+    cache_bytes: int = 0
     allow_remote_settings: bool = False
     allow_op_libraries: bool = False
     allow_python_models: bool = False

@@ -18,7 +18,7 @@ import click
 from paceline.server.cpus import usable_cpus
 from paceline.server.flags import AMOUNT, COUNT, NATURAL, Decorator, Given, Section, flag, usage_errors
 from paceline.server.model_path import ModelPath, models_to_serve
-from paceline.server.models.defaults import BackendConfig, BatchDefaults, parse_backend_config
+from paceline.server.models.defaults import BackendConfig, BatchDefaults, parse_backend_config, parse_cache_config
 
 __all__ = ["LOAD_FLAGS", "MODEL_PATH", "PATH_FLAGS", "load_settings", "model_paths", "within_cpus"]
 
@@ -58,6 +58,8 @@ LOAD_FLAGS: Sequence[Decorator] = (
         is_flag=True),
     _models("backend-config", (), "Setting of a backend, under Triton's name for it.", multiple=True,
         metavar="BACKEND,KEY=VALUE"),
+    _models("cache-config", (), "Size of the response cache, for models that ask for one.", multiple=True,
+        metavar="local,size=BYTES"),
     _models("allow-python-models", False, "Whether models may be Python code, which runs in separate processes."),
     _models("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server."),
     _batching("max-batch-size", None, "Largest batch, in rows; by default 32. *", type=click.IntRange(1, _MAX_ROWS),
@@ -87,7 +89,10 @@ def load_settings(given: Given) -> Given:
         raise click.UsageError(f"--model-config-name: expected the name of a file, got '{given['model_config_name']}'")
     with usage_errors("--backend-config"):
         backends = parse_backend_config(given["backend_config"])
+    with usage_errors("--cache-config"):
+        cache_bytes = parse_cache_config(given["cache_config"])
     return {
+        "cache_bytes": cache_bytes,
         "backend_config": backends,
         "auto_complete": not given["disable_auto_complete_config"],
         "batching": _batch_defaults(backends, given),

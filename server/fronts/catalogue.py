@@ -59,12 +59,16 @@ class Handles:
 
     def update(self, served: Mapping[tuple[str, str], ServedModel]) -> Catalogue:
         """Give handles to new models, forget those that are gone, and make the snapshot."""
-        # Fronts know nothing about models that don't declare their tensors, and about those with sequences, whose steps
-        # mustn't overtake each other: they pass requests for them on unchanged.
+        # Fronts know nothing about models that don't declare their tensors, about those with sequences, whose steps
+        # mustn't overtake each other, and about those whose answers are kept, as all of a request says whether two are
+        # equal: they pass requests for them on unchanged.
         shown = {
             name: model
             for name, model in served.items()
-            if not isinstance(model.codec, OpenCodec) and model.spec.sequence is None and model.open_requests is None
+            if not isinstance(model.codec, OpenCodec)
+            and model.spec.sequence is None
+            and model.open_requests is None
+            and model.responses is None
         }
         models = dict.fromkeys(shown.values())
         self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}

@@ -1,7 +1,7 @@
 """What the command line sets for models that don't set it themselves.
 
-Lives here: these defaults, and `--backend-config BACKEND,KEY=VALUE`: the keys of Triton's ONNX Runtime backend, two of
-our own, and the refusal of others. Must not: models.
+Lives here: these defaults; `--backend-config BACKEND,KEY=VALUE`: the keys of Triton's ONNX Runtime backend, two of our
+own, and the refusal of others; and `--cache-config CACHE,KEY=VALUE`. Must not: models.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from paceline.backends.model_call import OnCall
 from paceline.backends.onnx.options import CACHE_DIRECTORY, OWN_PROCESS
 
-__all__ = ["BackendConfig", "BatchDefaults", "LoadDefaults", "as_boolean", "parse_backend_config"]
+__all__ = ["BackendConfig", "BatchDefaults", "LoadDefaults", "as_boolean", "parse_backend_config", "parse_cache_config"]
 
 _BACKEND = "onnxruntime"
+_CACHE = "local"
 _INTRA, _INTER = "intra_op_thread_count", "inter_op_thread_count"
 _MAX_NUMBER = 2**31 - 1
 _MAX_DIGITS = 40
@@ -42,7 +43,8 @@ class LoadDefaults:
     `max_batch_size` to the model; `parameters` are defaults for the configuration's own. Without `auto_complete`, a
     configuration has to spell out its tensors; without `allow_op_libraries`, models can't bring libraries of operators,
     and without `allow_python_models`, none may be Python code. `execution_limit_ns` limits executions of models that
-    set no limit; 0: none. `on_call` takes the calls that models make."""
+    set no limit; 0: none. `on_call` takes the calls that models make. `keeps_responses`: the server has a response
+    cache, for models that ask for one."""
 
     batching: BatchDefaults = field(default_factory=BatchDefaults)
     max_batch_rows: int = BatchDefaults().max_batch_rows
@@ -52,6 +54,7 @@ class LoadDefaults:
     execution_limit_ns: int = 0
     allow_python_models: bool = False
     on_call: OnCall | None = None
+    keeps_responses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,27 @@ def parse_backend_config(given: Iterable[str]) -> BackendConfig:
     return BackendConfig(**values)  # type: ignore[arg-type]
 
 
+def parse_cache_config(given: Iterable[str]) -> int:
+    """The bytes of the response cache, from each flag's value; 0: there is none. Raises ValueError saying what was
+    expected and what was given."""
+    size_bytes = 0
+    for text in given:
+        cache, comma, settings = text.partition(",")
+        if cache != _CACHE:
+            raise ValueError(f"expected cache '{_CACHE}', the only one in this build, got '{cache}'")
+        for setting in settings.split(",") if comma else ():
+            key, _, value = setting.partition("=")
+            if key != "size":
+                raise ValueError(f"{_CACHE}: expected size=BYTES, got '{setting}'")
+            try:
+                size_bytes = _MEMORY[0](value)
+            except ValueError:
+                raise ValueError(f"{_CACHE}: size: expected {_MEMORY[1]}, got '{value}'") from None
+        if not size_bytes:
+            raise ValueError(f"{_CACHE}: expected a size of at least 1, as in {_CACHE},size=104857600, got '{text}'")
+    return size_bytes
+
+
 def as_boolean(text: str) -> bool:
     """Raises ValueError."""
     if text.lower() not in _SWITCH:
@@ -117,6 +141,8 @@ def _count(most: int) -> tuple[Callable[[str], int], str]:
 
     return read, f"a whole number from 0 to {most}"
 
+
+_MEMORY = _count(2**60)
 
 _KEYS: Mapping[str, tuple[str, Callable[[str], object], str]] = {
     "default-max-batch-size": ("max_batch_rows", *_count(_MAX_NUMBER)),

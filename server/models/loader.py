@@ -129,6 +129,9 @@ def load_model(
     configured = (override is not None or folder.config) and not says_only_padding(config)
     batching = None if configured else defaults.batching
     _tell_ignored(config, () if batching else defaults.batching.flags)
+    if config.response_cache.enable and not defaults.keeps_responses:
+        text = "model '%s': response_cache has no effect, as the server has no cache: --cache-config local,size=BYTES"
+        _log.warning(text, config.name)
     loaded: list[LoadedVersion] = []
     with ExitStack() as undo:
         for version in versions:

@@ -71,7 +71,8 @@ _TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
 class ServingPlan:
     """How a model is served: what clients see, the largest batch in rows (0: no batch axis), how it is batched, whether
     a request with more rows than that is executed in parts, and the tags of its metrics. `most_open`: it answers a
-    request as often as it likes, and may have so many requests that haven't ended; 0: it answers once."""
+    request as often as it likes, and may have so many requests that haven't ended; 0: it answers once.
+    `keeps_responses`: equal requests are answered without another execution, if the server has a response cache."""
 
     spec: ModelSpec
     max_batch_rows: int
@@ -79,6 +80,7 @@ class ServingPlan:
     splits: bool = False
     metric_tags: Mapping[str, str] = field(default_factory=dict)
     most_open: int = 0
+    keeps_responses: bool = False
 
 
 def parse_config(path: Path) -> pb.ModelConfig:
@@ -196,7 +198,7 @@ def plan(
         check_decoupled(config, spec, policy)
         # What was answered can't be taken back, so nothing runs again.
         policy, most_open = replace(policy, isolate_failures=False), own_set.max_open_requests
-    return ServingPlan(spec, max_rows, policy, splits, _metric_tags(config), most_open)
+    return ServingPlan(spec, max_rows, policy, splits, _metric_tags(config), most_open, config.response_cache.enable)
 
 
 def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:
@@ -262,12 +264,16 @@ def check_supported(config: pb.ModelConfig) -> None:
     if called_models(config) and backend_name(config) != "python":
         got = backend_name(config)
         raise ConfigError(f"paceline.calls: expected backend 'python', whose code can call models, got '{got}'")
+    if config.model_transaction_policy.decoupled and config.response_cache.enable:
+        raise ConfigError(
+            f"Response Cache does not currently support model {config.name} with 'decoupled' transaction policy. "
+            "Please disable the response cache: expected response_cache.enable false, got true"
+        )
 
 
 def ignored_settings(config: pb.ModelConfig) -> list[str]:
     """What `config` asks for that has no effect here and isn't a mere hint."""
     asked = {
-        "response_cache": config.response_cache.enable,
         "instance_group.rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),
         "model_metrics": config.HasField("model_metrics"),
         "cc_model_filenames": bool(config.cc_model_filenames),

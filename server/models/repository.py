@@ -15,8 +15,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from paceline.backends.errors import BackendError
+from paceline.backends.spec import Tensors
 from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.waiting import SharedQueueLimits
+from paceline.server.bounded_pool import BoundedPool
 from paceline.server.errors import (
     InvalidRequest,
     LoadFailed,
@@ -64,8 +66,10 @@ class Repository:
         tracer: Tracer | None = None,
         max_models: int = Limits().models,
         shared_limits: SharedQueueLimits | None = None,
+        response_pool: BoundedPool[Tensors] | None = None,
     ) -> None:
         self._shared_limits = shared_limits
+        self._response_pool = response_pool
         self._max_models = max_models
         self.refused_loads = 0
         self._regions = regions
@@ -332,7 +336,13 @@ class Repository:
             self._loads.check_descriptors()
             for one in loaded:
                 model = ServedModel(
-                    one, self._metrics, self._regions, self._tracer, lambda: self.on_change(), self._shared_limits
+                    one,
+                    self._metrics,
+                    self._regions,
+                    self._tracer,
+                    lambda: self.on_change(),
+                    self._shared_limits,
+                    self._response_pool,
                 )
                 model.start()
                 models.append(model)

@@ -30,6 +30,7 @@ from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.sequence import AnySequence, Over
 from paceline.scheduler.sequence_batcher import SequenceBatcher
 from paceline.scheduler.waiting import SharedQueueLimits
+from paceline.server.bounded_pool import BoundedPool
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.open_codec import OpenCodec
@@ -43,6 +44,7 @@ from paceline.server.models.device_states import (
     with_states_at_hand,
 )
 from paceline.server.models.instances import Instances, Runner
+from paceline.server.models.kept_responses import KeptResponses
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.open_requests import OpenRequests, handing_over
 from paceline.server.models.steps import StepMaker, executing_steps, shown_id
@@ -62,7 +64,8 @@ _MAX_PARTS = 1024
 class ServedModel:
     """One version of a model with its codec, batcher and instance threads, or tasks if it is `remote`. `regions` is the
     shared memory that may hold its tensors; `tracer` may trace its batches. `on_change` is called when `can_execute`
-    may have changed. `shared_limits` are the limits that its queue shares with all others."""
+    may have changed. `shared_limits` are the limits that its queue shares with all others. Its answers are kept in
+    `response_pool` if its configuration asks for that."""
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class ServedModel:
         tracer: Tracer | None = None,
         on_change: Callable[[], None] = lambda: None,
         shared_limits: SharedQueueLimits | None = None,
+        response_pool: BoundedPool[Tensors] | None = None,
     ) -> None:
         self.name = loaded.name
         self.version = str(loaded.version)
@@ -97,7 +101,16 @@ class ServedModel:
             else codec_for(self.name, self.version, self.spec, self.max_request_rows, loaded.labels, regions)
         )
         self.statistics = VersionStatistics(tuple(length.name for length in self.spec.lengths))
-        self._partial: set[asyncio.Task[object]] = set()
+        # What is kept of answers; None if nothing is.
+        self.responses: KeptResponses | None = None
+        if response_pool is not None and loaded.plan.keeps_responses:
+            self.responses = KeptResponses(
+                response_pool,
+                self.statistics,
+                shared_limits or SharedQueueLimits(0, 0),
+                preserves_ordering=loaded.plan.policy.preserve_ordering,
+            )
+        self._partial: set[asyncio.Task[object] | asyncio.Future[None]] = set()
 
         leaves_states = may_leave_states(loaded.instances)
 
@@ -156,6 +169,7 @@ class ServedModel:
             load_ns=self.load_ns,
             tags=loaded.plan.metric_tags,
             open_requests=self.open_requests,
+            keeps_responses=self.responses is not None,
         )
 
     def _failed_note(self, error: BaseException | None) -> str:
@@ -184,13 +198,16 @@ class ServedModel:
         self.instances.start()
         self._metrics.add(self._shown)
 
-    def in_parts(self, whole: asyncio.Task[object]) -> None:
-        """For a request that enters the batcher in parts: until `whole` is done, `stop` still lets the rest in."""
+    def in_parts(self, whole: asyncio.Task[object] | asyncio.Future[None]) -> None:
+        """For a request that enters the batcher in parts, or later: until `whole` is done, `stop` still lets the rest
+        in."""
         self._partial.add(whole)
         whole.add_done_callback(self._partial.discard)
 
     async def stop(self) -> None:
         """Execute what is queued, then close the instances. If this is cancelled while waiting: use `abandon`."""
+        if self.responses is not None:
+            self.responses.close()
         self.batcher.flush()
         while self._partial:
             await asyncio.wait(self._partial)
@@ -205,6 +222,8 @@ class ServedModel:
     def abandon(self) -> None:
         """Answer all waiting requests with BatcherClosed. Instances that execute keep their memory until the process
         ends."""
+        if self.responses is not None:
+            self.responses.close()
         self.batcher.close()
         if self.open_requests is not None:
             self.open_requests.close()

@@ -37,6 +37,7 @@ from paceline.server.requests.decoupled import Decoupled
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, answer_deadline_ns
 from paceline.server.requests.parts import Parts
 from paceline.server.requests.quiet import until_quiet
+from paceline.server.requests.response_cache import ResponseCache
 from paceline.server.telemetry.log import debugging
 from paceline.server.telemetry.tracing import RequestWatch, Tracer
 
@@ -69,6 +70,7 @@ class Inference:
         self.serving = self.ready = False
         self._refused = 0
         self._decoupled = Decoupled(self._on_done, self._on_end_of_answers, encode)
+        self._response_cache = ResponseCache(self._hand_over)
 
     # hot path: see bench/
     def announce(self, flight: InFlight) -> None:
@@ -134,8 +136,9 @@ class Inference:
     def _submit(
         self, flights: Sequence[InFlight], group: Group, on_answers: OnAnswers, passed_on: PassedOn
     ) -> Sequence[SchedulerError | None]:
-        """Hand `flights`, which were read as `group`, to their model's batcher, which calls `on_answers` when they have
-        ended. Returns as `Batcher.submit`. A request of more rows than a batch may have is executed in parts."""
+        """Hand `flights`, which were read as `group`, to their model's batcher or the response cache in front of it,
+        which calls `on_answers` when they have ended. Returns as `Batcher.submit`. A request of more rows than a batch
+        may have is executed in parts."""
         model: ServedModel = flights[0].model
         options = group.options
         parameters = options.parameters
@@ -168,9 +171,18 @@ class Inference:
                     step=flight.step,
                 )
                 flight.key = options.key, passed_on.key
+        if model.responses is not None:
+            self._response_cache.submit(flights)
+            return ()
+        return self._hand_over(flights)
+
+    # hot path
+    def _hand_over(self, flights: Sequence[InFlight]) -> Sequence[SchedulerError | None]:
+        """Have `flights` executed, of one group, in which all is set. Returns as `Batcher.submit`."""
+        model: ServedModel = flights[0].model
         if model.open_requests is not None:
             return [self._decoupled.submit(flight) for flight in flights]
-        if 0 < model.max_batch_rows < options.rows:
+        if 0 < model.max_batch_rows < flights[0].rows:
             join = model.codec.join if isinstance(model.codec, OpenCodec) else None
             assert isinstance(model.batcher, Batcher)  # steps of sequences have one row
             for flight in flights:
@@ -370,4 +382,6 @@ def encode(flights: Sequence[InFlight | AnswerInMaking]) -> list[Exception | Non
             assert flight.options is not None
             if flight.options.parameters.batch_info and flight.facts:
                 add_batch_facts(answer, model.batch_id_prefix, batch_facts_of(flight.facts))
+            elif flight.options.parameters.batch_info and model.responses is not None:
+                answer.parameters["paceline_cached"].bool_param = True
     return errors

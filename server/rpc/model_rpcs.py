@@ -160,8 +160,8 @@ def statistics_message(name: str, version: str, statistics: VersionStatistics) -
             compute_input=_duration(executed, statistics.input_ns),
             compute_infer=_duration(executed, statistics.infer_ns),
             compute_output=_duration(executed, statistics.output_ns),
-            cache_hit=_duration(0, 0),
-            cache_miss=_duration(0, 0),
+            cache_hit=_total(statistics.cache_hit),
+            cache_miss=_total(statistics.cache_miss),
         ),
         batch_stats=[
             pb.InferBatchStatistics(

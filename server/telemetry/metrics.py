@@ -135,7 +135,8 @@ class BatcherGauges(Protocol):
 @dataclass(frozen=True, slots=True)
 class VersionMetrics:
     """One loaded version of a model, as far as metrics go. `tags` become labels, each with `_` in front of its name.
-    `priority_levels` is 0 where all requests are equal. `open_requests` are those of a decoupled model."""
+    `priority_levels` is 0 where all requests are equal. `open_requests` are those of a decoupled model.
+    `keeps_responses`: it has a response cache."""
 
     model: str
     version: str
@@ -145,6 +146,7 @@ class VersionMetrics:
     load_ns: int = 0
     tags: Mapping[str, str] = field(default_factory=dict)
     open_requests: Sized | None = None
+    keeps_responses: bool = False
 
     @property
     def labels(self) -> Labels:
@@ -281,6 +283,10 @@ def _durations(histogram: DurationHistogram, **labels: str) -> Samples:
     return _buckets(bounds_us, list(histogram.counts), histogram.total_ns / 1_000, **labels)
 
 
+def _of_cache(name: str, help: str, value: Callable[[VersionStatistics], int]) -> Family[VersionMetrics]:
+    return Family(name, "counter", help, lambda version: value(version.statistics) if version.keeps_responses else None)
+
+
 def _first_answers(version: VersionMetrics) -> Samples:
     if version.open_requests is not None:
         histogram = version.statistics.first_answers
@@ -322,6 +328,14 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
     _gauge("nv_inference_pending_request_count", "Requests accepted and not yet executing",
         lambda version: version.batcher.waiting_requests),
     _gauge("nv_model_load_duration_secs", "Seconds that loading took, including warm-up", lambda v: v.load_ns / 1e9),
+    _of_cache("nv_cache_num_hits_per_model", "Requests answered from the response cache, or by another's execution",
+        lambda s: s.cache_hit.count),
+    _of_cache("nv_cache_num_misses_per_model", "Other requests that were looked up in the response cache",
+        lambda s: s.cache_miss.count),
+    _of_cache("nv_cache_hit_duration_per_model", "Microseconds of hashing and looking up, of hits",
+        lambda s: s.cache_hit.ns // 1_000),
+    _of_cache("nv_cache_miss_duration_per_model", "Microseconds of hashing, looking up, and keeping answers, of misses",
+        lambda s: s.cache_miss.ns // 1_000),
     Family("nv_inference_first_response_histogram_ms", "histogram",
         "Milliseconds until a request of a decoupled model has its first answer", _first_answers),
     Family("paceline_open_requests", "gauge", "Requests of a decoupled model that were accepted and haven't ended",

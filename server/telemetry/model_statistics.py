@@ -160,7 +160,9 @@ class VersionStatistics:
 
     Where requests differ in `lengths`, `elements` are rows times sizes without padding, `padding_elements` what the
     model saw besides. `padded_sizes` has executions by length and the power of two that covers the size that it was
-    filled up to, `padded_size_sums` these sizes' sums. `ended_sequences` are those that are over, by why.
+    filled up to, `padded_size_sums` these sizes' sums. `ended_sequences` are those that are over, by why. `cache_hit`:
+    requests that were answered without an execution of their own, with the time that looking took; `cache_miss`: all
+    others that looked, also with the time that keeping their answers took.
     """
 
     def __init__(self, lengths: tuple[str, ...] = ()) -> None:
@@ -177,6 +179,7 @@ class VersionStatistics:
         self.padded_size_sums: Counter[str] = Counter()
         self.ended_sequences: Counter[SequenceEnd] = Counter()
         self.hung_executions = self.lost_instances = self.shortages = 0
+        self.cache_hit, self.cache_miss = Total(), Total()
         self.first_answers = DurationHistogram()
         self.answers: defaultdict[int, AnswerTotals] = defaultdict(AnswerTotals)
         self.batches: defaultdict[int, BatchTotals] = defaultdict(BatchTotals)
@@ -232,6 +235,8 @@ class VersionStatistics:
         self.hung_executions += other.hung_executions
         self.lost_instances += other.lost_instances
         self.shortages += other.shortages
+        self.cache_hit.merge(other.cache_hit)
+        self.cache_miss.merge(other.cache_miss)
         self.first_answers.merge(other.first_answers)
         for number, answers in other.by_answer().items():
             self.answers[number].merge(answers)

@@ -102,6 +102,8 @@ def test_help_all_shows_each_flag_by_section() -> None:
         (("m", "--log-format", "xml"), "Invalid value for '--log-format'"),
         (("m", "--http-port", "8000"), "No such option"),
         (("m", "--backend-config", "onnxruntime"), "--backend-config: expected BACKEND,KEY=VALUE, got 'onnxruntime'"),
+        (("m", "--cache-config", "redis,host=a"), "--cache-config: expected cache 'local', the only one in this build"),
+        (("--upstream", "localhost:1", "--cache-config=local,size=1"), "--cache-config can't be combined with --upstr"),
         (("m", "--trace-config", "level=TIMESTAMPS"), "--trace-config: trace setting 'trace_level': TIMESTAMPS need"),
         (("--upstream", "9000"), "--upstream: expected HOST:PORT, or unix:PATH, got '9000'"),
         (("--upstream", "localhost:grpc"), "--upstream: expected HOST:PORT, or unix:PATH, got 'localhost:grpc'"),

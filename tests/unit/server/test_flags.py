@@ -16,6 +16,7 @@ from tests.harness import REPO
 
 DEFAULTS = {
     "model_repository": (),
+    "cache_config": (),
     "grpc_address": "0.0.0.0",
     "grpc_port": 8001,
     "grpc_socket_mode": 0o600,
@@ -168,6 +169,7 @@ GIVEN: list[tuple[str, str, object]] = [
     ("upstream-server-name", "models.example", "models.example"),
     ("upstream-token-file", "token", Path("token")),
     ("model-name", "resnet", "resnet"),
+    ("cache-config", "local,size=1048576", ("local,size=1048576",)),
     ("allow-op-libraries", "true", True),
     ("allow-python-models", "true", True),
     ("allow-remote-settings", "true", True),

@@ -205,6 +205,7 @@ READ: dict[str, tuple[str, str]] = {
     "instance_group.count": ("", "instance_group { count: 2 }"),
     "instance_group.gpus": ("", "instance_group { gpus: 0 }"),
     "default_model_filename": ("", 'default_model_filename: "other.onnx"'),
+    "response_cache.enable": ("", "response_cache { enable: true }"),
     "metric_tags": ("", 'metric_tags { key: "a" value: "b" }'),
     "parameters.string_value": ("", 'parameters { key: "k" value { string_value: "v" } }'),
     "model_warmup.name": ("model_warmup { batch_size: 99 }", 'model_warmup { batch_size: 99 name: "s" }'),
@@ -258,7 +259,6 @@ IGNORED: dict[str, tuple[str, str]] = {
         STATE % "",
         STATE % "use_same_buffer_for_input_output: true",
     ),
-    "response_cache": ("", "response_cache { enable: true }"),
     "cc_model_filenames": ("", 'cc_model_filenames { key: "7.5" value: "x.onnx" }'),
     "model_metrics": (
         "",

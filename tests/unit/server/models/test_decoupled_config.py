@@ -30,6 +30,12 @@ def test_only_python_models_may_be_decoupled(backend: str) -> None:
     check_supported(config(""))
 
 
+def test_decoupled_models_may_not_have_a_cache() -> None:
+    text = "Response Cache does not currently support model m with 'decoupled' transaction policy. Please disable the"
+    with pytest.raises(ConfigError, match=text):
+        check_supported(config('name: "m" response_cache { enable: true }'))
+
+
 @pytest.mark.parametrize(
     ("text", "name", "expected", "got"),
     [

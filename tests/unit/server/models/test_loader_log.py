@@ -84,11 +84,11 @@ def test_load_without_a_configuration_follows_flags_silently(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
-        ("response_cache { enable: true }", "response_cache"),
+        ("model_metrics { }", "model_metrics"),
         (
-            'response_cache { enable: true } cc_model_filenames { key: "7.5" value: "x" } model_metrics { } '
+            'cc_model_filenames { key: "7.5" value: "x" } model_metrics { } '
             "instance_group { rate_limiter { priority: 1 } }",
-            "response_cache, instance_group.rate_limiter, model_metrics, cc_model_filenames",
+            "instance_group.rate_limiter, model_metrics, cc_model_filenames",
         ),
     ],
 )
@@ -98,6 +98,14 @@ def test_load_warns_once_of_settings_without_effect(
     config = f"version_policy {{ all {{ }} }} {config}"
     warnings = warnings_of_load(caplog, folder(tmp_path, 1, 2, config=config))
     assert warnings == [f"model 'm': not in this build, so without effect: {settings}"]
+
+
+def test_load_warns_of_a_cache_that_the_server_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = folder(tmp_path, 1, config="response_cache { enable: true }")
+    assert warnings_of_load(caplog, model, LoadDefaults(keeps_responses=True)) == []
+    assert warnings_of_load(caplog, model) == [
+        "model 'm': response_cache has no effect, as the server has no cache: --cache-config local,size=BYTES"
+    ]
 
 
 @pytest.mark.parametrize(

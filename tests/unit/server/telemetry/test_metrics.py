@@ -34,6 +34,12 @@ TRITON_COUNTERS = {
     "nv_inference_compute_infer_duration_us",
     "nv_inference_compute_output_duration_us",
 }
+TRITON_CACHE_COUNTERS = {
+    "nv_cache_num_hits_per_model",
+    "nv_cache_num_misses_per_model",
+    "nv_cache_hit_duration_per_model",
+    "nv_cache_miss_duration_per_model",
+}
 TRITON_GAUGES = {
     "nv_inference_pending_request_count",
     "nv_model_load_duration_secs",
@@ -110,6 +116,7 @@ def types(metrics: Metrics) -> dict[str, str]:
 def test_all_triton_metrics_are_exposed_with_their_types(metrics: Metrics) -> None:
     found = {name: kind for name, kind in types(metrics).items() if name.startswith("nv_")}
     counters, gauges = dict.fromkeys(TRITON_COUNTERS, "counter"), dict.fromkeys(TRITON_GAUGES, "gauge")
+    counters |= dict.fromkeys(TRITON_CACHE_COUNTERS, "counter")
     assert found == {**counters, **gauges, TRITON_HISTOGRAM: "histogram"}
 
 
@@ -187,7 +194,8 @@ OF_GPUS = {
 
 def test_docs_name_all_metrics_and_no_others(metrics: Metrics) -> None:
     told = set(re.findall(r"`((?:nv|paceline)_\w+)`", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
-    assert told == {*OURS, *OF_LIMITS, *OF_FRONTS, *OF_GPUS, *TRITON_COUNTERS, *TRITON_GAUGES, TRITON_HISTOGRAM}
+    triton = {*TRITON_COUNTERS, *TRITON_CACHE_COUNTERS, *TRITON_GAUGES, TRITON_HISTOGRAM}
+    assert told == {*OURS, *OF_LIMITS, *OF_FRONTS, *OF_GPUS, *triton}
 
 
 def test_metrics_of_fronts_are_exposed_where_there_are_fronts(metrics: Metrics) -> None:
