@@ -78,7 +78,8 @@ def masked_lengths(spec: ModelSpec, of_clients: int) -> Iterator[tuple[ModelSpec
     places = [(index, axis) for family in found for index in family for axis in free_axes(spec.inputs[index])]
     for number in range(max(map(len, choices), default=0)):
         masks = frozenset[int]().union(*(one[min(number, len(one) - 1)] for one in choices))
-        yield replace(spec, lengths=_lengths(spec.inputs, places, of_clients)), masks
+        # Not of states: that those have the size of what is sent is only known to who asks for it.
+        yield replace(spec, lengths=_lengths(spec.inputs[:of_clients], places, of_clients)), masks
 
 
 def _may_be_two_texts(spec: ModelSpec, family: Sequence[int]) -> bool:

@@ -219,8 +219,7 @@ def copy_to_targets(
             whole = made.shape if rows is None else (rows[number], *made.shape[1:])
             own = whole if filling is None else filling.own_shape(index, number, whole)
             part = DeviceTensor(target.owner, target.address, made.dtype, own)
-            is_joined = filling is not None and index in filling.lengths.joined  # its own parts lie apart
-            if made.address is not None and part.nbytes <= target.nbytes and not is_joined:
+            if made.address is not None and part.nbytes <= target.nbytes:
                 there[index] = part
                 sources.append((made.address + start * math.prod(made.shape[1:]) * made.dtype.itemsize, whole))
         left.append(there if len(there) == len(wanted) else {})

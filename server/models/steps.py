@@ -50,6 +50,8 @@ class StepMaker:
         sequence = spec.sequence
         assert sequence is not None
         self._rows = sequence.rows
+        kept = {state.output.name for state in sequence.states}
+        self._kept = [index for index, tensor in enumerate(spec.outputs) if tensor.name in kept]
         self._initial = tuple(state.initial for state in sequence.states)
         # The lengths that states have, and in which axes of which state.
         first = len(spec.inputs) + len(sequence.controls)
@@ -98,7 +100,9 @@ class StepMaker:
             request.sizes = tuple(sizes)
         whole: Inputs = (*inputs, *controls, *states)  # type: ignore[arg-type]
         if type(inputs) is TargetedInputs:
-            whole = TargetedInputs.to(inputs.targets, whole)
+            # Not of states, or those would be in the client's memory: they are written there with the answer.
+            targets = {index: span for index, span in inputs.targets.items() if index not in self._kept}
+            whole = TargetedInputs.to(targets, whole) if targets else whole
         request.payload = made = Step(whole, place.row if self._rows else -1)
         return made
 

@@ -185,6 +185,24 @@ async def test_state_beside_tensors_in_clients_memory_stays_on_the_gpu(tmp_path:
         assert copies == [1, 0, 4 * 5 - 1]  # what the first step begins with comes from the host
 
 
+@pytest.mark.parametrize("is_filled", [False, True])
+async def test_state_that_a_client_gets_in_its_memory_is_kept(tmp_path: Path, gpu: Gpu, is_filled: bool) -> None:
+    config = CASES["state that grows"][1] if is_filled else GROWS
+    config += ' output { name: "STATE_OUT" data_type: TYPE_FP32 dims: -1 }'
+    async with served_on(
+        tmp_path, lambda device: gpu.accelerator, state_models.growing(), config, gpu.driver
+    ) as served:
+        await register_cuda(served, gpu)
+        inputs = numbers(0, 4, 1)
+        for number, request in enumerate(steps(1, inputs)):
+            request_shared_output(request, "STATE_OUT", "c", 256, 512)
+            answer = await served.infer(request)
+            kept = np.concatenate([one["INPUT0"] for one in inputs[: number + 1]], axis=1)
+            assert list(answer.outputs[0].shape) == [1, number + 1]
+            assert gpu.memory.get(kept.nbytes, 512) == kept.tobytes()
+            gpu.memory.put(bytes(64), 512)
+
+
 @pytest.mark.parametrize("second", [1, None], ids=["gpu", "host"])
 async def test_state_follows_its_sequence_to_another_device(tmp_path: Path, second: int | None) -> None:
     def accelerator(device: object) -> HostAccelerator | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.base import LengthAxis
-from paceline.backends.errors import LoadError, UnfitOutputs
+from paceline.backends.errors import ExecutionError, LoadError, UnfitOutputs
 from paceline.backends.length_trial import try_lengths, without_trial
 from paceline.backends.ragged import batch_runner
 from paceline.backends.spec import Array, JoinedAxis, Length, ModelSpec, SequenceSpec, State, Tensors, TensorSpec
@@ -100,3 +100,23 @@ def test_joined_output_of_another_size_is_refused() -> None:
         UnfitOutputs, match="output 'all': expected size 6 in axis 1, to which its parts were filled up"
     ):
         batch_runner(spec)(requests, lambda inputs: [inputs[1][:, 0], np.zeros((2, 7, 2), np.float32)])
+
+
+def test_state_is_no_length_that_a_trial_finds_by_itself() -> None:
+    names = ("batch", "words")
+    ids, mask, past, both = (
+        TensorSpec(one, "INT64", (-1,), axis_names=names) for one in ("ids", "mask", "past", "all")
+    )
+    spec = ModelSpec((ids, mask), (), batched=True)
+    spec = replace(spec, sequence=SequenceSpec((), (State(past, both, np.zeros((1, 1), np.int64)),)))
+
+    def run(inputs: Sequence[Array]) -> Tensors:
+        ids, mask, past = inputs
+        if past.shape != ids.shape:
+            raise ExecutionError("the state has another size")
+        return [ids * mask + past]
+
+    assert try_lengths(spec, None, run).spec.lengths == ()
+    assert try_lengths(spec, [LengthAxis("ids", 1)], run).spec.lengths == (
+        Length("words", ((0, 1), (1, 1), (2, 1)), ((0, 1),)),
+    )
