@@ -177,6 +177,8 @@ class Server:
             response_pool=self._response_pool,
         )
         self._layout = model_layout(settings)
+        if settings.model_control_mode is ControlMode.EXPLICIT:
+            self.repository.find_needed = lambda name: lambda: self._layout.find(name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
         self._polling: asyncio.Task[None] | None = None
         upstream = settings.upstream

@@ -17,6 +17,7 @@ ServerError
 ├── LoadHangs        an execution before a model is ready takes too long; fails its load
 └── LoadFailed       a requested load failed, for whatever reason; what served before goes on serving
     └── TooManyModels    as many models as allowed
+StepFailed           a step of an ensemble failed; an ExecutionError with the status of its cause
 StartError           the server can't start; one line for the console
 """
 
@@ -90,6 +91,7 @@ __all__ = [
     "ServerError",
     "ServerStopping",
     "StartError",
+    "StepFailed",
     "TooFewDescriptors",
     "TooManyModels",
     "TooManyRegions",
@@ -171,6 +173,15 @@ class Ending(Protocol):
     def add_done_callback(self, fn: Callable[[object], object], /) -> None: ...
 
 
+class StepFailed(ExecutionError):
+    """A step of an ensemble has failed; the text says which, and the caller gets the `status` that it would have got
+    from the step's model."""
+
+    def __init__(self, text: str, status: grpc.StatusCode | None) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 class LoadHangs(ServerError):
     """A trial or warm-up execution takes longer than executions may. `ended` is done when it has ended after all; until
     then, what it uses must not be closed."""
@@ -232,6 +243,7 @@ _CLASSES: Mapping[grpc.StatusCode, Sequence[type[BaseException]]] = {
     grpc.StatusCode.UNIMPLEMENTED: (NotSupported,),
     grpc.StatusCode.INTERNAL: (
         InternalError, ExecutionFailed, ExecutionError, UnfitOutputs, InstanceError, Unequipped, StalePlan, ThreadLost,
+        StepFailed,  # only if the status of its cause isn't known, see status_of
         LoadError, LoadHangs, NoDriver, DriverFailed, DeviceError,
         UpstreamRefused,  # only if the upstream's own status isn't known, see status_of
         # Not a status that clients retry elsewhere: what makes one server hang would make the next hang too, tensors
@@ -250,6 +262,8 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
     if isinstance(cause, (UpstreamFailed, UpstreamRefused)) and cause.status in grpc.StatusCode.__members__:
         return grpc.StatusCode[cause.status]
+    if isinstance(cause, StepFailed):
+        return cause.status
     if isinstance(cause, (OutOfMemory, MemoryError)) and error is not cause:
         return STATUS_OF[OutOfMemory]
     if isinstance(error.__cause__, TooFewDescriptors):

@@ -8,11 +8,11 @@ as it is, as the protocol leaves parameters to each server. Source of names and 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.backends.spec import ModelSpec
+from paceline.backends.spec import MISSING, Array, ModelSpec
 from paceline.protos.inference_pb2 import InferParameter
 from paceline.protos.wire import LONGEST_SEQUENCE_ID_BYTES, STEP_KEYS
 from paceline.scheduler.request import SequenceStep
@@ -27,7 +27,9 @@ __all__ = [
     "RequestOptions",
     "RequestParameters",
     "is_reserved",
+    "of_those_there",
     "parse_parameters",
+    "passed_within",
     "step_of",
 ]
 
@@ -59,6 +61,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     EMPTY_FINAL: ("bool_param",),
 }
 """The keys that mean something to the server, and the types that their values may have."""
+_QUEUEING = ("priority", "timeout")
 _COUNTS = ("priority", "timeout", _DEADLINE)
 _RESERVED_PREFIXES = ("triton_", "paceline_")
 _RESERVED = frozenset((*KNOWN, "headers"))
@@ -134,6 +137,18 @@ def step_of(parameters: Mapping[str, InferParameter]) -> SequenceStep | None:
         sequence = own.string_param if kind == "string_param" else getattr(own, str(kind)) % (1 << 64)
     start, end = (key in parameters and parameters[key].bool_param for key in (_SEQUENCE_START, _SEQUENCE_END))
     return SequenceStep(sequence, start, end)
+
+
+def passed_within(parameters: Mapping[str, InferParameter]) -> dict[str, InferParameter]:
+    """Those of a request that also hold for what is asked of other models in its course: not those that say how its
+    answer is to be, when its caller gives up, or where it is in a sequence."""
+    return {key: one for key, one in parameters.items() if key in _QUEUEING or not is_reserved(key)}
+
+
+def of_those_there(options: RequestOptions, outputs: Sequence[Array]) -> RequestOptions:
+    """`options` for an answer that may lack some of the outputs."""
+    there = tuple(index for index in options.outputs if outputs[index] is not MISSING)
+    return options if there == options.outputs else replace(options, outputs=there)
 
 
 def is_reserved(key: str) -> bool:

@@ -13,6 +13,7 @@ from paceline.backends.base import Device, DeviceKind
 from paceline.backends.spec import ControlKind, ModelSpec, SequenceSpec, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_NUMBERS
+from paceline.server.models.ensemble_config import ENSEMBLE
 from paceline.server.models.model_config import ServingPlan
 
 __all__ = ["effective_config"]
@@ -29,12 +30,15 @@ def effective_config(
 ) -> pb.ModelConfig:
     """A copy of `config` in which everything that it left open is filled in.
 
-    `platform` is what the opened model calls its framework, `file` the name of its file, if its backend reads files,
-    `groups` are the devices that each instance group's instances run on.
+    `platform` is what the opened model calls its framework, or that of an ensemble, `file` the name of its file, if its
+    backend reads files, `groups` are the devices that each instance group's instances run on.
     """
     made = pb.ModelConfig()
     made.CopyFrom(config)
-    made.backend = config.backend or ("onnxruntime" if platform == _ONNX_PLATFORM else platform)
+    if platform != ENSEMBLE:
+        made.backend = config.backend or ("onnxruntime" if platform == _ONNX_PLATFORM else platform)
+    else:
+        made.model_transaction_policy.SetInParent()
     if platform == _ONNX_PLATFORM:
         made.platform = platform
     if platform in _OF_FILES:
@@ -51,7 +55,8 @@ def effective_config(
         _fill_sequences(made, plan.spec.sequence, plan)
     if plan.spec.lengths and _PAD not in made.parameters and (axes := _pad_axes(plan.spec)):
         made.parameters[_PAD].string_value = axes
-    _fill_groups(made, groups)
+    if platform != ENSEMBLE:
+        _fill_groups(made, groups)
     return made
 
 

@@ -29,8 +29,10 @@ from paceline.server.errors import ConfigError, Ending, LoadHangs
 from paceline.server.memory.reading import ExecuteInputs
 from paceline.server.memory.region_tensors import Inputs
 from paceline.server.models.callers import Caller
+from paceline.server.models.ensemble_config import EnsembleInstance, EnsembleModel
 from paceline.server.models.load_queue import call_soon, start_thread, submit
 from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.pipeline_runner import PipelineRunner
 from paceline.server.models.warmup import Supervisor
 from paceline.server.telemetry.model_statistics import VersionStatistics
 
@@ -45,8 +47,8 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_FIRST_PAUSE_S = 0.1, 10.0
 """Before the first attempt, if instances end one after the other without having executed anything."""
 
-Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[RemoteRequest, Tensors]
-Instance = ModelInstance | RemoteInstance
+Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[RemoteRequest, Tensors] | PipelineRunner
+Instance = ModelInstance | RemoteInstance | EnsembleInstance
 
 
 class _Batcher(Protocol):
@@ -273,7 +275,7 @@ class Instances:
         """A new instance, warmed up if the model has a warm-up. Blocks."""
         opened, plan = self._loaded.opened, self._loaded.plan
         # Executions on another server are only limited by the calls' deadlines, and its devices aren't lost here.
-        assert not isinstance(opened, RemoteModel)
+        assert not isinstance(opened, (RemoteModel, EnsembleModel))
         instance = opened.instance(plan.spec.executed, device)
         if self._stays_cold or self._loaded.warm_up is None:
             return instance
@@ -338,6 +340,8 @@ class Instances:
         self._loaded.opened.close()
 
     def _new_runners(self, instance: Instance) -> Sequence[Runner]:
+        if isinstance(instance, EnsembleInstance):
+            return [PipelineRunner()]
         if isinstance(instance, RemoteInstance):
             return [TaskRunner(instance.execute)]
         name = f"{self._loaded.name}_{self._loaded.version}_{self._made}"

@@ -11,14 +11,14 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from paceline.backends.base import Files
 from paceline.backends.paths import exists, is_file, is_folder
-from paceline.server.errors import StartError
+from paceline.server.errors import ModelNotFound, ModelNotReady, StartError
 from paceline.server.files import in_utf8
 
 __all__ = [
@@ -141,6 +141,18 @@ class Layout:
     def model(self, name: str) -> ModelFolder | None:
         """The model of that name, or None. Raises OSError if a repository can't be listed."""
         return next(iter(self._found(name)), None)
+
+    def find(self, name: str) -> AbstractContextManager[ModelFolder]:
+        """The folder of a model that is to be loaded, as it is now. Raises ModelNotFound if there is none, and
+        ModelNotReady if a repository can't be listed."""
+        try:
+            folder = self.model(name)
+        except OSError as error:
+            raise ModelNotReady(f"failed to load '{name}', failed to poll from model repository: {error}") from None
+        if folder is None:
+            why = f"no model of that name in {self}"
+            raise ModelNotFound(f"failed to load '{name}', failed to poll from model repository: {why}")
+        return nullcontext(folder)
 
     def _found(self, only: str | None) -> list[ModelFolder]:
         found: dict[str, list[Path]] = {}

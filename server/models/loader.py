@@ -34,6 +34,14 @@ from paceline.server.errors import ConfigError, LoadHangs
 from paceline.server.models.batch_policy import limit_of
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.effective_config import effective_config
+from paceline.server.models.ensemble_config import (
+    ENSEMBLE,
+    EnsembleInstance,
+    EnsembleModel,
+    is_ensemble,
+    most_at_once,
+    steps_of,
+)
 from paceline.server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
 from paceline.server.models.model_config import (
     ServingPlan,
@@ -53,10 +61,12 @@ from paceline.server.models.sequence_config import of_clients
 from paceline.server.models.sequence_states import InitialData, read_initial_data
 from paceline.server.models.tensor_config import (
     can_batch,
+    declared_spec,
     doubts_outputs,
     fixed_rows,
     freed,
     why_no_batch_axis,
+    without_datatype,
 )
 from paceline.server.models.warmup import Supervisor, WarmUp
 
@@ -90,8 +100,8 @@ class LoadedVersion:
     config: pb.ModelConfig
     plan: ServingPlan
     labels: Labels
-    opened: OpenModel | RemoteModel
-    instances: tuple[ModelInstance | RemoteInstance, ...]
+    opened: OpenModel | RemoteModel | EnsembleModel
+    instances: tuple[ModelInstance | RemoteInstance | EnsembleInstance, ...]
     warm_up: WarmUp | None = None
     load_ns: int = 0
     found: Found = Found()
@@ -125,6 +135,8 @@ def load_model(
     versions = wanted_versions(config, folder)
     if tell_versions is not None:
         tell_versions(versions)
+    if is_ensemble(config):
+        return [_load_ensemble(folder, version, config) for version in versions]
     backend = backend_of(backend_name(config))
     configured = (override is not None or folder.config) and not says_only_padding(config)
     batching = None if configured else defaults.batching
@@ -203,6 +215,22 @@ def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
         if version not in folder.versions:
             _log.warning("model '%s': version %d of its version_policy is not in %s", folder.name, version, folder.path)
     return wanted
+
+
+def _load_ensemble(folder: ModelFolder, version: int, config: pb.ModelConfig) -> LoadedVersion:
+    """There is nothing to load, and the models that execute its steps aren't known here."""
+    _tell_ignored(config, ())
+    steps = steps_of(config)
+    declared = declared_spec(config)
+    if declared is None:
+        raise ConfigError(
+            f"'{without_datatype(config)[0]}': expected a data_type, as an ensemble has no file, got none"
+        )
+    served = plan(config, declared)
+    whole = effective_config(config, served, platform=ENSEMBLE, file="", groups=())
+    instances = tuple(EnsembleInstance() for _ in range(most_at_once(config)))
+    labels = read_labels(config, folder.path)
+    return LoadedVersion(folder.name, version, whole, served, labels, EnsembleModel(steps), instances)
 
 
 def _load_version(

@@ -25,6 +25,7 @@ from paceline.server.files import check_file
 from paceline.server.models.batch_policy import batch_policy, called_models, own_settings
 from paceline.server.models.decoupled_config import check_decoupled
 from paceline.server.models.defaults import BatchDefaults
+from paceline.server.models.ensemble_config import check_ensemble, is_ensemble
 from paceline.server.models.sequence_config import (
     check_sequences,
     of_clients,
@@ -246,7 +247,6 @@ def check_supported(config: pb.ModelConfig) -> None:
         if one.is_non_linear_format_io
     ]
     asked = {
-        "ensemble_scheduling": config.HasField("ensemble_scheduling") or config.platform == "ensemble",
         "model_repository_agents": bool(config.model_repository_agents.agents),
         **dict.fromkeys(non_linear, True),
         "instance_group.passive": any(group.passive for group in config.instance_group),
@@ -255,6 +255,9 @@ def check_supported(config: pb.ModelConfig) -> None:
     for what, is_asked_for in asked.items():
         if is_asked_for:
             raise ConfigError(f"{what} is not supported by this build")
+    if is_ensemble(config):
+        check_ensemble(config)
+        return
     check_sequences(config)
     if config.model_transaction_policy.decoupled and backend_name(config) != "python":
         raise ConfigError(

@@ -57,6 +57,8 @@ class ModelRecord(Generic[V]):
     accepted, in `leaving`; afterwards, or if they never served, in `gone` with the reason. `failure` is why the last
     load failed, if it did; `unreachable_reason` is why loaded versions accept no requests for now, if they don't.
 
+    `explicit`: it was asked for by itself, and not loaded because another needs it.
+
     A change to a model is made in its `turn`, and `operations` counts it from when it starts to wait for that.
     """
 
@@ -71,6 +73,7 @@ class ModelRecord(Generic[V]):
     on_disk: bool = False
     duplicates: bool = False
     operations: int = 0
+    explicit: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -133,7 +136,7 @@ class ModelRecord(Generic[V]):
         """A version that accepted no more requests has answered all of them."""
         self.leaving.remove(version)
         if version not in self.serving and version not in self.leaving:
-            self.gone[version] = UNLOADED
+            self.gone[version] = UNLOADED if self.serving else self.failure or UNLOADED
 
     def lines(self) -> list[IndexLine]:
         """The index's lines: one per version, by number, or one without a version if none is known."""

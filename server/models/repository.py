@@ -20,6 +20,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.bounded_pool import BoundedPool
 from paceline.server.errors import (
+    ConfigError,
     InvalidRequest,
     LoadFailed,
     ModelNotFound,
@@ -30,6 +31,7 @@ from paceline.server.errors import (
 )
 from paceline.server.limits import Limits
 from paceline.server.memory.regions import Regions
+from paceline.server.models.ensembles import Ensembles, Joined
 from paceline.server.models.layout import ModelFolder
 from paceline.server.models.load_queue import Find, LoadQueue, always
 from paceline.server.models.loader import LoadedVersion
@@ -85,6 +87,9 @@ class Repository:
         self._loads = loads
         self._strict_readiness = strict_readiness
         self._records: dict[str, ModelRecord[ServedModel]] = {}
+        self._ensembles = Ensembles(self._records, self.get)
+        self.find_needed: Callable[[str], Find] | None = None
+        """Gives a model that an ensemble needs; None if only what was asked for is loaded."""
         self.served: dict[tuple[str, str], ServedModel] = {}
         """What requests find, by name and version as requests may write them; the version "" is the latest."""
         self._operations: set[asyncio.Task[None]] = set()
@@ -201,16 +206,22 @@ class Repository:
                 raise outcome
         return failures
 
-    async def load(self, name: str, find: Find, override: pb.ModelConfig | None = None) -> None:
+    async def load(
+        self, name: str, find: Find, override: pb.ModelConfig | None = None, *, explicit: bool = True
+    ) -> None:
         """Load model `name` from what `find` gives, with `override` instead of its configuration if there is one, in
-        place of what it serves now. Loads and unloads of one model take turns, in the order of the calls.
+        place of what it serves now. `explicit`: it isn't loaded because another model needs it. Models that it needs
+        itself, as an ensemble, are loaded first, and ensembles that need it follow. Loads and unloads of one model take
+        turns, in the order of the calls.
 
         Goes on if the caller is cancelled. Raises LoadFailed, or what `find` does; then only what is reported about the
         model has changed.
         """
         await self._in_turn(
             name,
-            lambda record: self._load(record, lambda: self._loads.load(name, find, override, record.loading_versions)),
+            lambda record: self._load(
+                record, lambda: self._loads.load(name, find, override, record.loading_versions), explicit=explicit
+            ),
         )
 
     async def install(self, name: str, bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
@@ -228,11 +239,16 @@ class Repository:
         self._serve(name, [] if reason else versions, versions if reason else [])
         self.on_change()
 
-    async def unload(self, name: str) -> None:
-        """Accept no more requests for a model. Returns while it still executes accepted ones. Does nothing for an
-        unknown name."""
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
+        """Accept no more requests for a model, and for ensembles that need it. Returns while it still executes accepted
+        ones. Does nothing for an unknown name. `dependents`: the models go, too, that were loaded only because this one
+        needs them."""
         if name in self._records:
+            needs = self._ensembles.needs(name)
             await self._in_turn(name, self._unload)
+            for need in needs if dependents else ():
+                if need in self._records and not (self._records[need].explicit or self._ensembles.is_needed(need)):
+                    await self.unload(need, dependents=True)
 
     async def stop(self) -> None:
         """Stop every model, each once its queue is executed. Loads in progress come to nothing."""
@@ -276,6 +292,7 @@ class Repository:
                 await operation(record)
         finally:
             record.operations -= 1
+            self._follow()
             if record.state is None and record.forgettable:
                 self._forget(name)
             # Callers who may load choose names; those known from failed loads alone are forgotten beyond `max_models`.
@@ -291,7 +308,11 @@ class Repository:
             self._tracer.forget(name)
 
     async def _load(
-        self, record: ModelRecord[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]
+        self,
+        record: ModelRecord[ServedModel],
+        bring: Callable[[], Awaitable[Sequence[LoadedVersion]]],
+        *,
+        explicit: bool = True,
     ) -> None:
         has_place = record.serving or self.places < self._max_models
         record.loading = []
@@ -300,7 +321,11 @@ class Repository:
             if not has_place:
                 self.refused_loads += 1
                 raise TooManyModels(record.name, self._max_models)
-            models = self._started(await bring())
+            loaded = await bring()
+            self._ensembles.learn(record.name, loaded)
+            for need in self._ensembles.needs(record.name):
+                await self._provide(need)
+            models = self._started(self._ensembles.joined(loaded))
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
             record.loading = None
@@ -316,25 +341,68 @@ class Repository:
                 _log.error("model '%s' failed to load with an unexpected error", record.name, exc_info=error)
             record.fail_load(reason)
             raise LoadFailed(record.name, reason) from error
-        before = record.end_load({model.version: model for model in models})
-        self._serve(record.name, models, before)
-        self._retire(record, before)
+        record.explicit = record.explicit or explicit
+        before = self._replace(record, models)
         if before:
             was, now = ([model.version for model in some] for some in (before, models))
             _log.info("model '%s': versions %s replace versions %s", record.name, now, was)
 
+    async def _provide(self, name: str) -> None:
+        """Have a model loaded that an ensemble needs, unless it serves or is being loaded; return when that has ended,
+        however. Ensembles wait for each other only along what they need, which has no circles."""
+        record = self._records.get(name)
+        if record is not None and record.operations:
+            async with record.turn:
+                pass
+        elif (record is None or not record.serving) and self.find_needed is not None:
+            try:
+                await self.load(name, self.find_needed(name), explicit=False)
+            except ServerError as error:
+                _log.error("a model that an ensemble needs: %s", error)  # which then says what it lacks
+
     async def _unload(self, record: ModelRecord[ServedModel]) -> None:
+        self._ensembles.forget(record.name)
+        record.explicit = False
+        self._take_down(record)
+        _log.info("model '%s' unloaded", record.name)
+
+    def _take_down(self, record: ModelRecord[ServedModel]) -> None:
         before = record.unload()
         self._serve(record.name, [], before)
         self._retire(record, before)
-        _log.info("model '%s' unloaded", record.name)
 
-    def _started(self, loaded: Sequence[LoadedVersion]) -> list[ServedModel]:
+    def _replace(self, record: ModelRecord[ServedModel], models: Sequence[ServedModel]) -> list[ServedModel]:
+        """Have `models` serve in place of what did, which is returned."""
+        before = record.end_load({model.version: model for model in models})
+        self._serve(record.name, models, before)
+        self._retire(record, before)
+        return before
+
+    def _follow(self) -> None:
+        """Have ensembles follow the models that they need, without waiting for anything: until the next iteration of
+        the loop, requests find none that is executed by a version that has left."""
+        for name, now in self._ensembles.changes():
+            record = self._records[name]
+            try:
+                if now is None:
+                    self._take_down(record)
+                    _log.info("ensemble '%s' goes with a model that it needs", name)
+                elif isinstance(now, ConfigError):
+                    raise now
+                else:
+                    self._replace(record, self._started(now))
+                    _log.info("ensemble '%s' follows the models that it needs", name)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this ensemble's
+                self._take_down(record)
+                record.fail_load(error_text(error))
+                _log.error("ensemble '%s' can't be executed any more: %s", name, error_text(error))
+
+    def _started(self, loaded: Sequence[Joined]) -> list[ServedModel]:
         """Versions that accept requests: all of them or, with an error, none."""
         models: list[ServedModel] = []
         try:
             self._loads.check_descriptors()
-            for one in loaded:
+            for one, pipeline in loaded:
                 model = ServedModel(
                     one,
                     self._metrics,
@@ -343,13 +411,14 @@ class Repository:
                     lambda: self.on_change(),
                     self._shared_limits,
                     self._response_pool,
+                    pipeline,
                 )
                 model.start()
                 models.append(model)
         except BaseException:
             for model in models:
                 model.abandon()
-            for one in loaded:
+            for one, _ in loaded:
                 one.close()
             raise
         return models

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, cast
 
@@ -47,6 +47,7 @@ from paceline.server.models.instances import Instances, Runner
 from paceline.server.models.kept_responses import KeptResponses
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.open_requests import OpenRequests, handing_over
+from paceline.server.models.pipeline import Pipeline
 from paceline.server.models.steps import StepMaker, executing_steps, shown_id
 from paceline.server.telemetry.metrics import Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
@@ -65,7 +66,8 @@ class ServedModel:
     """One version of a model with its codec, batcher and instance threads, or tasks if it is `remote`. `regions` is the
     shared memory that may hold its tensors; `tracer` may trace its batches. `on_change` is called when `can_execute`
     may have changed. `shared_limits` are the limits that its queue shares with all others. Its answers are kept in
-    `response_pool` if its configuration asks for that."""
+    `response_pool` if its configuration asks for that. `pipeline`: of an ensemble, the models that execute it, each of
+    which serves until this has stopped. `answers_often`: it is decoupled."""
 
     def __init__(
         self,
@@ -76,7 +78,14 @@ class ServedModel:
         on_change: Callable[[], None] = lambda: None,
         shared_limits: SharedQueueLimits | None = None,
         response_pool: BoundedPool[Tensors] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
+        self.pipeline = pipeline
+        self.answers_often = loaded.config.model_transaction_policy.decoupled
+        # Models that this one needs; how many need this one.
+        self._needed = cast("Collection[ServedModel]", pipeline.models if pipeline is not None else ())
+        self._held = 0
+        self._let_go = asyncio.Event()
         self.name = loaded.name
         self.version = str(loaded.version)
         self.spec = loaded.plan.spec
@@ -196,6 +205,8 @@ class ServedModel:
         """Accept requests, on the running event loop, and appear in the metrics."""
         self.batcher.start()
         self.instances.start()
+        for model in self._needed:
+            model._held += 1
         self._metrics.add(self._shown)
 
     def in_parts(self, whole: asyncio.Task[object] | asyncio.Future[None]) -> None:
@@ -209,12 +220,16 @@ class ServedModel:
         if self.responses is not None:
             self.responses.close()
         self.batcher.flush()
+        while self._held:
+            self._let_go.clear()
+            await self._let_go.wait()
         while self._partial:
             await asyncio.wait(self._partial)
         await self.batcher.drain()
         if self.open_requests is not None:
             await self.open_requests.until_none()
         self.batcher.close()
+        self._let_models_go()
         self._metrics.remove(self._shown)
         # Closing a session may take as long as a load.
         await self.instances.close()
@@ -225,9 +240,16 @@ class ServedModel:
         if self.responses is not None:
             self.responses.close()
         self.batcher.close()
+        self._let_models_go()
         if self.open_requests is not None:
             self.open_requests.close()
         self._metrics.remove(self._shown)
+
+    def _let_models_go(self) -> None:
+        needed, self._needed = self._needed, ()
+        for model in needed:
+            model._held -= 1
+            model._let_go.set()
 
 
 def _pass_on(request: AnyRequest, sequence: AnySequence) -> None:

@@ -13,13 +13,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from time import monotonic_ns
 from typing import cast
 
 from paceline.backends.errors import ExecutionError
 from paceline.backends.open_request import Answer, Channel, OpenRequest
-from paceline.backends.spec import MISSING, Array, Tensors
+from paceline.backends.spec import Array, Tensors
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import DeadlineExceeded, ExecutionFailed, QueueFull, SchedulerError
 from paceline.scheduler.observer import Drop
@@ -28,10 +27,11 @@ from paceline.scheduler.request import BatchFacts
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.known_requests import Targets
-from paceline.server.codec.parameters import RequestOptions, is_reserved
+from paceline.server.codec.parameters import RequestOptions, is_reserved, of_those_there
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight
+from paceline.server.requests.pipelines import OpenedRequest, Pipelines
 
 __all__ = ["Decoupled"]
 
@@ -59,10 +59,12 @@ class Decoupled:
         conclude: Conclude,
         conclude_silently: Conclude,
         make: Callable[[Sequence[AnswerInMaking]], Sequence[Exception | None]],
+        pipelines: Pipelines,
     ) -> None:
         self._conclude = conclude
         self._conclude_silently = conclude_silently
         self._make = make
+        self._pipelines = pipelines
         # What instances have said, and whether the loop will look at it; appended to on any thread.
         self._heard: deque[tuple[_Opened, Answer, bool]] = deque()
         self._looks_soon = False
@@ -78,6 +80,8 @@ class Decoupled:
             model.statistics.on_drop(Drop.FULL_REQUESTS)
             return error
         opened = flight.payload = _Opened(self, flight)
+        if model.pipeline is not None:
+            flight.payload = self._pipelines.run_of(flight, opened.inputs, opened)
         # Each has arrays of its own, so requests of any shapes share a batch.
         flight.key, flight.on_answers = (), self._on_ended
         flight.on_open()
@@ -135,7 +139,7 @@ class Decoupled:
             flight.succeed(_NO_OUTPUTS)
         else:
             assert flight.options is not None
-            flight.options = _of_those_there(flight.options, answer)
+            flight.options = of_those_there(flight.options, answer)
             opened.count_answer(None)
             flight.succeed(answer)
 
@@ -160,7 +164,7 @@ class Decoupled:
         silent: list[InFlight] = []
         others: list[InFlight] = []
         for flight in flights:
-            cast("_Opened", flight.payload).let_go()
+            cast("OpenedRequest", flight.payload).let_go()
             flight.model.open_requests.discard(flight)
             (silent if flight.answered and flight.value is _NO_OUTPUTS else others).append(flight)
         if others:
@@ -242,7 +246,7 @@ class _NextAnswer:
         self.flight = opened.flight
         self.value = outputs
         assert self.flight.options is not None
-        self.options: RequestOptions = _of_those_there(self.flight.options, outputs) if outputs else self.flight.options
+        self.options: RequestOptions = of_those_there(self.flight.options, outputs) if outputs else self.flight.options
         self.facts: BatchFacts | None = self.flight.facts
         self.answer: AnyResponse | None = None
         self.outputs: Mapping[str, Array] = {}
@@ -273,9 +277,3 @@ class _NextAnswer:
     def let_go(self) -> None:
         """Nothing of it but what was made is needed any more."""
         self.value, self.facts = (), None
-
-
-def _of_those_there(options: RequestOptions, outputs: Tensors) -> RequestOptions:
-    """`options` for an answer that may lack some of the outputs."""
-    there = tuple(index for index in options.outputs if outputs[index] is not MISSING)
-    return options if there == options.outputs else replace(options, outputs=there)

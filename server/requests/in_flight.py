@@ -27,6 +27,7 @@ from paceline.server.codec.parameters import RequestOptions
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import error_text, status_of
 from paceline.server.memory.region_tensors import NOWHERE, Inputs
+from paceline.server.models.pipeline_runner import Runnable
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
 from paceline.server.telemetry.tracing import RequestWatch
 
@@ -42,9 +43,9 @@ __all__ = ["AnswerInMaking", "Call", "InFlight", "InferenceSteps", "NextAnswer",
 _WAY_BACK = 0.1
 _LONGEST_WAY_BACK_S = 0.1
 
-Payload = Inputs | RemoteRequest | OpenRequest
-"""What a model's batcher takes: the inputs or, for another server or a decoupled model, also what else it has to
-know."""
+Payload = Inputs | RemoteRequest | OpenRequest | Runnable
+"""What a model's batcher takes: the inputs or, for another server, a decoupled model or an ensemble, also what else it
+has to know."""
 
 _log = logging.getLogger("paceline.server.inference")
 

@@ -31,11 +31,12 @@ from paceline.server.codec.known_requests import Group
 from paceline.server.codec.open_codec import OpenCodec
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
 from paceline.server.errors import NotSupported, ServerStopping, as_value
-from paceline.server.memory.region_tensors import TargetedInputs
+from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 from paceline.server.models.repository import Repository, ServedModel
 from paceline.server.requests.decoupled import Decoupled
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, answer_deadline_ns
 from paceline.server.requests.parts import Parts
+from paceline.server.requests.pipelines import Pipelines
 from paceline.server.requests.quiet import until_quiet
 from paceline.server.requests.response_cache import ResponseCache
 from paceline.server.telemetry.log import debugging
@@ -69,7 +70,8 @@ class Inference:
         """Whether the `parent` of a request is used; if not, nobody needs to read it."""
         self.serving = self.ready = False
         self._refused = 0
-        self._decoupled = Decoupled(self._on_done, self._on_end_of_answers, encode)
+        self._pipelines = Pipelines(self.announce_to, self.give_up)
+        self._decoupled = Decoupled(self._on_done, self._on_end_of_answers, encode, self._pipelines)
         self._response_cache = ResponseCache(self._hand_over)
 
     # hot path: see bench/
@@ -182,6 +184,9 @@ class Inference:
         model: ServedModel = flights[0].model
         if model.open_requests is not None:
             return [self._decoupled.submit(flight) for flight in flights]
+        if model.pipeline is not None:
+            for flight in flights:
+                flight.payload = self._pipelines.run_of(flight, cast("Inputs", flight.payload))
         if 0 < model.max_batch_rows < flights[0].rows:
             join = model.codec.join if isinstance(model.codec, OpenCodec) else None
             assert isinstance(model.batcher, Batcher)  # steps of sequences have one row

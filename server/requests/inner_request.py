@@ -7,11 +7,13 @@ share batches with everybody's, are refused like them, obey their deadlines, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
+from paceline.backends.base import Execution
 from paceline.backends.spec import Array
 from paceline.server.call_facts import NO_PASSED_HEADERS, TraceParent
 from paceline.server.codec.array_request import ArrayRequest
-from paceline.server.requests.in_flight import InFlight, NextAnswer
+from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
 
 __all__ = ["InnerRequest"]
 
@@ -26,7 +28,7 @@ class InnerRequest(InFlight):
     `sent` of each when it is used: until then its model may have to wait.
     """
 
-    __slots__ = ("error", "on_end", "on_next", "outputs", "takes_more")
+    __slots__ = ("error", "on_end", "on_next", "outputs", "spent_ns", "takes_more")
 
     takes_arrays = True
 
@@ -37,7 +39,7 @@ class InnerRequest(InFlight):
         *,
         deadline_ns: int,
         parent: TraceParent | None = None,
-        on_next: Callable[[InnerRequest, NextAnswer, Exception | None], None] | None = None,
+        on_next: Callable[[InnerRequest, AnswerInMaking, Exception | None], None] | None = None,
     ) -> None:
         super().__init__(message, deadline_ns, parent, NO_PASSED_HEADERS)
         self.on_end = on_end
@@ -45,6 +47,13 @@ class InnerRequest(InFlight):
         self.takes_more = on_next is not None
         self.outputs: Mapping[str, Array] = {}
         self.error: BaseException | None = None
+        self.spent_ns = (0, 0, 0)
+        """How long its batch took before, in and after the model, once it has ended."""
+
+    def let_go(self) -> None:
+        if self.batch_facts is not None and isinstance(executed := self.batch_facts.executed, Execution):
+            self.spent_ns = executed.input_ns, executed.infer_ns, executed.output_ns
+        super().let_go()
 
     def on_failure(self, error: BaseException) -> None:
         self.error = error
@@ -61,7 +70,7 @@ class InnerRequest(InFlight):
 
     def on_more(self, answer: NextAnswer, error: Exception | None) -> None:
         assert self.on_next is not None
-        self.on_next(self, answer, error)
+        self.on_next(self, cast("AnswerInMaking", answer), error)  # they are made in this process
 
     def end_of_answers(self) -> bytes:
         return b""

@@ -19,6 +19,7 @@ from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Request
 from paceline.server.codec.open_codec import joined
+from paceline.server.models.pipeline_runner import Runnable
 from paceline.server.requests.in_flight import Payload
 
 __all__ = ["Parts"]
@@ -107,7 +108,7 @@ async def _execute(
 
 def _rows_of(payload: Payload, start: int, stop: int) -> Payload:
     """These rows of each input; views. Of a request to another server, the parts have no id."""
-    assert not isinstance(payload, OpenRequest)  # such a model's configuration may not ask for parts
+    assert not isinstance(payload, (OpenRequest, Runnable))  # such a model's configuration may not ask for parts
     if isinstance(payload, RemoteRequest):
         return payload._replace(inputs=tuple(array[start:stop] for array in payload.inputs), id="")
     return tuple(array[start:stop] for array in payload)

@@ -24,7 +24,7 @@ from paceline.server.call_facts import Headers, PassedHeaders, TraceParent
 from paceline.server.codec.parameters import is_reserved
 from paceline.server.codec.wire_request import AnyRequest, Unread
 from paceline.server.config import Settings
-from paceline.server.errors import InvalidRequest, ServerStopping, error_text, status_of
+from paceline.server.errors import InvalidRequest, ServerStopping, StepFailed, error_text, status_of
 from paceline.server.requests.in_flight import answer_deadline_ns
 from paceline.server.requests.quiet import TRY_AGAIN_MS
 from paceline.server.rpc.credentials import HEADER_PREFIX
@@ -122,8 +122,10 @@ def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.S
 
 
 def _text(request: object, error: Exception) -> str:
-    """The text that the caller reads. It names the model for the batcher's own errors, which don't know it."""
-    if isinstance(error, SchedulerError) and isinstance(request, AnyRequest):
+    """The text that the caller reads. It names the model for the batcher's own errors, which don't know it, unless a
+    step of an ensemble has failed, which does."""
+    unnamed = isinstance(error, SchedulerError) and not isinstance(error.__cause__, StepFailed)
+    if unnamed and isinstance(request, AnyRequest):
         return f"model '{request.model_name}': {error_text(error)}"
     return error_text(error)
 

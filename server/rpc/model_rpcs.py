@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import ControlMode
-from paceline.server.errors import LoadFailed, ModelNotFound, ModelNotReady, NotSupported
+from paceline.server.errors import LoadFailed, NotSupported
 from paceline.server.files import in_utf8
 from paceline.server.models.layout import Layout, ModelFolder
 from paceline.server.models.load_request import (
@@ -110,9 +109,8 @@ class ModelRpcs:
     ) -> pb.RepositoryModelUnloadResponse:
         self._refuse_unless_explicit()
         _refuse_repository(request.repository_name)
-        # Without ensembles no model depends on another.
-        parse_unload_parameters(request.parameters)
-        await self._repository.unload(checked_name(request.model_name))
+        dependents = parse_unload_parameters(request.parameters)
+        await self._repository.unload(checked_name(request.model_name), dependents=dependents)
         return pb.RepositoryModelUnloadResponse()
 
     def _refuse_unless_explicit(self) -> None:
@@ -122,21 +120,9 @@ class ModelRpcs:
                 f"got one with {self._mode.value}"
             )
 
-    @contextmanager
-    def _folder(self, name: str, override: Override | None) -> Iterator[ModelFolder]:
+    def _folder(self, name: str, override: Override | None) -> AbstractContextManager[ModelFolder]:
         """The folder to load. Runs on a thread."""
-        if override and override.files:
-            with scratch_folder(name, override.files) as scratch:
-                yield scratch
-            return
-        try:
-            folder = self._layout.model(name)
-        except OSError as error:
-            raise ModelNotReady(f"failed to load '{name}', failed to poll from model repository: {error}") from None
-        if folder is None:
-            why = f"no model of that name in {self._layout}"
-            raise ModelNotFound(f"failed to load '{name}', failed to poll from model repository: {why}")
-        yield folder
+        return scratch_folder(name, override.files) if override and override.files else self._layout.find(name)
 
 
 def _refuse_repository(name: str) -> None:

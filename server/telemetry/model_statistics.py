@@ -21,7 +21,7 @@ from paceline.backends.errors import BackendError, OutOfMemory
 from paceline.scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
 from paceline.scheduler.observer import BatchReport, Drop
 from paceline.scheduler.sequence import SequenceEnd
-from paceline.server.errors import AnswerTooLarge, ModelNotReady
+from paceline.server.errors import AnswerTooLarge, ModelNotReady, StepFailed
 
 __all__ = ["AnswerTotals", "BatchTotals", "DurationHistogram", "FailureReason", "VersionStatistics", "reason_of"]
 
@@ -57,7 +57,9 @@ _REASON_OF: Mapping[type[BaseException], FailureReason] = {
 
 
 def reason_of(error: BaseException) -> FailureReason:
-    """The reason under which a request that ended with `error` counts."""
+    """The reason under which a request that ended with `error` counts. A step of an ensemble counts with its model."""
+    if isinstance(error.__cause__, StepFailed):
+        return FailureReason.OTHER
     return next((_REASON_OF[kind] for kind in type(error).__mro__ if kind in _REASON_OF), FailureReason.OTHER)
 
 

@@ -189,6 +189,11 @@ class RequestWatch:
         if spans is not None:
             self.span = spans.begin(self._model, self._id, self._began_ns, parent)
 
+    @property
+    def as_parent(self) -> TraceParent | None:
+        """What requests that are made in its course come from."""
+        return self.span.as_parent if self.span is not None else None
+
     def on_taken(self, version: str, rows: int) -> None:
         """The request is valid, has `rows` rows, is for `version`, and is to be queued now."""
         self._version = version

@@ -140,8 +140,6 @@ def test_parse_of_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "feature"),
     [
-        ("ensemble_scheduling { }", "ensemble_scheduling"),
-        ('platform: "ensemble"', "ensemble_scheduling"),
         ('model_repository_agents { agents { name: "x" } }', "model_repository_agents"),
         ('input { name: "a" is_non_linear_format_io: true }', "input 'a': is_non_linear_format_io"),
         (

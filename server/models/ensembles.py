@@ -1,0 +1,160 @@
+"""Ensembles and the models that they need: which are loaded first, and what becomes of an ensemble when one of these is
+replaced, goes, or comes.
+
+Lives here: who needs whom, and joining an ensemble with the versions that serve now. Must not: wait or load; that is
+`repository`, which asks `missing` until there is nothing left, and has `changes` after each load and unload. The rule:
+an ensemble serves with those versions that requests to its models would find, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from paceline.server.errors import ConfigError, ServerError
+from paceline.server.models.batch_policy import own_settings
+from paceline.server.models.ensemble_config import EnsembleModel
+from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.model_record import UNLOADED, ModelRecord
+from paceline.server.models.pipeline import Pipeline
+from paceline.server.models.served_model import ServedModel
+
+__all__ = ["Ensembles", "Joined"]
+
+Joined = tuple[LoadedVersion, Pipeline | None]
+Records = Mapping[str, ModelRecord[ServedModel]]
+
+
+class Ensembles:
+    """Those among `records`. `find` gives the version that requests find, or raises ServerError."""
+
+    def __init__(self, records: Records, find: Callable[[str, str], ServedModel]) -> None:
+        self._records = records
+        self._find = find
+        # What was loaded of each ensemble that is to serve; it stays while a model that it needs is missing.
+        self._loaded: dict[str, Sequence[LoadedVersion]] = {}
+
+    def learn(self, name: str, loaded: Sequence[LoadedVersion]) -> None:
+        """`name` is to serve `loaded` from now on, which may be no ensemble. Raises ConfigError for one that needs
+        itself, maybe by way of others."""
+        before = self._loaded.pop(name, None)
+        if not any(isinstance(one.opened, EnsembleModel) for one in loaded):
+            return
+        self._loaded[name] = loaded
+        if circle := self._circle(name, ()):
+            del self._loaded[name]
+            if before is not None:
+                self._loaded[name] = before
+            raise ConfigError(f"circular dependency between ensembles: {' -> '.join(circle)}")
+
+    def forget(self, name: str) -> None:
+        """`name` isn't to serve any more."""
+        self._loaded.pop(name, None)
+
+    def needs(self, name: str) -> Sequence[str]:
+        """The models that the ensemble `name` needs itself; none if it is no ensemble."""
+        return list(dict.fromkeys(need for one in self._loaded.get(name, ()) for need in _needs(one)))
+
+    def is_needed(self, name: str) -> bool:
+        return any(name in self.needs(one) for one in self._loaded)
+
+    def joined(self, loaded: Sequence[LoadedVersion]) -> list[Joined]:
+        """Versions with the models that execute them. Raises ConfigError if one can't be executed."""
+        return [self._join(one) for one in loaded]
+
+    def changes(self) -> Iterator[tuple[str, list[Joined] | ConfigError | None]]:
+        """The ensembles that have to change, those after which others have to first: as what they serve now, or why
+        they can't, None if that is because a model was unloaded. They have to have changed when the next is asked
+        for."""
+        for name in self._in_order():
+            record, loaded = self._records[name], self._loaded[name]
+            if record.turn.locked() or self._is_current(name):
+                continue  # a load in progress looks for itself
+            if any(self._was_unloaded(need) for need in self.needs(name)):
+                if record.serving:
+                    yield name, None
+                continue
+            try:
+                joined = self.joined(loaded)
+            except ConfigError as error:
+                if record.serving or record.failure != str(error):
+                    yield name, error
+            else:
+                yield name, joined
+
+    def _is_current(self, name: str) -> bool:
+        serving = self._records[name].serving.values()
+        try:
+            return bool(serving) and all(
+                one.pipeline is not None and one.pipeline.is_current(self._find) for one in serving
+            )
+        except ServerError:
+            return False
+
+    def _was_unloaded(self, name: str) -> bool:
+        record = self._records.get(name)
+        return record is not None and not record.serving and record.unloaded
+
+    def _in_order(self) -> list[str]:
+        """All ensembles, each after those that it needs."""
+        order: dict[str, None] = {}
+
+        def add(name: str) -> None:
+            if name in self._loaded and name not in order:
+                for need in self.needs(name):
+                    add(need)
+                order[name] = None
+
+        for name in self._loaded:
+            add(name)
+        return list(order)
+
+    def _circle(self, name: str, way: tuple[str, ...]) -> tuple[str, ...]:
+        """A way from `name` back to itself, or to one on the `way` there; () if there is none."""
+        if name in way:
+            return (*way[way.index(name) :], name)
+        for need in self.needs(name):
+            if circle := self._circle(need, (*way, name)):
+                return circle
+        return ()
+
+    def _join(self, loaded: LoadedVersion) -> Joined:
+        if not isinstance(loaded.opened, EnsembleModel):
+            return loaded, None
+        self._check_there(loaded)
+        pipeline = Pipeline(loaded, loaded.opened.steps, self._find)
+        if not pipeline.decoupled:
+            return loaded, pipeline
+        if loaded.config.response_cache.enable:
+            raise ConfigError(
+                f"Response Cache does not currently support model {loaded.name} with 'decoupled' transaction policy. "
+                "Please disable the response cache: one of its steps answers more than once"
+            )
+        config = type(loaded.config)()
+        config.CopyFrom(loaded.config)
+        config.model_transaction_policy.decoupled = True
+        policy = replace(loaded.plan.policy, isolate_failures=False)
+        plan = replace(loaded.plan, policy=policy, most_open=own_settings(config).max_open_requests)
+        return replace(loaded, config=config, plan=plan), pipeline
+
+    def _check_there(self, loaded: LoadedVersion) -> None:
+        """Raise ConfigError unless all models that it needs serve."""
+        assert isinstance(loaded.opened, EnsembleModel)
+        name = loaded.name
+        unknown = [one for one in _needs(loaded) if one not in self._records]
+        if unknown:
+            what = f"models that are not available or ambiguous: {', '.join(unknown)}"
+            raise ConfigError(f"ensemble {name} contains {what}; expected them in the model repository")
+        for step in loaded.opened.steps:
+            record = self._records[step.model]
+            if not record.serving:
+                text = f"ensemble '{name}' depends on '{step.model}' which has no loaded version"
+                why = record.failure or (UNLOADED if record.unloaded else "it was never loaded")
+                raise ConfigError(f"{text}. Model '{step.model}' loading failed with error: {why}")
+            if step.version and step.version not in record.serving:
+                text = f"ensemble '{name}' depends on '{step.model}' whose required version {step.version}"
+                raise ConfigError(f"{text} is not loaded; it serves {list(record.serving)}")
+
+
+def _needs(loaded: LoadedVersion) -> Sequence[str]:
+    return loaded.opened.models if isinstance(loaded.opened, EnsembleModel) else ()

@@ -1,0 +1,392 @@
+"""Requests to ensembles: each of their steps is a request to another model.
+
+Lives here: which step goes when, what it gets, and the answer. Must not: what is known before a request comes
+(`server.models.pipeline`). The rules: a step starts as soon as all its tensors are there; the first error ends the
+request, and nobody waits for its other steps any more; tensors pass from step to step as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic_ns
+from typing import Protocol, cast
+
+from paceline.backends.base import Execution
+from paceline.backends.batching import check_outputs
+from paceline.backends.errors import ExecutionError
+from paceline.backends.open_request import Answer, Channel
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
+from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest
+from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NoAnswer, Outcome
+from paceline.server.codec.array_request import ArrayRequest, NamedArray
+from paceline.server.codec.parameters import of_those_there, passed_within, step_of
+from paceline.server.errors import StepFailed, error_text, status_of
+from paceline.server.memory.region_tensors import Input
+from paceline.server.models.pipeline import ROOT, Plan, PlannedStep
+from paceline.server.models.served_model import ServedModel
+from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
+from paceline.server.requests.inner_request import InnerRequest
+
+__all__ = ["PipelineRun", "Pipelines"]
+
+AnnounceTo = Callable[[ServedModel, InFlight], None]
+Done = Callable[[Outcome[Tensors]], None]
+
+_NO_PARAMETERS: Mapping[str, InferParameter] = {}
+
+
+class Pipelines:
+    """Executes requests to ensembles. `announce_to` hands a step over to its model, `give_up` withdraws one."""
+
+    def __init__(self, announce_to: AnnounceTo, give_up: Callable[[InFlight], None]) -> None:
+        self.announce_to = announce_to
+        self.give_up = give_up
+        # By ensemble and sequence: what waits until the request before it has ended. Its steps may be executed side by
+        # side with those of others, and models with sequences must see them in order.
+        self._sequences: dict[tuple[ServedModel, int | str], deque[PipelineRun]] = {}
+
+    def run_of(self, flight: InFlight, inputs: Sequence[Input], opened: OpenedRequest | None = None) -> PipelineRun:
+        """The payload of a request with these `inputs`; `opened` if it may be answered more than once."""
+        return PipelineRun(self, flight, inputs, opened)
+
+    def enter(self, run: PipelineRun) -> None:
+        """Start `run` when no other of its sequence is under way."""
+        key = run.sequence
+        if key is None:
+            run.start()
+        elif key in self._sequences:
+            self._sequences[key].append(run)
+        else:
+            self._sequences[key] = deque()
+            run.start()
+
+    def leave(self, run: PipelineRun) -> None:
+        """`run` has ended."""
+        key = run.sequence
+        if key is None:
+            return
+        if run in self._sequences[key]:
+            self._sequences[key].remove(run)
+        elif self._sequences[key]:
+            self._sequences[key].popleft().start()
+        else:
+            del self._sequences[key]
+
+
+class OpenedRequest(Protocol):
+    """A request that may be answered more than once, as `server.requests.decoupled` knows it."""
+
+    def open(self, channel: Channel, number: int) -> None: ...
+
+    def on_answer(self, answer: Answer, *, last: bool) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
+class _Scope:
+    """What exists at one level: for a request, or for one answer of a decoupled step, its `source`, within `parent`.
+    `values` are tensors, None for one that was left out; `pending` steps that haven't started, `executing` how many
+    have. `is_held`: it has an answer that hasn't left."""
+
+    __slots__ = (
+        "children",
+        "executing",
+        "is_answered",
+        "is_held",
+        "level",
+        "parent",
+        "pending",
+        "size_bytes",
+        "source",
+        "values",
+    )
+
+    def __init__(
+        self,
+        level: int,
+        values: dict[str, Input | None],
+        pending: Sequence[PlannedStep],
+        parent: _Scope | None = None,
+        source: NextAnswer | None = None,
+    ) -> None:
+        self.level = level
+        self.values = values
+        self.pending = list(pending)
+        self.parent = parent
+        self.source = source
+        self.children: list[_Scope] = []
+        self.executing = self.size_bytes = 0
+        self.is_answered = self.is_held = False
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.values or (self.parent is not None and self.parent.has(tensor))
+
+    def get(self, tensor: str) -> Input | None:
+        if tensor in self.values or self.parent is None:
+            return self.values[tensor]
+        return self.parent.get(tensor)
+
+    def is_in(self, other: _Scope) -> bool:
+        return self is other or (self.parent is not None and self.parent.is_in(other))
+
+    def drop(self) -> None:
+        """Nothing more is to come of it."""
+        self.pending.clear()
+        self.children.clear()
+        self.executing = 0
+        self.is_answered = True
+
+    @property
+    def is_over(self) -> bool:
+        return not (self.pending or self.executing or self.children or self.is_held)
+
+
+class PipelineRun:
+    """A request to an ensemble while it executes: `Runnable`, and the `Channel` of one that may be answered more than
+    once. Steps of a scope that can't be executed any more, because an answer in it was an error, are dropped."""
+
+    def __init__(
+        self, pipelines: Pipelines, flight: InFlight, inputs: Sequence[Input], opened: OpenedRequest | None
+    ) -> None:
+        self._pipelines = pipelines
+        self.flight = flight
+        self.opened = opened
+        self.inputs = inputs
+        message, model = flight.message, flight.model
+        assert flight.options is not None
+        self._outputs = flight.options.outputs
+        self._parameters = passed_within(message.parameters) if message.parameters else _NO_PARAMETERS
+        self._step = step_of(message.parameters) if isinstance(message, ModelInferRequest) else message.step
+        self.sequence: tuple[ServedModel, int | str] | None = None
+        if self._step is not None and self._step.id and model.pipeline.has_sequences:
+            self.sequence = model, self._step.id
+        self._executing: dict[InnerRequest, tuple[PlannedStep, _Scope]] = {}
+        self._leaving: deque[_Scope | None] = deque()
+        self._spent_ns = [0, 0, 0]
+        self._began_ns = 0
+        self._done: Done | None = None
+        self._plan: Plan
+        self._root: _Scope
+
+    def begin(self, done: Done) -> None:
+        self._began_ns = monotonic_ns()
+        self._done = done
+        if self.opened is not None:
+            self.opened.open(self, 0)
+        self._pipelines.enter(self)
+
+    def start(self) -> None:
+        """Nothing is in its way any more."""
+        flight = self.flight
+        self._plan = flight.model.pipeline.plan(self._outputs)
+        names = [tensor.name for tensor in flight.model.spec.inputs]
+        given = {name: None if one is MISSING else one for name, one in zip(names, self.inputs, strict=True)}
+        self._root = _Scope(ROOT, given, self._plan.steps.get(ROOT, ()))
+        self._advance(self._root)
+
+    def call_off(self) -> None:
+        if (done := self._stop()) is not None:
+            # Not at once: whoever calls this off is in the middle of something.
+            outcome: Outcome[Tensors] = Outcome(self._began_ns, monotonic_ns(), error=asyncio.CancelledError())
+            asyncio.get_running_loop().call_soon(done, outcome)
+
+    def cancel(self, number: int) -> None:
+        self.call_off()
+
+    def let_go(self) -> None:
+        """The request has ended."""
+        if self.opened is not None:
+            self.opened.let_go()
+        self.inputs = ()
+
+    def sent(self, number: int, answers: int) -> None:
+        """The oldest answers have left, and what they were made of may follow."""
+        for _ in range(min(answers, len(self._leaving))):
+            if (scope := self._leaving.popleft()) is not None:
+                scope.is_held = False
+                self._close(scope)
+
+    def _advance(self, scope: _Scope) -> None:
+        """Go on after tensors have come: start what can be started, and answer if that can be done."""
+        for step in [*scope.pending]:
+            if all(scope.has(tensor) for tensor, *_ in step.inputs):
+                scope.pending.remove(step)
+                self._execute(step, scope)
+        outputs = self._plan.outputs.get(scope.level)
+        if outputs is not None and not scope.is_answered and all(scope.has(name) for _, name in outputs):
+            scope.is_answered = True
+            self._answer(scope, outputs)
+        for child in [*scope.children]:
+            self._advance(child)
+
+    def _execute(self, step: PlannedStep, scope: _Scope) -> None:
+        given = [
+            (name, datatype, _with_rank(array, rank, leads=leads))
+            for tensor, name, datatype, rank, leads in step.inputs
+            if (array := scope.get(tensor)) is not None
+        ]
+        flight, model = self.flight, step.model
+        message = ArrayRequest(
+            model.name,
+            model.version,
+            cast("Sequence[NamedArray]", given),
+            step.wanted,
+            id=flight.message.id,
+            parameters=self._parameters,
+            step=self._step,
+        )
+        parent = flight.trail.as_parent if flight.trail is not None else None
+        more = self._on_next if model.answers_often else None
+        request = InnerRequest(message, self._on_end, deadline_ns=flight.deadline_ns, parent=parent, on_next=more)
+        self._executing[request] = step, scope
+        scope.executing += 1
+        self._pipelines.announce_to(cast("ServedModel", model), request)
+
+    def _on_end(self, request: InnerRequest) -> None:
+        if self._done is None:
+            return
+        step, scope = self._executing.pop(request)
+        scope.executing -= 1
+        for place, spent_ns in enumerate(request.spent_ns):
+            self._spent_ns[place] += spent_ns
+        if request.error is not None:
+            self._fail_step(step, scope, request.error)
+        elif not step.model.answers_often:
+            self._settle(scope, step, request.outputs)
+        elif request.outputs:
+            self._begin_scope(step, scope, request.outputs, None)
+        if self._done is not None:
+            self._close(scope)
+
+    def _on_next(self, request: InnerRequest, answer: AnswerInMaking, error: Exception | None) -> None:
+        """A decoupled step has an answer that isn't its last."""
+        if self._done is None:
+            return
+        step, scope = self._executing[request]
+        if error is not None:
+            self._hand_on_error(step, error, None)
+            answer.sent(len(str(error)))
+        else:
+            self._begin_scope(step, scope, answer.outputs, answer)
+
+    def _begin_scope(
+        self, step: PlannedStep, scope: _Scope, outputs: Mapping[str, Array], source: NextAnswer | None
+    ) -> None:
+        begun = _Scope(step.number, {}, self._plan.steps.get(step.number, ()), scope, source)
+        begun.size_bytes = sum(array.nbytes for array in outputs.values())
+        scope.children.append(begun)
+        self._settle(begun, step, outputs)
+        if self._done is not None:
+            self._close(begun)
+
+    def _settle(self, scope: _Scope, step: PlannedStep, outputs: Mapping[str, Array]) -> None:
+        for name, tensor in step.outputs:
+            scope.values[tensor] = outputs.get(name)
+        self._advance(scope)
+
+    def _answer(self, scope: _Scope, outputs: Sequence[tuple[int, str]]) -> None:
+        """All outputs that there will be in `scope` are there."""
+        model: ServedModel = self.flight.model
+        assert model.pipeline is not None
+        results: list[Array] = [MISSING] * len(model.spec.outputs)
+        for index, name in outputs:
+            array = scope.get(name)
+            if array is None:
+                continue
+            tensor = model.spec.outputs[index]
+            results[index] = cast("Array", _with_rank(array, *model.pipeline.rank_of_output(name)))
+            try:
+                check_outputs((results[index],), ModelSpec((), (tensor,), model.spec.batched), self.flight.rows)
+            except ExecutionError as error:
+                self._fail(f"in ensemble '{model.name}', {error}", error)
+                return
+        last = not self._executing
+        if self.opened is None:
+            flight = self.flight
+            if flight.options is not None:
+                flight.options = of_those_there(flight.options, results)
+            self._end(tuple(results))
+        else:
+            self.opened.on_answer(tuple(results), last=last)
+            if last:
+                self._end(ANSWERED_ELSEWHERE)
+            else:
+                scope.is_held = True
+                self._leaving.append(scope)
+
+    def _fail_step(self, step: PlannedStep, scope: _Scope, error: BaseException) -> None:
+        """A step has failed, and with it the request, or the answer that it was executed for."""
+        if scope.level == ROOT:
+            self._fail(self._text(step, error), error)
+            return
+        for request in [one for one, (_, its) in self._executing.items() if its.is_in(scope)]:
+            del self._executing[request]
+            self._pipelines.give_up(request)
+        scope.drop()
+        self._hand_on_error(step, error, scope)
+
+    def _hand_on_error(self, step: PlannedStep, error: BaseException, scope: _Scope | None) -> None:
+        """One answer of several is an error; `scope` is what it was made in, if anything was."""
+        assert self.opened is not None
+        if scope is not None:
+            scope.is_held = True
+        self._leaving.append(scope)
+        self.opened.on_answer(StepFailed(self._text(step, error), status_of(error)), last=False)
+
+    def _text(self, step: PlannedStep, error: BaseException) -> str:
+        name = self.flight.model.name
+        return f"in ensemble '{name}', step {step.number} ('{step.model.name}'): {error_text(error)}"
+
+    def _fail(self, text: str, error: BaseException) -> None:
+        failed = StepFailed(text, status_of(error))
+        if self.opened is not None:
+            self.opened.on_answer(failed, last=True)
+            self._end(ANSWERED_ELSEWHERE)
+        elif (done := self._stop()) is not None:
+            done(Outcome(self._began_ns, monotonic_ns(), error=failed))
+
+    def _close(self, scope: _Scope) -> None:
+        """Forget `scope` if nothing more can come of it; with the last one, the request ends."""
+        while scope.is_over and self._done is not None:
+            if scope.source is not None:
+                scope.source.sent(scope.size_bytes)
+            if scope.parent is None:
+                assert self.opened is not None
+                self.opened.on_answer(None, last=True)
+                self._end(ANSWERED_ELSEWHERE)
+                return
+            scope.parent.children.remove(scope)
+            scope = scope.parent
+
+    def _end(self, result: Tensors | NoAnswer) -> None:
+        if (done := self._stop()) is not None:
+            executed = Execution([cast("Tensors", result)], *self._spent_ns)
+            done(Outcome(self._began_ns, monotonic_ns(), executed=executed))
+
+    def _stop(self) -> Done | None:
+        """Nothing follows. Returns whom to tell, unless that was done."""
+        done, self._done = self._done, None
+        if done is not None:
+            executing, self._executing = self._executing, {}
+            for request in executing:
+                self._pipelines.give_up(request)
+            self._root = _NOTHING
+            self._leaving.clear()
+            self._pipelines.leave(self)
+        return done
+
+
+_NOTHING = _Scope(ROOT, {}, ())
+
+
+def _with_rank(array: Input, rank: int, leads: bool) -> Input:
+    """`array` as a model with `rank` axes takes it (0: any), where it differs by a batch axis of one row; `leads`: the
+    model has one."""
+    shape = array.shape
+    if rank and leads and len(shape) == rank - 1:
+        return array.reshape((1, *shape))
+    if rank and not leads and len(shape) == rank + 1 and shape[0] == 1:
+        return array.reshape(shape[1:])
+    return array
