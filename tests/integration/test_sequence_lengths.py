@@ -29,7 +29,12 @@ def state(name: str, dims: str = "", first: str = "") -> str:
     return f'state {{ input_name: "{name}" output_name: "{name}_OUT" {f"dims: {dims}" if dims else ""} {initial} }}'
 
 
-def config(*states: str, more: str = "", pad: str = "", **parameters: object) -> str:
+WAITS = "oldest { max_queue_delay_microseconds: 20000 }"
+ROWS = "direct { minimum_slot_utilization: 0.5 max_queue_delay_microseconds: 20000 }"
+"""Steps that could share a batch have time to meet."""
+
+
+def config(*states: str, more: str = WAITS, pad: str = "", **parameters: object) -> str:
     axes = f'parameters {{ key: "paceline.pad" value {{ string_value: "{pad}" }} }}' if pad else ""
     return f"max_batch_size: 8 sequence_batching {{ {' '.join(states)} {more} }} {axes} {own(**parameters)}"
 
@@ -85,7 +90,7 @@ CASES = {
     ),
     "rows of slots": (
         state_models.words("told"),
-        config(state("STATE"), more=f"direct {{ }} {TOLD}", pad_sizes=32),
+        config(state("STATE"), more=f"{ROWS} {TOLD}", pad_sizes=32),
         text,
         {"STATE": ONE},
     ),
