@@ -195,11 +195,16 @@ def queueing(config: pb.ModelConfig, max_rows: int) -> pb.ModelConfig:
 def policy_of_sequences(config: pb.ModelConfig, spec: SequenceSpec, policy: BatchPolicy, max_rows: int) -> BatchPolicy:
     """`policy` with how many sequences may be under way, and for how long. Raises ConfigError."""
     own: OwnSettings = own_settings(config)
-    if spec.rows and policy.batch_sizes:
-        raise ConfigError(
-            "paceline.batch_sizes: expected none, as sequences have rows of their own with sequence_batching.direct "
-            f"and a control of kind READY or CORRID, or a Python model, got {list(policy.batch_sizes)}"
-        )
+    by_rows = (
+        ("batch_sizes", "none", list(policy.batch_sizes)),
+        ("max_batch_elements", "0", policy.max_batch_elements),
+    )
+    for name, expected, got in by_rows:
+        if spec.rows and got:
+            raise ConfigError(
+                f"paceline.{name}: expected {expected}, as sequences have rows of their own with "
+                f"sequence_batching.direct and a control of kind READY or CORRID, or a Python model, got {got}"
+            )
     if spec.places and own.max_sequences is not None:
         raise ConfigError(
             f"paceline.max_sequences: expected none, as each instance holds {spec.places} sequences, which the model "

@@ -315,6 +315,7 @@ def test_contradictions_are_refused_in_tritons_words(text: str, said: str) -> No
         ),
         (parameter("split_oversized", "true"), "paceline.split_oversized: expected none, as each request"),
         (parameter("batch_sizes", "2,4"), "paceline.batch_sizes: expected none, as sequences have rows of their own"),
+        (parameter("max_batch_elements", "3"), "paceline.max_batch_elements: expected 0, as sequences have rows of"),
         (parameter("max_sequences", "many"), "paceline.max_sequences: expected a whole number"),
         (parameter("state_batch_axis", "h"), "paceline.state_batch_axis: expected inputs of states, each once, with"),
         (parameter("state_batch_axis", "h=1, h=1"), "paceline.state_batch_axis: expected inputs of states, each once"),
