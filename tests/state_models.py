@@ -88,9 +88,17 @@ def recurrent(size: int = 3) -> onnx.ModelProto:
 
 def growing(now: int | str = 1, kind: str = "behind") -> onnx.ModelProto:
     """STATE_OUT, FP32 [batch, n], is STATE with INPUT0, FP32 [batch, `now`], behind it; OUTPUT0 is its sum. "front":
-    INPUT0 is in front of it; "window": behind it, and the first of STATE is dropped."""
-    past = {"window": [helper.make_node("Slice", ["STATE", "second", "end", "second"], ["kept"])]}
-    parts = {"front": ["INPUT0", "STATE"], "window": ["kept", "INPUT0"]}
+    INPUT0 is in front of it; "window": behind it, and the first of STATE is dropped. "picky": fails if an element of
+    INPUT0 isn't below 100."""
+    past = {
+        "window": [helper.make_node("Slice", ["STATE", "second", "end", "second"], ["kept"])],
+        "picky": [
+            helper.make_node("Cast", ["INPUT0"], ["whole"], to=TensorProto.INT64),
+            helper.make_node("Gather", ["zeros", "whole"], ["nothing"], axis=0),
+            helper.make_node("Add", ["INPUT0", "nothing"], ["below"]),
+        ],
+    }
+    parts = {"front": ["INPUT0", "STATE"], "window": ["kept", "INPUT0"], "picky": ["STATE", "below"]}
     return model(
         [
             *past.get(kind, []),
@@ -102,6 +110,7 @@ def growing(now: int | str = 1, kind: str = "behind") -> onnx.ModelProto:
         [
             numpy_helper.from_array(np.array([1], np.int64), "second"),
             numpy_helper.from_array(np.array([np.iinfo(np.int64).max], np.int64), "end"),
+            numpy_helper.from_array(np.zeros(100, np.float32), "zeros"),
         ],
     )
 

@@ -155,6 +155,28 @@ async def test_sequences_of_any_sizes_get_what_they_get_alone(
             assert await served.metric("paceline_padding_elements") > 0
 
 
+async def test_failed_steps_of_any_sizes_leave_states_as_they_were(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    given = [[chunk(random) for _ in range(6)] for _ in range(20)]
+    settings = config(GROWS, pad="STATE[1], INPUT0[1]", pad_sizes="64,256")
+    async with served_with(tmp_path, state_models.growing("now", "picky"), settings) as served:
+
+        async def play(place: int, inputs: Sequence[Inputs]) -> list[float]:
+            answers = []
+            for number, request in enumerate(steps(place + 1, inputs)):
+                if number and (place + number) % 3 == 0:
+                    bad = step(place + 1, {"INPUT0": np.full((1, 1 + place), 1_000, np.float32)})
+                    code, why = await failure_of(served.infer(bad))
+                    assert code is grpc.StatusCode.INTERNAL
+                    assert "the state of its sequence is as it was before" in why
+                answers.append(result(await served.infer(request)).item())
+            return answers
+
+        answers = await asyncio.gather(*[play(place, inputs) for place, inputs in enumerate(given)])
+    for answer, inputs in zip(answers, given, strict=True):
+        assert answer == np.cumsum([one["INPUT0"].sum() for one in inputs]).tolist()
+
+
 async def test_two_fronts_hand_on_steps_of_any_sizes(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     given = [[text(random) for _ in range(6)] for _ in range(20)]
