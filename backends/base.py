@@ -159,7 +159,8 @@ class ModelSource:
     `op_libraries` are shared libraries with custom operators, which run in this process. `largest_rows`: the largest
     batch to expect, 0 if not known yet. `cuda_graphs`: capture what a GPU does for a batch once, and replay it.
     `decoupled`: it answers a request as often as it likes (`backends.open_request`). `files` is told if they will be
-    read again. `calls` are the models that its code calls, by `on_call` (`backends.model_call`).
+    read again. `calls` are the models that its code calls, by `on_call` (`backends.model_call`). `config`: the whole
+    configuration as JSON, with the names of `model_config.proto`, for models that look at it.
     """
 
     name: str
@@ -176,6 +177,7 @@ class ModelSource:
     files: Files = field(default_factory=_Lasting)
     calls: tuple[str, ...] = ()
     on_call: OnCall | None = None
+    config: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +361,21 @@ class Triable(Protocol):
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         """Run it with made-up inputs, before any instance is made. Blocks for a few executions, each run by
         `supervise`."""
+
+
+@runtime_checkable
+class CompletesConfig(Protocol):
+    """A model that was shown its configuration, and has filled in what that left open."""
+
+    @property
+    def completed_config(self) -> str:
+        """As `ModelSource.config`."""
+
+    def declare(self, spec: ModelSpec | None) -> None:
+        """What the completed configuration says of its tensors, as `ModelSource.declared`. Before anything else."""
+
+    def configure(self, config: str) -> None:
+        """With this configuration it will serve. Before any instance is made."""
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ BackendError
 │   └── DriverFailed        a device's driver is there, and fails; there may well be a device
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
     ├── UnfitOutputs        they aren't those of the spec: there are others, or their datatypes or shapes are others
+    ├── ModelRefused        the model answered a request with an error of its own
     ├── UpstreamRefused     another server, which executes, or a model that was called answered this batch with an error
     └── InstanceError   it failed whatever the requests
         ├── OutOfMemory     too little memory, on the device or the host, for a batch this large
@@ -71,6 +72,14 @@ class DeviceLost(InstanceLost):
 
 class StalePlan(InstanceLost):
     """The execution would have used what its session planned for another one; nothing was computed."""
+
+
+class ModelRefused(ExecutionError):
+    """The model answered a request with an error of its own. `status` is the name of the gRPC status."""
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class UpstreamRefused(ExecutionError):

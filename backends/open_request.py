@@ -1,23 +1,39 @@
-"""A request that its model answers as often as it likes: the contract between a decoupled model and whoever asks it.
+"""A request that its model gets by itself, and may answer whenever it likes: the contract between such a model and
+whoever asks it.
 
 Lives here: the two directions between them. Must not: know how answers travel, or what a request is outside. The rule:
-answers are handed on in the model's order, and the last of them is handed on once; after `cancel`, none need be.
+answers are handed on in the model's order, and the last of them is handed on once: as the result of the execution, or
+by `on_answer`; after `cancel`, none need be.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 from paceline.backends.base import Execution, ModelInstance
 from paceline.backends.errors import ExecutionError
-from paceline.backends.spec import Tensors
+from paceline.backends.spec import Array, Tensors
 
 Parameters = Mapping[str, bool | int | float | str]
 
 Answer = Tensors | ExecutionError | None
 """One of a request's answers: outputs, of which those left out are MISSING; an error; or none, just the end."""
+
+ELSEWHERE: Final[Tensors] = []
+"""In place of a result of `execute_open`: the request is answered by `on_answer`. By identity."""
+AGAIN: Final[Tensors] = []
+"""In place of a result of `execute_open`: the model wants the request once more. By identity."""
+
+Step = tuple[int | str, bool, bool]
+"""The id of a request's sequence, and whether it is the first and the last in it."""
+
+
+class Told(tuple[Array, ...]):
+    """Outputs with `parameters` for the caller."""
+
+    parameters: Mapping[str, Any]
 
 
 class Channel(Protocol):
@@ -32,15 +48,19 @@ class Channel(Protocol):
 
 class OpenRequest(ABC):
     """A request with its `inputs`, as the model sees them, and what its caller said besides. `outputs` are the indices
-    of those that are wanted."""
+    of those that are wanted. `step`: what it is in its sequence, if it says so."""
 
-    __slots__ = ("_channel", "_number", "cancelled", "id", "inputs", "outputs", "parameters")
+    __slots__ = (
+        "_channel", "_number", "cancelled", "id", "inputs", "outputs", "parameters", "step", "timeout_us",
+    )  # fmt: skip
 
     def __init__(self, inputs: Tensors, outputs: Sequence[int], id: str = "", parameters: Parameters | None = None):
         self.inputs = inputs
         self.outputs = outputs
         self.id = id
         self.parameters = parameters or {}
+        self.step: Step | None = None
+        self.timeout_us = 0
         self.cancelled = False
         self._number = 0
         self._channel: Channel | None = None
@@ -52,6 +72,10 @@ class OpenRequest(ABC):
     def open(self, channel: Channel, number: int) -> None:
         """It is about to be handed to the model, as `number`. Whoever does that looks at `cancelled` afterwards."""
         self._number, self._channel = number, channel
+
+    def close(self) -> None:
+        """The model has done with it."""
+        self._channel = None
 
     def cancel(self) -> None:
         """Nobody waits for further answers. On any thread."""
@@ -67,10 +91,10 @@ class OpenRequest(ABC):
 
 
 class AnswersOpenly(ModelInstance, Protocol):
-    """An instance of a decoupled model. Its `execute` is for made-up requests: each is cancelled after its first
-    answer, which is its result."""
+    """An instance of a model that gets requests. Its `execute` is for made-up requests: each is cancelled after its
+    first answer, which is its result."""
 
     def execute_open(self, requests: Sequence[OpenRequest]) -> Execution:
-        """Hand `requests` to the model, together. Returns when it is ready for others, with an empty result for each:
-        they are answered, maybe for long, by `on_answer`, also if the instance ends. If this raises, those that haven't
-        ended get nothing more."""
+        """Hand `requests` to the model, together. Returns when it is ready for others, with a result for each: its last
+        answer, or ELSEWHERE or AGAIN. Those answered elsewhere are answered, maybe for long, by `on_answer`, also if
+        the instance ends. If this raises, those that haven't ended get nothing more."""

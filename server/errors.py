@@ -38,6 +38,7 @@ from paceline.backends.errors import (
     InstanceError,
     InstanceLost,
     LoadError,
+    ModelRefused,
     NoDriver,
     OutOfMemory,
     ProcessEndedBeforeBatch,
@@ -245,7 +246,7 @@ _CLASSES: Mapping[grpc.StatusCode, Sequence[type[BaseException]]] = {
         InternalError, ExecutionFailed, ExecutionError, UnfitOutputs, InstanceError, Unequipped, StalePlan, ThreadLost,
         StepFailed,  # only if the status of its cause isn't known, see status_of
         LoadError, LoadHangs, NoDriver, DriverFailed, DeviceError,
-        UpstreamRefused,  # only if the upstream's own status isn't known, see status_of
+        UpstreamRefused, ModelRefused,  # only if their own status isn't known, see status_of
         # Not a status that clients retry elsewhere: what makes one server hang would make the next hang too, tensors
         # that break a device would break the next one, and what ends one process would end the next.
         ExecutionTimeout, InstanceLost, DeviceLost, ProcessError, ProcessEndedBeforeBatch,
@@ -258,9 +259,12 @@ STATUS_OF = {kind: status for status, kinds in _CLASSES.items() for kind in kind
 
 def status_of(error: BaseException) -> grpc.StatusCode | None:
     """The status that the caller gets for `error`; None if it is none of ours, which is a bug. An error that another
-    server answered a batch with keeps that server's status."""
+    server answered a batch with, or a model a request, keeps its status."""
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
-    if isinstance(cause, (UpstreamFailed, UpstreamRefused)) and cause.status in grpc.StatusCode.__members__:
+    if (
+        isinstance(cause, (UpstreamFailed, UpstreamRefused, ModelRefused))
+        and cause.status in grpc.StatusCode.__members__
+    ):
         return grpc.StatusCode[cause.status]
     if isinstance(cause, StepFailed):
         return cause.status

@@ -16,6 +16,7 @@ from paceline.backends.python.duplex_process import DuplexProcess
 from paceline.backends.python.instance import Processes, PythonInstance
 from paceline.backends.python.messages import Declared
 from paceline.backends.python.process import ModelProcess
+from paceline.backends.python.triton_opened import OpenTritonModel, is_for_triton, open_for_triton
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos.datatypes import DATATYPES
 
@@ -72,7 +73,7 @@ class PythonBackend:
             for device in (on_gpus(group, count_gpus()) if group.kind is GroupKind.GPU else on_cpu(group))
         )
 
-    def open(self, source: ModelSource, device: Device) -> PythonModel:
+    def open(self, source: ModelSource, device: Device) -> PythonModel | OpenTritonModel:
         for asked, what in (
             (source.op_libraries, "libraries of operators"),
             (source.accelerators or source.cpu_accelerators, "execution accelerators"),
@@ -81,6 +82,8 @@ class PythonBackend:
                 raise LoadError(f"model '{source.name}': backend 'python' has no use for {what}")
         if not is_file(source.path):
             raise LoadError(f"model '{source.name}': expected a file {source.path.name} in {source.path.parent}")
+        if is_for_triton(source.path):
+            return open_for_triton(source, device)
         kind = DecoupledProcess if source.decoupled else DuplexProcess if source.calls else ModelProcess
         process = kind(source, device)
         declared = process.load()

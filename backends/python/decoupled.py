@@ -1,4 +1,4 @@
-"""The server's side of a decoupled model: its instances and their processes.
+"""The server's side of a model that gets requests: its instances and their processes.
 
 Lives here: handing requests over, and handing on what the model says of each. Must not: what a request is to the
 server. The rules: nobody but the instance's thread waits for the process; whatever becomes of the process, each request
@@ -7,18 +7,19 @@ that it had hears of its end.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from time import monotonic_ns
-from typing import Any
+from typing import Any, cast
 
 from paceline.backends.base import Device, Execution, ModelSource
 from paceline.backends.batching import check_outputs
 from paceline.backends.errors import ExecutionError, ProcessEndedBeforeBatch, ProcessError
-from paceline.backends.open_request import Answer, OpenRequest
+from paceline.backends.open_request import AGAIN, ELSEWHERE, Answer, OpenRequest, Told
 from paceline.backends.python.duplex_process import DuplexProcess
 from paceline.backends.python.instance import PythonInstance
 from paceline.backends.python.messages import (
@@ -31,11 +32,12 @@ from paceline.backends.python.messages import (
     HAND_MADE_UP,
     REQUESTS,
     SENT,
+    Ended,
 )
 from paceline.backends.python.process import ModelProcess, error_of
 from paceline.backends.ragged import as_the_model_sees
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
-from paceline.backends.transport.parcel import Message
+from paceline.backends.transport.parcel import Message, Parcel
 
 
 class DecoupledProcess(DuplexProcess):
@@ -47,7 +49,7 @@ class DecoupledProcess(DuplexProcess):
         self._numbers = count(1)
         # Those that haven't ended. Those of the execution that goes on get its error if the process ends.
         self._open: dict[int, OpenRequest] = {}
-        self._executing: set[int] = set()
+        self._executing: Sequence[int] = ()
         self._changing = threading.Lock()
         self.outputs_of: Callable[[Sequence[int], Sequence[Array]], Tensors] = _as_they_are
         """Makes outputs of their places and arrays; raises ExecutionError. Set before anything is handed over."""
@@ -63,8 +65,8 @@ class DecoupledProcess(DuplexProcess):
 
     def hand_over(
         self, requests: Sequence[OpenRequest], inputs: Sequence[str], outputs: Sequence[str], kind: int
-    ) -> None:
-        """Hand `requests` to the model, together. Returns when its `execute` has.
+    ) -> list[Tensors | Exception]:
+        """Hand `requests` to the model, together. Returns when its `execute` has, as `AnswersOpenly`.
 
         Blocks; for one thread at a time. Raises as `execute`; then those that haven't ended get nothing more.
         """
@@ -72,7 +74,7 @@ class DecoupledProcess(DuplexProcess):
         with self._handing(given):
             parcels = [self._link.pack(request.inputs) for request in requests]
             handed = [
-                (number, one.id, dict(one.parameters), tuple(one.outputs), parcel)
+                (number, one.id, dict(one.parameters), tuple(one.outputs), parcel, one.step, one.timeout_us)
                 for (number, one), parcel in zip(given.items(), parcels, strict=True)
             ]
             self._tell_over()
@@ -92,14 +94,45 @@ class DecoupledProcess(DuplexProcess):
                     raise ProcessError(f"the model's process {self.end}")
                 raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had begun this batch")
             if outcome[0] == FAILED:
-                raise error_of(outcome)
+                raise error_of(*outcome[1:])
+            return self._results([*given.values()], *outcome[1:])
+
+    def _results(
+        self, requests: Sequence[OpenRequest], ended: Sequence[Ended], parcel: Parcel | None
+    ) -> list[Tensors | Exception]:
+        """A result for each request, of which `ended` says what became of them; nothing: all are answered elsewhere."""
+        if not ended or parcel is None:
+            return [ELSEWHERE] * len(requests)
+        arrays = iter(self._link.unpack(parcel))
+        results: list[Tensors | Exception] = []
+        for request, became in zip(requests, ended, strict=True):
+            if became is None:
+                results.append(ELSEWHERE)
+                continue
+            request.close()
+            if became is True:
+                results.append(AGAIN)
+            elif isinstance(became, list):
+                results.append(error_of(*became))
+            else:
+                assert isinstance(became, tuple)
+                places, parameters = became
+                results.append(self._result(places, [*islice(arrays, len(places))], parameters))
+        return results
+
+    def _result(self, places: Sequence[int], arrays: Sequence[Array], parameters: str) -> Tensors | Exception:
+        try:
+            outputs = self.outputs_of(places, arrays)
+        except ExecutionError as error:
+            return error.with_traceback(None)
+        return _told(outputs, parameters) if parameters else outputs
 
     @contextmanager
     def _handing(self, given: dict[int, OpenRequest]) -> Iterator[None]:
         self._is_taken = False
         with self._changing:
             self._open.update(given)
-            self._executing = {*given}
+            self._executing = [*given]
         for number, request in given.items():
             request.open(self, number)
         try:
@@ -121,7 +154,11 @@ class DecoupledProcess(DuplexProcess):
     def _on_answer(self, message: Message) -> None:
         if message[0] == DONE:
             with self._changing:
-                self._executing = set()
+                # Whatever happens next, whoever waits for this has the answers of those that have ended.
+                for number, became in zip(self._executing, message[1], strict=False):
+                    if became is not None:
+                        self._open.pop(number, None)
+                self._executing = ()
         super()._on_answer(message)
 
     def _hear(self, message: Message) -> None:
@@ -131,15 +168,15 @@ class DecoupledProcess(DuplexProcess):
             kind, number, last, *content = message
             answer: Answer = None
             if kind == ERROR:
-                answer = error_of((kind, *content))
+                answer = error_of(*content)
             elif content[1] is not None:
                 arrays = self._link.unpack(content[1])  # even if nobody waits: that gives its place back
-                try:
-                    answer = self.outputs_of(content[0], arrays)
-                except ExecutionError as error:
+                result = self._result(content[0], arrays, content[2])
+                if isinstance(result, Exception) and not last:
                     # The model is at fault, and what follows makes no sense without it.
-                    answer, last = error.with_traceback(None), True
+                    last = True
                     self._unsaid.put(lambda: self._link.send(CANCEL, number))
+                answer = cast("Answer", result)
             with self._changing:
                 request = self._open.pop(number, None) if last else self._open.get(number)
             if request is not None:
@@ -169,21 +206,23 @@ class DecoupledInstance(PythonInstance):
     def _made_up(self, requests: Sequence[Tensors], kind: int) -> Execution:
         made = [_MadeUp(inputs, range(len(self._outputs))) for inputs in requests]
         done = self._hand_over(made, kind)
-        for one in made:
+        results: list[Tensors] = []
+        for one, result in zip(made, done.results, strict=True):
             one.cancel()
-            if isinstance(one.answer, ExecutionError):
-                raise one.answer
-        return replace(done, results=[one.answer or () for one in made])
+            answer = one.answer if result is ELSEWHERE else result
+            if isinstance(answer, Exception):
+                raise answer
+            results.append(answer or ())
+        return replace(done, results=results)
 
     def _hand_over(self, requests: Sequence[OpenRequest], kind: int) -> Execution:
         began_ns = monotonic_ns()
 
-        def hand_over(process: ModelProcess) -> None:
+        def hand_over(process: ModelProcess) -> list[Tensors | Exception]:
             assert isinstance(process, DecoupledProcess)
-            process.hand_over(requests, self._inputs, self._outputs, kind)
+            return process.hand_over(requests, self._inputs, self._outputs, kind)
 
-        self._call(hand_over)
-        return Execution([()] * len(requests), 0, monotonic_ns() - began_ns, 0)
+        return Execution(self._call(hand_over), 0, monotonic_ns() - began_ns, 0)
 
     def _outputs_of(self, places: Sequence[int], arrays: Sequence[Array]) -> Tensors:
         """All outputs, MISSING where there are none at `places`. Raises ExecutionError for what aren't the model's."""
@@ -207,6 +246,13 @@ class _MadeUp(OpenRequest):
         if not self.cancelled:
             self.answer = answer
             self.cancel()
+
+
+def _told(outputs: Tensors, parameters: str) -> Told:
+    """`outputs` with `parameters`, which are JSON."""
+    made = Told(outputs)
+    made.parameters = json.loads(parameters)
+    return made
 
 
 def _as_they_are(places: Sequence[int], arrays: Sequence[Array]) -> Tensors:

@@ -30,8 +30,6 @@ from paceline.backends.transport.parcel import Message
 T = TypeVar("T")
 
 _CLASS, _MODELS = "Model", "models"
-_TRITONS = "TritonPythonModel"
-_TRITONS_MODULE = "triton_python_backend_utils"
 _ERRORS = "paceline.backends.errors"
 """Code that raises one of these knows what it means, and to whom: it needs no traceback."""
 _FAULTS_OF_REQUESTS = frozenset(("INVALID_ARGUMENT", "OUT_OF_RANGE", "INTERNAL", "UNKNOWN"))
@@ -61,54 +59,23 @@ class Context:
     parameters: Mapping[str, str] = field(default_factory=dict)
 
 
-class LoadedModel:
-    """The instance of a model's class."""
+class RunningModel:
+    """What a model's process does with whatever class the model has: it runs its methods, which may be coroutines, and
+    tells of what they raise."""
 
-    def __init__(
-        self,
-        name: str,
-        path: str,
-        device: str,
-        device_index: int,
-        parameters: Sequence[tuple[str, str]],
-        models: Mapping[str, object],
-    ) -> None:
+    def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._logged_at: object = None
         self._pid = os.getpid()
         # Starts its thread when it has something to do.
         self._waiting = ThreadPoolExecutor(1, "waiting for the server")
         self.prints_errors = True
-        kind = _class_in(Path(path))
-        self.inputs, self.outputs = _declared(kind, "inputs"), _declared(kind, "outputs")
-        self._model = kind()
-        _hand_models(self._model, models)
-        if (load := getattr(self._model, "load", None)) is not None:
-            self._result(load(Context(name, Path(path).parent, device, device_index, dict(parameters))))
 
-    def execute(self, given: object) -> object:
-        """What the model's `execute` returns for inputs by name, or for requests."""
-        return self._result(self._model.execute(given))
-
-    def answer(self, question: bytes) -> bytes:
-        answer: bytes = self._model.answer(question)
-        return answer
-
-    def sequences_over(self, over: Iterable[tuple[int | str | bytes, str]]) -> None:
-        """Tell the model which sequences are over, and why, if it wants to know."""
-        sequence_over = getattr(self._model, "sequence_over", None)
-        for sequence, why in over:
-            if sequence_over is None:
-                return
-            try:
-                self._result(sequence_over(sequence, why))
-            except Exception as error:  # noqa: BLE001 - the model's; there is no caller to pass it to
-                print_error(error)
-
-    def close(self) -> None:
+    def close_by(self, close: Callable[[], object] | None) -> None:
+        """End: `close` is the model's own part of that, if it has one."""
         try:
-            if (close := getattr(self._model, "close", None)) is not None:
-                self._result(close())
+            if close is not None:
+                self.result(close())
         except Exception as error:  # noqa: BLE001 - the model's; there is no caller to pass it to
             print_error(error)
         if self._loop is not None:
@@ -135,10 +102,10 @@ class LoadedModel:
             # Whose fault it is, the status says: maybe that of some request, or that of none.
             kind = "UpstreamRefused" if error.status in _FAULTS_OF_REQUESTS else "UpstreamFailed"
             return FAILED, " ".join(_cut(str(error), _MAX_TEXT_CHARACTERS).split()), kind, error.status
-        self._tell(error)
+        self.tell(error)
         return FAILED, in_one_line(error), OUT_OF_MEMORY if isinstance(error, MemoryError) else EXECUTION_ERROR
 
-    def _tell(self, error: BaseException) -> None:
+    def tell(self, error: BaseException) -> None:
         """Log `error`, unless it comes from the same place as the last one: a failed batch is run again in halves."""
         if not self.prints_errors:
             return
@@ -147,14 +114,60 @@ class LoadedModel:
             self._logged_at = where
             print_error(error)
 
-    def _result(self, value: object) -> object:
-        """`value`, or its result if it is awaitable. One loop for all, so that what is bound to it stays usable."""
-        if not inspect.isawaitable(value):
-            return value
+    def result(self, value: object) -> object:
+        """`value`, or its result if it is awaitable."""
+        return self.loop.run_until_complete(value) if inspect.isawaitable(value) else value
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """One loop for all, so that what is bound to it stays usable."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
-        return self._loop.run_until_complete(value)
+        return self._loop
+
+
+class LoadedModel(RunningModel):
+    """The instance of a model's class."""
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        device: str,
+        device_index: int,
+        parameters: Sequence[tuple[str, str]],
+        models: Mapping[str, object],
+    ) -> None:
+        super().__init__()
+        kind = _class_in(Path(path))
+        self.inputs, self.outputs = _declared(kind, "inputs"), _declared(kind, "outputs")
+        self._model = kind()
+        _hand_models(self._model, models)
+        if (load := getattr(self._model, "load", None)) is not None:
+            self.result(load(Context(name, Path(path).parent, device, device_index, dict(parameters))))
+
+    def execute(self, given: object) -> object:
+        """What the model's `execute` returns for inputs by name, or for requests."""
+        return self.result(self._model.execute(given))
+
+    def answer(self, question: bytes) -> bytes:
+        answer: bytes = self._model.answer(question)
+        return answer
+
+    def sequences_over(self, over: Iterable[tuple[int | str | bytes, str]]) -> None:
+        """Tell the model which sequences are over, and why, if it wants to know."""
+        sequence_over = getattr(self._model, "sequence_over", None)
+        for sequence, why in over:
+            if sequence_over is None:
+                return
+            try:
+                self.result(sequence_over(sequence, why))
+            except Exception as error:  # noqa: BLE001 - the model's; there is no caller to pass it to
+                print_error(error)
+
+    def close(self) -> None:
+        self.close_by(getattr(self._model, "close", None))
 
 
 def _class_in(path: Path) -> type:
@@ -165,18 +178,10 @@ def _class_in(path: Path) -> type:
         raise ImportError(f"expected a Python file, got {path.name}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    tritons = f"Triton's {_TRITONS}, which gets requests and not batches"
-    try:
-        spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != _TRITONS_MODULE:
-            raise
-        got = f"an import of {_TRITONS_MODULE}, as of {tritons}"
-        raise AttributeError(f"expected a class {_CLASS} in {path.name}, got {got}") from None
+    spec.loader.exec_module(module)
     kind = getattr(module, _CLASS, None)
     if not isinstance(kind, type):
-        got = tritons if hasattr(module, _TRITONS) else "none"
-        raise AttributeError(f"expected a class {_CLASS} in {path.name}, got {got}")
+        raise AttributeError(f"expected a class {_CLASS}, or Triton's TritonPythonModel, in {path.name}, got none")
     if not callable(getattr(kind, "execute", None)):
         raise AttributeError(f"expected a method execute(self, inputs) of class {_CLASS} in {path.name}, got none")
     return kind

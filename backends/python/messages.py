@@ -13,20 +13,22 @@ from typing import TypeAlias
 
 START = 1
 """From the server, first: the model's name, the path of its file, the device's kind and index, its parameters as pairs,
-the models that it calls. Answered by READY or FAILED."""
+the models that it calls. To a model written for Triton also its configuration as JSON, whether it may complete that,
+and whether it is to log details. Answered by READY or FAILED."""
 
 READY = 2
-"""Inputs and outputs: `Declared`, or None if the class leaves them to the configuration."""
+"""Inputs and outputs: `Declared`, or None if the class leaves them to the configuration. Of a model written for Triton
+also its configuration, completed; nothing if it was initialized."""
 
 RUN = 3
 """From the server: a parcel of arrays, their names, the names of the wanted outputs. Answered by DONE or FAILED."""
 
 DONE = 4
-"""A parcel of outputs, in the order of the request."""
+"""A parcel of outputs, in the order of the request. Of requests: what became of each, as far as that is known
+(`Ended`), and a parcel of all outputs; no parcel if they are all answered otherwise."""
 
 FAILED = 5
-"""The reason, in one line, and the name of its class in `backends.errors`; if that keeps the status of a called model,
-also its name."""
+"""The reason, in one line, and the name of its class in `backends.errors`; if that keeps a status, also its name."""
 
 CLOSE = 6
 """From the server, last. The answer is the end of the process."""
@@ -43,8 +45,8 @@ TRY = 9
 
 HAND = 10
 """From the server: the names of all inputs and outputs, and for each of some requests its number, id, parameters, the
-places of the outputs that it wants, and a parcel of its inputs. First TAKEN, then DONE or FAILED, when `execute` has
-returned."""
+places of the outputs that it wants, a parcel of its inputs, its step in its sequence (id, whether it is the first, the
+last) or None, and its timeout in microseconds. First TAKEN, then DONE or FAILED, when `execute` has returned."""
 
 HAND_MADE_UP = 11
 """As HAND, but what the model raises isn't printed."""
@@ -59,8 +61,8 @@ TAKEN = 14
 """From a process that talks at any time: the model is called now."""
 
 ANSWER = 15
-"""A request's number, whether it is its last answer, the places of outputs, and a parcel of these; None and no places:
-it only ends."""
+"""A request's number, whether it is its last answer, the places of outputs, a parcel of these, and parameters as JSON;
+no parcel and no places: it only ends."""
 
 ERROR = 16
 """A request's number, whether it is its last answer, and as FAILED."""
@@ -86,9 +88,18 @@ CALL_OVER = 21
 CALL_READ = 22
 """To the server: the number of a call, and how many more of its answers were read."""
 
-BATCHES, CALLING, REQUESTS = "batches", "calling", "requests"
-"""What the model's `execute` gets: joined arrays; the same, of a model that calls others; or, of a decoupled model,
-each request by itself. The first kind of process only answers, the others talk at any time."""
+INITIALIZE = 23
+"""From the server, to a model written for Triton, after READY: its whole configuration as JSON, and the instance's
+name. Answered by READY or FAILED."""
+
+BATCHES, CALLING, REQUESTS, TRITON = "batches", "calling", "requests", "triton"
+"""What the model's `execute` gets: joined arrays; the same, of a model that calls others; of a decoupled model, each
+request by itself; or the same as Triton's Python backend has it. The first kind of process only answers, the others
+talk at any time."""
+
+Ended: TypeAlias = tuple[tuple[int, ...], str] | list[str] | bool | None
+"""What became of a request: it was answered, with the outputs at these places and parameters as JSON; it failed, as
+FAILED says it; True: it is to come back; None: it is or will be answered otherwise."""
 
 Declared: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, datatype and dims of each tensor."""

@@ -28,6 +28,7 @@ from paceline.backends.errors import (
     ExecutionError,
     InstanceError,
     LoadError,
+    ModelRefused,
     OutOfMemory,
     ProcessEndedBeforeBatch,
     ProcessError,
@@ -62,6 +63,7 @@ _CLOSE_S = 5.0
 _OUTPUT_GRACE_S = 1.0
 """For reading the rest of its output, if something that it has started still has the pipe open."""
 _SETTINGS = "PACELINE_"
+_WITH_STATUS = {one.__name__: one for one in (ModelRefused, UpstreamRefused, UpstreamFailed)}
 _ERRORS = {one.__name__: one for one in (DeviceLost, Unequipped, OutOfMemory, InstanceError, StalePlan)}
 _REAP_S = 10.0
 """For a killed process to end, which swapping may delay; a tenth of it for one whose connection has ended to end by
@@ -146,19 +148,21 @@ class ModelProcess:
     def load(self) -> tuple[Declared | None, Declared | None]:
         """Have the model loaded. Returns what it declares of its inputs and outputs. Blocks. If it raises LoadError,
         the process has ended."""
-        source = self._source
+        answer = self._loaded_by(START, *self._start())
+        return answer[1], answer[2]
+
+    def _start(self) -> tuple[object, ...]:
+        source, device = self._source, self.device
         parameters = tuple(source.parameters.items())
+        return source.name, str(source.path), device.kind.value, device.index, parameters, source.calls
+
+    def _loaded_by(self, kind: int, *content: object) -> Message:
+        """The answer to a message by which the model is loaded. Blocks. If it raises LoadError, the process has
+        ended."""
+        source = self._source
         try:
             with self._asking:
-                answer = self._asked(
-                    START,
-                    source.name,
-                    str(source.path),
-                    self.device.kind.value,
-                    self.device.index,
-                    parameters,
-                    source.calls,
-                )
+                answer = self._asked(kind, *content)
         except ProcessError:
             self.wait_ended()
             suffix = f": {self._last_line}" if self._last_line else ""
@@ -166,7 +170,7 @@ class ModelProcess:
         if answer[0] == FAILED:
             self.close()
             raise LoadError(f"model '{source.name}': {answer[1]}")
-        return answer[1], answer[2]
+        return answer
 
     def buffer(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """Memory where array `number` of those executed next may be made, so that it needn't be copied there; None:
@@ -193,7 +197,7 @@ class ModelProcess:
                 raise ExecutionError(f"inputs can't be handed to the model's process: {error}") from error
             if answer[0] == DONE:
                 return self._link.unpack(answer[1])
-        raise error_of(answer)
+        raise error_of(*answer[1:])
 
     def ask(self, question: bytes) -> bytes:
         """The answer of a model that is part of the server. Blocks. Raises as `execute`."""
@@ -202,7 +206,7 @@ class ModelProcess:
         if answer[0] == ANSWERED:
             reply: bytes = answer[1]
             return reply
-        raise error_of(answer)
+        raise error_of(*answer[1:])
 
     def sequence_over(self, sequence: int | str | bytes, why: str) -> None:
         """Tell the model that a sequence is over: soon, and before it executes anything that is handed over later.
@@ -352,11 +356,10 @@ class ModelProcess:
             os.killpg(self._popen.pid, signal.SIGKILL)
 
 
-def error_of(answer: Message) -> ExecutionError:
-    """The exception to raise for `answer`, which is FAILED."""
-    _, text, kind, *status = answer
+def error_of(text: str, kind: str, *status: str) -> ExecutionError:
+    """The exception that a process means by what FAILED says."""
     if status:
-        return (UpstreamRefused if kind == UpstreamRefused.__name__ else UpstreamFailed)(status[0], text)
+        return _WITH_STATUS[kind](status[0], text)
     return _ERRORS.get(kind, ExecutionError)(text)
 
 

@@ -1,4 +1,5 @@
-"""The process of a decoupled model: its `execute` gets requests, each of which it answers as often as it likes.
+"""The process of a model that gets requests: a decoupled one, which answers each as often as it likes, or one written
+for Triton.
 
 Lives here: the request as the model sees it, and the talk with the server. Must not: as `worker`. The rules: a request
 ends once; the server is told of each that it isn't told of otherwise, such as one that the model drops; the thread that
@@ -11,10 +12,10 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from paceline.backends.python.calls_worker import EXECUTION, Calls
 from paceline.backends.python.loaded_model import EXECUTION_ERROR, LoadedModel, as_array
@@ -26,7 +27,9 @@ from paceline.backends.python.messages import (
     CLOSE,
     DONE,
     ERROR,
+    FAILED,
     HAND,
+    INITIALIZE,
     OVER,
     RUN,
     SENT,
@@ -41,7 +44,26 @@ _MOST_ANSWERS, _MOST_BYTES = 16, 2**20
 """As many answers to one request may be on their way to its caller; and no more once they have this many bytes."""
 
 
-def serve_requests(model: LoadedModel, desk: Desk) -> None:
+T = TypeVar("T")
+RequestT = TypeVar("RequestT")
+
+
+class Serves(Protocol[RequestT]):
+    """A model that gets requests."""
+
+    prints_errors: bool
+
+    def answer_requests(self, desk: Desk, requests: list[RequestT], /) -> Message:
+        """Call the model. Returns what to tell the server: that it has returned, or what it raised."""
+
+    def wait_for(self, get: Callable[[], T]) -> T: ...
+
+    def sequences_over(self, over: Iterable[tuple[int | str | bytes, str]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def serve_requests(model: Serves[Any], desk: Desk) -> None:
     """Serve `model` until told to close."""
     threading.Thread(target=desk.tell_dropped, name="dropped requests", daemon=True).start()
     while True:
@@ -54,24 +76,32 @@ def serve_requests(model: LoadedModel, desk: Desk) -> None:
             continue
         desk.begin_execution()
         model.prints_errors = kind == HAND
-        desk.link.send(*_execute(model, requests))
-        del requests  # those that the model hasn't kept end now
+        outcome = model.answer_requests(desk, requests)
+        try:
+            desk.link.send(*outcome)
+        except ValueError as error:  # of tensors beyond what memory and messages hold
+            if outcome[0] == DONE:
+                desk.link.unsent(outcome[2])
+            desk.link.send(FAILED, f"outputs can't be handed to the server: {error}", EXECUTION_ERROR)
+        del requests, outcome  # those that the model hasn't kept end now
 
 
-def _execute(model: LoadedModel, requests: Sequence[Request]) -> Message:
-    """Call the model. Returns what to tell the server: that it has returned, or what it raised."""
-    states = [request._state for request in requests]
-    try:
-        returned = model.execute(requests)
-        model.end_fork()
-        if returned is not None:
-            what = "expected None from execute of a decoupled model, which answers by request.send"
-            raise TypeError(f"{what}, got {type(returned).__name__}")
-    except BaseException as error:  # noqa: BLE001 - the model's; passed to the server
-        for state in states:
-            state.close()  # the server fails those that haven't ended
-        return model.failure(error)
-    return (DONE,)
+class DecoupledModel(LoadedModel):
+    """Our own class, decoupled: `Serves`."""
+
+    def answer_requests(self, desk: Desk, requests: list[Request]) -> Message:
+        states = [request._state for request in requests]
+        try:
+            returned = self.execute(requests)
+            self.end_fork()
+            if returned is not None:
+                what = "expected None from execute of a decoupled model, which answers by request.send"
+                raise TypeError(f"{what}, got {type(returned).__name__}")
+        except BaseException as error:  # noqa: BLE001 - the model's; passed to the server
+            for state in states:
+                state.close()  # the server fails those that haven't ended
+            return self.failure(error)
+        return DONE, (), None
 
 
 class Request:
@@ -90,8 +120,9 @@ class Request:
         parameters: Mapping[str, bool | int | float | str],
         wanted: Sequence[int],
         parcel: Any,
+        *_: object,
     ) -> None:
-        self._state = _State(desk, number)
+        self._state = RequestState(desk, number)
         arrays = desk.link.unpack(parcel)
         self._places = {name: place if place in wanted else -1 for place, name in enumerate(output_names)}
         self.id = request_id
@@ -138,7 +169,7 @@ class Request:
         self._state.drop()
 
 
-class _State:
+class RequestState:
     """What is known of a request on both its model's and the server's threads."""
 
     __slots__ = ("_desk", "_ended", "_held", "_held_bytes", "_lock", "_number", "_waiters", "cancelled")
@@ -154,18 +185,21 @@ class _State:
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         desk.states[number] = self
 
-    def send(self, places: Sequence[int], arrays: Sequence[Array], end: bool) -> None:
+    def send(
+        self, places: Sequence[int], arrays: Sequence[Array], end: bool, parameters: str = "", *, waits: bool = True
+    ) -> None:
+        """Answer, maybe with parameters as JSON. Unless it `waits`, also if too much is on its way."""
         # The lock is held while the answer is sent, so that answers of several threads stay in front of the last one.
         # The server always reads, so that doesn't take long.
         with self._lock:
-            while self._must_wait():
+            while waits and self._must_wait():
                 self._lock.wait()
             if not self._may_answer(end):
                 return
             link = self._desk.link
             parcel = link.pack(arrays)
             try:
-                link.send(ANSWER, self._number, end, tuple(places), parcel)
+                link.send(ANSWER, self._number, end, tuple(places), parcel, parameters)
             except ValueError:
                 link.unsent(parcel)
                 raise
@@ -174,17 +208,17 @@ class _State:
             self._held_bytes += size
             self._finish(end)
 
-    def say(self, error: str | None, end: bool) -> None:
-        """Answer with an error, or with nothing but the end."""
+    def say(self, error: str | None, end: bool, *kind: str, waits: bool = True) -> None:
+        """Answer with an error of this class and status, or with nothing but the end."""
         with self._lock:
-            while error is not None and not end and self._must_wait():
+            while waits and error is not None and not end and self._must_wait():
                 self._lock.wait()
             if not self._may_answer(end):
                 return
             if error is None:
-                self._desk.link.send(ANSWER, self._number, end, (), None)
+                self._desk.link.send(ANSWER, self._number, end, (), None, "")
             else:
-                self._desk.link.send(ERROR, self._number, end, error, EXECUTION_ERROR)
+                self._desk.link.send(ERROR, self._number, end, error, *(kind or (EXECUTION_ERROR,)))
                 self._held.append(len(error))
                 self._held_bytes += len(error)
             self._finish(end)
@@ -215,6 +249,11 @@ class _State:
         with self._lock:
             self._finish(True)
             self._wake()
+
+    def say_if_open(self, error: str) -> None:
+        """End with an error, if it hasn't ended."""
+        with suppress(RuntimeError):
+            self.say(error, True)
 
     def drop(self) -> None:
         """The model has nothing left to answer it with. Called wherever the interpreter happens to drop the request,
@@ -253,16 +292,18 @@ class Desk:
     """Where the model and the server meet, if they talk at any time. `tasks` are for the thread that calls the model:
     batches as they came; other kinds of messages, with requests where there are any; CLOSE at the end. `calls` are the
     model's own; `states` those of requests that haven't ended, by number; `dropped` those of requests that the model
-    dropped."""
+    dropped. `make_request` makes requests of what HAND says of them: this, the names of inputs and outputs, and what is
+    their own; on the thread that listens to the server."""
 
     def __init__(self, link: DuplexLink) -> None:
         self.link = link
         self.pid = os.getpid()
         self.calls = Calls(link)
         self.tasks: SimpleQueue[Message] = SimpleQueue()
-        self.states: dict[int, _State] = {}
-        self.dropped: SimpleQueue[_State] = SimpleQueue()
+        self.states: dict[int, RequestState] = {}
+        self.dropped: SimpleQueue[RequestState] = SimpleQueue()
         self._executions = 0
+        self.make_request: Callable[..., Any] = Request
 
     def start(self) -> None:
         """Listen to the server, on a thread."""
@@ -293,18 +334,17 @@ class Desk:
                 state.sent(content[1])
         elif kind in (CALLED, CALL_FAILED):
             self.calls.hear(message)
-        elif kind in (OVER, RUN, TRY):
+        elif kind in (OVER, RUN, TRY, INITIALIZE):
             self.tasks.put(message)
         else:
             # Requests are made here, so that they are known when the next message comes.
             *names, handed = content or ((), (), ())
-            self.tasks.put((kind, [Request(self, *names, *one) for one in handed]))
+            self.tasks.put((kind, [self.make_request(self, *names, *one) for one in handed]))
 
     def tell_dropped(self) -> None:
         """Fail requests that can't be answered any more."""
         while True:
-            with suppress(RuntimeError):  # it has ended by now
-                self.dropped.get().say("the model dropped the request without ending it", True)
+            self.dropped.get().say_if_open("the model dropped the request without ending it")
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -15,24 +15,41 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.backends.python.calls_worker import Models
 from paceline.backends.python.loaded_model import (
     EXECUTION_ERROR,
     LoadedModel,
+    RunningModel,
     end_fork,
     in_one_line,
     in_order,
     print_error,
 )
-from paceline.backends.python.messages import ANSWERED, ASK, BATCHES, CLOSE, DONE, FAILED, OVER, READY, REQUESTS, TRY
-from paceline.backends.python.requests_worker import Desk, serve_requests
+from paceline.backends.python.messages import (
+    ANSWERED,
+    ASK,
+    BATCHES,
+    CLOSE,
+    DONE,
+    FAILED,
+    INITIALIZE,
+    OVER,
+    READY,
+    REQUESTS,
+    TRITON,
+    TRY,
+)
+from paceline.backends.python.requests_worker import DecoupledModel, Desk, serve_requests
+from paceline.backends.python.triton.model import TritonModel
 from paceline.backends.spec import MISSING
 from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.duplex_link import DuplexLink
 from paceline.backends.transport.link import RemoteEnd
 from paceline.backends.transport.parcel import Message
+
+RunningT = TypeVar("RunningT", bound=RunningModel)
 
 
 def _nothing() -> None:
@@ -50,28 +67,53 @@ def main(arguments: Sequence[str]) -> None:
     start = link.receive()
     if start is None:
         return
-    pid = os.getpid()
-    _, name, path, device, device_index, parameters, called = start
     desk = Desk(link) if isinstance(link, DuplexLink) else None
-    models = Models(name, called, desk.calls if desk is not None else None)
     if desk is not None:
         desk.start()
+    if desk is not None and mode == TRITON:
+        _serve_for_triton(desk, start)
+        return
+    _, name, path, device, device_index, parameters, called = start
+    models = Models(name, called, desk.calls if desk is not None else None)
+    kind = DecoupledModel if mode == REQUESTS else LoadedModel
+    model = _made(link, lambda: kind(name, path, device, device_index, parameters, models))
+    if model is None:
+        return
+    link.send(READY, model.inputs, model.outputs)
+    if desk is None:
+        _serve_batches(model, link, link.receive)
+    elif isinstance(model, DecoupledModel):
+        serve_requests(model, desk)
+    else:
+        _serve_batches(model, link, lambda: model.wait_for(desk.tasks.get), desk.begin_execution)
+
+
+def _made(link: BlockingLink, make: Callable[[], RunningT]) -> RunningT | None:
+    """What `make` makes; None if that fails, of which the server is told."""
+    pid = os.getpid()
     try:
-        model = LoadedModel(name, path, device, device_index, parameters, models)
+        model = make()
         model.end_fork()
     except BaseException as error:  # noqa: BLE001 - a model's file may raise SystemExit; the server needs the reason
         end_fork(pid, error)
         print_error(error)
         where = f" (its interpreter is {sys.executable})" if isinstance(error, ModuleNotFoundError) else ""
         link.send(FAILED, f"{in_one_line(error)}{where}", EXECUTION_ERROR)
+        return None
+    return model
+
+
+def _serve_for_triton(desk: Desk, start: Message) -> None:
+    """Serve a model written for Triton until told to close: first its class is found, then there is an instance."""
+    model = _made(desk.link, lambda: TritonModel(desk, *start[1:]))
+    if model is None:
         return
-    link.send(READY, model.inputs, model.outputs)
-    if desk is None:
-        _serve_batches(model, link, link.receive)
-    elif mode == REQUESTS:
-        serve_requests(model, desk)
-    else:
-        _serve_batches(model, link, lambda: model.wait_for(desk.tasks.get), desk.begin_execution)
+    desk.link.send(READY, None, None, model.completed)
+    kind, *rest = desk.tasks.get()
+    if kind != INITIALIZE or _made(desk.link, lambda: model.initialize(*rest)) is None:
+        return
+    desk.link.send(READY)
+    serve_requests(model, desk)
 
 
 def _serve_batches(

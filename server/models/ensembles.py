@@ -134,7 +134,7 @@ class Ensembles:
         config.CopyFrom(loaded.config)
         config.model_transaction_policy.decoupled = True
         policy = replace(loaded.plan.policy, isolate_failures=False)
-        plan = replace(loaded.plan, policy=policy, most_open=own_settings(config).max_open_requests)
+        plan = replace(loaded.plan, policy=policy, most_open=own_settings(config).max_open_requests, decoupled=True)
         return replace(loaded, config=config, plan=plan), pipeline
 
     def _check_there(self, loaded: LoadedVersion) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from paceline.backends.base import (
     Abandonable,
     Backend,
+    CompletesConfig,
     InstanceGroup,
     ModelInstance,
     ModelSource,
@@ -32,6 +33,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.codec.classification import Labels, read_labels
 from paceline.server.errors import ConfigError, LoadHangs
 from paceline.server.models.batch_policy import limit_of
+from paceline.server.models.config_json import config_json, with_completed
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.effective_config import effective_config
 from paceline.server.models.ensemble_config import (
@@ -256,6 +258,10 @@ def _load_version(
             source = replace(source, files=folder.files)
         opened = backend.open(source, devices[0])
         undo.callback(opened.close)
+        if completes := isinstance(opened, CompletesConfig):
+            config = with_completed(config, opened.completed_config)
+            check_supported(config)
+            opened.declare(declared_spec(config))
         supervise = Supervisor(limit_of(config, defaults.execution_limit_ns))
         undo.callback(supervise.close)
         try:
@@ -266,10 +272,13 @@ def _load_version(
                 opened = backend.open(source, devices[0])
                 undo.callback(opened.close)
             rounds_by = opened.rounds_by if isinstance(opened, Rounding) else ""
-            served = _plan(config, tried, defaults, batching, rounds_by, initial_data)
+            served = _plan(config, tried, defaults, batching, rounds_by, initial_data, for_triton=completes)
             padding = with_lengths(config, served, opened, devices, supervise)
             served = padding.plan
             warm_up = WarmUp(config, served, folder.path)
+            whole = effective_config(config, served, platform=opened.platform, file=file.name, groups=groups)
+            if isinstance(opened, CompletesConfig):
+                opened.configure(config_json(whole))
             for device in devices:
                 instance = opened.instance(served.spec.executed, device)
                 undo.callback(instance.close)
@@ -279,7 +288,6 @@ def _load_version(
             _give_up(instances, undo.pop_all(), error)
             raise
         supervise.close()
-        whole = effective_config(config, served, platform=opened.platform, file=file.name, groups=groups)
         undo.pop_all()
     took_ns = time.monotonic_ns() - began_ns
     if padding.why_not and served.spec.lengths:
@@ -330,13 +338,17 @@ def _plan(
     batching: BatchDefaults | None,
     rounds_by: str,
     initial_data: InitialData,
+    *,
+    for_triton: bool,
 ) -> ServingPlan:
     """How to serve it; not batched if the trial spoke against that. Logs what the user may not expect: that, or that
     requests share batches of a model that rounds by all rows of a batch, as `rounds_by` does."""
     limit_ns = defaults.execution_limit_ns
     try:
         rows = defaults.max_batch_rows
-        served = plan(config, tried.spec, batching, rows, limit_ns, tried.fixed_rows, initial_data)
+        served = plan(
+            config, tried.spec, batching, rows, limit_ns, tried.fixed_rows, initial_data, for_triton=for_triton
+        )
     except ConfigError as error:
         if fixed_rows(config, tried.spec) > 1 and tried.why_not:  # so batch settings are refused
             raise ConfigError(f"{error}; {tried.why_not}") from None

@@ -23,7 +23,8 @@ from paceline.scheduler.policy import BatchPolicy
 from paceline.server.errors import ConfigError
 from paceline.server.files import check_file
 from paceline.server.models.batch_policy import batch_policy, called_models, own_settings
-from paceline.server.models.decoupled_config import check_decoupled
+from paceline.server.models.config_json import config_json
+from paceline.server.models.decoupled_config import MANY, check_requests
 from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.ensemble_config import check_ensemble, is_ensemble
 from paceline.server.models.sequence_config import (
@@ -71,8 +72,9 @@ _TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
     """How a model is served: what clients see, the largest batch in rows (0: no batch axis), how it is batched, whether
-    a request with more rows than that is executed in parts, and the tags of its metrics. `most_open`: it answers a
-    request as often as it likes, and may have so many requests that haven't ended; 0: it answers once.
+    a request with more rows than that is executed in parts, and the tags of its metrics. `most_open`: it gets requests
+    one by one, and may have so many that haven't ended; 0: it gets batches. `decoupled`: it answers a request as often
+    as it likes. `for_triton`: it is written for Triton's Python backend.
     `keeps_responses`: equal requests are answered without another execution, if the server has a response cache."""
 
     spec: ModelSpec
@@ -81,6 +83,8 @@ class ServingPlan:
     splits: bool = False
     metric_tags: Mapping[str, str] = field(default_factory=dict)
     most_open: int = 0
+    decoupled: bool = False
+    for_triton: bool = False
     keeps_responses: bool = False
 
 
@@ -153,6 +157,7 @@ def model_source(
         cuda_graphs=config.optimization.cuda.graphs,
         decoupled=config.model_transaction_policy.decoupled,
         calls=called_models(config),
+        config=config_json(config) if backend_name(config) == "python" else "",
     )
 
 
@@ -164,6 +169,8 @@ def plan(
     execution_limit_ns: int = 0,
     confirmed_rows: int = 0,
     initial_data: InitialData | None = None,
+    *,
+    for_triton: bool = False,
 ) -> ServingPlan:
     """Join `config` with `own`, what the model says about itself (whole dims, batch axis included).
 
@@ -171,7 +178,7 @@ def plan(
     all, `max_batch_rows` holds if there is one without `max_batch_size`, and `execution_limit_ns` if it sets no limit.
     A model that always takes the same number of rows above 1 is served by rows if `max_batch_size` is that number, or
     left open and `confirmed_rows`, what a trial has confirmed, is; but not with steps of sequences. `initial_data` is
-    what was read for their initial states.
+    what was read for their initial states. `for_triton`: its code is written for Triton's Python backend.
     Raises ConfigError if the two contradict each other, naming tensor, expected and got.
     """
     default_rows = defaults.max_batch_rows if defaults else max_batch_rows
@@ -194,12 +201,16 @@ def plan(
     own_set = own_settings(config)
     splits = own_set.split_oversized
     _check_rows(spec, policy, splits)
+    decoupled = config.model_transaction_policy.decoupled
     most_open = 0
-    if config.model_transaction_policy.decoupled:
-        check_decoupled(config, spec, policy)
+    if decoupled or for_triton:
+        check_requests(config, spec, policy, for_triton=for_triton)
+        most_open = own_set.max_open_requests if decoupled else MANY
+    if decoupled:
         # What was answered can't be taken back, so nothing runs again.
-        policy, most_open = replace(policy, isolate_failures=False), own_set.max_open_requests
-    return ServingPlan(spec, max_rows, policy, splits, _metric_tags(config), most_open, config.response_cache.enable)
+        policy = replace(policy, isolate_failures=False)
+    tags, keeps = _metric_tags(config), config.response_cache.enable
+    return ServingPlan(spec, max_rows, policy, splits, tags, most_open, decoupled, for_triton, keeps)
 
 
 def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""The requests of a decoupled model that haven't ended, and handing them to its instances.
+"""The requests of a model that gets them one by one which haven't ended, and handing them to its instances.
 
 Lives here: how many there are, waiting until there are none, and what stands between the batcher and such an instance.
 Must not: answers, which are made in `server.requests.decoupled`.
@@ -12,15 +12,17 @@ from dataclasses import replace
 from typing import cast
 
 from paceline.backends.base import Execution, ModelInstance
-from paceline.backends.open_request import AnswersOpenly, OpenRequest
-from paceline.backends.spec import Tensors
+from paceline.backends.open_request import AGAIN, ELSEWHERE, AnswersOpenly, OpenRequest
+from paceline.backends.spec import ModelSpec, Tensors
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import BatcherClosed, QueueFull
 from paceline.scheduler.request import AnyRequest
-from paceline.scheduler.runner import ANSWERED_ELSEWHERE
+from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NO_ANSWER
+from paceline.scheduler.sequence import AnySequence
 from paceline.server.memory.reading import ExecuteInputs, reading_open
+from paceline.server.models.steps import StepMaker
 
-__all__ = ["OpenRequests", "handing_over"]
+__all__ = ["OpenRequests", "OpenStepMaker", "handing_over"]
 
 
 class OpenRequests:
@@ -65,7 +67,23 @@ def handing_over(instance: ModelInstance) -> ExecuteInputs:
 
     def hand_over(requests: Sequence[OpenRequest], padded_rows: int) -> Execution:
         done = execute(requests)
-        results = [one if isinstance(one, Exception) else ANSWERED_ELSEWHERE for one in done.results]
+        results = [_NO_RESULT.get(id(one), one) for one in done.results]
         return replace(done, results=cast("Sequence[Tensors | Exception]", results))
 
     return cast("ExecuteInputs", hand_over)  # it gets what `server.requests.decoupled` has made of the inputs
+
+
+_NO_RESULT = {id(ELSEWHERE): ANSWERED_ELSEWHERE, id(AGAIN): NO_ANSWER}
+
+
+class OpenStepMaker:
+    """Makes the steps of sequences that are requests of a model that answers openly and serves `spec`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._make = StepMaker(spec)
+
+    def __call__(self, request: AnyRequest, sequence: AnySequence) -> None:
+        opened = request.payload
+        request.payload = opened.own_inputs
+        opened.inputs = self._make(request, sequence).inputs
+        request.payload = opened

@@ -29,6 +29,7 @@ from paceline.scheduler.observer import Observer
 from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.sequence import AnySequence, Over
 from paceline.scheduler.sequence_batcher import SequenceBatcher
+from paceline.scheduler.sequence_batcher import StepMaker as MakeStep
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.bounded_pool import BoundedPool
 from paceline.server.codec.adapting_codec import codec_for
@@ -46,7 +47,7 @@ from paceline.server.models.device_states import (
 from paceline.server.models.instances import Instances, Runner
 from paceline.server.models.kept_responses import KeptResponses
 from paceline.server.models.loader import LoadedVersion
-from paceline.server.models.open_requests import OpenRequests, handing_over
+from paceline.server.models.open_requests import OpenRequests, OpenStepMaker, handing_over
 from paceline.server.models.pipeline import Pipeline
 from paceline.server.models.steps import StepMaker, executing_steps, shown_id
 from paceline.server.telemetry.metrics import Metrics, VersionMetrics
@@ -95,7 +96,10 @@ class ServedModel:
         self.platform = loaded.opened.platform
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)
-        # Of a model that answers a request as often as it likes; None for all others.
+        # Whether a request may have any number of answers.
+        self.decoupled = loaded.plan.decoupled
+        self.for_triton = loaded.plan.for_triton
+        # Of a model that gets requests one by one; None for all others.
         self.open_requests = OpenRequests(loaded.plan.most_open) if loaded.plan.most_open else None
         # Whether outputs are written to GPUs' memory on the instances' threads.
         self.writes_outputs = self.spec.executed.by_rows and self.open_requests is None
@@ -147,7 +151,9 @@ class ServedModel:
             observer = tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
         batcher: Callable[..., AnyBatcher] = Batcher
         if self.spec.sequence is not None:
-            make_step = StepMaker(self.spec) if not self.remote else _pass_on
+            make_step: MakeStep = StepMaker(self.spec) if not self.remote else _pass_on
+            if self.open_requests is not None:
+                make_step = OpenStepMaker(self.spec)
             batcher = partial(
                 SequenceBatcher,
                 self.name,

@@ -1,4 +1,5 @@
-"""Requests of decoupled models, which are answered as often as the model likes, also after the batch that they were in.
+"""Requests of models that get them one by one, which they may answer after the batch that they were in, and if they are
+decoupled, as often as they like.
 
 Lives here: their way from the batcher to their ends: answers are taken over from the instances' threads, made, and
 handed to the caller's stream. Must not: write them, or know how a model is reached. The rules: a request ends once,
@@ -16,18 +17,19 @@ from contextlib import suppress
 from time import monotonic_ns
 from typing import cast
 
-from paceline.backends.errors import ExecutionError
+from paceline.backends.errors import ExecutionError, ModelRefused
 from paceline.backends.open_request import Answer, Channel, OpenRequest
 from paceline.backends.spec import Array, Tensors
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import DeadlineExceeded, ExecutionFailed, QueueFull, SchedulerError
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import NEVER
-from paceline.scheduler.request import BatchFacts
+from paceline.scheduler.request import BatchFacts, OnAnswers
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions, is_reserved, of_those_there
+from paceline.server.codec.steps import step_in
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight
@@ -70,29 +72,47 @@ class Decoupled:
         self._looks_soon = False
         self._loop: asyncio.AbstractEventLoop
 
-    def submit(self, flight: InFlight) -> SchedulerError | None:
-        """Hand a request that was read to its model's batcher. Returns why it is refused."""
+    def submit(self, flights: Sequence[InFlight]) -> Sequence[SchedulerError | None]:
+        """Hand requests that were read together to their model's batcher. Returns as `Batcher.submit`."""
         self._loop = asyncio.get_running_loop()
-        model = flight.model
-        try:
-            model.open_requests.add(flight)
-        except QueueFull as error:
-            model.statistics.on_drop(Drop.FULL_REQUESTS)
-            return error
-        opened = flight.payload = _Opened(self, flight)
-        if model.pipeline is not None:
-            flight.payload = self._pipelines.run_of(flight, opened.inputs, opened)
-        # Each has arrays of its own, so requests of any shapes share a batch.
-        flight.key, flight.on_answers = (), self._on_ended
-        flight.on_open()
-        for refusal in model.batcher.submit([flight]):
+        model: ServedModel = flights[0].model
+        assert model.open_requests is not None
+        refused: dict[InFlight, SchedulerError] = {}
+        timed: list[_Opened] = []
+        for flight in flights:
+            try:
+                model.open_requests.add(flight)
+            except QueueFull as error:
+                model.statistics.on_drop(Drop.FULL_REQUESTS)
+                refused[flight] = error
+                continue
+            opened = flight.payload = _Opened(self, flight)
+            opened.on_ended, flight.on_answers = flight.on_answers, self._on_ended
+            if model.pipeline is not None:
+                flight.payload = self._pipelines.run_of(flight, opened.inputs, opened)
+            if not model.for_triton:
+                # Each has arrays of its own, so requests of any shapes share a batch. Models written for Triton may
+                # join them themselves.
+                flight.key = ()
+            if model.decoupled:
+                flight.on_open()
+                timed.append(opened)
+        taken = [flight for flight in flights if flight not in refused] if refused else flights
+        for flight, refusal in zip(taken, model.batcher.submit(taken) if taken else (), strict=False):
             if refusal is not None:
                 model.open_requests.discard(flight)
-                return cast("SchedulerError", refusal)
-        if flight.deadline_ns < NEVER:
+                refused[flight] = refusal
+        for opened in timed:
+            if opened.flight not in refused:
+                self._start_timer(opened)
+        return [refused.get(flight) for flight in flights] if refused else ()
+
+    def _start_timer(self, opened: _Opened) -> None:
+        """End a request in time that may be answered for ever, even if its caller doesn't."""
+        flight = opened.flight
+        if flight.deadline_ns < NEVER and not flight.ended:
             left_s = max(0, flight.deadline_ns - monotonic_ns()) / 1e9
             opened.timer = self._loop.call_later(left_s, self._on_late, flight)
-        return None
 
     # hot path: on any thread
     def hear(self, opened: _Opened, answer: Answer, *, last: bool) -> None:
@@ -127,8 +147,10 @@ class Decoupled:
         """An error, or what ends the request."""
         flight = opened.flight
         if isinstance(answer, ExecutionError):
-            failed = ExecutionFailed(str(answer))
-            failed.__cause__ = answer
+            failed: Exception = answer
+            if not isinstance(answer, ModelRefused):
+                failed = ExecutionFailed(str(answer))
+                failed.__cause__ = answer
             opened.count_answer(failed)
             if last:
                 flight.fail(failed)
@@ -164,8 +186,14 @@ class Decoupled:
         silent: list[InFlight] = []
         others: list[InFlight] = []
         for flight in flights:
-            cast("OpenedRequest", flight.payload).let_go()
+            opened = cast("OpenedRequest", flight.payload)
+            if isinstance(opened, _Opened):
+                flight.payload = opened.own_inputs
+            opened.let_go()
             flight.model.open_requests.discard(flight)
+            if isinstance(opened, _Opened) and opened.on_ended not in (None, self._conclude):
+                opened.on_ended([flight])
+                continue
             (silent if flight.answered and flight.value is _NO_OUTPUTS else others).append(flight)
         if others:
             self._conclude(others)
@@ -179,7 +207,10 @@ class Decoupled:
 class _Opened(OpenRequest):
     """A request in flight, as instances see it. `timer` is for its deadline."""
 
-    __slots__ = ("_answered_ns", "_answers", "_decoupled", "_unsaid", "_unsaid_bytes", "flight", "timer")
+    __slots__ = (
+        "_answered_ns", "_answers", "_decoupled", "_unsaid", "_unsaid_bytes",
+        "flight", "on_ended", "own_inputs", "timer",
+    )  # fmt: skip
 
     def __init__(self, decoupled: Decoupled, flight: InFlight) -> None:
         message, options = flight.message, flight.options
@@ -190,10 +221,16 @@ class _Opened(OpenRequest):
             if (kind := value.WhichOneof("parameter_choice")) is not None and not is_reserved(key)
         }
         # Those that lie in clients' shared memory are read before the model gets it.
-        super().__init__(cast("Tensors", flight.payload), options.outputs, message.id, parameters)
+        self.own_inputs = cast("Tensors", flight.payload)
+        super().__init__(self.own_inputs, options.outputs, message.id, parameters)
+        if flight.model.for_triton:
+            step = flight.step or step_in(message)
+            self.step = None if step is None else (*step,)
+            self.timeout_us = flight.timeout_ns // 1_000
         self._decoupled = decoupled
         self.flight = flight
         self.timer: asyncio.TimerHandle | None = None
+        self.on_ended: OnAnswers | None = None
         self._unsaid = self._unsaid_bytes = 0
         self._answers = 0
         self._answered_ns = flight.arrived_ns
@@ -217,6 +254,8 @@ class _Opened(OpenRequest):
 
     def count_answer(self, error: Exception | None, *, empty: bool = False) -> None:
         """The request has another answer, or only its end."""
+        if not self.flight.model.decoupled:
+            return
         totals, now_ns = self.flight.model.statistics.answers_of(self._answers), monotonic_ns()
         kind = totals.failed if error is not None else totals.empty if empty else totals.succeeded
         kind.add(now_ns - self._answered_ns)
@@ -227,13 +266,13 @@ class _Opened(OpenRequest):
 
     def let_go(self) -> None:
         """The request has ended."""
-        if self.flight.cancelled() and self._number:
+        if self.flight.model.decoupled and self.flight.cancelled() and self._number:
             statistics = self.flight.model.statistics
             statistics.answers_of(self._answers).cancelled.add(monotonic_ns() - self._answered_ns)
         if self.timer is not None:
             self.timer.cancel()
         self.cancel()
-        self.inputs = ()
+        self.inputs = self.own_inputs = ()
 
 
 class _NextAnswer:

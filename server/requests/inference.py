@@ -112,11 +112,11 @@ class Inference:
                 continue
             try:
                 model = first.model or self._look_up(first)
-                if model.open_requests is not None and not first.takes_more:
+                if model.decoupled and not first.takes_more:
                     raise NotSupported(_ONE_ANSWER)
                 # What else they take along to another server may keep them apart.
                 passed_on = passed_on_by(first.message, first.passed) if model.remote else NOTHING_PASSED_ON
-                alone = model.remote or model.open_requests is not None or place < alone_until
+                alone = model.remote or model.decoupled or place < alone_until
                 more = () if alone else map(_MESSAGE, islice(flights, place + 1, None))
                 group = model.codec.read(first.message, more)
                 together = flights[place : place + len(group.inputs)]
@@ -183,7 +183,7 @@ class Inference:
         """Have `flights` executed, of one group, in which all is set. Returns as `Batcher.submit`."""
         model: ServedModel = flights[0].model
         if model.open_requests is not None:
-            return [self._decoupled.submit(flight) for flight in flights]
+            return self._decoupled.submit(flights)
         if model.pipeline is not None:
             for flight in flights:
                 flight.payload = self._pipelines.run_of(flight, cast("Inputs", flight.payload))

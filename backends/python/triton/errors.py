@@ -1,0 +1,66 @@
+"""Errors of Triton's Python backend: what models raise, and what they answer with.
+
+Lives here: codes, and the statuses that callers get for them. Must not: anything else.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+__all__ = ["TritonError", "TritonModelException", "error_kind"]
+
+
+class TritonModelException(Exception):
+    """Something that the model did, or asked for, can't be."""
+
+
+class _Code(IntEnum):
+    UNKNOWN = 0
+    INTERNAL = 1
+    NOT_FOUND = 2
+    INVALID_ARG = 3
+    UNAVAILABLE = 4
+    UNSUPPORTED = 5
+    ALREADY_EXISTS = 6
+    CANCELLED = 7
+
+
+_STATUSES = {_Code.INVALID_ARG: "INVALID_ARGUMENT", _Code.UNSUPPORTED: "UNIMPLEMENTED"}
+"""Those of gRPC that have other names."""
+
+
+class TritonError:
+    """An error in place of an answer."""
+
+    UNKNOWN = _Code.UNKNOWN
+    INTERNAL = _Code.INTERNAL
+    NOT_FOUND = _Code.NOT_FOUND
+    INVALID_ARG = _Code.INVALID_ARG
+    UNAVAILABLE = _Code.UNAVAILABLE
+    UNSUPPORTED = _Code.UNSUPPORTED
+    ALREADY_EXISTS = _Code.ALREADY_EXISTS
+    CANCELLED = _Code.CANCELLED
+
+    __slots__ = ("_code", "_message")
+
+    def __init__(self, message: str, code: Any = _Code.INTERNAL) -> None:
+        if not isinstance(message, str):
+            raise TypeError(f"TritonError: expected a message, got {type(message).__name__}")
+        self._message = message
+        self._code = _Code(code)
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+    def __str__(self) -> str:
+        return self._message
+
+
+def error_kind(error: TritonError) -> tuple[str, str]:
+    """The name of the server's class for `error`, and of gRPC's status."""
+    code = _Code(error.code())
+    return "ModelRefused", _STATUSES.get(code, code.name)
