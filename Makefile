@@ -6,7 +6,9 @@ VENV   := .venv
 ENV    ?=
 BIN    := $(or $(ENV),$(VENV))/bin
 READY  := $(if $(ENV),,$(VENV)/ready)
-# Where `make demo` looks for files to classify; empty: the virtual environment itself.
+# Which of the examples `make demo` runs: magika or embedding.
+EXAMPLE ?= magika
+# Where the demo of magika looks for files to classify; empty: the virtual environment itself.
 FOLDER ?=
 # Passed on to pytest and to the benchmark: make test ARGS='-k batcher'
 ARGS   ?=
@@ -35,13 +37,13 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-rivals dist lock witness witness-kserve fuzz mutants proofs clean
+.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-rivals dist lock witness witness-kserve fuzz mutants proofs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-demo: $(READY) ## serve a real model, classify files with many concurrent clients, check every answer
-	$(BIN)/python -m examples.magika.demo $(FOLDER)
+demo: $(READY) ## serve a real model, ask it with many concurrent clients, check every answer: make demo EXAMPLE=embedding
+	$(BIN)/python -m examples.$(EXAMPLE).demo $(FOLDER)
 
 serve: $(READY) ## serve the demo's model repository on port 8001 until stopped
 	$(BIN)/python -m examples.magika.build models
@@ -95,6 +97,9 @@ bench-sequences: $(READY) .witness/silero_vad.onnx ## measure sequences: a voice
 	    || echo "no voice detector: what needs it will skip"
 	rm -rf $(@D)/silero
 
+bench-pipelines: $(READY) ## measure pipelines: text in and embedding out over its encoder alone, three models that do nothing over one
+	$(BIN)/python -m bench.pipelines $(ARGS)
+
 bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures (1.4 GB)
 .bench/rivals/%/installed: bench/rivals/%.txt
 	$(PYTHON) -m venv --clear $(@D)
@@ -105,7 +110,7 @@ lock: ## regenerate requirements.lock, the image's locks and the site's
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet uv
 	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-	    --no-annotate --no-header --override requirements.overrides --extra bench --extra dev --extra demo --extra otel pyproject.toml -o requirements.lock
+	    --no-annotate --no-header --override requirements.overrides --excludes requirements.excludes --extra bench --extra dev --extra demo --extra otel pyproject.toml -o requirements.lock
 	$(LOCK_IMAGE) --override deploy/container/cpu.overrides --no-emit-package onnxruntime-gpu \
 	    --extra otel pyproject.toml deploy/container/cpu.in -o deploy/container/cpu.lock
 	$(LOCK_IMAGE) --extra cuda --extra otel pyproject.toml -o deploy/container/cuda.lock
@@ -114,7 +119,7 @@ lock: ## regenerate requirements.lock, the image's locks and the site's
 	    --no-annotate --no-header docs/site.in -o docs/site.lock
 	rm -rf .venv-lock
 
-witness: $(READY) .witness/silero_vad.onnx ## install third-party programs that tests use: buf, grpc-js, perf_analyzer, promtool, faketime, hadolint, kubectl, a voice detector, the image's environment
+witness: $(READY) .witness/silero_vad.onnx ## install third-party programs that tests use: buf, grpc-js, perf_analyzer, promtool, faketime, hadolint, kubectl, a voice detector, an encoder of texts, the image's environment
 	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0 || echo "no buf: its tests will skip"
 	npm ci --ignore-scripts --no-audit --no-fund --prefix examples/node \
 	    || { rm -rf examples/node/node_modules; echo "no @grpc/grpc-js: its tests will skip"; }
@@ -122,6 +127,7 @@ witness: $(READY) .witness/silero_vad.onnx ## install third-party programs that 
 	    || { rm -rf .witness/container; echo "no build of the image: its tests will skip"; }
 	tests/deploy/programs.sh .witness/deploy $(BIN)/python || echo "no hadolint, no kubectl: their tests will skip"
 	tests/conformance/perf_analyzer.sh .witness/perf_analyzer $(BIN)/python || echo "no perf_analyzer: its tests will skip"
+	$(BIN)/python -m examples.embedding.build .witness/embedding || echo "no encoder of texts: its tests will skip"
 	tests/from_debian.sh .witness prometheus usr/bin/promtool || echo "no promtool: its tests will skip"
 	tests/from_debian.sh .witness libfaketime 'usr/lib/*/faketime/libfaketimeMT.so.1' || echo "no faketime: its tests will skip"
 

@@ -9,28 +9,23 @@ is compared, file by file, with the answer of the package magika. The last line 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import subprocess
 import sys
 import sysconfig
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 from magika import Magika
-from prometheus_client.parser import text_string_to_metric_families
 
 from examples.magika.build import build
 from examples.magika.features import features
+from examples.serving import CLIENTS, batch_sizes, clients, serving, show_batches
 from paceline.clients import AsyncInferenceClient
 
 REPOSITORY = Path("models")
-CLIENTS = 64
 MAX_FILES = 256
 FILES_PER_KIND = 12
 SHOWN_LABELS = 8
@@ -64,25 +59,6 @@ def pick_files(folder: Path) -> list[Path]:
     return picked[:MAX_FILES]
 
 
-@contextlib.contextmanager
-def serving(repository: Path) -> Iterator[tuple[int, int]]:
-    """A server process on free ports of this machine; yields the ports, (gRPC, metrics)."""
-    grpc_port, metrics_port = free_port(), free_port()
-    command = [sys.executable, "-m", "paceline", "serve", str(repository), "--log-level", "warning"]
-    address = ["--grpc-address", "127.0.0.1", "--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port)]
-    process = subprocess.Popen([*command, *address])
-    try:
-        yield grpc_port, metrics_port
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 async def classify(grpc_port: int, paths: list[Path], labels: list[str], done: Callable[[int], None]) -> list[Verdict]:
     """One request per file, from `CLIENTS` clients at once. Calls `done` with 1 after each file."""
     waiting = iter(paths)
@@ -99,26 +75,6 @@ async def classify(grpc_port: int, paths: list[Path], labels: list[str], done: C
     async with clients(grpc_port) as many:
         await asyncio.gather(*(one_client(client) for client in many))
     return sorted(verdicts, key=lambda verdict: verdict.path)
-
-
-@contextlib.asynccontextmanager
-async def clients(grpc_port: int) -> AsyncIterator[list[AsyncInferenceClient]]:
-    async with contextlib.AsyncExitStack() as stack:
-        many = [await stack.enter_async_context(AsyncInferenceClient(f"127.0.0.1:{grpc_port}")) for _ in range(CLIENTS)]
-        await many[0].wait_ready(60)
-        yield many
-
-
-def batch_sizes(metrics_port: int) -> tuple[list[tuple[str, int]], float]:
-    """How many batches had up to how many rows, from the server's own metrics, and the mean number of rows per
-    batch."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as response:
-        families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
-    samples = [one for one in families["paceline_batch_rows"].samples if one.labels["model"] == "magika"]
-    below = [(sample.labels["le"], int(sample.value)) for sample in samples if sample.name.endswith("_bucket")]
-    counts = [(edge, count - before) for (edge, count), (_, before) in zip(below, [("", 0), *below], strict=False)]
-    values = {sample.name.rpartition("_")[2]: sample.value for sample in samples}
-    return [(edge, count) for edge, count in counts if count], values["sum"] / values["count"]
 
 
 def disagreements(verdicts: list[Verdict], done: Callable[[int], None]) -> list[str]:
@@ -141,9 +97,7 @@ def show(verdicts: list[Verdict], sizes: list[tuple[str, int]], mean: float) -> 
     labels = Counter(verdict.label for verdict in verdicts).most_common()
     print("files by label: " + ", ".join(f"{label} {count}" for label, count in labels[:SHOWN_LABELS]), end="")
     print(f", {len(labels) - SHOWN_LABELS} other labels" if len(labels) > SHOWN_LABELS else "")
-    print(f"batches that formed, {mean:.1f} rows in the mean:")
-    for edge, count in sizes:
-        print(f"  up to {float(edge):4.0f} rows: {count:4d}  {'#' * min(count, 60)}")
+    show_batches(sizes, mean)
 
 
 def main() -> None:
@@ -155,7 +109,7 @@ def main() -> None:
             began = time.perf_counter()
             verdicts = asyncio.run(classify(grpc_port, paths, labels, bar.update))
             took_s = time.perf_counter() - began
-        sizes, mean = batch_sizes(metrics_port)
+        sizes, mean = batch_sizes(metrics_port, "magika")
     with click.progressbar(length=len(verdicts), label="asking the package magika the same") as bar:
         wrong = disagreements(verdicts, bar.update)
     show(verdicts, sizes, mean)

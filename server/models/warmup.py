@@ -113,7 +113,8 @@ class WarmUp:
         """
         bounds = _Bounds(self._name, self._now_ns, supervise)
         if self._has_samples:
-            self.in_words = f"model_warmup: {', '.join(sample.name for sample, _ in self._samples)}"
+            names = ", ".join(sample.name for sample, _ in self._samples)
+            self.in_words = f"model_warmup: {names}" if names else "none, as each model_warmup has a batch_size of 0"
         for instance in instances:
             # Of a model written for Triton, nobody has promised that it takes more than its callers send.
             if not (self._has_samples or self._plan.for_triton):

