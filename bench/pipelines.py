@@ -1,0 +1,186 @@
+"""Pipelines: text in and embedding out over its encoder alone, and what a step costs that does nothing.
+
+Lives here: the loads, the ratios. Must not: assert. In each round all loads follow each other; every other round goes
+backwards.
+
+1. `text` (needs what `examples.embedding.build` downloads): 64 callers send the sentences of that example, one each.
+   `of_encoder`: embeddings per second, over what 64 callers get who send the same sentences as ready tokens to the
+   encoder alone.
+2. `identity`: three models in a row that return their input, 16 numbers, over one of them alone. `cpu_of_one`: CPU of
+   the server per request, with 64 callers; `wait_of_one`: the median latency of a single caller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.stats import spread
+from bench.steps import BenchError, run_module
+from bench.subjects import cpu_s
+from examples.embedding import build
+from examples.embedding.demo import SENTENCES
+from paceline.clients.messages import Inputs, infer_request
+from tests.ensembles import ensemble_config, write_ensemble
+from tests.harness import ServerProcess, write_identity
+
+__all__ = ["main", "measure_identity", "measure_text"]
+
+CALLERS = 64
+_PARTS = ("text", "identity")
+_STEPS = ("first", "second", "third")
+_SPARE_S = 120.0
+_RATIOS = ("of_encoder", "cpu_of_one", "wait_of_one", "rows_per_batch", "rows_per_batch_alone")
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def measure_text(repository: Path, rounds: int, seconds: float, report: Report) -> None:
+    """All rounds with the example's repository; each is reported. Raises BenchError."""
+    texts = SENTENCES.read_text(encoding="utf-8").splitlines()
+    args = ["--allow-python-models=true", "--model-control-mode=none"]
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name, ServerProcess(repository, args=args) as server:
+        pipeline = _files(Path(name), "embedding", [{"text": [[text]]} for text in texts])
+        encoder = _files(Path(name), "encoder", _tokens(repository, texts))
+
+        def load(requests: Sequence[Path]) -> tuple[float, float]:
+            before = _counted(server, "encoder")
+            told = _load(server, requests, CALLERS, seconds)
+            rows, executions = (new - old for new, old in zip(_counted(server, "encoder"), before, strict=True))
+            return told["requests_per_s"], rows / executions
+
+        for number in range(rounds):
+            found: dict[str, tuple[float, float]] = {}
+            for one in _turns((("pipeline", pipeline), ("encoder", encoder)), number):
+                found[one[0]] = load(one[1])
+            report(
+                {
+                    "part": "text",
+                    "pipeline_per_s": found["pipeline"][0],
+                    "encoder_per_s": found["encoder"][0],
+                    "of_encoder": found["pipeline"][0] / found["encoder"][0],
+                    "rows_per_batch": found["pipeline"][1],
+                    "rows_per_batch_alone": found["encoder"][1],
+                }
+            )
+
+
+def _tokens(repository: Path, texts: Sequence[str]) -> list[Inputs]:
+    from tokenizers import Tokenizer  # an extra
+
+    tokenizer = Tokenizer.from_file(str(repository / "tokenizer" / "1" / "tokenizer.json"))
+    tokenizer.no_padding()
+    columns = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
+    return [
+        {name: np.array([getattr(text, column)], np.int64) for name, column in columns.items()}
+        for text in tokenizer.encode_batch(list(texts))
+    ]
+
+
+def measure_identity(rounds: int, seconds: float, report: Report) -> None:
+    """All rounds with models that do nothing; each is reported. Raises BenchError."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
+        folder = Path(name)
+        for step in _STEPS:
+            write_identity(folder / "models", step, rows=CALLERS)
+        tensors = ["INPUT0", *(f"from_{step}" for step in _STEPS[:-1]), "OUTPUT0"]
+        steps = [
+            (step, {"INPUT0": taken}, {"OUTPUT0": made})
+            for step, (taken, made) in zip(_STEPS, pairwise(tensors), strict=True)
+        ]
+        config = ensemble_config(steps, {"INPUT0": "FP32 16"}, {"OUTPUT0": "FP32 16"}, rows=CALLERS)
+        write_ensemble(folder / "models", "chain", config)
+        row = {"INPUT0": np.ones((1, 16), np.float32)}
+        requests = {model: _files(folder, model, [row]) for model in ("chain", "first")}
+        with ServerProcess(folder / "models", args=["--model-control-mode=none"], fresh=True) as server:
+            for number in range(rounds):
+                found: dict[str, tuple[float, float]] = {}
+                for model in _turns(("chain", "first"), number):
+                    before_s = cpu_s(server.pid) or 0.0
+                    told = _load(server, requests[model], CALLERS, seconds)
+                    cpu_us = 1e6 * ((cpu_s(server.pid) or 0.0) - before_s) / told["answers_in_all"]
+                    found[model] = cpu_us, _load(server, requests[model], 1, seconds / 2)["p50_ms"]
+                (chain_us, chain_ms), (one_us, one_ms) = found["chain"], found["first"]
+                report(
+                    {
+                        "part": "identity",
+                        "chain_cpu_us": chain_us,
+                        "one_cpu_us": one_us,
+                        "chain_p50_ms": chain_ms,
+                        "one_p50_ms": one_ms,
+                        "cpu_of_one": chain_us / one_us,
+                        "wait_of_one": chain_ms / one_ms,
+                    }
+                )
+
+
+def _turns(loads: Sequence[Any], number: int) -> Sequence[Any]:
+    return loads[::-1] if number % 2 else loads
+
+
+def _files(folder: Path, model: str, inputs: Sequence[Inputs]) -> list[Path]:
+    """A request for each, ready for the wire."""
+    paths = []
+    for number, one in enumerate(inputs):
+        paths.append(folder / f"{model}-{number}")
+        paths[-1].write_bytes(infer_request(model, one).SerializeToString())
+    return paths
+
+
+def _load(server: ServerProcess, requests: Sequence[Path], callers: int, seconds: float) -> dict[str, Any]:
+    told = run_module(
+        *("load", server.target, *map(str, requests), "--clients", str(callers)),
+        *("--seconds", str(seconds), "--warmup", str(min(3.0, seconds))),
+        timeout_s=seconds + _SPARE_S,
+    )
+    if told["errors"] or not told["ok"]:
+        raise BenchError(f"{told['ok']} answers, errors {told['errors']}")
+    return told
+
+
+def _counted(server: ServerProcess, model: str) -> tuple[float, float]:
+    metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
+    return metrics[f"nv_inference_count{labels}"], metrics[f"nv_inference_exec_count{labels}"]
+
+
+def _table(rounds: Sequence[dict[str, Any]]) -> str:
+    lines = ["| | median | lowest | highest |", "|---|---|---|---|"]
+    for key in _RATIOS:
+        values = [one[key] for one in rounds if key in one]
+        if values:
+            found = spread(values)
+            lines.append(f"| {key} | {found.median:.3g} | {found.low:.3g} | {found.high:.3g} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.pipelines", description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="by default both")
+    parser.add_argument("--rounds", type=int, default=5, help="medians are reported (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="per load (default: %(default)s)")
+    got = parser.parse_args(arguments)
+    parts, rounds = got.parts or _PARTS, []
+
+    def report(found: dict[str, Any]) -> None:
+        rounds.append(found)
+        print(json.dumps(found), flush=True)
+
+    if "text" in parts:
+        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+            measure_text(build.build(Path(folder)), got.rounds, got.seconds, report)
+    if "identity" in parts:
+        measure_identity(got.rounds, got.seconds, report)
+    print(f"\n{_table(rounds)}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
