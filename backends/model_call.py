@@ -28,13 +28,14 @@ class ModelCall:
     """A request to version `version` of `model` ("": the latest), with `inputs` by name and the names of wanted
     `outputs` (none: all). It is to end within `timeout_ns` (0: not said). `takes_more`: it may be answered more than
     once. `caller` is what the server has told the process about itself; `executing`: the call belongs to what the
-    caller executes.
+    caller executes; `beside`: it was made by a thread of the model's own, which that may be waiting for.
     """
 
     __slots__ = (
         "_answers",
         "_on_cancel",
         "_on_read",
+        "beside",
         "caller",
         "cancelled",
         "executing",
@@ -64,6 +65,7 @@ class ModelCall:
         takes_more: bool = False,
         caller: Any = None,
         executing: bool = False,
+        beside: bool = False,
     ) -> None:
         self._answers = answers
         self._on_cancel: Callable[[], None] = _nothing
@@ -79,6 +81,7 @@ class ModelCall:
         self.takes_more = takes_more
         self.caller = caller
         self.executing = executing
+        self.beside = beside
         self.cancelled = False
 
     def taken_by(self, on_cancel: Callable[[], None], on_read: Callable[[int], None]) -> None:

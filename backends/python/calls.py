@@ -76,6 +76,7 @@ class Calls:
             takes_more=takes_more,
             caller=self.caller,
             executing=execution == executing != 0,
+            beside=execution == 0 != executing,
         )
         with self._lock:
             self._open[number] = call, execution

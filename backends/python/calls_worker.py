@@ -16,6 +16,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from paceline.backends.python.loaded_model import CallFailed, as_array
 from paceline.backends.python.messages import CALL, CALL_FAILED, CALL_OVER, CALL_READ
 from paceline.backends.spec import Array
@@ -295,8 +297,10 @@ def _outputs(answer: Outputs | CallFailed | None) -> Outputs:
 
 
 def _plain(name: str, value: Any) -> bool | int | float | str:
+    if isinstance(value, np.generic):
+        value = value.item()
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            return kind(value)  # subclasses, such as numpy's, can't be sent
+            return kind(value)  # subclasses can't be sent
     what = "expected a bool, a whole number, a float or a text"
     raise TypeError(f"parameter '{name}': {what}, got {type(value).__name__}")

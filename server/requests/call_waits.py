@@ -23,13 +23,14 @@ __all__ = ["CallWaits", "MadeCall"]
 
 class MadeCall(NamedTuple):
     """A call by an execution of `caller`, that of `made_for`, and the request that it is, to `model`. `refuse` ends it
-    with an error."""
+    with an error. `beside`: it isn't known whether the execution waits for it."""
 
     caller: Caller
     made_for: Sequence[AnyRequest]
     model: ServedModel
     flight: InnerRequest
     refuse: Callable[[], None]
+    beside: bool = False
 
 
 class _Wait(NamedTuple):
@@ -64,17 +65,19 @@ class CallWaits:
 
     def others(self, call: MadeCall) -> list[MadeCall]:
         """Calls of the same execution."""
-        return [one for one in self._of(call.caller.runner, call.made_for) if one is not call]
+        of_same = self._of(call.caller.runner, call.made_for, beside=False)
+        return [one for one in of_same if one is not call]
 
-    def is_stuck(self, call: MadeCall) -> bool:
-        """Whether it can't be answered before an execution has ended that waits for it."""
+    def is_stuck(self, call: MadeCall, *, beside: bool = False) -> bool:
+        """Whether it can't be answered before an execution has ended that waits for it. With `beside`, executions are
+        taken to wait for those calls, too."""
         # All executions that it depends on are stuck until something says that they can go on.
         wanted, waits = _wait(call), dict[AnyRunner, list[_Wait]]()
         unseen = [(call.model, runner) for runner in wanted.runners]
         while unseen:
             model, runner = unseen.pop()
             if runner not in waits:
-                made = self._of(runner, model.batcher.executing(runner))
+                made = self._of(runner, model.batcher.executing(runner), beside=beside)
                 waits[runner] = [_wait(one) for one in made]
                 unseen += [
                     (one.model, other) for one, wait in zip(made, waits[runner], strict=True) for other in wait.runners
@@ -84,9 +87,10 @@ class CallWaits:
             stuck -= free
         return not wanted.ends(stuck)
 
-    def _of(self, runner: AnyRunner, requests: Sequence[AnyRequest]) -> list[MadeCall]:
+    def _of(self, runner: AnyRunner, requests: Sequence[AnyRequest], *, beside: bool) -> list[MadeCall]:
         """The calls of the execution of `requests`; those of earlier ones aren't waited for any more."""
-        return [one for one in self._calls.get(runner, ()) if one.made_for is requests]
+        calls = (one for one in self._calls.get(runner, ()) if one.made_for is requests)
+        return [one for one in calls if beside or not one.beside]
 
 
 def _wait(call: MadeCall) -> _Wait:

@@ -38,6 +38,9 @@ __all__ = ["ModelCalls"]
 
 _log = logging.getLogger("paceline.server.calls")
 
+_PATIENCE_S = 10.0
+"""After this, a call by a thread of the model's own is looked at as one that an execution waits for. One that just
+begins may be answered when that execution ends, which it does by itself if it doesn't wait."""
 _MOST_UNSIGNED = 2**64 - 1
 _STUCK = (
     "model '{}' can't answer this call: all its instances wait, directly or through other models, for calls that wait "
@@ -106,12 +109,14 @@ class ModelCalls:
             parent=_parent_of(waiting),
             on_next=under_way.on_next if call.takes_more else None,
         )
-        if waiting:
-            made = under_way.made = MadeCall(call.caller, waiting, model, flight, under_way.refuse)
+        if made_for := waiting or (_executing(call) if call.beside else ()):
+            made = under_way.made = MadeCall(call.caller, made_for, model, flight, under_way.refuse, call.beside)
             self._waits.add(made)
-            if self._waits.is_stuck(made):
+            if not call.beside and self._waits.is_stuck(made):
                 under_way.refuse()
                 return
+            if call.beside:
+                under_way.patience = self._loop.call_later(_PATIENCE_S, self._on_long_wait, made)
         if deadline_ns < NEVER:
             left_s = max(0, deadline_ns - monotonic_ns()) / 1e9
             under_way.timer = self._loop.call_later(left_s, under_way.on_late)
@@ -122,6 +127,11 @@ class ModelCalls:
         self._inference.announce_to(model, flight)
         if call.cancelled:
             under_way.withdraw()
+
+    def _on_long_wait(self, made: MadeCall) -> None:
+        """A call that its execution may wait for hasn't ended for long. If that is why, nothing has changed since."""
+        if self._waits.is_stuck(made, beside=True):
+            made.refuse()
 
     def _on_end(self, made: MadeCall) -> None:
         """A call of an execution has ended; that may be all that the others have waited for."""
@@ -134,9 +144,9 @@ class ModelCalls:
 
 class _UnderWay:
     """A call whose request hasn't ended. `made`: by which execution, if by any; `on_end` is told when it has ended.
-    Everything on the event loop."""
+    `timer` is for its deadline, `patience` for what may wait for ever. Everything on the event loop."""
 
-    __slots__ = ("_call", "_inference", "_on_end", "_unread", "flight", "made", "timer")
+    __slots__ = ("_call", "_inference", "_on_end", "_unread", "flight", "made", "patience", "timer")
 
     def __init__(self, call: ModelCall, inference: Inference, on_end: Callable[[MadeCall], None]) -> None:
         self._call = call
@@ -147,6 +157,7 @@ class _UnderWay:
         self.flight: InnerRequest | None = None
         self.made: MadeCall | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self.patience: asyncio.TimerHandle | None = None
 
     def on_end(self, flight: InnerRequest) -> None:
         self._let_go()
@@ -189,8 +200,9 @@ class _UnderWay:
 
     def _let_go(self) -> None:
         self.flight = None
-        if self.timer is not None:
-            self.timer.cancel()
+        for timer in (self.timer, self.patience):
+            if timer is not None:
+                timer.cancel()
         made, self.made = self.made, None
         if made is not None:
             self._on_end(made)
@@ -223,8 +235,12 @@ def _fail(call: ModelCall, error: BaseException, *, last: bool = True) -> None:
 
 def _those_waiting(call: ModelCall) -> Sequence[InFlight]:
     """The requests that the call is made for, as far as is known."""
+    return _executing(call) if call.executing else ()
+
+
+def _executing(call: ModelCall) -> Sequence[InFlight]:
     caller: Caller | None = call.caller
-    return cast("Sequence[InFlight]", caller.executing()) if caller is not None and call.executing else ()
+    return cast("Sequence[InFlight]", caller.executing()) if caller is not None else ()
 
 
 def _parent_of(waiting: Sequence[InFlight]) -> TraceParent | None:

@@ -188,6 +188,27 @@ async def test_concurrent_calls_to_itself_end_all(tmp_path: Path) -> None:
         assert numbers(await started.infer(asking(again))) == [5] * 4
 
 
+async def test_thread_that_execute_waits_for_is_told_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.server.requests.model_calls._PATIENCE_S", 0.1)
+    again = """
+def call():
+    try:
+        models['m'].infer({'x': x, 'run': [[b'']]})
+    except models.CallFailed as error:
+        model.kept.append(error)
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+raise model.kept.pop()
+"""
+    async with served(tmp_path, ALONE, calls="m") as started:
+        status, text = await failure_of(started.infer(asking(again)))
+        assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "model 'm' can't answer this call" in text
+
+
 async def test_call_ends_with_the_deadline_of_its_caller(tmp_path: Path) -> None:
     echo = echo_model()
     async with echoing(tmp_path, echo) as started:
