@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -24,7 +24,7 @@ from paceline.server.models.layout import ModelFolder
 from paceline.server.models.loader import LoadedVersion, load_model
 from paceline.server.tuning import allowed_descriptors, free_descriptors, reserved_descriptors
 
-__all__ = ["Find", "LoadQueue", "always", "call_soon", "start_thread", "submit"]
+__all__ = ["Find", "LoadQueue", "Provide", "always", "call_soon", "start_thread", "submit"]
 
 _log = logging.getLogger("paceline.server.loading")
 
@@ -33,6 +33,10 @@ T = TypeVar("T")
 Find = Callable[[], AbstractContextManager[ModelFolder]]
 """Gives a model's folder as it is when the load's turn comes, for as long as the load lasts. Blocks. Raises ServerError
 if there is none."""
+
+
+Provide = Callable[[Sequence[str]], Awaitable[None]]
+"""Has models loaded that another one needs, unless they are there."""
 
 
 class LoadQueue:
@@ -75,22 +79,43 @@ class LoadQueue:
             raise TooFewDescriptors(allowed_descriptors(), left, kept)
 
     async def load(
-        self, name: str, find: Find, override: pb.ModelConfig | None, on_versions: Callable[[list[str]], None]
+        self,
+        name: str,
+        find: Find,
+        override: pb.ModelConfig | None,
+        on_versions: Callable[[list[str]], None],
+        provide: Provide,
     ) -> list[LoadedVersion]:
         """Load what `find` gives, with `override` instead of its configuration if there is one. `on_versions` is
-        called, on the event loop, with the versions that will be loaded. Raises whatever the load does, or RuntimeError
-        if no thread can be started."""
+        called, on the event loop, with the versions that will be loaded, and `provide` awaited with the names of models
+        that are to be there before, if it calls some. Raises whatever the load does, or RuntimeError if no thread can
+        be started."""
         loop = asyncio.get_running_loop()
 
         def tell_versions(versions: list[int]) -> None:
             loop.call_soon_threadsafe(on_versions, list(map(str, versions)))
+
+        async def provide_called(names: Sequence[str]) -> None:
+            self._free.release()  # those need the place of this load, which does nothing meanwhile
+            try:
+                await provide(names)
+            finally:
+                await self._free.acquire()
+
+        def await_called(names: Sequence[str]) -> None:
+            asyncio.run_coroutine_threadsafe(provide_called(names), loop).result()
 
         def load() -> list[LoadedVersion]:
             self.check_descriptors()
             try:
                 with find() as folder:
                     return load_model(
-                        folder, self._backend_of, self._defaults, override=override, tell_versions=tell_versions
+                        folder,
+                        self._backend_of,
+                        self._defaults,
+                        override=override,
+                        tell_versions=tell_versions,
+                        await_called=await_called,
                     )
             except LoadHangs as error:
                 self._note(error.ended)  # here, as whoever waits may have been cancelled

@@ -32,7 +32,7 @@ from paceline.backends.spec import ModelSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.codec.classification import Labels, read_labels
 from paceline.server.errors import ConfigError, LoadHangs
-from paceline.server.models.batch_policy import limit_of
+from paceline.server.models.batch_policy import called_models, limit_of
 from paceline.server.models.config_json import config_json, with_completed
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.effective_config import effective_config
@@ -122,11 +122,13 @@ def load_model(
     *,
     override: pb.ModelConfig | None = None,
     tell_versions: Callable[[list[int]], None] | None = None,
+    await_called: Callable[[Sequence[str]], None] | None = None,
 ) -> list[LoadedVersion]:
     """Load the versions of a model that its policy asks for: all of them, or an error and none.
 
     `override` replaces the folder's configuration. `tell_versions` is called, on this thread, with the versions that
-    will be loaded, as soon as they are known.
+    will be loaded, as soon as they are known; `await_called` with the models that its code calls, if it does, before
+    any of that runs.
 
     Blocks. Raises ConfigError or LoadError, or LoadHangs if an execution takes longer than allowed.
     """
@@ -139,6 +141,8 @@ def load_model(
         tell_versions(versions)
     if is_ensemble(config):
         return [_load_ensemble(folder, version, config) for version in versions]
+    if await_called is not None and (called := called_models(config)):
+        await_called(called)
     backend = backend_of(backend_name(config))
     configured = (override is not None or folder.config) and not says_only_padding(config)
     batching = None if configured else defaults.batching

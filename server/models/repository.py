@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from paceline.backends.errors import BackendError
 from paceline.backends.spec import Tensors
@@ -93,6 +94,8 @@ class Repository:
         self.served: dict[tuple[str, str], ServedModel] = {}
         """What requests find, by name and version as requests may write them; the version "" is the latest."""
         self._operations: set[asyncio.Task[None]] = set()
+        # By models that are being loaded, which one they wait for: calls of models may go round in circles.
+        self._waiting: dict[str, str] = {}
         self.leaving: dict[ServedModel, asyncio.Task[None]] = {}
         """Versions that accept no more requests and still execute some."""
         self._stopping = False
@@ -220,7 +223,11 @@ class Repository:
         await self._in_turn(
             name,
             lambda record: self._load(
-                record, lambda: self._loads.load(name, find, override, record.loading_versions), explicit=explicit
+                record,
+                lambda: self._loads.load(
+                    name, find, override, record.loading_versions, partial(self._provide_called, record.name)
+                ),
+                explicit=explicit,
             ),
         )
 
@@ -255,7 +262,14 @@ class Repository:
         self._stopping = True
         for task in self._operations:
             task.cancel()
-        await asyncio.gather(*map(_stop, self.models), *self.leaving.values())
+        left = self.models
+        while left:
+            # Those that need others first, as these have to answer them; in circles, all together.
+            needed = {name for one in left for name in one.needs if name != one.name}
+            first = [one for one in left if one.name not in needed] or left
+            await asyncio.gather(*map(_stop, first))
+            left = [one for one in left if one not in first]
+        await asyncio.gather(*self.leaving.values())
 
     def abandon(self) -> None:
         """Stop every model now."""
@@ -323,8 +337,7 @@ class Repository:
                 raise TooManyModels(record.name, self._max_models)
             loaded = await bring()
             self._ensembles.learn(record.name, loaded)
-            for need in self._ensembles.needs(record.name):
-                await self._provide(need)
+            await self._provide_all(record.name, self._ensembles.needs(record.name))
             models = self._started(self._ensembles.joined(loaded))
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
@@ -347,9 +360,32 @@ class Repository:
             was, now = ([model.version for model in some] for some in (before, models))
             _log.info("model '%s': versions %s replace versions %s", record.name, now, was)
 
+    async def _provide_all(self, name: str, needs: Sequence[str]) -> None:
+        """Have the models loaded that `name` needs, which is being loaded: an ensemble, or code that calls others."""
+        try:
+            for need in needs:
+                waits_for: str | None = need
+                while waits_for not in (name, None):
+                    waits_for = self._waiting.get(str(waits_for))
+                if waits_for is None:
+                    self._waiting[name] = need
+                    await self._provide(need)
+        finally:
+            self._waiting.pop(name, None)
+
+    async def _provide_called(self, name: str, calls: Sequence[str]) -> None:
+        """The same for a load that waits on a thread."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._operations.add(task)  # if the server stops, it is cancelled
+        try:
+            await self._provide_all(name, calls)
+        finally:
+            self._operations.discard(task)
+
     async def _provide(self, name: str) -> None:
-        """Have a model loaded that an ensemble needs, unless it serves or is being loaded; return when that has ended,
-        however. Ensembles wait for each other only along what they need, which has no circles."""
+        """Have a model loaded that another one needs, unless it serves or is being loaded; return when that has ended,
+        however."""
         record = self._records.get(name)
         if record is not None and record.operations:
             async with record.turn:
@@ -358,7 +394,7 @@ class Repository:
             try:
                 await self.load(name, self.find_needed(name), explicit=False)
             except ServerError as error:
-                _log.error("a model that an ensemble needs: %s", error)  # which then says what it lacks
+                _log.error("a model that another one needs: %s", error)  # which then says what it lacks
 
     async def _unload(self, record: ModelRecord[ServedModel]) -> None:
         self._ensembles.forget(record.name)

@@ -37,6 +37,7 @@ from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.open_codec import OpenCodec
 from paceline.server.memory.reading import ExecuteInputs, over_shared_memory
 from paceline.server.memory.regions import Regions
+from paceline.server.models.batch_policy import called_models
 from paceline.server.models.device_states import (
     are_lost,
     gpu_of,
@@ -89,6 +90,8 @@ class ServedModel:
         self._let_go = asyncio.Event()
         self.name = loaded.name
         self.version = str(loaded.version)
+        self.needs = (*(one.name for one in self._needed), *called_models(loaded.config))
+        """The names of models that its requests may need."""
         self.spec = loaded.plan.spec
         self.config = loaded.config
         self.load_ns = loaded.load_ns

@@ -1,9 +1,10 @@
 """Which executions wait for calls that can't be answered before they end: a model that calls itself while all its
-instances wait, or a cycle of several models.
+instances wait, or a cycle of several models, ensembles among them.
 
 Lives here: who waits for whom, and whether anything can go on. Must not: say so to anybody. The rule: an execution with
 calls under way is taken to wait for them, and goes on as soon as one of them is answered. What is found never changes
-by itself, so it is enough to look when a call begins, and when one of several has ended.
+by itself, so it is enough to look when a call begins, when one of several has ended, and when a step of a called
+ensemble begins.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class MadeCall(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """What a call waits for: the end of any of some executions, or of `all` of them; without any, for nothing that is
-    known here."""
+    """What a request waits for at `model`: the end of any of the executions of `runners`, or of `all` of them; without
+    any, for nothing that is known here."""
 
+    model: ServedModel
     runners: tuple[AnyRunner, ...]
     all: bool = False
 
@@ -63,6 +65,10 @@ class CallWaits:
             if not calls:
                 del self._calls[call.caller.runner]
 
+    @property
+    def of_ensembles(self) -> list[MadeCall]:
+        return [one for calls in self._calls.values() for one in calls if one.model.pipeline is not None]
+
     def others(self, call: MadeCall) -> list[MadeCall]:
         """Calls of the same execution."""
         of_same = self._of(call.caller.runner, call.made_for, beside=False)
@@ -72,20 +78,25 @@ class CallWaits:
         """Whether it can't be answered before an execution has ended that waits for it. With `beside`, executions are
         taken to wait for those calls, too."""
         # All executions that it depends on are stuck until something says that they can go on.
-        wanted, waits = _wait(call), dict[AnyRunner, list[_Wait]]()
-        unseen = [(call.model, runner) for runner in wanted.runners]
+        wanted, waits = _wait(call.model, call.flight), dict[AnyRunner, list[_Wait]]()
+        unseen = [wanted]
         while unseen:
-            model, runner = unseen.pop()
-            if runner not in waits:
-                made = self._of(runner, model.batcher.executing(runner), beside=beside)
-                waits[runner] = [_wait(one) for one in made]
-                unseen += [
-                    (one.model, other) for one, wait in zip(made, waits[runner], strict=True) for other in wait.runners
-                ]
+            wait = unseen.pop()
+            for runner in wait.runners:
+                if runner not in waits:
+                    waits[runner] = self._waits_of(wait.model, runner, beside=beside)
+                    unseen += waits[runner]
         stuck = {*waits}
         while free := {one for one in stuck if not waits[one] or any(wait.ends(stuck) for wait in waits[one])}:
             stuck -= free
         return not wanted.ends(stuck)
+
+    def _waits_of(self, model: ServedModel, runner: AnyRunner, *, beside: bool) -> list[_Wait]:
+        """What the execution of `runner` waits for: its calls or, of an ensemble, its steps."""
+        requests = model.batcher.executing(runner)
+        if model.pipeline is not None:
+            return [_wait(step.model, step) for one in requests for step in one.payload.under_way]
+        return [_wait(one.model, one.flight) for one in self._of(runner, requests, beside=beside)]
 
     def _of(self, runner: AnyRunner, requests: Sequence[AnyRequest], *, beside: bool) -> list[MadeCall]:
         """The calls of the execution of `requests`; those of earlier ones aren't waited for any more."""
@@ -93,16 +104,15 @@ class CallWaits:
         return [one for one in calls if beside or not one.beside]
 
 
-def _wait(call: MadeCall) -> _Wait:
-    """What the call waits for now."""
-    model, flight = call.model, call.flight
+def _wait(model: ServedModel, flight: InnerRequest) -> _Wait:
+    """What the request waits for now."""
     executions = {runner: model.batcher.executing(runner) for runner in model.instances.runners}
     for runner, requests in executions.items():
         if flight in requests or _precede(requests, flight):
-            return _Wait((runner,))
+            return _Wait(model, (runner,))
     if not all(executions.values()):
-        return _Wait(())  # an instance is idle, and about to take it
-    return _Wait((*executions,), all=model.batcher.policy.preserve_ordering)
+        return _Wait(model, ())  # an instance is idle, and about to take it
+    return _Wait(model, (*executions,), all=model.batcher.policy.preserve_ordering)
 
 
 def _precede(requests: Iterable[AnyRequest], flight: InnerRequest) -> bool:

@@ -70,8 +70,8 @@ class Inference:
         """Whether the `parent` of a request is used; if not, nobody needs to read it."""
         self.serving = self.ready = False
         self._refused = 0
-        self._pipelines = Pipelines(self.announce_to, self.give_up)
-        self._decoupled = Decoupled(self._on_done, self._on_end_of_answers, encode, self._pipelines)
+        self.pipelines = Pipelines(self.announce_to, self.give_up)
+        self._decoupled = Decoupled(self._on_done, self._on_end_of_answers, encode, self.pipelines)
         self._response_cache = ResponseCache(self._hand_over)
 
     # hot path: see bench/
@@ -186,7 +186,7 @@ class Inference:
             return self._decoupled.submit(flights)
         if model.pipeline is not None:
             for flight in flights:
-                flight.payload = self._pipelines.run_of(flight, cast("Inputs", flight.payload))
+                flight.payload = self.pipelines.run_of(flight, cast("Inputs", flight.payload))
         if 0 < model.max_batch_rows < flights[0].rows:
             join = model.codec.join if isinstance(model.codec, OpenCodec) else None
             assert isinstance(model.batcher, Batcher)  # steps of sequences have one row

@@ -112,6 +112,8 @@ class ModelCalls:
         if made_for := waiting or (_executing(call) if call.beside else ()):
             made = under_way.made = MadeCall(call.caller, made_for, model, flight, under_way.refuse, call.beside)
             self._waits.add(made)
+            if model.pipeline is not None:
+                self._inference.pipelines.on_step = self._on_step
             if not call.beside and self._waits.is_stuck(made):
                 under_way.refuse()
                 return
@@ -127,6 +129,19 @@ class ModelCalls:
         self._inference.announce_to(model, flight)
         if call.cancelled:
             under_way.withdraw()
+
+    def _on_step(self) -> None:
+        """An ensemble that somebody may have called has begun a step, and is in the middle of it."""
+        self._inference.pipelines.on_step = None
+        self._loop.call_soon(self._look_through)
+
+    def _look_through(self) -> None:
+        calls = self._waits.of_ensembles
+        if calls:
+            self._inference.pipelines.on_step = self._on_step
+        for made in calls:
+            if not made.beside and self._waits.is_stuck(made):
+                made.refuse()
 
     def _on_long_wait(self, made: MadeCall) -> None:
         """A call that its execution may wait for hasn't ended for long. If that is why, nothing has changed since."""
@@ -168,8 +183,8 @@ class _UnderWay:
         else:
             self._call.answer(None, last=True)
 
-    def on_next(self, flight: InnerRequest, answer: NextAnswer, error: Exception | None) -> None:
-        outputs = cast("AnswerInMaking", answer).outputs
+    def on_next(self, flight: InnerRequest, answer: AnswerInMaking, error: Exception | None) -> None:
+        outputs = answer.outputs
         self._unread.append((answer, sum(array.nbytes for array in outputs.values())))
         if error is not None:
             _fail(self._call, error, last=False)
@@ -245,8 +260,8 @@ def _executing(call: ModelCall) -> Sequence[InFlight]:
 
 def _parent_of(waiting: Sequence[InFlight]) -> TraceParent | None:
     """What traces of the call belong to: the first of the requests that is traced."""
-    spans = (one.trail.span for one in waiting if one.trail is not None)
-    return next((span.as_parent for span in spans if span is not None), None)
+    parents = (one.trail.as_parent for one in waiting if one.trail is not None)
+    return next((parent for parent in parents if parent is not None), None)
 
 
 def _named(model: ServedModel, inputs: Mapping[str, Array]) -> list[NamedArray]:

@@ -43,6 +43,8 @@ class Pipelines:
     def __init__(self, announce_to: AnnounceTo, give_up: Callable[[InFlight], None]) -> None:
         self.announce_to = announce_to
         self.give_up = give_up
+        self.on_step: Callable[[], object] | None = None
+        """Called after each step that was handed over, if somebody wants to know."""
         # By ensemble and sequence: what waits until the request before it has ended. Its steps may be executed side by
         # side with those of others, and models with sequences must see them in order.
         self._sequences: dict[tuple[ServedModel, int | str], deque[PipelineRun]] = {}
@@ -170,6 +172,11 @@ class PipelineRun:
         self._plan: Plan
         self._root: _Scope
 
+    @property
+    def under_way(self) -> tuple[InnerRequest, ...]:
+        """The steps that are executed now."""
+        return (*self._executing,)
+
     def begin(self, done: Done) -> None:
         self._began_ns = monotonic_ns()
         self._done = done
@@ -243,6 +250,8 @@ class PipelineRun:
         self._executing[request] = step, scope
         scope.executing += 1
         self._pipelines.announce_to(cast("ServedModel", model), request)
+        if self._pipelines.on_step is not None:
+            self._pipelines.on_step()
 
     def _on_end(self, request: InnerRequest) -> None:
         if self._done is None:

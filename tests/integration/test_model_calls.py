@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
@@ -188,6 +189,28 @@ async def test_concurrent_calls_to_itself_end_all(tmp_path: Path) -> None:
         assert numbers(await started.infer(asking(again))) == [5] * 4
 
 
+async def test_cycle_through_an_ensemble_is_told(tmp_path: Path) -> None:
+    back = TELL % "models['both'].infer({'run': [[b'']], 'x': x})"
+    (tmp_path / "both" / "1").mkdir(parents=True)
+    (tmp_path / "both" / "config.pbtxt").write_text("""
+platform: "ensemble" max_batch_size: 1
+input { name: "run" data_type: TYPE_STRING dims: [ 1 ] }
+input { name: "x" data_type: TYPE_FP32 dims: [ 16 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }
+ensemble_scheduling { step {
+  model_name: "m"
+  input_map { key: "run" value: "run" }
+  input_map { key: "x" value: "x" }
+  output_map { key: "y" value: "y" }
+} }
+""")
+    async with served(tmp_path, ALONE, calls="both") as started:
+        for model in ("m", "both"):
+            _, text = await failure_of(started.infer(asking(back, model=model)))
+            assert "ValueError: RESOURCE_EXHAUSTED: model 'both' can't answer this call" in text
+        assert numbers(await started.infer(asking("y += 1", model="both"))) == [1] * 4
+
+
 async def test_thread_that_execute_waits_for_is_told_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +278,21 @@ async def test_killed_process_leaves_nothing_in_the_called_model(tmp_path: Path)
         for model in ("m", "echo"):
             labels = f'model="{model}",version="1"'
             assert await started.metric("nv_inference_pending_request_count", labels) == 0
+
+
+async def test_stopping_server_answers_the_calls_of_accepted_requests(tmp_path: Path) -> None:
+    echo = echo_model()
+    async with echoing(tmp_path, echo) as started:
+        watch = health_pb2_grpc.HealthStub(started.channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        echo.gate.close()
+        call = asyncio.ensure_future(started.infer(asking(f"{ECHO}\n{ECHO}", 3)))
+        await asyncio.to_thread(echo.gate.wait_entered, 1)
+        stopping = asyncio.ensure_future(started.server.stop(20))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        echo.gate.open()
+        assert numbers(await call) == [3] * 4
+        assert await stopping
 
 
 async def test_called_model_may_be_unloaded_and_loaded_again(tmp_path: Path) -> None:
@@ -370,7 +408,7 @@ async def test_undeclared_model_is_refused_saying_how_to_declare_it(tmp_path: Pa
         assert 'parameters { key: "paceline.calls" value { string_value: "encoder" } }' in text
 
 
-async def test_load_may_call_what_serves(tmp_path: Path) -> None:
+async def test_called_models_are_loaded_before_who_calls_them(tmp_path: Path) -> None:
     source = """
 import numpy as np
 class Model:
@@ -382,9 +420,11 @@ class Model:
         return {"y": np.repeat(self.known, len(inputs["x"]), 0)}
 """
     models.write(models.mlp(), tmp_path / "encoder" / "1" / "model.onnx")
-    write_caller(tmp_path, calls="encoder", source=source)
-    async with serving(tmp_path, settings=explicit(tmp_path, allow_python_models=True)) as started:
-        await load(started, "encoder")
-        await load(started, "m")
+    write_caller(tmp_path, calls="encoder, b", source=source, name="a")
+    write_caller(tmp_path, calls="a, encoder", source=source, name="b")
+    settings = explicit(tmp_path, allow_python_models=True, model_load_thread_count=1)
+    async with serving(tmp_path, settings=settings) as started:
+        await load(started, "a")
         expected = numbers(await started.infer(infer("encoder", {"INPUT0": np.ones((1, 16), np.float32)})))
-        assert numbers(await started.infer(asking(""))) == expected
+        for model in ("a", "b"):
+            assert numbers(await started.infer(asking("", model=model))) == expected
