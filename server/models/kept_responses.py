@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from paceline.backends.batching import Outputs, Share
 from paceline.backends.spec import MISSING, Array, Tensors
 from paceline.scheduler.answering import Answers, OrderedAnswers
 from paceline.scheduler.errors import QueueFull
@@ -25,8 +26,9 @@ _ENTRY_BYTES, _ARRAY_BYTES = 512, 192
 
 
 class KeptResponses:
-    """The share of one load in `pool`. `answers` delivers those of all of its requests, whether they are executed or
-    not: in order of arrival, if the model `preserves_ordering`. `limits` are those of all queues."""
+    """The share of one load in `pool`. `by_rows`: each output has a row for each of the request. `answers` delivers
+    those of all of its requests, whether they are executed or not: in order of arrival, if the model
+    `preserves_ordering`. `limits` are those of all queues."""
 
     def __init__(
         self,
@@ -34,9 +36,11 @@ class KeptResponses:
         statistics: VersionStatistics,
         limits: SharedQueueLimits,
         *,
+        by_rows: bool = False,
         preserves_ordering: bool = False,
     ) -> None:
         self._pool = pool
+        self._by_rows = by_rows
         self._closed = False
         self.statistics = statistics
         self.limits = limits
@@ -57,7 +61,11 @@ class KeptResponses:
     # hot path
     def find(self, key: bytes) -> Tensors | None:
         """The outputs kept for `key`; nobody may write to them."""
-        return self._pool.find(self, key)
+        kept = self._pool.find(self, key)
+        if kept is None or not self._by_rows or any(array is MISSING for array in kept):
+            return kept
+        # Answers made of shares are made together.
+        return Share(Outputs(kept), 0, len(kept[0]))
 
     def keep(self, key: bytes, results: Tensors, wanted: Collection[int]) -> None:
         """Keep a copy of the outputs with the indices `wanted`, for `find`. Costs the copy, on the event loop, as

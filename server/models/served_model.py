@@ -124,6 +124,7 @@ class ServedModel:
                 response_pool,
                 self.statistics,
                 shared_limits or SharedQueueLimits(0, 0),
+                by_rows=self.spec.batched and self.spec.by_rows,
                 preserves_ordering=loaded.plan.policy.preserve_ordering,
             )
         self._partial: set[asyncio.Task[object] | asyncio.Future[None]] = set()

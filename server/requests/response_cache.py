@@ -62,25 +62,27 @@ class ResponseCache:
         """Take requests of one model that were read as one group. They end when they are answered, refused or
         cancelled; `on_answers` is called then, not before this returns."""
         responses: KeptResponses = flights[0].model.responses
-        looks: list[_Look] = []
+        led: list[_Execution] = []
         for flight in flights:
             responses.answers.expect(flight)
             flight.batcher = self
             began_ns = monotonic_ns()
             if not _is_cached(flight):
-                looks.append(_Look(flight, cast("Inputs", flight.payload), b"", 0))
+                led += self._wait_for_one(flight, cast("Inputs", flight.payload), b"", 0)
             elif flight.size_bytes <= _READ_AT_ONCE_BYTES:
                 try:
                     inputs, key = _read(*_asked(flight))
                 except Exception as error:  # noqa: BLE001 - the caller must get an answer
                     responses.answers.fail(flight, as_value(error))
                 else:
-                    looks.append(_Look(flight, inputs, key, monotonic_ns() - began_ns))
+                    led += self._look_up(flight, inputs, key, began_ns)
             elif (full := responses.enter(flight)) is not None:
                 responses.answers.drop(flight, FULL[full.what], full)
             else:
                 flight.model.in_parts(asyncio.ensure_future(self._read_elsewhere(flight, *_asked(flight))))
-        self._look_up(looks)
+        self._execute(led)
+        if len(led) < len(flights):
+            responses.answers.notify_soon()
 
     async def _read_elsewhere(
         self, flight: InFlight, inputs: Inputs, outputs: Sequence[int], message: AnyMessage
@@ -97,43 +99,38 @@ class ResponseCache:
         finally:
             responses.leave(flight)
         if not flight.ended:
-            self._look_up([_Look(flight, inputs, key, monotonic_ns() - began_ns)])
+            self._execute(self._look_up(flight, inputs, key, began_ns))
+            responses.answers.notify()
 
     # hot path
-    def _look_up(self, looks: Sequence[_Look]) -> None:
-        """Answer what is kept; the others wait for an execution, which may be under way."""
-        led: list[_Execution] = []
-        for look in looks:
-            flight = look.flight
-            responses: KeptResponses = flight.model.responses
-            began_ns = monotonic_ns()
-            kept = responses.find(look.key) if look.key else None
-            look = look._replace(look_ns=look.look_ns + monotonic_ns() - began_ns)
-            if kept is None:
-                led += self._wait_for_one(look)
-            else:
-                responses.statistics.cache_hit.add(look.look_ns)
-                responses.answers.succeed((flight,), (kept,))
-                responses.answers.notify_soon()
-        self._execute(led)
+    def _look_up(self, flight: InFlight, inputs: Inputs, key: bytes, began_ns: int) -> Sequence[_Execution]:
+        """Answer the request if its answer is kept, to be told of by `notify`; else, as `_wait_for_one`."""
+        responses: KeptResponses = flight.model.responses
+        kept = responses.find(key)
+        look_ns = monotonic_ns() - began_ns
+        if kept is None:
+            return self._wait_for_one(flight, inputs, key, look_ns)
+        responses.statistics.cache_hit.add(look_ns)
+        responses.answers.succeed((flight,), (kept,))
+        return ()
 
-    def _wait_for_one(self, look: _Look) -> list[_Execution]:
-        """Have a request wait for an execution. Returns it if it isn't under way."""
-        flight = look.flight
+    def _wait_for_one(self, flight: InFlight, inputs: Inputs, key: bytes, look_ns: int) -> Sequence[_Execution]:
+        """Have a request wait for an execution, which it took `look_ns` to find out. Returns it if it isn't under way.
+        Without a `key`, it shares none, and nothing of its answer is kept."""
         responses: KeptResponses = flight.model.responses
         # Those of other urgency would be held up, or preferred.
-        alike = (responses, look.key, flight.priority, flight.timeout_ns) if look.key else flight
+        alike = (responses, key, flight.priority, flight.timeout_ns) if key else flight
         execution = self._under_way.get(alike)
         if execution is None or execution.ended:
-            execution = self._under_way[alike] = _Execution(look, alike, self._on_done)
-            self._waits[flight] = _Wait(execution, look.look_ns)
+            execution = self._under_way[alike] = _Execution(flight, inputs, key, alike, self._on_done)
+            self._waits[flight] = _Wait(execution, look_ns)
             execution.waiting[flight] = None
-            if look.key:
-                responses.statistics.cache_miss.add(look.look_ns)
-            return [execution]
+            if key:
+                responses.statistics.cache_miss.add(look_ns)
+            return (execution,)
         if (full := responses.enter(flight)) is not None:
             responses.answers.drop(flight, FULL[full.what], full)
-            return []
+            return ()
         if execution.all_ended is None:
             execution.all_ended = asyncio.get_running_loop().create_future()
             flight.model.in_parts(execution.all_ended)
@@ -141,10 +138,10 @@ class ResponseCache:
         if flight.deadline_ns < execution.deadline_ns:
             left_s = max(0, flight.deadline_ns - monotonic_ns()) / 1e9
             timer = asyncio.get_running_loop().call_later(left_s, self._on_late, flight)
-        self._waits[flight] = _Wait(execution, look.look_ns, timer)
+        self._waits[flight] = _Wait(execution, look_ns, timer)
         execution.waiting[flight] = None
         flight.payload = ()  # the execution has equal ones
-        return []
+        return ()
 
     def _execute(self, executions: Sequence[_Execution]) -> None:
         """Have `executions`, of one group, executed."""
@@ -179,6 +176,7 @@ class ResponseCache:
                 responses.keep(execution.key_of_answer, execution.value, execution.options.outputs)
                 responses.statistics.cache_miss.ns += monotonic_ns() - began_ns
             execution.let_go()
+            execution.inputs = ()
 
     def _succeed(self, execution: _Execution) -> None:
         responses: KeptResponses = execution.model.responses
@@ -193,7 +191,7 @@ class ResponseCache:
     def _fail(self, execution: _Execution, error: BaseException) -> list[_Execution]:
         """Tell those whom `error` concerns; the others wait for another execution. Returns it if it isn't under way."""
         responses: KeptResponses = execution.model.responses
-        inputs = cast("Inputs", execution.payload)
+        inputs = execution.inputs
         waiting = self._end(execution)
         execution.let_go()
         own = status_of(error) is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -202,7 +200,7 @@ class ResponseCache:
             if flight is execution.leader:
                 self._tell(flight, error)
             elif own:
-                led += self._wait_for_one(_Look(flight, inputs, execution.key_of_answer, wait.look_ns))
+                led += self._wait_for_one(flight, inputs, execution.key_of_answer, wait.look_ns)
             else:
                 responses.statistics.cache_miss.add(wait.look_ns)
                 self._tell(flight, _twin(error))
@@ -254,32 +252,25 @@ class ResponseCache:
         return False
 
 
-class _Look(NamedTuple):
-    """A request with its inputs, none of them in clients' memory, and the key of its answer: empty if none is to be
-    kept. `look_ns` is what reading and looking took."""
-
-    flight: InFlight
-    inputs: Inputs
-    key: bytes
-    look_ns: int
-
-
 class _Execution(InFlight):
     """What is executed for the requests that are `waiting`, as the `leader` asks for it: the one that came first, which
     may have gone."""
 
-    __slots__ = ("alike", "all_ended", "key_of_answer", "leader", "waiting")
+    __slots__ = ("alike", "all_ended", "inputs", "key_of_answer", "leader", "waiting")
 
-    def __init__(self, look: _Look, alike: Hashable, on_done: OnAnswers) -> None:
-        leader = look.flight
+    def __init__(
+        self, leader: InFlight, inputs: Inputs, key_of_answer: bytes, alike: Hashable, on_done: OnAnswers
+    ) -> None:
         super().__init__(leader.message, leader.deadline_ns, leader.parent, leader.passed, leader.arrived_ns)
         self.alike = alike
-        self.key_of_answer = look.key
+        self.key_of_answer = key_of_answer
         self.leader = leader
         self.waiting: dict[InFlight, None] = {}
         self.all_ended: asyncio.Future[None] | None = None
         self.model, self.options, self.trail, self.tag = leader.model, leader.options, leader.trail, leader.tag
-        self.payload: Payload = look.inputs
+        # What is executed for them may be made of these.
+        self.inputs: Inputs = inputs
+        self.payload: Payload = inputs
         self.rows, self.key, self.sizes, self.size_bytes = leader.rows, leader.key, leader.sizes, leader.size_bytes
         self.priority, self.timeout_ns = leader.priority, leader.timeout_ns
         self.on_answers = on_done
@@ -297,6 +288,8 @@ class _Wait(NamedTuple):
 def _is_cached(flight: InFlight) -> bool:
     """Whether all its tensors are in the host's memory: the event loop doesn't wait for a GPU."""
     inputs = cast("Inputs", flight.payload)
+    if type(inputs) is Packed and not flight.targets:
+        return True
     regions = [span.region for span in flight.targets.values()]
     if type(inputs) is not Packed:
         regions += [one.region for one in inputs if isinstance(one, RegionTensor)]
@@ -320,7 +313,7 @@ def _read(inputs: Inputs, outputs: Sequence[int], message: AnyMessage) -> tuple[
             if not is_reserved(key)
         )
     step = step_of(message.parameters) if isinstance(message, ModelInferRequest) else message.step
-    asked = sorted(outputs), custom, step
+    asked = outputs, custom, step
     if type(inputs) is Packed:
         tensors = inputs.layout.tensors
         hashed = sha256(repr((asked, [(dtype.str, shape) for dtype, shape, _ in tensors])).encode())

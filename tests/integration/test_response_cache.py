@@ -12,10 +12,11 @@ import pytest
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import ControlMode
+from tests.ensembles import ensemble_config, write_ensemble
 from tests.integration.caching import CACHED, followed, held, until_hits, with_cache
 from tests.integration.regions import register
 from tests.integration.scripted import Script, mark_of, own, request, send, totals
-from tests.integration.serving import Served, failure_of, serving
+from tests.integration.serving import Served, failure_of, serving, write_model
 from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.shared_objects import add_shared_input, request_shared_output, shared_object
@@ -61,7 +62,7 @@ async def test_each_request_gets_the_outputs_that_it_asks_for(tmp_path: Path) ->
     one = np.ones((1, 1), np.float32)
     model = pair_model()
     async with serving(tmp_path, {"m": model}, config=CACHED, settings=with_cache(tmp_path)) as served:
-        for outputs in (["x"], [], ["y"], ["y", "x"], ["x"]):
+        for outputs in (["x"], [], ["y"], ["y", "x"], ["x", "y"], ["x"]):
             answer = await served.infer(infer("m", {"a": one}, outputs=outputs))
             found = {
                 output.name: np.frombuffer(raw, "<f4").tolist()
@@ -69,7 +70,7 @@ async def test_each_request_gets_the_outputs_that_it_asks_for(tmp_path: Path) ->
             }
             assert [*found] == (outputs or ["x", "y"])
             assert found == {name: [1 if name == "x" else -1] for name in found}
-        assert await hits_and_misses(served) == (2, 3)  # the order of outputs doesn't matter
+        assert await hits_and_misses(served) == (2, 4)
 
 
 async def test_equal_bytes_of_another_shape_are_another_request(tmp_path: Path) -> None:
@@ -257,3 +258,33 @@ async def test_kept_answer_does_not_overtake_where_order_is_kept(tmp_path: Path)
         assert [mark_of(answer) for answer in await asyncio.gather(*calls)] == [0, 1, 0]
     assert order == [0, 1, 0]
     assert script.seen == [[1], [0]]
+
+
+async def test_ensemble_is_kept_as_a_whole_until_a_step_is_replaced(tmp_path: Path) -> None:
+    first, second = Script(), Script()
+    models = {"first": first.model, "second": second.model}
+    write_model(tmp_path, "first", CACHED)
+    write_model(tmp_path, "second", "max_batch_size: 4")
+    steps = [("first", {"a": "in"}, {"x": "mid"}), ("second", {"a": "mid"}, {"x": "out"})]
+    write_ensemble(tmp_path, "m", ensemble_config(steps, rows=4, more="response_cache { enable: true }"))
+    settings = with_cache(tmp_path, model_control_mode=ControlMode.EXPLICIT, load_models=("m",))
+    async with serving(tmp_path, models, settings=settings) as served:
+        asked = infer("m", {"in": np.full((1, 2), 3, np.float32)})
+        second.errors[3] = ValueError("not now")
+        code, _ = await failure_of(served.infer(asked))
+        assert code is grpc.StatusCode.INTERNAL
+        second.errors.clear()
+        gate = second.hold(3)
+        calls = send(served, asked)
+        await asyncio.to_thread(gate.wait_entered, 1)
+        calls += await followed(served, asked)
+        calls[0].cancel()
+        await asyncio.wait(calls[:1])
+        gate.open()
+        assert mark_of(await calls[1]) == mark_of(await served.infer(asked)) == 3
+        assert await hits_and_misses(served) == (2, 2)
+        assert (first.seen, second.seen) == ([[3]], [[3], [3]])  # the first one has a cache of its own
+        models["second"] = MemoryModel(second.model.spec, lambda inputs: [inputs[0] + 1])
+        await served.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="second"), timeout=20)
+        await eventually_async(lambda: not served.server.repository.leaving, "the models replaced")
+        assert mark_of(await served.infer(asked)) == 4

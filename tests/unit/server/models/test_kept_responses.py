@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from paceline.backends.batching import shares
-from paceline.backends.spec import MISSING, Tensors
+from paceline.backends.spec import MISSING, ModelSpec, Tensors, TensorSpec
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.bounded_pool import BoundedPool
+from paceline.server.codec.answers import Envelope
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions
 from paceline.server.models.kept_responses import KeptResponses
 from paceline.server.telemetry.model_statistics import VersionStatistics
 
@@ -33,19 +37,29 @@ def test_kept_outputs_are_copies_of_a_share() -> None:
     assert pool.used_bytes < 6_000
 
 
-def test_entries_take_no_more_memory_than_they_count() -> None:
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_entries_take_no_more_memory_than_they_count(outputs: int) -> None:
     pool = BoundedPool[Tensors](10**8)
-    responses = kept_in(pool)
-    texts = [np.array([[str(number).encode() * 3]], object) for number in range(3000)]
+    responses = KeptResponses(pool, VersionStatistics(), SharedQueueLimits(0, 0), by_rows=True)
+    spec = ModelSpec(
+        (TensorSpec("a", "FP32", (3,)),), tuple(TensorSpec(f"x{one}", "FP32", (3,)) for one in range(outputs))
+    )
+    codec, options = ModelCodec("m", "1", spec, 8), RequestOptions(1, (), tuple(range(outputs)), NO_PARAMETERS)
+    envelopes = None, Envelope(b"a", b""), Envelope(b"b", b"more")
     tracemalloc.start()
     try:
         for number in range(3000):
-            responses.keep(number.to_bytes(32, "big"), [np.zeros((1, 3), np.float32), texts[number]], [0, 1])
+            key = number.to_bytes(32, "big")
+            responses.keep(key, [np.zeros((1, 3), np.float32)] * outputs, range(outputs))
+            for envelope in envelopes:
+                asked = SimpleNamespace(message=SimpleNamespace(id=""), options=options, targets={}, envelope=envelope)
+                asked.value = responses.find(key)
+                assert isinstance(codec.encode([asked])[0], bytes)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(pool) == 3000
-    assert 0.4 * pool.used_bytes < taken <= pool.used_bytes
+    assert 0.5 * pool.used_bytes < taken <= pool.used_bytes
 
 
 def test_end_of_one_load_leaves_others_theirs() -> None:
