@@ -106,3 +106,7 @@ class ProcessError(InstanceLost):
 
 class ProcessEndedBeforeBatch(ProcessError):
     """The process ended before it began this batch, which may execute elsewhere."""
+
+
+WITH_STATUS = (ModelRefused, UpstreamRefused, UpstreamFailed)
+"""Those that keep the status that somebody else has given them."""

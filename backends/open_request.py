@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from paceline.backends.base import Execution, ModelInstance
 from paceline.backends.errors import ExecutionError
@@ -33,7 +33,7 @@ Step = tuple[int | str, bool, bool]
 class Told(tuple[Array, ...]):
     """Outputs with `parameters` for the caller."""
 
-    parameters: Mapping[str, Any]
+    parameters: Parameters
 
 
 class Channel(Protocol):
@@ -48,10 +48,11 @@ class Channel(Protocol):
 
 class OpenRequest(ABC):
     """A request with its `inputs`, as the model sees them, and what its caller said besides. `outputs` are the indices
-    of those that are wanted. `step`: what it is in its sequence, if it says so."""
+    of those that are wanted. `step`: what it is in its sequence, if it says so; `row`: where that is in a batch, -1 for
+    anywhere."""
 
     __slots__ = (
-        "_channel", "_number", "cancelled", "id", "inputs", "outputs", "parameters", "step", "timeout_us",
+        "_channel", "_number", "cancelled", "id", "inputs", "outputs", "parameters", "row", "step", "timeout_us",
     )  # fmt: skip
 
     def __init__(self, inputs: Tensors, outputs: Sequence[int], id: str = "", parameters: Parameters | None = None):
@@ -61,6 +62,7 @@ class OpenRequest(ABC):
         self.parameters = parameters or {}
         self.step: Step | None = None
         self.timeout_us = 0
+        self.row = -1
         self.cancelled = False
         self._number = 0
         self._channel: Channel | None = None

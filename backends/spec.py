@@ -182,12 +182,14 @@ class SequenceSpec:
     """How steps of sequences are executed. `places`: how many sequences an instance holds at a time; each of its
     sequences stays on it from start to end, as the model may keep something of it. 0: the model can't tell, so any
     instance may execute any step. `rows`: a sequence's row in a batch is always that of its place, and rows without a
-    step are executed too, with READY false."""
+    step are executed too, with READY false. `iterative`: each request is a sequence of its own, of as many steps as the
+    model likes."""
 
     controls: tuple[Control, ...] = ()
     states: tuple[State, ...] = ()
     places: int = 0
     rows: bool = False
+    iterative: bool = False
 
 
 @dataclass(frozen=True, slots=True)

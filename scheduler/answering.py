@@ -18,7 +18,7 @@ from operator import attrgetter
 from paceline.scheduler.errors import ExecutionFailed, ExecutionTimeout, QueueTimeout, SchedulerError
 from paceline.scheduler.observer import BatchReport, Drop, Observer
 from paceline.scheduler.request import AnyRequest, Batch, BatchFacts, RequestT, succeed_all
-from paceline.scheduler.runner import NO_ANSWER, NoAnswer, Outcome
+from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NO_ANSWER, NoAnswer, Outcome
 
 __all__ = ["Answers", "FailedNote", "OnLeft", "OrderedAnswers", "no_note", "notify"]
 
@@ -69,6 +69,9 @@ class Answers:
         if not request.ended:
             request.fail(error)
             self._tell_soon(request)
+
+    def elsewhere(self, request: AnyRequest) -> None:
+        """Learn that a request was executed, and is answered by other ways."""
 
     def cancelled(self, request: AnyRequest, *, waited: bool = False) -> None:
         """Learn that the request's caller has gone. `waited`: it was still in the queue, which it has left."""
@@ -187,6 +190,13 @@ class Answers:
                     request.refused = True
                     self.fail(request, error)
             unfinished = [request for request, result in pairs if result is NO_ANSWER and not request.ended]
+            for request in unfinished:
+                request.value = NO_ANSWER
+                if request.on_answers is not None:
+                    self._done.append(request)
+            for request, result in pairs:
+                if result is ANSWERED_ELSEWHERE:
+                    self.elsewhere(request)
             pairs = [pair for pair in pairs if not isinstance(pair[1], (Exception, NoAnswer))]
             requests, results = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         self.succeed(requests, results)
@@ -223,6 +233,7 @@ class Answers:
             requests=batch.requests,
             sizes=batch.sizes,
             elements=batch.elements,
+            unfinished_rows=sum([request.rows for request in unfinished]),
         )
         try:
             self._observer.on_batch(report)
@@ -253,6 +264,10 @@ class OrderedAnswers(Answers):
     def fail(self, request: AnyRequest, error: Exception) -> None:
         if not request.ended:
             self._waiting[request] = partial(super().fail, request, error)
+        self._release()
+
+    def elsewhere(self, request: AnyRequest) -> None:
+        self._waiting.pop(request, None)
         self._release()
 
     def cancelled(self, request: AnyRequest, *, waited: bool = False) -> None:

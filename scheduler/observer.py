@@ -46,7 +46,7 @@ class BatchReport(NamedTuple):
     holds the times in the queue of those that have results, `failed` counts those that were answered with an error,
     `cancelled` those whose callers had gone away meanwhile. Requests of a failed batch that will run again are in none
     of these. `number` is the batch's number, `requests` are all that it had; whoever keeps these keeps their tensors
-    alive.
+    alive. `unfinished_rows` are those of requests that come back for another execution, and will be counted then.
     """
 
     rows: int
@@ -62,6 +62,7 @@ class BatchReport(NamedTuple):
     requests: Sequence[AnyRequest] = ()
     sizes: tuple[int, ...] = ()
     elements: int = 0
+    unfinished_rows: int = 0
 
 
 class Observer(Protocol):

@@ -72,8 +72,9 @@ class Request(Generic[P, R]):
 
     `ended`: it has its last result (`answered`: as `value`), or an error, or was cancelled. Then `on_answers` is
     called, if set, with this request and others that ended together. For one that was cancelled, the event loop calls
-    it. It is also called for each answer before the last. Until it has ended, a request may come back into the queue,
-    with another payload, once it neither waits nor executes: it stays one request, and ends once.
+    it. It is also called for each answer before the last, and if it needs another execution. Until it has ended, a
+    request may come back into the queue, with another payload, once it neither waits nor executes: it stays one
+    request, and ends once.
     """
 
     __slots__ = (

@@ -58,9 +58,10 @@ ANSWERED_ELSEWHERE = NoAnswer.ELSEWHERE
 class Executed(Protocol[R_co]):
     """What an instance returns: at least the results, one per payload and in their order. An exception in place of a
     result is for that payload alone. A payload without an answer at the end of its execution needs another one: its
-    request hasn't ended, and whoever owns it submits it again or ends it. One that is answered elsewhere counts as
-    executed; whoever answers its request ends it, before the execution does or after. An optional `waited_ns` is how
-    much of the execution was spent waiting for another one of the same instance."""
+    request hasn't ended, and its source, which is told of it with that as its `value`, submits it again or ends it. One
+    that is answered elsewhere counts as executed; whoever answers its request ends it, before the execution does or
+    after. An optional `waited_ns` is how much of the execution was spent waiting for another one of the same
+    instance."""
 
     @property
     def results(self) -> Sequence[R_co | Exception | NoAnswer]: ...

@@ -177,6 +177,12 @@ class SequenceBatcher(Generic[P, R]):
         self._go_on(now_ns, group, refused)
         return [refused.get(request) for request in group] if refused else ()
 
+    def end_sequence(self, id_: int | str) -> None:
+        """There are no further steps of a sequence, whose last one didn't say so."""
+        now_ns = self._clock.now_ns()
+        self.sequences.end(id_, now_ns)
+        self._go_on(now_ns)
+
     def add(self, runner: Runner[P, R]) -> None:
         number = 0
         if self._holds:

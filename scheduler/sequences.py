@@ -230,6 +230,14 @@ class Sequences(Generic[RequestT]):
             if self._idle.pop(sequence, self) is None:
                 self._leave(sequence, now_ns)
 
+    def end(self, id_: int | str, now_ns: int) -> None:
+        """A sequence takes no more steps, and ends when those that have arrived are executed. Does nothing if it takes
+        none already."""
+        if (sequence := self._by_id.get(id_)) is not None:
+            self._cut(sequence, SequenceEnd.END, len(sequence.steps or ()))
+            if self._idle.pop(sequence, self) is None:
+                self._leave(sequence, now_ns)
+
     def take_waiting(self, why: SequenceEnd) -> list[RequestT]:
         """Remove and return all requests that wait here. Their sequences end when their steps at the batcher have."""
         taken: list[RequestT] = []

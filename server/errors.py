@@ -30,6 +30,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from paceline.backends.errors import (
+    WITH_STATUS,
     BackendError,
     DeviceError,
     DeviceLost,
@@ -261,10 +262,7 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
     """The status that the caller gets for `error`; None if it is none of ours, which is a bug. An error that another
     server answered a batch with, or a model a request, keeps its status."""
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
-    if (
-        isinstance(cause, (UpstreamFailed, UpstreamRefused, ModelRefused))
-        and cause.status in grpc.StatusCode.__members__
-    ):
+    if isinstance(cause, WITH_STATUS) and cause.status in grpc.StatusCode.__members__:
         return grpc.StatusCode[cause.status]
     if isinstance(cause, StepFailed):
         return cause.status

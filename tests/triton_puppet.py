@@ -22,9 +22,9 @@ class TritonPythonModel:
         self.kept, self.returns = [], None
 
     def execute(self, requests):
-        self.batch = len(requests)
+        self.batch, self.requests = len(requests), requests
         responses = [self.run(request) for request in requests]
-        returns, self.returns = self.returns, None
+        returns, self.returns, self.requests = self.returns, None, None
         return returns(responses) if returns else None if self.decoupled else responses
 
     def run(self, request):

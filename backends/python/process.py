@@ -24,18 +24,16 @@ import numpy as np
 
 from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import (
+    WITH_STATUS,
     DeviceLost,
     ExecutionError,
     InstanceError,
     LoadError,
-    ModelRefused,
     OutOfMemory,
     ProcessEndedBeforeBatch,
     ProcessError,
     StalePlan,
     Unequipped,
-    UpstreamFailed,
-    UpstreamRefused,
 )
 from paceline.backends.python import EXECUTABLE
 from paceline.backends.python.messages import ANSWERED, ASK, BATCHES, CLOSE, DONE, FAILED, OVER, RUN, START, Declared
@@ -63,7 +61,7 @@ _CLOSE_S = 5.0
 _OUTPUT_GRACE_S = 1.0
 """For reading the rest of its output, if something that it has started still has the pipe open."""
 _SETTINGS = "PACELINE_"
-_WITH_STATUS = {one.__name__: one for one in (ModelRefused, UpstreamRefused, UpstreamFailed)}
+_WITH_STATUS = {one.__name__: one for one in WITH_STATUS}
 _ERRORS = {one.__name__: one for one in (DeviceLost, Unequipped, OutOfMemory, InstanceError, StalePlan)}
 _REAP_S = 10.0
 """For a killed process to end, which swapping may delay; a tenth of it for one whose connection has ended to end by

@@ -31,7 +31,7 @@ from paceline.server.memory.region_tensors import Span, set_shared_memory_parame
 if TYPE_CHECKING:
     from paceline.scheduler.request import BatchFacts
 
-__all__ = ["AnswerPlans", "Answerable", "Envelope", "Facts", "add_batch_facts", "batch_facts_of"]
+__all__ = ["AnswerPlans", "Answerable", "Envelope", "Facts", "add_batch_facts", "add_parameters", "batch_facts_of"]
 
 _MAX_ID_LENGTHS = 64
 """The most lengths of ids for which a plan keeps some bytes each; callers choose ids."""
@@ -273,6 +273,20 @@ and computing, and the sizes that its requests were filled up to."""
 def batch_facts_of(facts: BatchFacts) -> Facts:
     """The part of `facts` that a request may learn."""
     return facts.number, facts.rows, facts.padded_rows, facts.queue_ns, facts.compute_ns, facts.sizes
+
+
+def add_parameters(response: ModelInferResponse, parameters: Mapping[str, bool | int | float | str]) -> None:
+    """Put what a model says of its answer into the parameters of `response`."""
+    for key, value in parameters.items():
+        parameter = response.parameters[key]
+        if isinstance(value, bool):
+            parameter.bool_param = value
+        elif isinstance(value, int):
+            parameter.int64_param = value
+        elif isinstance(value, float):
+            parameter.double_param = value
+        else:
+            parameter.string_param = value
 
 
 def add_batch_facts(response: ModelInferResponse, batch_id_prefix: str, facts: Facts) -> None:

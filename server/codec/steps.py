@@ -18,6 +18,8 @@ from paceline.server.errors import InvalidRequest, ServerError
 
 __all__ = ["Steps", "step_in"]
 
+NO_STEP = SequenceStep(0)
+
 
 # hot path: see bench/
 def step_in(request: AnyRequest) -> SequenceStep | None:
@@ -30,15 +32,18 @@ class Steps:
 
     def __init__(self, model: str, sequence: SequenceSpec) -> None:
         self._model = model
+        self._iterative = sequence.iterative
         ids = [one.tensor for one in sequence.controls if one.kind is ControlKind.CORRID]
         self._id = ids[0] if ids else None
 
     # hot path: see bench/
     def of(self, request: AnyRequest) -> SequenceStep:
         """The step that `request` is; its other parameters are checked. Raises NoSequence, or InvalidRequest for an id
-        that the model can't be told."""
+        that the model can't be told. Of a model that iterates, requests needn't be any."""
         step = step_in(request)
         if step is None or not step.id:
+            if self._iterative:
+                return NO_STEP
             raise NoSequence(self._model)
         if self._id is not None and isinstance(step.id, str) != (self._id.datatype == "BYTES"):
             got = "BYTES" if isinstance(step.id, str) else "UINT64"

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import grpc
 
-from paceline.backends.errors import UpstreamFailed, UpstreamRefused
+from paceline.backends.errors import WITH_STATUS, UpstreamFailed
 from paceline.backends.transport.link import FIRST_KIND
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.server.errors import STATUS_OF, InternalError, error_text, status_of
@@ -94,7 +94,7 @@ def packed_error(error: BaseException) -> tuple[str, str, str]:
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
     code = status_of(error) if isinstance(error, ExecutionFailed) else None
     status = "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name
-    if isinstance(cause, (UpstreamFailed, UpstreamRefused)):
+    if isinstance(cause, WITH_STATUS):
         status = cause.status
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
@@ -106,7 +106,7 @@ def packed_error(error: BaseException) -> tuple[str, str, str]:
 def unpacked_error(name: str, text: str, status: str) -> BaseException:
     """The error again, with its status and text; what else it had is lost."""
     kind = _BY_NAME[name]
-    if issubclass(kind, (UpstreamFailed, UpstreamRefused)):
+    if issubclass(kind, WITH_STATUS):
         return kind(status, text)
     error = kind.__new__(kind, text)
     if status:

@@ -21,7 +21,7 @@ import numpy as np
 
 from paceline.backends.base import DeviceTensor, Execution, ModelInstance, ProvidesBuffers, Slot, Targets
 from paceline.backends.batching import Packed, shares
-from paceline.backends.open_request import AnswersOpenly, OpenRequest
+from paceline.backends.open_request import OpenRequest
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.server.errors import GpuLost, InvalidRequest, as_value
 from paceline.server.memory.copying import Piece, copy_all
@@ -31,6 +31,7 @@ from paceline.server.memory.regions import Region, all_intact
 __all__ = [
     "Execute",
     "ExecuteInputs",
+    "ExecuteOpen",
     "Room",
     "over_shared_memory",
     "read_now",
@@ -41,6 +42,7 @@ __all__ = [
 
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
+ExecuteOpen = Callable[[Sequence[OpenRequest]], Execution]
 
 _Failures = dict[int, Exception]
 """By the place of the request in its batch."""
@@ -82,8 +84,8 @@ def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None =
     return read_and_execute
 
 
-def reading_open(instance: AnswersOpenly) -> Callable[[Sequence[OpenRequest]], Execution]:
-    """`instance.execute_open` for requests some of whose inputs aren't read yet."""
+def reading_open(execute_open: ExecuteOpen) -> ExecuteOpen:
+    """`AnswersOpenly.execute_open` for requests some of whose inputs aren't read yet."""
 
     def read_and_execute(requests: Sequence[OpenRequest]) -> Execution:
         failures: _Failures = {}
@@ -92,7 +94,7 @@ def reading_open(instance: AnswersOpenly) -> Callable[[Sequence[OpenRequest]], E
             left = [one for number, one in enumerate(requests) if number not in failures]
             for one, inputs in zip(left, there, strict=True):
                 one.inputs = inputs
-            return instance.execute_open(left)
+            return execute_open(left)
 
         return _Reader(execute, None, failures).one_by_one([one.inputs for one in requests], 0)
 

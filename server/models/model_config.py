@@ -28,6 +28,7 @@ from paceline.server.models.decoupled_config import MANY, check_requests
 from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.ensemble_config import check_ensemble, is_ensemble
 from paceline.server.models.sequence_config import (
+    NOT_ITERATIVE,
     check_sequences,
     of_clients,
     policy_of_sequences,
@@ -201,6 +202,8 @@ def plan(
     own_set = own_settings(config)
     splits = own_set.split_oversized
     _check_rows(spec, policy, splits)
+    if sequence is not None and sequence.iterative and not for_triton:
+        raise ConfigError(NOT_ITERATIVE)
     decoupled = config.model_transaction_policy.decoupled
     most_open = 0
     if decoupled or for_triton:

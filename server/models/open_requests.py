@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import cast
 
 from paceline.backends.base import Execution, ModelInstance
-from paceline.backends.open_request import AGAIN, ELSEWHERE, AnswersOpenly, OpenRequest
-from paceline.backends.spec import ModelSpec, Tensors
+from paceline.backends.open_request import AGAIN, ELSEWHERE, Answer, AnswersOpenly, OpenRequest
+from paceline.backends.spec import ModelSpec, SequenceSpec, Tensors
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import BatcherClosed, QueueFull
-from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.request import AnyRequest, SequenceStep
 from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NO_ANSWER
 from paceline.scheduler.sequence import AnySequence
-from paceline.server.memory.reading import ExecuteInputs, reading_open
-from paceline.server.models.steps import StepMaker
+from paceline.server.memory.reading import ExecuteInputs, ExecuteOpen, reading_open
+from paceline.server.models.steps import StepMaker, nobody_of
 
 __all__ = ["OpenRequests", "OpenStepMaker", "handing_over"]
 
@@ -61,9 +61,12 @@ class OpenRequests:
                 notify([request])
 
 
-def handing_over(instance: ModelInstance) -> ExecuteInputs:
-    """What a runner executes for an instance that answers openly."""
-    execute = reading_open(cast("AnswersOpenly", instance))
+def handing_over(instance: ModelInstance, spec: ModelSpec) -> ExecuteInputs:
+    """What a runner executes for an instance that answers openly and serves `spec`."""
+    answering = cast("AnswersOpenly", instance)
+    execute = reading_open(answering.execute_open)
+    if spec.sequence is not None and spec.sequence.rows:
+        execute = reading_open(_in_rows(answering, spec, spec.sequence))
 
     def hand_over(requests: Sequence[OpenRequest], padded_rows: int) -> Execution:
         done = execute(requests)
@@ -76,6 +79,34 @@ def handing_over(instance: ModelInstance) -> ExecuteInputs:
 _NO_RESULT = {id(ELSEWHERE): ANSWERED_ELSEWHERE, id(AGAIN): NO_ANSWER}
 
 
+def _in_rows(instance: AnswersOpenly, spec: ModelSpec, sequence: SequenceSpec) -> ExecuteOpen:
+    """Its `execute_open` with each step in its own row. What the model makes of rows without a step, nobody hears."""
+    nobody = nobody_of(spec, sequence)
+
+    def execute_rows(steps: Sequence[OpenRequest]) -> Execution:
+        inputs = cast("Tensors", nobody(steps[0].inputs))
+        last = max(one.row for one in steps)
+        by_row: list[OpenRequest] = [_Nobody(inputs, steps[0].outputs) for _ in range(1 + last)]
+        for step in steps:
+            by_row[step.row] = step
+        done = instance.execute_open(by_row)
+        for one in by_row:
+            if isinstance(one, _Nobody):
+                one.cancel()
+        return replace(done, results=[done.results[step.row] for step in steps])
+
+    return execute_rows
+
+
+class _Nobody(OpenRequest):
+    """A row without a step."""
+
+    __slots__ = ()
+
+    def on_answer(self, answer: Answer, *, last: bool) -> None:
+        pass
+
+
 class OpenStepMaker:
     """Makes the steps of sequences that are requests of a model that answers openly and serves `spec`."""
 
@@ -83,7 +114,10 @@ class OpenStepMaker:
         self._make = StepMaker(spec)
 
     def __call__(self, request: AnyRequest, sequence: AnySequence) -> None:
-        opened = request.payload
-        request.payload = opened.own_inputs
-        opened.inputs = self._make(request, sequence).inputs
-        request.payload = opened
+        opened, step = request.payload, request.step
+        assert step is not None
+        # What the model is told of its sequence is what the caller has said, if it comes back with an id of its own.
+        request.payload, request.step = opened.own_inputs, SequenceStep(*opened.step)
+        made = self._make(request, sequence)
+        opened.inputs, opened.row = made.inputs, made.row
+        request.payload, request.step = opened, step

@@ -20,8 +20,11 @@ from paceline.server.models.batch_policy import OwnSettings, own_settings
 from paceline.server.models.sequence_controls import asked_controls, controls_of
 from paceline.server.models.sequence_states import InitialData, check_states, states_of
 
-__all__ = ["check_sequences", "of_clients", "policy_of_sequences", "queueing", "spec_of_sequences"]
+__all__ = ["NOT_ITERATIVE", "check_sequences", "of_clients", "policy_of_sequences", "queueing", "spec_of_sequences"]
 
+NOT_ITERATIVE = (
+    "sequence_batching.iterative_sequence is not supported by this build, except of Python models written for Triton"
+)
 _DEFAULT_IDLE_NS = 1_000_000_000
 _LONGEST_IDLE_NS = NEVER // 2
 _MAX_SEQUENCES = _MAX_BACKLOG = 10_000
@@ -40,8 +43,8 @@ def check_sequences(config: pb.ModelConfig) -> None:
             sequence_backlog=own.sequence_backlog,
         )
         return
-    if config.sequence_batching.iterative_sequence:
-        raise ConfigError("sequence_batching.iterative_sequence is not supported by this build")
+    if config.sequence_batching.iterative_sequence and (config.backend or config.platform) != "python":
+        raise ConfigError(NOT_ITERATIVE)
     if config.response_cache.enable:
         raise ConfigError(
             f"Response Cache does not currently support model {config.name} with sequence batching scheduler. Please "
@@ -135,7 +138,8 @@ def spec_of_sequences(config: pb.ModelConfig, own: ModelSpec, max_rows: int, dat
     # What else may be executed by any instance in any row, without that anybody could tell.
     stays = is_python or (direct and bool(told))
     places = _candidates(config, max_rows) if stays else 0
-    return SequenceSpec(controls, states, places, rows=direct and batched and places > 0)
+    rows = direct and batched and places > 0
+    return SequenceSpec(controls, states, places, rows, iterative=sequences.iterative_sequence)
 
 
 def _candidates(config: pb.ModelConfig, max_rows: int) -> int:

@@ -102,6 +102,7 @@ class ServedModel:
         # Whether a request may have any number of answers.
         self.decoupled = loaded.plan.decoupled
         self.for_triton = loaded.plan.for_triton
+        self.iterates = self.spec.sequence is not None and self.spec.sequence.iterative
         # Of a model that gets requests one by one; None for all others.
         self.open_requests = OpenRequests(loaded.plan.most_open) if loaded.plan.most_open else None
         # Whether outputs are written to GPUs' memory on the instances' threads.
@@ -133,7 +134,7 @@ class ServedModel:
 
         def execute_of(instance: ModelInstance) -> ExecuteInputs:
             if self.open_requests is not None:
-                return handing_over(instance)
+                return handing_over(instance, self.spec)
             room = room_on(instance, self.spec)
             # The plain `execute` if nothing can be in shared memory: then nobody pays for looking.
             execute = (
@@ -200,9 +201,9 @@ class ServedModel:
         return "; the state of its sequence is as it was before" if sequence.states and not ends_it else ""
 
     def _on_over(self, runner: Runner, over: Over) -> None:
-        """Tell the instance that has held a sequence."""
+        """Tell the instance that has held a sequence. Triton doesn't tell its models."""
         instance = self.instances.runners.get(runner)
-        if isinstance(instance, HoldsSequences):
+        if isinstance(instance, HoldsSequences) and not self.for_triton:
             assert self.spec.sequence is not None
             instance.sequence_over(shown_id(self.spec.sequence, self.spec, over.sequence), over.why.label)
 
@@ -235,6 +236,8 @@ class ServedModel:
             await self._let_go.wait()
         while self._partial:
             await asyncio.wait(self._partial)
+        if self.iterates and self.open_requests is not None:
+            await self.open_requests.until_none()  # they come back to the batcher until then
         await self.batcher.drain()
         if self.open_requests is not None:
             await self.open_requests.until_none()

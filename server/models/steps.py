@@ -25,7 +25,7 @@ from paceline.server.errors import GpuLost, InvalidRequest, as_value
 from paceline.server.memory.reading import ExecuteInputs, read_now
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 
-__all__ = ["ExecuteSteps", "States", "Step", "StepMaker", "executing_steps", "shown_id"]
+__all__ = ["ExecuteSteps", "States", "Step", "StepMaker", "executing_steps", "nobody_of", "shown_id"]
 
 
 States = tuple[Array | DeviceTensor, ...]
@@ -127,7 +127,7 @@ def executing_steps(execute: ExecuteInputs, model: str, spec: ModelSpec) -> Exec
 
     run: ExecuteSteps = execute_steps
     if sequence.rows:
-        run = _in_rows(run, _nobody(spec, sequence))
+        run = _in_rows(run, nobody_of(spec, sequence))
     # Of a length that clients' inputs and states have, only now both are there.
     first = len(spec.inputs)
     mixed = any(len({index < first for index, _ in one.inputs}) > 1 for one in spec.lengths)
@@ -222,7 +222,7 @@ def _one(control: Control, spec: ModelSpec, value: object) -> Array:
     return array
 
 
-def _nobody(spec: ModelSpec, sequence: SequenceSpec) -> Callable[[Inputs], Inputs]:
+def nobody_of(spec: ModelSpec, sequence: SequenceSpec) -> Callable[[Inputs], Inputs]:
     """What makes the inputs of a row without a step of those of a step."""
     none = dict.fromkeys(ControlKind, False)
     controls = [_control(control, spec, none) for control in sequence.controls]

@@ -14,17 +14,19 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 from time import monotonic_ns
 from typing import cast
 
 from paceline.backends.errors import ExecutionError, ModelRefused
-from paceline.backends.open_request import Answer, Channel, OpenRequest
+from paceline.backends.open_request import Answer, Channel, OpenRequest, Told
 from paceline.backends.spec import Array, Tensors
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import DeadlineExceeded, ExecutionFailed, QueueFull, SchedulerError
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import NEVER
-from paceline.scheduler.request import BatchFacts, OnAnswers
+from paceline.scheduler.request import BatchFacts, OnAnswers, SequenceStep
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.known_requests import Targets
@@ -42,6 +44,9 @@ _log = logging.getLogger("paceline.server.inference")
 _ANSWERS_AT_ONCE, _BYTES_AT_ONCE = 8, 2**16
 """As many answers, or bytes, have left before the model is told of it. It waits for that only while far more are on
 their way."""
+
+_MOST_HELD = 16
+"""A model that wants a request once more waits while so many answers are on their way to its caller."""
 
 _MOST_AT_ONCE = 256
 """Answers made in one iteration of the event loop."""
@@ -70,6 +75,7 @@ class Decoupled:
         # What instances have said, and whether the loop will look at it; appended to on any thread.
         self._heard: deque[tuple[_Opened, Answer, bool]] = deque()
         self._looks_soon = False
+        self._sequences = count(1)
         self._loop: asyncio.AbstractEventLoop
 
     def submit(self, flights: Sequence[InFlight]) -> Sequence[SchedulerError | None]:
@@ -87,6 +93,8 @@ class Decoupled:
                 refused[flight] = error
                 continue
             opened = flight.payload = _Opened(self, flight)
+            if model.iterates:
+                opened.begin_sequence(next(self._sequences))
             opened.on_ended, flight.on_answers = flight.on_answers, self._on_ended
             if model.pipeline is not None:
                 flight.payload = self._pipelines.run_of(flight, opened.inputs, opened)
@@ -155,6 +163,7 @@ class Decoupled:
             if last:
                 flight.fail(failed)
             else:
+                opened.hold()
                 flight.on_more(_NextAnswer(opened, _NO_OUTPUTS), failed)
         elif answer is None:
             opened.count_answer(None, empty=True)
@@ -173,6 +182,7 @@ class Decoupled:
             answer.flight.fail(error)  # it can't be sent, and what follows it makes no sense without it
         else:
             answer.let_go()
+            answer.opened.hold()
             answer.flight.on_more(answer, None)
 
     def _on_late(self, flight: InFlight) -> None:
@@ -182,13 +192,20 @@ class Decoupled:
             notify([flight])
 
     def _on_ended(self, flights: list[InFlight]) -> None:
-        """Requests have ended, here or in the batcher."""
+        """Requests have ended, here or in the batcher, or their model wants them once more."""
         silent: list[InFlight] = []
         others: list[InFlight] = []
         for flight in flights:
+            if not flight.ended:
+                cast("_Opened", flight.payload).come_back()
+                continue
             opened = cast("OpenedRequest", flight.payload)
+            if flight.model.iterates and flight.step is not None:
+                flight.model.batcher.end_sequence(flight.step.id)
             if isinstance(opened, _Opened):
                 flight.payload = opened.own_inputs
+            if flight.answered and type(flight.value) is Told and flight.options is not None:
+                flight.options = replace(flight.options, plain=False)
             opened.let_go()
             flight.model.open_requests.discard(flight)
             if isinstance(opened, _Opened) and opened.on_ended not in (None, self._conclude):
@@ -208,7 +225,7 @@ class _Opened(OpenRequest):
     """A request in flight, as instances see it. `timer` is for its deadline."""
 
     __slots__ = (
-        "_answered_ns", "_answers", "_decoupled", "_unsaid", "_unsaid_bytes",
+        "_answered_ns", "_answers", "_decoupled", "_held", "_unsaid", "_unsaid_bytes", "_waits_for_room",
         "flight", "on_ended", "own_inputs", "timer",
     )  # fmt: skip
 
@@ -232,8 +249,31 @@ class _Opened(OpenRequest):
         self.timer: asyncio.TimerHandle | None = None
         self.on_ended: OnAnswers | None = None
         self._unsaid = self._unsaid_bytes = 0
-        self._answers = 0
+        self._answers = self._held = 0
+        self._waits_for_room = False
         self._answered_ns = flight.arrived_ns
+
+    def begin_sequence(self, number: int) -> None:
+        """Make it the first step of a sequence of its own, the `number`th. What its caller calls that, others may, too:
+        it is only for the model."""
+        step = self.flight.step
+        self.step = ((step.id if step is not None else 0) or number, True, False)
+        self.flight.step = SequenceStep(number, start=True)
+
+    def come_back(self) -> None:
+        """Its model wants it once more: at once, or when its caller has read enough of its answers."""
+        self._waits_for_room = self._held >= _MOST_HELD
+        if self._waits_for_room:
+            return
+        flight = self.flight
+        assert self.step is not None
+        assert flight.step is not None
+        self.step, flight.step = (self.step[0], False, False), SequenceStep(flight.step.id)
+        flight.timeout_ns = 0  # it was in time
+        for refusal in flight.model.batcher.submit([flight]):
+            if refusal is not None:
+                flight.fail(refusal)
+                notify([flight])
 
     def open(self, channel: Channel, number: int) -> None:
         self._answered_ns = monotonic_ns()
@@ -244,8 +284,15 @@ class _Opened(OpenRequest):
             self._channel = None
         self._decoupled.hear(self, answer, last=last)
 
+    def hold(self) -> None:
+        """Another answer is on its way."""
+        self._held += 1
+
     def on_sent(self, size_bytes: int) -> None:
         """An answer isn't held any more. The model is told now and then."""
+        self._held -= 1
+        if self._waits_for_room and not self.flight.ended:
+            self.come_back()
         self._unsaid += 1
         self._unsaid_bytes += size_bytes
         if self._unsaid >= _ANSWERS_AT_ONCE or self._unsaid_bytes >= _BYTES_AT_ONCE:
@@ -286,6 +333,8 @@ class _NextAnswer:
         self.value = outputs
         assert self.flight.options is not None
         self.options: RequestOptions = of_those_there(self.flight.options, outputs) if outputs else self.flight.options
+        if type(outputs) is Told:
+            self.options = replace(self.options, plain=False)
         self.facts: BatchFacts | None = self.flight.facts
         self.answer: AnyResponse | None = None
         self.outputs: Mapping[str, Array] = {}

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from paceline.backends.batching import Share
+from paceline.backends.open_request import Told
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
 from paceline.protos import inference_pb2 as pb
@@ -25,7 +26,7 @@ from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.errors import SchedulerError
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.request import OnAnswers
-from paceline.server.codec.answers import add_batch_facts, batch_facts_of
+from paceline.server.codec.answers import add_batch_facts, add_parameters, batch_facts_of
 from paceline.server.codec.codec import ModelCodec, memory_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.open_codec import OpenCodec
@@ -385,6 +386,8 @@ def encode(flights: Sequence[InFlight | AnswerInMaking]) -> list[Exception | Non
         flight.answer = answer
         if isinstance(answer, pb.ModelInferResponse):
             assert flight.options is not None
+            if type(flight.value) is Told:
+                add_parameters(answer, flight.value.parameters)
             if flight.options.parameters.batch_info and flight.facts:
                 add_batch_facts(answer, model.batch_id_prefix, batch_facts_of(flight.facts))
             elif flight.options.parameters.batch_info and model.responses is not None:

@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 
 from paceline.backends.batching import Packed
+from paceline.backends.open_request import Told
 from paceline.backends.spec import MISSING, Array
 from paceline.protos.datatypes import by_name
 from paceline.protos.inference_pb2 import ModelInferRequest
@@ -169,7 +170,8 @@ class ResponseCache:
                 self._execute(self._fail(execution, error or asyncio.CancelledError()))
         # Last, as nobody who waits for an answer has to wait for its copy.
         for execution in answered:
-            if execution.key_of_answer:
+            # What a model says of an answer besides its outputs isn't kept, so neither are they.
+            if execution.key_of_answer and type(execution.value) is not Told:
                 assert execution.options is not None
                 responses: KeptResponses = execution.model.responses
                 began_ns = monotonic_ns()

@@ -174,7 +174,7 @@ class VersionStatistics:
         self.drops = Counter(dict.fromkeys(Drop, 0))
         self.queue = DurationHistogram()
         self.input_ns = self.infer_ns = self.output_ns = 0
-        self.padding_rows = 0
+        self.padding_rows = self.unfinished_rows = 0
         self.lengths = lengths
         self.elements = self.padding_elements = 0
         self.padded_sizes: Counter[tuple[str, int]] = Counter()
@@ -194,8 +194,8 @@ class VersionStatistics:
 
     @property
     def rows(self) -> int:
-        """Rows executed, padding left out."""
-        return sum(rows * totals.count for rows, totals in self.by_rows().items())
+        """Rows executed, padding left out; of requests that were executed several times, only once."""
+        return sum(rows * totals.count for rows, totals in self.by_rows().items()) - self.unfinished_rows
 
     @property
     def failed(self) -> int:
@@ -228,6 +228,7 @@ class VersionStatistics:
         self.infer_ns += other.infer_ns
         self.output_ns += other.output_ns
         self.padding_rows += other.padding_rows
+        self.unfinished_rows += other.unfinished_rows
         self.lengths = other.lengths or self.lengths
         self.elements += other.elements
         self.padding_elements += other.padding_elements
@@ -275,6 +276,7 @@ class VersionStatistics:
         self.infer_ns += answered * infer_ns
         self.output_ns += answered * output_ns
         self.padding_rows += report.padded_rows - report.rows
+        self.unfinished_rows += report.unfinished_rows
         if report.sizes:
             self.elements += report.elements
             self.padding_elements += report.padded_rows * math.prod(report.sizes) - report.elements

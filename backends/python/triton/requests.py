@@ -418,6 +418,8 @@ def _as_json(parameters: Mapping[str, Any]) -> str:
     for key, value in parameters.items():
         if not isinstance(key, str):
             raise TritonModelException(f"parameters: expected names, got {key!r}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise TritonModelException(f"parameters: '{key}': expected an integer of 64 bits, got {value}")
         if not isinstance(value, (bool, int, float, str)):
             raise TritonModelException(
                 f"parameters: '{key}': expected a bool, int, float or str, got {type(value).__name__}"

@@ -70,7 +70,7 @@ async def test_unfinished_request_comes_back() -> None:
     assert not any(bench.batcher.submit([request]))
     await one_turn()
     runner.finish_with(["two"])
-    assert told == [("first step", "one", False), ("second step", "two", True)]
+    assert told == [("first step", "one", False), ("first step", NO_ANSWER, False), ("second step", "two", True)]
     assert runner.batches == [["first step"], ["second step"]]
     assert [len(report.waits_ns) for report in bench.seen.reports] == [0, 1]
     assert bench.batcher.waiting_requests == 0

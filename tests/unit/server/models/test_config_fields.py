@@ -252,6 +252,7 @@ READ: dict[str, tuple[str, str]] = {
         STEP.replace("step", "max_inflight_requests: 2 step"),
     ),
     "model_operations.op_library_filename": ("", 'model_operations { op_library_filename: "one.txt" }'),
+    "sequence_batching.iterative_sequence": (SEQUENCES % "", SEQUENCES % "iterative_sequence: true"),
 }
 
 GRAPH_SPEC = """graph_spec {
@@ -291,7 +292,6 @@ IGNORED: dict[str, tuple[str, str]] = {
 REFUSED: dict[str, str] = {
     "input.is_non_linear_format_io": TENSORS.replace("[ 4 ]", "[ 4 ] is_non_linear_format_io: true", 1),
     "output.is_non_linear_format_io": TENSORS.replace("[ 4 ] l", "[ 4 ] is_non_linear_format_io: true l"),
-    "sequence_batching.iterative_sequence": SEQUENCES % "iterative_sequence: true",
     "sequence_batching.state.use_growable_memory": STATE % "use_growable_memory: true",
     "ensemble_scheduling.step.model_namespace": STEPS % 'model_name: "m" model_namespace: "n"',
     "instance_group.secondary_devices": "instance_group { secondary_devices { } }",
