@@ -12,9 +12,7 @@ import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 
-from paceline.backends.base import DeviceTensor
-from paceline.backends.errors import ExecutionError
-from paceline.backends.spec import MISSING, Array, ModelSpec, TensorSpec
+from paceline.backends.spec import MISSING, Array, ModelSpec
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from paceline.protos.tensors import (
@@ -23,21 +21,17 @@ from paceline.protos.tensors import (
     decode_contents,
     decode_raw,
     element_count,
-    encode_contents,
-    encode_raw,
-    raw_buffer,
 )
-from paceline.protos.wire import ensure_room
 from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.answers import Answerable, AnswerPlans
 from paceline.server.codec.array_request import ArrayRequest, NamedArray
-from paceline.server.codec.classification import Labels, class_count, classes_of
+from paceline.server.codec.classification import Labels, class_count
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, parse_parameters
+from paceline.server.codec.response_messages import ResponseMessages
 from paceline.server.codec.sizes import Sizes
 from paceline.server.codec.wire_request import AnyRequest
-from paceline.server.errors import AnswerTooLarge, InvalidRequest, value_or_error
-from paceline.server.limits import LARGEST_RESPONSE_BYTES
+from paceline.server.errors import InvalidRequest, value_or_error
 from paceline.server.memory.region_tensors import (
     NOWHERE,
     ClientMemory,
@@ -45,7 +39,6 @@ from paceline.server.memory.region_tensors import (
     Inputs,
     RegionTensor,
     Span,
-    Write,
 )
 from paceline.server.memory.regions import Regions
 
@@ -56,20 +49,11 @@ InputTensor = ModelInferRequest.InferInputTensor
 AnyResponse = ModelInferResponse | bytes
 """A response as a message, or already serialized."""
 
-_BYTES = by_name("BYTES")
 _MAX_DIMS = 1_000
 """The most dimensions of a shape that is read at all, if only to say what is wrong with it."""
-_SURELY_BYTES = 2**27
-"""Up to this many bytes of tensors always fit a response, whatever else is in it, and even if typed contents take ten
-times what `_least_bytes` says."""
 _LENGTH_BYTES = 4
 _ELEMENT_BYTES = 8 + sys.getsizeof(b"")
 """What an element of an array of texts takes besides its text: a reference, and the rest of the object."""
-_MOST_TYPED = 8
-"""How much an array takes as typed contents while they are made, by its bytes."""
-_MOST_WRITTEN = 6
-"""How much protobuf takes at most to write a response, by its bytes: twice as much in the message, and in the one of a
-stream around it, a buffer of up to that size, and a copy."""
 _BOTH = "expected either contents or raw_input_contents, got both"
 
 
@@ -94,7 +78,6 @@ class ModelCodec:
         self._version = version
         self._spec = spec
         self._max_batch_rows = max_batch_rows
-        self._labels = labels or {}
         self._memory = ClientMemory(model, spec, regions)
         self._inputs = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
         self._outputs = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
@@ -102,6 +85,7 @@ class ModelCodec:
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._known = KnownRequests(spec, regions)
         self._answers = AnswerPlans(model, version, spec)
+        self._messages = ResponseMessages(model, version, spec, labels or {}, self._memory, batched=max_batch_rows > 0)
         # How many axes of each input come before its dims.
         self._lead = [0 if tensor.shape_tensor or not max_batch_rows else 1 for tensor in spec.inputs]
         # Inputs that are stacked and whose sizes the configuration leaves open. Sizes of other inputs don't keep
@@ -201,53 +185,9 @@ class ModelCodec:
         than a message can carry, InvalidRequest for classes of too large an output and for shared memory that is too
         small or gone, and MemoryError. The backend has checked what else could be wrong.
         """
-        answers = self._answers.answers(requests)
+        answers, message = self._answers.answers(requests), self._messages.message
         pairs = zip(requests, answers, strict=True)
-        return [value_or_error(self._message, request) if answer is None else answer for request, answer in pairs]
-
-    def _message(self, request: Answerable) -> ModelInferResponse:
-        request_id, options, results, targets = request.message.id, request.options, request.value, request.targets
-        assert options is not None
-        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request_id)
-        writes: list[Write] = []
-        raw: list[bytes] = []
-        left_bytes = LARGEST_RESPONSE_BYTES
-        for index in options.outputs:
-            tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]
-            if options.classes and index in options.classes:
-                array, datatype = self._classes(tensor, array, options.classes[index]), _BYTES
-            output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
-            try:
-                if index in targets:
-                    data = array if isinstance(array, DeviceTensor) else raw_buffer(array, datatype)
-                    writes.append((output, targets[index], data))
-                    if not options.parameters.typed_outputs:
-                        raw.append(b"")
-                elif options.parameters.typed_outputs:
-                    least_bytes = _least_bytes(array, datatype)
-                    left_bytes = self._left_after(left_bytes, least_bytes)
-                    ensure_room(_MOST_TYPED * array.nbytes + _MOST_WRITTEN * least_bytes)
-                    output.contents.CopyFrom(encode_contents(array, datatype))
-                else:
-                    if datatype.item_bytes:
-                        self._left_after(left_bytes, array.nbytes)  # before it is copied
-                    raw.append(encode_raw(array, datatype))
-                    left_bytes = self._left_after(left_bytes, len(raw[-1]))
-            except TensorError as error:
-                raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
-        if left_bytes < LARGEST_RESPONSE_BYTES - _SURELY_BYTES:
-            self._left_after(LARGEST_RESPONSE_BYTES, response.ByteSize() + sum(map(len, raw)))
-        ensure_room(_MOST_WRITTEN * sum(map(len, raw)))
-        response.raw_output_contents.extend(raw)
-        if writes:
-            self._memory.write(writes)
-        return response
-
-    def _left_after(self, left_bytes: int, size_bytes: int) -> int:
-        """What is left of `left_bytes` after `size_bytes`. Raises AnswerTooLarge if there is less."""
-        if size_bytes > left_bytes:
-            raise AnswerTooLarge(self._model)
-        return left_bytes - size_bytes
+        return [value_or_error(message, request) if answer is None else answer for request, answer in pairs]
 
     def _input_order(self, request: ModelInferRequest) -> list[int]:
         """For each input of the message, its place in the spec. Raises InvalidRequest for unknown or repeated inputs,
@@ -302,13 +242,6 @@ class ModelCodec:
                 except InvalidRequest as error:
                     raise self._invalid(f"output '{output.name}': {error}") from None
         return classes or None
-
-    def _classes(self, tensor: TensorSpec, array: Array, count: int) -> Array:
-        by_rows = self._max_batch_rows > 0 and not tensor.shape_tensor
-        try:
-            return classes_of(array, count, self._labels.get(tensor.name, ()), by_rows=by_rows)
-        except InvalidRequest as error:
-            raise self._invalid(f"output '{tensor.name}': {error}") from None
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         """The size of the batch axis, agreed on by all inputs; 1 if the model has none."""
@@ -435,14 +368,6 @@ def tensor_bytes(array: Input, for_each_text: int = _LENGTH_BYTES) -> int:
     if isinstance(array, RegionTensor) or not array.dtype.hasobject:
         return array.nbytes
     return for_each_text * array.size + sum(map(len, array.flat))
-
-
-def _least_bytes(array: Array, datatype: Datatype) -> int:
-    """The least that these elements take in typed contents, where an integer takes one to ten bytes, and a text two
-    besides its own. Elements that should be texts and aren't are found when they are encoded."""
-    if not datatype.item_bytes:
-        return sum(2 + len(one) for one in array.flat if isinstance(one, (bytes, str)))
-    return array.nbytes if datatype.dtype.kind == "f" else array.size
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from tests.ensembles import Step, ensemble_config, write_ensemble
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
@@ -260,3 +260,24 @@ async def test_stopping_server_finishes_requests_between_their_steps(tmp_path: P
         models["first"].gate.open()
         assert len((await call).outputs) == 1
         assert await stopping
+
+
+async def test_tensor_of_one_request_reaches_the_next_step_without_a_copy(tmp_path: Path) -> None:
+    made: list[Array] = []
+    got: list[Array] = []
+
+    def doubled(inputs: Tensors) -> Tensors:
+        made.append(2 * inputs[0])
+        return made
+
+    def as_they_are(inputs: Tensors) -> Tensors:
+        got.append(inputs[0])
+        return inputs
+
+    spec = echo_model().spec
+    models = {"first": MemoryModel(spec, doubled), "second": MemoryModel(spec, as_they_are)}
+    async with served(tmp_path, CHAIN, models) as started:
+        rows = np.arange(150_000, dtype=np.float32).reshape(1, -1)
+        response = await started.infer(infer("e", {"in": rows}))
+        assert response.raw_output_contents[0] == (2 * rows).tobytes()
+        assert np.shares_memory(made[0], got[0])
