@@ -5,7 +5,8 @@ backwards.
 
 1. `text` (needs what `examples.embedding.build` downloads): 64 callers send the sentences of that example, one each.
    `of_encoder`: embeddings per second, over what 64 callers get who send the same sentences as ready tokens to the
-   encoder alone.
+   encoder alone, which has one thread either way. `cpu_of_encoder`: the same as CPU of the server and its processes per
+   text, which depends less on what else the machine does.
 2. `identity`: three models in a row that return their input, 16 numbers, over one of them alone. `cpu_of_one`: CPU of
    the server per request, with 64 callers; `wait_of_one`: the median latency of a single caller.
 """
@@ -38,7 +39,7 @@ CALLERS = 64
 _PARTS = ("text", "identity")
 _STEPS = ("first", "second", "third")
 _SPARE_S = 120.0
-_RATIOS = ("of_encoder", "cpu_of_one", "wait_of_one", "rows_per_batch", "rows_per_batch_alone")
+_RATIOS = ("of_encoder", "cpu_of_encoder", "cpu_of_one", "wait_of_one", "rows_per_batch", "rows_per_batch_alone")
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -46,29 +47,39 @@ Report = Callable[[dict[str, Any]], None]
 def measure_text(repository: Path, rounds: int, seconds: float, report: Report) -> None:
     """All rounds with the example's repository; each is reported. Raises BenchError."""
     texts = SENTENCES.read_text(encoding="utf-8").splitlines()
-    args = ["--allow-python-models=true", "--model-control-mode=none"]
+    # One thread, so that what else a request needs has a core of its own, as on a larger machine.
+    args = ["--allow-python-models=true", "--backend-config=onnxruntime,intra_op_thread_count=1"]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name, ServerProcess(repository, args=args) as server:
         pipeline = _files(Path(name), "embedding", [{"text": [[text]]} for text in texts])
         encoder = _files(Path(name), "encoder", _tokens(repository, texts))
 
-        def load(requests: Sequence[Path]) -> tuple[float, float]:
-            before = _counted(server, "encoder")
+        def load(requests: Sequence[Path]) -> tuple[float, float, float]:
+            """Requests per second, CPU of the server and its processes per request, rows of the encoder's batches."""
+            before, before_s = _counted(server, "encoder"), cpu_s(server.pid) or 0.0
             told = _load(server, requests, CALLERS, seconds)
+            cpu_ms = 1e3 * ((cpu_s(server.pid) or 0.0) - before_s) / told["answers_in_all"]
             rows, executions = (new - old for new, old in zip(_counted(server, "encoder"), before, strict=True))
-            return told["requests_per_s"], rows / executions
+            return told["requests_per_s"], cpu_ms, rows / executions
 
         for number in range(rounds):
-            found: dict[str, tuple[float, float]] = {}
+            found: dict[str, tuple[float, float, float]] = {}
             for one in _turns((("pipeline", pipeline), ("encoder", encoder)), number):
                 found[one[0]] = load(one[1])
+            (whole_per_s, whole_ms, whole_rows), (alone_per_s, alone_ms, alone_rows) = (
+                found["pipeline"],
+                found["encoder"],
+            )
             report(
                 {
                     "part": "text",
-                    "pipeline_per_s": found["pipeline"][0],
-                    "encoder_per_s": found["encoder"][0],
-                    "of_encoder": found["pipeline"][0] / found["encoder"][0],
-                    "rows_per_batch": found["pipeline"][1],
-                    "rows_per_batch_alone": found["encoder"][1],
+                    "pipeline_per_s": whole_per_s,
+                    "encoder_per_s": alone_per_s,
+                    "pipeline_cpu_ms": whole_ms,
+                    "encoder_cpu_ms": alone_ms,
+                    "of_encoder": whole_per_s / alone_per_s,
+                    "cpu_of_encoder": whole_ms / alone_ms,
+                    "rows_per_batch": whole_rows,
+                    "rows_per_batch_alone": alone_rows,
                 }
             )
 

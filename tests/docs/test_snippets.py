@@ -19,6 +19,7 @@ import pytest
 import yaml
 from google.protobuf import text_format
 
+from examples.embedding.build import missing
 from paceline.protos import model_config_pb2
 from tests.docs.blocks import Block, blocks, commands, pages
 from tests.docs.reader import Reader, make_clone, start
@@ -148,6 +149,18 @@ def test_demo_prints_a_short_table_and_the_result_last(folder: Path, served: Ser
     assert lines[0].startswith("asking the server")
     assert len(lines) < 20
     assert re.fullmatch(r"\d+ files in .* s: all labels and scores are those of the package magika itself", lines[-1])
+
+
+def test_demo_of_embeddings_shows_nearest_sentences_and_batches(folder: Path, served: ServerProcess) -> None:
+    if wanted := missing():
+        pytest.skip(f"make witness has not downloaded {', '.join(wanted)}")
+    with Reader(folder, served) as reader:
+        said = reader.type("make demo EXAMPLE=embedding")
+    nearest = said.partition("Our pet hunts rodents.\n")[2].splitlines()[0]
+    assert nearest.endswith("The cat brings us a mouse almost every morning, and looks disappointed.")
+    assert "batches that formed" in said
+    end = r"\d+ texts in .* s: all embeddings are those that the files make without a server"
+    assert re.fullmatch(end, said.splitlines()[-1])
 
 
 def test_printed_stubs_import_all_that_they_need(folder: Path, served: ServerProcess) -> None:
