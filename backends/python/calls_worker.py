@@ -39,7 +39,7 @@ Parameters = Mapping[str, bool | int | float | str]
 Inputs = Mapping[str, object]
 
 
-_Answer = tuple[Outputs | CallFailed | None, bool]
+Answer = tuple[Outputs | CallFailed | None, bool]
 """Outputs, an error or nothing, and whether it is the last."""
 
 
@@ -51,13 +51,13 @@ class Calls:
         self._pid = os.getpid()
         self._numbers = count(1)
         # What to do with the answers of those that haven't ended.
-        self._tell: dict[int, Callable[[_Answer], object]] = {}
+        self._tell: dict[int, Callable[[Answer], object]] = {}
 
     def begin(
         self,
         model: str,
         inputs: Inputs,
-        tell: Callable[[_Answer], object],
+        tell: Callable[[Answer], object],
         *,
         version: str = "",
         outputs: Sequence[str] = (),
@@ -100,8 +100,9 @@ class Calls:
         return number
 
     def withdraw(self, number: int) -> None:
-        """Nobody waits for answers to a call any more. Does nothing if it has ended."""
-        if self._tell.pop(number, None) is not None:
+        """Nobody waits for answers to a call any more. Does nothing if it has ended, or in a fork, which may drop what
+        it has inherited."""
+        if self._tell.pop(number, None) is not None and os.getpid() == self._pid:
             self._link.send(CALL_OVER, number)
 
     def read(self, number: int, answers: int) -> None:
@@ -144,7 +145,7 @@ class CalledModel:
         timeout_s: float | None = None,
     ) -> Outputs:
         """What the model answers. Blocks; in coroutines, use `async_infer`."""
-        answers: SimpleQueue[_Answer] = SimpleQueue()
+        answers: SimpleQueue[Answer] = SimpleQueue()
         number = self._begin(answers.put, inputs, version, outputs, request_id, parameters, timeout_s)
         try:
             return _outputs(answers.get()[0])
@@ -162,7 +163,7 @@ class CalledModel:
         timeout_s: float | None = None,
     ) -> Outputs:
         """The same for coroutines. Cancelling it withdraws the call."""
-        answers = _AsyncAnswers()
+        answers = AsyncAnswers()
         number = self._begin(answers.put, inputs, version, outputs, request_id, parameters, timeout_s)
         try:
             return _outputs((await answers.get())[0])
@@ -181,7 +182,7 @@ class CalledModel:
     ) -> Generator[Outputs, None, None]:
         """Yields each answer of a model that may answer any number of times, as it comes; the call is made when the
         first one is asked for. Closing the iterator withdraws the call."""
-        answers: SimpleQueue[_Answer] = SimpleQueue()
+        answers: SimpleQueue[Answer] = SimpleQueue()
         number = self._begin(answers.put, inputs, version, outputs, request_id, parameters, timeout_s, True)
         read = 0
         try:
@@ -206,7 +207,7 @@ class CalledModel:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Outputs, None]:
         """The same for `async for`."""
-        answers = _AsyncAnswers()
+        answers = AsyncAnswers()
         number = self._begin(answers.put, inputs, version, outputs, request_id, parameters, timeout_s, True)
         read = 0
         try:
@@ -222,7 +223,7 @@ class CalledModel:
 
     def _begin(
         self,
-        tell: Callable[[_Answer], object],
+        tell: Callable[[Answer], object],
         inputs: Inputs,
         version: str,
         outputs: Sequence[str],
@@ -277,15 +278,15 @@ class Models(Mapping[str, CalledModel]):
         return len(self._called)
 
 
-class _AsyncAnswers:
+class AsyncAnswers:
     """Answers for a coroutine, from another thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._answers: asyncio.Queue[_Answer] = asyncio.Queue()
+        self._answers: asyncio.Queue[Answer] = asyncio.Queue()
         self.get = self._answers.get
 
-    def put(self, answer: _Answer) -> None:
+    def put(self, answer: Answer) -> None:
         with suppress(RuntimeError):  # the loop is closed, and nobody waits
             self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
 

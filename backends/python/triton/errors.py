@@ -30,6 +30,12 @@ _STATUSES = {_Code.INVALID_ARG: "INVALID_ARGUMENT", _Code.UNSUPPORTED: "UNIMPLEM
 """Those of gRPC that have other names."""
 
 
+_CODES = {_STATUSES.get(code, code.name): code for code in _Code} | dict.fromkeys(
+    ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"), _Code.UNAVAILABLE
+)
+"""Triton has no other for a queue that is full, or a timeout."""
+
+
 class TritonError:
     """An error in place of an answer."""
 
@@ -64,3 +70,8 @@ def error_kind(error: TritonError) -> tuple[str, str]:
     """The name of the server's class for `error`, and of gRPC's status."""
     code = _Code(error.code())
     return "ModelRefused", _STATUSES.get(code, code.name)
+
+
+def error_of(status: str, text: str) -> TritonError:
+    """The error for a call that has failed with gRPC's `status`."""
+    return TritonError(text, _CODES.get(status, _Code.INTERNAL))

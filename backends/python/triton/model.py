@@ -20,6 +20,7 @@ from typing import Any, cast
 from paceline.backends.python.loaded_model import EXECUTION_ERROR, RunningModel, in_one_line
 from paceline.backends.python.messages import DONE, Ended
 from paceline.backends.python.requests_worker import Desk, RequestState
+from paceline.backends.python.triton.calls import TritonCalls
 from paceline.backends.python.triton.config import ModelConfig
 from paceline.backends.python.triton.conversions import using_decoupled_model_transaction_policy
 from paceline.backends.python.triton.errors import TritonModelException, error_kind
@@ -65,6 +66,7 @@ class TritonModel(RunningModel):
         self._name, self._path = name, Path(path)
         self._device, self._device_index = device, device_index
         install(str(self._path.parent), is_verbose=is_verbose)
+        InferenceRequest.caller = TritonCalls(desk.calls)
         self._kind = _class_in(self._path)
         self.completed = _completed(self._kind, config) if completes else config
         self._places: dict[tuple[int, ...], Mapping[str, int]] = {}
