@@ -181,7 +181,7 @@ class PipelineRun:
         self._began_ns = monotonic_ns()
         self._done = done
         if self.opened is not None:
-            self.opened.open(self, 0)
+            self.opened.open(self, 1)
         self._pipelines.enter(self)
 
     def start(self) -> None:
