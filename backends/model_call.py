@@ -28,7 +28,9 @@ class ModelCall:
     """A request to version `version` of `model` ("": the latest), with `inputs` by name and the names of wanted
     `outputs` (none: all). It is to end within `timeout_ns` (0: not said). `takes_more`: it may be answered more than
     once. `caller` is what the server has told the process about itself; `executing`: the call belongs to what the
-    caller executes; `beside`: it was made by a thread of the model's own, which that may be waiting for.
+    caller executes; `beside`: it was made by a thread of the model's own, which that may be waiting for;
+    `open_requests`: it belongs to an execution that is over, and these of its requests (`backends.open_request`) may
+    still be answered.
     """
 
     __slots__ = (
@@ -43,6 +45,7 @@ class ModelCall:
         "inputs",
         "model",
         "number",
+        "open_requests",
         "outputs",
         "parameters",
         "takes_more",
@@ -66,6 +69,7 @@ class ModelCall:
         caller: Any = None,
         executing: bool = False,
         beside: bool = False,
+        open_requests: Sequence[object] = (),
     ) -> None:
         self._answers = answers
         self._on_cancel: Callable[[], None] = _nothing
@@ -82,6 +86,7 @@ class ModelCall:
         self.caller = caller
         self.executing = executing
         self.beside = beside
+        self.open_requests = open_requests
         self.cancelled = False
 
     def taken_by(self, on_cancel: Callable[[], None], on_read: Callable[[int], None]) -> None:
@@ -89,6 +94,11 @@ class ModelCall:
         answers were read. Both on any thread; they mustn't block or raise. Whoever calls this looks at `cancelled`
         afterwards."""
         self._on_cancel, self._on_read = on_cancel, on_read
+
+    def let_go(self) -> None:
+        """It has ended, for who has taken it: its tensors aren't needed any more, nor what was to be called."""
+        self.inputs = {}
+        self._on_cancel, self._on_read = _nothing, _ignore
 
     def answer(self, outputs: Mapping[str, Array] | None, *, last: bool) -> None:
         self._answers.answer(self, outputs, last=last)

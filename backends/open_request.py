@@ -49,10 +49,11 @@ class Channel(Protocol):
 class OpenRequest(ABC):
     """A request with its `inputs`, as the model sees them, and what its caller said besides. `outputs` are the indices
     of those that are wanted. `step`: what it is in its sequence, if it says so; `row`: where that is in a batch, -1 for
-    anywhere."""
+    anywhere. `execution`: by which of its process's executions the model got it."""
 
     __slots__ = (
-        "_channel", "_number", "cancelled", "id", "inputs", "outputs", "parameters", "row", "step", "timeout_us",
+        "_channel", "_number", "cancelled", "execution", "id", "inputs", "outputs", "parameters", "row", "step",
+        "timeout_us",
     )  # fmt: skip
 
     def __init__(self, inputs: Tensors, outputs: Sequence[int], id: str = "", parameters: Parameters | None = None):
@@ -61,6 +62,7 @@ class OpenRequest(ABC):
         self.id = id
         self.parameters = parameters or {}
         self.step: Step | None = None
+        self.execution = 0
         self.timeout_us = 0
         self.row = -1
         self.cancelled = False

@@ -112,12 +112,17 @@ async def _checked(settings: Settings, backend_of: Callable[[str], Backend] | No
     """What became of each version, and whether something hangs. Raises StartError."""
     from paceline.server.app import load_queue, model_layout, share_threads  # heavy: `paceline --help` does without
     from paceline.server.models.repository import Repository
+    from paceline.server.requests.inference import Inference
+    from paceline.server.requests.model_calls import ModelCalls
     from paceline.server.telemetry.metrics import Metrics
 
     share_threads(settings)
     layout = model_layout(settings)
     await asyncio.to_thread(layout.open)
-    repository = Repository(Metrics(), load_queue(settings, backend_of), max_models=settings.limits.models)
+    loads = load_queue(settings, backend_of, on_call=lambda call: calls.take(call))
+    repository = Repository(Metrics(), loads, max_models=settings.limits.models)
+    calls = ModelCalls(repository, Inference(repository))
+    calls.start()
     try:
         await repository.load_all(layout.models())
     except OSError as error:

@@ -8,11 +8,12 @@ whoever answers it is told.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from paceline.backends.model_call import ModelCall, OnCall
+from paceline.backends.open_request import OpenRequest
 from paceline.backends.python.messages import CALL, CALL_FAILED, CALL_READ, CALLED
 from paceline.backends.spec import Array
 from paceline.backends.transport.duplex_link import DuplexLink
@@ -21,12 +22,20 @@ from paceline.backends.transport.parcel import Message
 
 class Calls:
     """Those of one process that haven't ended: the way back to it (`CallAnswers`). What is said to the process over
-    `link` is handed to `say`, which has it said by a thread that may wait for it. `on_call` takes calls."""
+    `link` is handed to `say`, which has it said by a thread that may wait for it. `on_call` takes calls.
+    `open_requests` gives those of an execution that may still be answered."""
 
-    def __init__(self, link: DuplexLink, say: Callable[[Callable[[], object]], None], on_call: OnCall | None) -> None:
+    def __init__(
+        self,
+        link: DuplexLink,
+        say: Callable[[Callable[[], object]], None],
+        on_call: OnCall | None,
+        open_requests: Callable[[int], Sequence[OpenRequest]],
+    ) -> None:
         self._link = link
         self._say = say
         self._on_call = on_call
+        self._open_requests = open_requests
         self._lock = threading.Lock()
         # By number, with the execution that it belongs to.
         self._open: dict[int, tuple[ModelCall, int]] = {}
@@ -77,6 +86,7 @@ class Calls:
             caller=self.caller,
             executing=execution == executing != 0,
             beside=execution == 0 != executing,
+            open_requests=self._open_requests(execution) if execution not in (0, executing) else (),
         )
         with self._lock:
             self._open[number] = call, execution

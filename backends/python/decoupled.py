@@ -57,8 +57,14 @@ class DecoupledProcess(DuplexProcess):
 
     def cancel(self, number: int) -> None:
         with self._changing:
-            self._open.pop(number, None)
+            request = self._open.pop(number, None)
+        if request is not None and not self._open_requests(request.execution):
+            self.calls.cancel(request.execution)
         self._unsaid.put(lambda: self._link.send(CANCEL, number))
+
+    def _open_requests(self, execution: int) -> Sequence[OpenRequest]:
+        with self._changing:
+            return [one for one in self._open.values() if one.execution == execution]
 
     def sent(self, number: int, answers: int) -> None:
         self._unsaid.put(lambda: self._link.send(SENT, number, answers))
@@ -71,6 +77,8 @@ class DecoupledProcess(DuplexProcess):
         Blocks; for one thread at a time. Raises as `execute`; then those that haven't ended get nothing more.
         """
         given = {next(self._numbers): request for request in requests}
+        for request in requests:
+            request.execution = self._executions + 1
         with self._handing(given):
             parcels = [self._link.pack(request.inputs) for request in requests]
             handed = [

@@ -8,7 +8,7 @@ read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import LoadError
+from paceline.backends.open_request import OpenRequest
 from paceline.backends.python.calls import Calls
 from paceline.backends.python.messages import CALL, CALL_OVER, CALL_READ, CALLING, CLOSE, TAKEN, Declared
 from paceline.backends.python.process import ModelProcess
@@ -39,7 +40,7 @@ class DuplexProcess(ModelProcess):
         self._is_taken = False
         self._executions = 0
         super().__init__(source, device)
-        self.calls = Calls(self._link, self._unsaid.put, source.on_call)
+        self.calls = Calls(self._link, self._unsaid.put, source.on_call, self._open_requests)
 
     def load(self) -> tuple[Declared | None, Declared | None]:
         try:
@@ -102,6 +103,10 @@ class DuplexProcess(ModelProcess):
         """The process has answered what it was asked."""
         self._is_taken = False
         self._answers.put(message)
+
+    def _open_requests(self, execution: int) -> Sequence[OpenRequest]:
+        """Those that were handed over in an execution, and may still be answered."""
+        return ()
 
     def _on_gone(self) -> None:
         """The process has ended; whoever waits for its answer is told after this."""

@@ -37,7 +37,7 @@ from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight
 from paceline.server.requests.pipelines import OpenedRequest, Pipelines
 
-__all__ = ["Decoupled"]
+__all__ = ["Decoupled", "flights_of"]
 
 _log = logging.getLogger("paceline.server.inference")
 
@@ -320,6 +320,11 @@ class _Opened(OpenRequest):
             self.timer.cancel()
         self.cancel()
         self.inputs = self.own_inputs = ()
+
+
+def flights_of(requests: Sequence[object]) -> list[InFlight]:
+    """What those of `requests` are here that somebody has sent."""
+    return [one.flight for one in requests if isinstance(one, _Opened)]
 
 
 class _NextAnswer:

@@ -30,6 +30,7 @@ from paceline.server.errors import InvalidRequest, error_text, status_of
 from paceline.server.models.callers import Caller
 from paceline.server.models.repository import Repository, ServedModel
 from paceline.server.requests.call_waits import CallWaits, MadeCall
+from paceline.server.requests.decoupled import flights_of
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
 from paceline.server.requests.inference import Inference
 from paceline.server.requests.inner_request import InnerRequest
@@ -109,7 +110,8 @@ class ModelCalls:
             parent=_parent_of(waiting),
             on_next=under_way.on_next if call.takes_more else None,
         )
-        if made_for := waiting or (_executing(call) if call.beside else ()):
+        # Who answers its requests later keeps no instance waiting.
+        if made_for := _executing(call) if call.executing or call.beside else ():
             made = under_way.made = MadeCall(call.caller, made_for, model, flight, under_way.refuse, call.beside)
             self._waits.add(made)
             if model.pipeline is not None:
@@ -215,6 +217,7 @@ class _UnderWay:
 
     def _let_go(self) -> None:
         self.flight = None
+        self._call.let_go()
         for timer in (self.timer, self.patience):
             if timer is not None:
                 timer.cancel()
@@ -250,7 +253,9 @@ def _fail(call: ModelCall, error: BaseException, *, last: bool = True) -> None:
 
 def _those_waiting(call: ModelCall) -> Sequence[InFlight]:
     """The requests that the call is made for, as far as is known."""
-    return _executing(call) if call.executing else ()
+    if call.executing:
+        return _executing(call)
+    return flights_of(call.open_requests)
 
 
 def _executing(call: ModelCall) -> Sequence[InFlight]:

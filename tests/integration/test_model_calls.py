@@ -20,6 +20,7 @@ from tests import models, open_puppet
 from tests.calling_puppet import write_caller
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.integration.streams import Stream
 from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer
@@ -428,3 +429,76 @@ class Model:
         expected = numbers(await started.infer(infer("encoder", {"INPUT0": np.ones((1, 16), np.float32)})))
         for model in ("a", "b"):
             assert numbers(await started.infer(asking("", model=model))) == expected
+
+
+async def test_calls_of_requests_that_are_answered_later_end_with_them(tmp_path: Path) -> None:
+    source = """
+import asyncio
+import numpy as np
+
+class Model:
+    inputs = {"run": ("BYTES", [-1, 1]), "x": ("FP32", [-1, 16])}
+    outputs = {"y": ("FP32", [-1, 4])}
+
+    async def execute(self, requests):
+        self.tasks = [asyncio.create_task(self.answer(request)) for request in requests]
+
+    async def answer(self, request):
+        try:
+            await self.models["echo"].async_infer({"a": request.inputs["x"]})
+        except self.models.CallFailed as error:
+            print(error.status)
+        request.end()
+"""
+    echo = echo_model()
+    write_caller(tmp_path, "model_transaction_policy { decoupled: true }", calls="echo", source=source)
+    settings = Settings(paths=(tmp_path,), allow_python_models=True)
+    async with serving(tmp_path, {"echo": echo}, config=BATCHED, settings=settings) as started:
+        echo.gate.close()
+        warm, entered = echo.batches, echo.gate.entered
+        busy = asyncio.ensure_future(started.infer(infer("echo", {"a": np.zeros((1, 16), np.float32)})))
+        await asyncio.to_thread(echo.gate.wait_entered, entered + 1)
+        stream = Stream(started)
+        await stream.send(asking(""))
+        await eventually_async(lambda: started.waiting("echo") == 1, "the call has arrived")
+        stream.call.cancel()
+        await eventually_async(lambda: started.waiting("echo") == 0, "the call is withdrawn")
+        echo.gate.open()
+        await busy
+        assert echo.batches == [*warm, (1,)]
+
+
+async def test_call_is_a_step_of_a_sequence_and_has_an_id(tmp_path: Path) -> None:
+    other = """
+import numpy as np
+class Model:
+    def load(self, context):
+        self.sums = {}
+    def execute(self, inputs):
+        row, = inputs["corrid"].ravel()
+        self.sums[row] = self.sums.get(row, 0) * (not inputs["start"].any()) + inputs["x"][0, 0]
+        return {"y": np.full((1, 4), self.sums[row], np.float32)}
+"""
+    controls = """
+sequence_batching {
+  control_input { name: "start" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
+  control_input { name: "corrid" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+}
+input { name: "x" data_type: TYPE_FP32 dims: [ 16 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }
+max_batch_size: 1
+"""
+    code = """
+def step(value, **flags):
+    given = {'sequence_id': 7, **flags}
+    return models['sum'].infer({'x': x * 0 + value}, request_id='an id', parameters=given)['y']
+step(1, sequence_start=True)
+step(2)
+y = step(4, sequence_end=True)
+"""
+    write_caller(tmp_path, controls, name="sum", source=other)
+    async with served(tmp_path, calls="sum") as started:
+        assert numbers(await started.infer(asking(code))) == [7] * 4
+        text = (await failure_of(started.infer(asking(TELL % "models['sum'].infer({'x': x})"))))[1]
+        assert "INVALID_ARGUMENT: " in text
+        assert "sequence" in text
