@@ -31,9 +31,9 @@ QUERIES = (
     "Bad weather kept us from travelling.",
 )
 SHOWN = 2
-LEAST_LIKENESS = 0.99
-"""Of an embedding and its directly made one, as a cosine. The encoder's weights are in eight bits, and it scales
-numbers by the largest of those that it computes together, so embeddings depend a little on their batch."""
+LEAST_LIKENESS = 0.9999
+"""Of an embedding and its directly made one, as a cosine: in a batch of another size, sums are rounded in another
+order."""
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
