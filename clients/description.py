@@ -24,7 +24,7 @@ from paceline.protos.model_config_pb2 import (
 
 __all__ = ["Batching", "Instances", "ModelDescription", "PipelineStep", "Sequences", "described", "metadata_of"]
 
-_PAD = "paceline.pad"
+_PAD, _CALLS = "paceline.pad", "paceline.calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class ModelDescription:
 
     `batching` is None for a model without a batch axis, and `sequences` for one that remembers nothing. A decoupled
     model answers a request any number of times. `steps` is empty unless it is a pipeline, and else in an order in which
-    they can run. Unless `is_configured`, the server has no ModelConfig, and only names, tensors and platform are known.
+    they can run. `calls` are the models that its own code may call. Unless `is_configured`, the server has no
+    ModelConfig, and only names, tensors and platform are known.
     """
 
     name: str
@@ -97,6 +98,7 @@ class ModelDescription:
     is_decoupled: bool = False
     is_cached: bool = False
     steps: tuple[PipelineStep, ...] = ()
+    calls: tuple[str, ...] = ()
 
 
 def described(metadata: ModelMetadata, config: ModelConfig | None) -> ModelDescription:
@@ -118,6 +120,7 @@ def described(metadata: ModelMetadata, config: ModelConfig | None) -> ModelDescr
         is_decoupled=config.model_transaction_policy.decoupled,
         is_cached=config.response_cache.enable,
         steps=_in_order(config.ensemble_scheduling.step),
+        calls=_listed(config, _CALLS),
     )
 
 
@@ -148,10 +151,14 @@ def _batching(config: ModelConfig) -> Batching:
         delayed.max_queue_delay_microseconds,
         queue.max_queue_size,
         queue.default_timeout_microseconds,
-        tuple(axis.strip() for axis in config.parameters[_PAD].string_value.split(",") if axis.strip())
-        if _PAD in config.parameters
-        else (),
+        _listed(config, _PAD),
     )
+
+
+def _listed(config: ModelConfig, parameter: str) -> tuple[str, ...]:
+    """The values of a parameter that lists some."""
+    text = config.parameters[parameter].string_value if parameter in config.parameters else ""
+    return tuple(value.strip() for value in text.split(",") if value.strip())
 
 
 def _instances(group: ModelInstanceGroup) -> Instances:

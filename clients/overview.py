@@ -78,6 +78,8 @@ def _facts(model: ModelDescription) -> Iterator[tuple[str, list[str]]]:
         yield "cache", ["answers are kept for equal requests"]
     if model.steps:
         yield "pipeline", pipeline_lines(model.steps)
+    if model.calls:
+        yield "calls", [one_line(", ".join(model.calls))]
 
 
 def _tensors(tensors: Sequence[TensorMetadata], has_rows: bool, optional: Sequence[str] = ()) -> list[str]:

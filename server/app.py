@@ -55,7 +55,7 @@ from paceline.server.telemetry.metrics import LIMITS, REFUSED_CALLS, Families, L
 from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
 from paceline.server.telemetry.tracing import Tracer
 
-__all__ = ["Server", "load_queue", "model_layout", "product_version", "share_threads"]
+__all__ = ["Server", "product_version"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -98,37 +98,6 @@ def _made_once(make: Callable[[str], Backend]) -> Callable[[str], Backend]:
     return one
 
 
-def load_queue(
-    settings: Settings,
-    backend_of: Callable[[str], Backend] | None,
-    give_way: Callable[[], int] = lambda: 0,
-    on_call: OnCall | None = None,
-) -> LoadQueue:
-    """What loads models as `settings` say, with backends of one's own if `backend_of` gives them. `on_call` takes the
-    calls of models to others."""
-    return LoadQueue(
-        backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
-        _load_defaults(settings, on_call),
-        threads=settings.model_load_thread_count,
-        retries=settings.model_load_retry_count,
-        give_way=give_way,
-    )
-
-
-def model_layout(settings: Settings) -> Layout:
-    return Layout(settings.paths, settings.model_config_name, settings.model_name)
-
-
-def share_threads(settings: Settings) -> None:
-    """Give all models the same threads, if that is asked for. Raises StartError if it can't be had."""
-    given = settings.backend_config
-    try:
-        if given.shared_threads:
-            registry.share_threads(given.intra_op_threads, given.inter_op_threads)
-    except LoadError as error:
-        raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
-
-
 def _load_defaults(settings: Settings, on_call: OnCall | None) -> LoadDefaults:
     given = settings.backend_config
     rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
@@ -166,9 +135,16 @@ class Server:
         self._tracer = Tracer(settings.trace)
         self._shared_limits = SharedQueueLimits(settings.limits.queued_requests, settings.limits.queued_bytes)
         self._response_pool = BoundedPool[Tensors](settings.cache_bytes) if settings.cache_bytes else None
+        loads = LoadQueue(
+            backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
+            _load_defaults(settings, lambda call: self._calls.take(call)),
+            threads=settings.model_load_thread_count,
+            retries=settings.model_load_retry_count,
+            give_way=lambda: self._grpc.give_way(),
+        )
         self.repository = Repository(
             self._metrics,
-            load_queue(settings, backend_of, lambda: self._grpc.give_way(), lambda call: self._calls.take(call)),
+            loads,
             strict_readiness=settings.strict_readiness,
             regions=self._regions,
             tracer=self._tracer,
@@ -176,7 +152,7 @@ class Server:
             shared_limits=self._shared_limits,
             response_pool=self._response_pool,
         )
-        self._layout = model_layout(settings)
+        self._layout = Layout(settings.paths, settings.model_config_name, settings.model_name)
         if settings.model_control_mode is ControlMode.EXPLICIT:
             self.repository.find_needed = lambda name: lambda: self._layout.find(name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
@@ -229,10 +205,10 @@ class Server:
             refuse_unless_free(self._settings.grpc_address, self._settings.grpc_port, self._settings.grpc_socket_mode)
             check_access(self._settings)
             self._tracer.start()
-            self._calls.start()
             await self._show_gpus()
             await self._shared_memory.look_for_gpus()
-            await self._load()
+            await self.load()
+            self._judge_loads()
             # Set first: of several processes that open the port, one may have a caller before the last has opened it.
             self._inference.serving = self._inference.ready = True
             self.grpc_port = await self._grpc.open(self._settings.grpc_port)
@@ -247,6 +223,12 @@ class Server:
         self._health.open(f"gRPC on {host_and_port(self._settings.grpc_address, self.grpc_port)}{metrics}")
         if self._settings.model_control_mode is ControlMode.POLL:
             self._polling = asyncio.create_task(self.poller.run())
+
+    async def unload(self, grace_s: float) -> bool:
+        """After `load` alone: release the models. False if that takes longer than `grace_s`, or something hangs."""
+        in_time = await self._stop_models(grace_s)
+        await self._stop_all()
+        return in_time and not self.repository.hangs
 
     async def stop(self, grace_s: float | None = None) -> bool:
         """Report not ready, and after the configured grace for load balancers accept nothing more. Then answer what was
@@ -364,14 +346,19 @@ class Server:
         except DeviceError as error:
             _log.debug("no GPU metrics: %s", error)
 
-    async def _load(self) -> None:
-        """Load the models that are to serve from the start. Raises StartError if there is nothing to load from, or if a
-        failure is to end the start."""
+    async def load(self) -> None:
+        """Load the models that are to serve from the start, without accepting requests: the repository then knows which
+        failed and why. Raises StartError if there is nothing to load from."""
+        self._calls.start()
         if self._upstream is not None:
             await self._upstream.start()
             return
-        mode = self._settings.model_control_mode
-        share_threads(self._settings)
+        given, mode = self._settings.backend_config, self._settings.model_control_mode
+        try:
+            if given.shared_threads:
+                registry.share_threads(given.intra_op_threads, given.inter_op_threads)
+        except LoadError as error:
+            raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
         self._layout.open(may_be_empty=mode is not ControlMode.NONE)
         try:
             if mode is ControlMode.POLL:
@@ -382,6 +369,12 @@ class Server:
                 await self.repository.load_all(self._wanted(folders))
         except OSError as error:
             raise StartError(f"{error.filename}: {error.strerror}") from None
+
+    def _judge_loads(self) -> None:
+        """Raise StartError if a failure is to end the start; log what else has failed."""
+        if self._upstream is not None:
+            return
+        mode = self._settings.model_control_mode
         failures = [f"model '{name}': {reason}" for name, reason in self.repository.failures.items()]
         none_serves = mode is ControlMode.NONE and not self.repository.models
         if failures and (self._settings.exit_on_error or none_serves):

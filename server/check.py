@@ -110,39 +110,23 @@ def _settings(paths: Sequence[Path], given: Given) -> Settings:
 
 async def _checked(settings: Settings, backend_of: Callable[[str], Backend] | None) -> tuple[list[_Checked], bool]:
     """What became of each version, and whether something hangs. Raises StartError."""
-    from paceline.server.app import load_queue, model_layout, share_threads  # heavy: `paceline --help` does without
-    from paceline.server.models.repository import Repository
-    from paceline.server.requests.inference import Inference
-    from paceline.server.requests.model_calls import ModelCalls
-    from paceline.server.telemetry.metrics import Metrics
+    from paceline.server.app import Server  # heavy: `paceline --help` does without
 
-    share_threads(settings)
-    layout = model_layout(settings)
-    await asyncio.to_thread(layout.open)
-    loads = load_queue(settings, backend_of, on_call=lambda call: calls.take(call))
-    repository = Repository(Metrics(), loads, max_models=settings.limits.models)
-    calls = ModelCalls(repository, Inference(repository))
-    calls.start()
+    server, checked = Server(settings, backend_of), list[_Checked]()
     try:
-        await repository.load_all(layout.models())
-    except OSError as error:
-        raise StartError(f"{error.filename}: {error.strerror}") from None
-    served = {(model.name, model.version): model for model in repository.models}
-    checked = []
-    for line in repository.index():
-        model = served.get((line.name, line.version))
-        if model is None:
-            checked.append(_Checked(line.name, line.version, line.reason or "not loaded"))
-            continue
-        description = described(metadata_of(model.config, [model.version]), model.config)
-        words = model.found.batching, model.found.warm_up
-        checked.append(_Checked(model.name, model.version, "", round(model.load_ns / 1e9, 3), *words, description))
-    try:
-        await asyncio.wait_for(repository.stop(), _END_S)
-    except TimeoutError:
-        repository.abandon()
-        return checked, True
-    return checked, repository.hangs
+        await server.load()
+        served = {(model.name, model.version): model for model in server.repository.models}
+        for line in server.repository.index():
+            model = served.get((line.name, line.version))
+            if model is None:
+                checked.append(_Checked(line.name, line.version, line.reason or "not loaded"))
+                continue
+            description = described(metadata_of(model.config, [model.version]), model.config)
+            words = model.found.batching, model.found.warm_up
+            checked.append(_Checked(model.name, model.version, "", round(model.load_ns / 1e9, 3), *words, description))
+    finally:
+        has_ended = await server.unload(_END_S)
+    return checked, not has_ended
 
 
 def _json(checked: Sequence[_Checked]) -> str:

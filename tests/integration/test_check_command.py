@@ -13,6 +13,15 @@ from tests import models
 from tests.ensembles import ensemble_config, write_ensemble
 from tests.harness import ServerProcess, run_command, write_identity
 
+CALLER = """
+class Model:
+    inputs = {"x": ("FP32", [-1, 16])}
+    outputs = {"y": ("FP32", [-1, 16])}
+
+    def execute(self, inputs):
+        return {"y": self.models["inner"].infer({"INPUT0": inputs["x"]})["OUTPUT0"]}
+"""
+
 
 def write_onnx(repository: Path, name: str = "mlp") -> Path:
     folder = repository / name
@@ -80,6 +89,18 @@ def test_check_of_an_ensemble_shows_its_steps_or_reason(tmp_path: Path) -> None:
     (torn,) = (line for line in said.splitlines() if line.startswith("FAILED  torn"))
     assert "models that are not available or ambiguous: absent" in torn
     assert said.endswith("1 of 4 failed\n")
+
+
+def test_check_warms_up_models_that_call_others(tmp_path: Path) -> None:
+    write_identity(tmp_path, "inner")
+    (tmp_path / "outer" / "1").mkdir(parents=True)
+    (tmp_path / "outer" / "config.pbtxt").write_text(
+        'backend: "python" parameters { key: "paceline.calls" value { string_value: "inner" } }'
+    )
+    (tmp_path / "outer" / "1" / "model.py").write_text(CALLER)
+    found = checked(str(tmp_path), "--allow-python-models", "true")
+    assert found["outer"]["warm_up"] == "zeros"
+    assert found["outer"]["description"]["calls"] == ["inner"]
 
 
 def test_check_of_nothing_is_one_line(tmp_path: Path) -> None:
