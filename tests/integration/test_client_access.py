@@ -175,6 +175,17 @@ def test_infer_takes_everything_from_the_environment(world: World) -> None:
     assert (status, complained.split(":")[:2]) == (1, ["Error", " UNAUTHENTICATED"])
 
 
+@pytest.mark.parametrize("ask", [("describe", "echo"), ("models",)], ids=lambda ask: ask[0])
+def test_what_a_server_has_is_told_to_those_with_a_token(world: World, ask: tuple[str, ...]) -> None:
+    where = ("--server", world.target, *world.trust, *world.shows(world.own))
+    status, said, _ = paceline(*ask, *where, "--token-file", str(world.folder / "token"))
+    assert status == 0
+    assert "echo" in said
+    status, said, complained = paceline(*ask, *where)
+    assert (status, said) == (1, "")
+    assert complained.startswith("Error: UNAUTHENTICATED: ")
+
+
 def test_health_needs_a_certificate_but_no_token(world: World) -> None:
     where = ("health", "--server", world.target)
     assert paceline(*where, *world.trust, *world.shows(world.own)) == (0, "SERVING", "")
@@ -234,7 +245,7 @@ def test_wrong_token_is_one_line_and_exit_1_and_is_not_shown(world: World) -> No
     )
 
 
-@pytest.mark.parametrize("command", ["infer", "health", "top"])
+@pytest.mark.parametrize("command", ["infer", "describe", "models", "health", "top"])
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -252,7 +263,7 @@ def test_unusable_files_are_one_line_and_exit_2(
 ) -> None:
     """In this process, since no server is asked."""
     monkeypatch.chdir(REPO)
-    ended = CliRunner().invoke(main, [command, *(("echo",) if command == "infer" else ()), *args])
+    ended = CliRunner().invoke(main, [command, *(("echo",) if command in ("infer", "describe") else ()), *args])
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"Error: {words}")
     assert ended.stderr.count("\n") == 1
