@@ -254,6 +254,16 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0, allocate: Allocate
         raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
 
 
+def joined(requests: Sequence[Tensors]) -> tuple[list[Array], list[int]]:
+    """As `stack`, and the rows where each request begins and the last one ends."""
+    layout = _common_layout(requests)
+    if layout is None:
+        return stack(requests), [*accumulate(rows_of(requests), initial=0)]
+    rows = len(requests) * layout.rows
+    bounds = [*range(0, rows + 1, layout.rows)]
+    return _stack_packed(cast("Sequence[Packed]", requests), layout, 0, None), bounds
+
+
 def _joined(column: Sequence[Array], index: int, allocate: Allocate | None) -> Array:
     """The arrays of `column` (input `index`) joined along axis 0. Raises ValueError or ExecutionError if they don't fit
     together."""

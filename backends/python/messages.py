@@ -46,7 +46,9 @@ TRY = 9
 HAND = 10
 """From the server: the names of all inputs and outputs, and for each of some requests its number, id, parameters, the
 places of the outputs that it wants, a parcel of its inputs, its step in its sequence (id, whether it is the first, the
-last) or None, and its timeout in microseconds. First TAKEN, then DONE or FAILED, when `execute` has returned."""
+last) or None, and its timeout in microseconds. Then either None, or a parcel of the inputs of all, joined by rows, and
+the rows where each begins and the last one ends; then the requests have no parcels. First TAKEN, then DONE or FAILED,
+when `execute` has returned."""
 
 HAND_MADE_UP = 11
 """As HAND, but what the model raises isn't printed."""
@@ -97,9 +99,11 @@ BATCHES, CALLING, REQUESTS, TRITON = "batches", "calling", "requests", "triton"
 request by itself; or the same as Triton's Python backend has it. The first kind of process only answers, the others
 talk at any time."""
 
-Ended: TypeAlias = tuple[tuple[int, ...], str] | list[str] | bool | None
+Ended: TypeAlias = tuple[tuple[int, ...], str, int] | list[str] | bool | None
 """What became of a request: it was answered, with the outputs at these places and parameters as JSON; it failed, as
-FAILED says it; True: it is to come back; None: it is or will be answered otherwise."""
+FAILED says it; True: it is to come back; None: it is or will be answered otherwise. Outputs of one that was answered
+are the next arrays of the parcel or, if a number of rows is given and not -1, the next of these rows of its first
+arrays, in which the outputs of all such requests are joined."""
 
 Declared: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, datatype and dims of each tensor."""

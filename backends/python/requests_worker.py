@@ -119,11 +119,10 @@ class Request:
         request_id: str,
         parameters: Mapping[str, bool | int | float | str],
         wanted: Sequence[int],
-        parcel: Any,
+        arrays: Sequence[Array],
         *_: object,
     ) -> None:
         self._state = RequestState(desk, number)
-        arrays = desk.link.unpack(parcel)
         self._places = {name: place if place in wanted else -1 for place, name in enumerate(output_names)}
         self.id = request_id
         self.parameters = parameters
@@ -172,17 +171,19 @@ class Request:
 class RequestState:
     """What is known of a request on both its model's and the server's threads."""
 
-    __slots__ = ("_desk", "_ended", "_held", "_held_bytes", "_lock", "_number", "_waiters", "cancelled")
+    __slots__ = ("_desk", "_ended", "_held", "_held_bytes", "_lock", "_number", "_room", "_waiters", "cancelled")
 
     def __init__(self, desk: Desk, number: int) -> None:
         self._desk = desk
         self._number = number
-        self._lock = threading.Condition()
-        self._held: deque[int] = deque()
+        self._lock = threading.Lock()
+        # What few need is made for those.
+        self._room: threading.Condition | None = None
+        self._held: deque[int] | None = None
         """The sizes of answers that the server holds."""
         self._held_bytes = 0
         self._ended = self.cancelled = False
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
         desk.states[number] = self
 
     def send(
@@ -193,7 +194,7 @@ class RequestState:
         # The server always reads, so that doesn't take long.
         with self._lock:
             while waits and self._must_wait():
-                self._lock.wait()
+                self._wait()
             if not self._may_answer(end):
                 return
             link = self._desk.link
@@ -203,24 +204,21 @@ class RequestState:
             except ValueError:
                 link.unsent(parcel)
                 raise
-            size = sum(array.nbytes for array in arrays)
-            self._held.append(size)
-            self._held_bytes += size
+            self._hold(sum(array.nbytes for array in arrays))
             self._finish(end)
 
     def say(self, error: str | None, end: bool, *kind: str, waits: bool = True) -> None:
         """Answer with an error of this class and status, or with nothing but the end."""
         with self._lock:
             while waits and error is not None and not end and self._must_wait():
-                self._lock.wait()
+                self._wait()
             if not self._may_answer(end):
                 return
             if error is None:
                 self._desk.link.send(ANSWER, self._number, end, (), None, "")
             else:
                 self._desk.link.send(ERROR, self._number, end, error, *(kind or (EXECUTION_ERROR,)))
-                self._held.append(len(error))
-                self._held_bytes += len(error)
+                self._hold(len(error))
             self._finish(end)
 
     async def room(self) -> None:
@@ -230,12 +228,13 @@ class RequestState:
                 if not self._must_wait():
                     return
                 future: asyncio.Future[None] = loop.create_future()
-                self._waiters.append((loop, future))
+                self._waiters = [*(self._waiters or ()), (loop, future)]
             await future
 
     def sent(self, answers: int) -> None:
         with self._lock:
-            for _ in range(min(answers, len(self._held))):
+            for _ in range(min(answers, len(self._held or ()))):
+                assert self._held is not None
                 self._held_bytes -= self._held.popleft()
             self._wake()
 
@@ -261,8 +260,19 @@ class RequestState:
         if not (self._ended or self.cancelled):
             self._desk.dropped.put(self)
 
+    def _hold(self, size_bytes: int) -> None:
+        if self._held is None:
+            self._held = deque()
+        self._held.append(size_bytes)
+        self._held_bytes += size_bytes
+
+    def _wait(self) -> None:
+        if self._room is None:
+            self._room = threading.Condition(self._lock)
+        self._room.wait()
+
     def _must_wait(self) -> bool:
-        full = len(self._held) >= _MOST_ANSWERS or self._held_bytes >= _MOST_BYTES
+        full = len(self._held or ()) >= _MOST_ANSWERS or self._held_bytes >= _MOST_BYTES
         return full and not (self._ended or self.cancelled)
 
     def _may_answer(self, end: bool) -> bool:
@@ -281,9 +291,10 @@ class RequestState:
             self._desk.states.pop(self._number, None)
 
     def _wake(self) -> None:
-        self._lock.notify_all()
-        waiters, self._waiters = self._waiters, []
-        for loop, future in waiters:
+        if self._room is not None:
+            self._room.notify_all()
+        waiters, self._waiters = self._waiters, None
+        for loop, future in waiters or ():
             with suppress(RuntimeError):  # the loop is closed, and nobody waits
                 loop.call_soon_threadsafe(_set, future)
 
@@ -338,8 +349,27 @@ class Desk:
             self.tasks.put(message)
         else:
             # Requests are made here, so that they are known when the next message comes.
-            *names, handed = content or ((), (), ())
-            self.tasks.put((kind, [self.make_request(self, *names, *one) for one in handed]))
+            self.tasks.put((kind, self._requests(*content) if content else []))
+
+    def _requests(
+        self,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        handed: Sequence[Any],
+        stacked: tuple[Any, Sequence[int]] | None,
+    ) -> list[Any]:
+        made = []
+        columns: Sequence[Array] = ()
+        bounds: Sequence[int] = ()
+        if stacked is not None:
+            columns, bounds = self.link.unpack(stacked[0]), stacked[1]
+        for place, (number, request_id, parameters, wanted, parcel, *rest) in enumerate(handed):
+            if parcel is not None:
+                arrays: Sequence[Array] = self.link.unpack(parcel)
+            else:
+                arrays = [column[bounds[place] : bounds[place + 1]] for column in columns]
+            made.append(self.make_request(self, inputs, outputs, number, request_id, parameters, wanted, arrays, *rest))
+        return made
 
     def tell_dropped(self) -> None:
         """Fail requests that can't be answered any more."""

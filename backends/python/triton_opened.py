@@ -51,6 +51,7 @@ class TritonProcess(DecoupledProcess):
     """A process of such a model. `load` has it complete its configuration, if `completes`; then comes `initialize`."""
 
     _mode = TRITON
+    stacks = True
     completes = False
 
     def __init__(self, source: ModelSource, device: Device) -> None:

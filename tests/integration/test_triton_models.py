@@ -435,3 +435,17 @@ response = text(json.dumps([error.code() == pb_utils.TritonError.{code}, error.m
         is_code, message = await text(started, asking(CALL + tell))
         assert is_code
         assert words in message
+
+
+async def test_rows_of_each_request_are_its_own(tmp_path: Path) -> None:
+    code = "response = pb_utils.InferenceResponse([pb_utils.Tensor('y', request.inputs()[0].as_numpy() * 2)])"
+    async with served(tmp_path, TOGETHER) as started:
+        asked = []
+        for rows in (1, 3):
+            request = asking(code)
+            request.inputs[0].shape[:] = [rows, 1]
+            request.raw_input_contents[0] = np.arange(rows, dtype=np.int64).tobytes()
+            asked.append(started.infer(request))
+        one, three = await asyncio.gather(*asked)
+        assert (list(one.outputs[0].shape), one.raw_output_contents[0]) == ([1, 1], np.array([0]).tobytes())
+        assert (list(three.outputs[0].shape), three.raw_output_contents[0]) == ([3, 1], np.array([0, 2, 4]).tobytes())

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import numpy as np
+
 from paceline.backends.python.loaded_model import EXECUTION_ERROR, RunningModel, in_one_line
 from paceline.backends.python.messages import DONE, Ended
 from paceline.backends.python.requests_worker import Desk, RequestState
@@ -112,7 +114,7 @@ class TritonModel(RunningModel):
         request_id: str,
         parameters: Mapping[str, bool | int | float | str],
         wanted: tuple[int, ...],
-        parcel: Any,
+        arrays: Sequence[Array],
         step: tuple[int | str, bool, bool] | None,
         timeout_us: int,
     ) -> InferenceRequest:
@@ -122,7 +124,7 @@ class TritonModel(RunningModel):
             places = self._places[wanted] = {output_names[place]: place for place in wanted}
         inputs = [
             Tensor.received(name, array)
-            for name, array in zip(input_names, desk.link.unpack(parcel), strict=True)
+            for name, array in zip(input_names, arrays, strict=True)
             if array is not MISSING
         ]
         correlation_id, start, end = step or (0, False, False)
@@ -188,18 +190,25 @@ class TritonModel(RunningModel):
                 f"{len(requests)} responses from execute, got {len(responses)}"
             )
         ended: list[Ended] = []
+        answers: list[tuple[int, list[Array]]] = []
         for request, state, response in zip(requests, states, responses, strict=True):
+            outputs: list[Array] = []
             try:
-                became = self._what_became(request, response, arrays)
+                became = self._what_became(request, response, outputs)
             except Exception as error:  # noqa: BLE001 - of this response alone
                 self.tell(error)
                 became = [in_one_line(error), EXECUTION_ERROR]
             if became is not None:
                 state.close()
+            if isinstance(became, tuple):
+                answers.append((len(ended), outputs))
             ended.append(became)
+        if not _join(ended, answers, arrays):
+            for _, outputs in answers:
+                arrays += outputs
         return ended
 
-    def _what_became(self, request: InferenceRequest, response: Any, arrays: list[Array]) -> Ended:
+    def _what_became(self, request: InferenceRequest, response: Any, outputs: list[Array]) -> Ended:
         if request.release_flags() == RELEASE_RESCHEDULE:
             if not self._reschedules:
                 raise TritonModelException(
@@ -226,9 +235,32 @@ class TritonModel(RunningModel):
         if (error := response.error()) is not None:
             return [error.message(), *error_kind(error)]
         assert request.received is not None
-        places, outputs = outputs_of(response, request.received.places, left_out=False)
-        arrays += outputs
-        return places, response.parameters()
+        places, found = outputs_of(response, request.received.places, left_out=False)
+        outputs += found
+        return places, response.parameters(), -1
+
+
+def _join(ended: list[Ended], answers: Sequence[tuple[int, list[Array]]], arrays: list[Array]) -> bool:
+    """Join the outputs of `answers` by rows, if they are alike: that costs both sides less. `ended` is told."""
+    if len(answers) < 2 or not answers[0][1]:
+        return False
+    first = ended[answers[0][0]]
+    alike = [(one.dtype, one.shape[1:]) for one in answers[0][1]]
+    whole: list[Ended] = [*ended]
+    for place, outputs in answers:
+        became = ended[place]
+        rows = outputs[0].shape[0] if outputs and outputs[0].ndim else -1
+        if rows < 0 or became != first or [(one.dtype, one.shape[1:]) for one in outputs] != alike:
+            return False
+        if any(one.shape[0] != rows for one in outputs):
+            return False
+        assert isinstance(became, tuple)
+        whole[place] = (*became[:2], rows)
+    if first is None or not isinstance(first, tuple) or first[1]:
+        return False  # they have parameters, too
+    arrays += [np.concatenate(column) for column in zip(*(outputs for _, outputs in answers), strict=True)]
+    ended[:] = whole
+    return True
 
 
 def _class_in(path: Path) -> Any:
