@@ -18,6 +18,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.config import Settings
 from paceline.server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings
+from tests.calling_puppet import write_caller
 from tests.harness import ServerProcess, write_identity
 from tests.integration.collector import Collector, Seen, collecting
 from tests.integration.serving import Served, echo_model, failure_of, serving
@@ -285,3 +286,15 @@ def test_missing_collector_fails_no_request_and_hardly_delays_the_stop(tmp_path:
         assert time.monotonic() - began_s < 15
     assert not [line for line in server.stderr if not line.startswith("{")]
     assert "paceline.opentelemetry" in {record["logger"] for record in server.log}
+
+
+async def test_call_of_a_model_is_a_child_of_the_request_it_is_made_for(tmp_path: Path, collector: Collector) -> None:
+    code = np.array([[b"models['echo'].infer({'a': x})"]], object)
+    write_caller(tmp_path, calls="echo")
+    target = TraceConfig(settings=TraceSettings(timestamps=True, rate=1), otlp=OtlpTarget(collector.url))
+    settings = Settings(paths=(tmp_path,), trace=target, allow_python_models=True)
+    async with serving(tmp_path, {"echo": echo_model()}, settings=settings) as served:
+        await call(served, infer("m", {"run": code, "x": rows_of_floats(1, 16)}), SAMPLED)
+    outer, inner = collector.one("infer m"), collector.one("infer echo")
+    assert (outer.trace, inner.trace, inner.parent) == (TRACE, TRACE, outer.id)
+    assert lies_within(inner, outer)
