@@ -7,3 +7,5 @@ what it imports: `backends.spec` and `backends.transport`, so no package but num
 
 EXECUTABLE = "paceline.python_executable"
 """The parameter that names another interpreter than the server's."""
+ENVIRONMENT = "EXECUTION_ENV_PATH"
+"""The parameter that names an environment with an interpreter, as in Triton."""

@@ -6,13 +6,17 @@ Lives here: opening one. Must not: run a line of its code; that happens in the m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 from paceline.backends.base import Device, GroupKind, InstanceGroup, ModelSource, on_cpu, on_gpus
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import LoadError
 from paceline.backends.paths import is_file
+from paceline.backends.python import EXECUTABLE
 from paceline.backends.python.decoupled import DecoupledInstance, DecoupledProcess
 from paceline.backends.python.duplex_process import DuplexProcess
+from paceline.backends.python.environments import interpreter_of
 from paceline.backends.python.instance import Processes, PythonInstance
 from paceline.backends.python.messages import Declared
 from paceline.backends.python.process import ModelProcess
@@ -40,6 +44,8 @@ class PythonModel:
         self._declared = declared
         self.spec = spec
         self._processes = Processes(source, process, self._load)
+        self.when_closed = ExitStack()
+        """What is done when it is closed."""
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
         process = self._processes.take(device)
@@ -53,6 +59,7 @@ class PythonModel:
 
     def close(self) -> None:
         self._processes.close()
+        self.when_closed.close()
 
     def _load(self, process: ModelProcess) -> None:
         if process.load() != self._declared:
@@ -82,6 +89,14 @@ class PythonBackend:
                 raise LoadError(f"model '{source.name}': backend 'python' has no use for {what}")
         if not is_file(source.path):
             raise LoadError(f"model '{source.name}': expected a file {source.path.name} in {source.path.parent}")
+        with ExitStack() as undo:
+            if interpreter := interpreter_of(source, undo):
+                source = replace(source, parameters={**source.parameters, EXECUTABLE: interpreter})
+            model = self._open(source, device)
+            model.when_closed = undo.pop_all()
+        return model
+
+    def _open(self, source: ModelSource, device: Device) -> PythonModel | OpenTritonModel:
         if is_for_triton(source.path):
             return open_for_triton(source, device)
         kind = DecoupledProcess if source.decoupled else DuplexProcess if source.calls else ModelProcess

@@ -35,7 +35,7 @@ from paceline.backends.errors import (
     StalePlan,
     Unequipped,
 )
-from paceline.backends.python import EXECUTABLE
+from paceline.backends.python import ENVIRONMENT, EXECUTABLE
 from paceline.backends.python.messages import ANSWERED, ASK, BATCHES, CLOSE, DONE, FAILED, OVER, RUN, START, Declared
 from paceline.backends.spec import Array, Tensors
 from paceline.backends.transport.blocking_link import BlockingLink
@@ -372,7 +372,13 @@ def _environment(source: ModelSource) -> dict[str, str]:
     """The server's environment without its settings, some of which are secrets that must not reach what prints or
     reports its environment. For another interpreter, also without what is meant for this one."""
     own = {"PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"} if source.parameters.get(EXECUTABLE) else set()
-    return {key: value for key, value in os.environ.items() if key not in own and not key.startswith(_SETTINGS)}
+    kept = {key: value for key, value in os.environ.items() if key not in own and not key.startswith(_SETTINGS)}
+    if source.parameters.get(ENVIRONMENT):
+        # As its own script to activate it does, which programs rely on that the model starts.
+        folder = Path(_executable(source)).parent
+        kept["PATH"] = f"{folder}{os.pathsep}{kept.get('PATH', os.defpath)}"
+        kept["CONDA_PREFIX"] = str(folder.parent)
+    return kept
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import logging
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -82,6 +83,8 @@ class OpenTritonModel:
     def __init__(self, source: ModelSource, process: TritonProcess) -> None:
         self._source = source
         self._processes = Processes(source, process, self._load)
+        self.when_closed = ExitStack()
+        """What is done when it is closed."""
         self._spec: ModelSpec | None = None
         self._config = ""
         self._made = count()
@@ -114,6 +117,7 @@ class OpenTritonModel:
 
     def close(self) -> None:
         self._processes.close()
+        self.when_closed.close()
 
     def _load(self, process: TritonProcess) -> None:
         process.load()

@@ -6,7 +6,7 @@ what a model is.
 
 from __future__ import annotations
 
-from paceline.backends.python import EXECUTABLE
+from paceline.backends.python import ENVIRONMENT, EXECUTABLE
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import LoadDefaults
@@ -54,12 +54,11 @@ def check_code(config: pb.ModelConfig, folder: ModelFolder, defaults: LoadDefaul
         )
     if folder.files is not None:
         raise ConfigError("backend 'python': clients may not upload code; put it into the repository")
-    executable = _executable(config)
-    if from_client and executable and not (folder.config and executable == _executable(parse_config(folder.config))):
-        raise ConfigError(
-            f"parameters: {EXECUTABLE}: clients may not choose a program to run; set it in the repository"
-        )
+    own = parse_config(folder.config) if from_client and folder.config else pb.ModelConfig()
+    for key in (EXECUTABLE, ENVIRONMENT) if from_client else ():
+        if (chosen := _parameter(config, key)) and chosen != _parameter(own, key):
+            raise ConfigError(f"parameters: {key}: clients may not choose a program to run; set it in the repository")
 
 
-def _executable(config: pb.ModelConfig) -> str:
-    return config.parameters[EXECUTABLE].string_value if EXECUTABLE in config.parameters else ""
+def _parameter(config: pb.ModelConfig, key: str) -> str:
+    return config.parameters[key].string_value if key in config.parameters else ""

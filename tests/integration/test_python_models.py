@@ -106,14 +106,16 @@ async def test_python_model_uploaded_by_a_client_is_never_loaded(tmp_path: Path,
 
 async def test_python_model_in_the_repository_accepts_a_clients_configuration_but_no_program(tmp_path: Path) -> None:
     write(tmp_path)
-    program = '{"parameters": {"paceline.python_executable": {"string_value": "/bin/true"}}}'
+    parameters = ("paceline.python_executable", "EXECUTION_ENV_PATH")
     async with serving(tmp_path, settings=explicit(tmp_path, allow_python_models=True)) as served:
         await load(served, "m", config='{"backend": "python", "max_batch_size": 3}')
         config = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"), timeout=20)).config
         assert (config.max_batch_size, config.backend) == (3, "python")
-        status, text = await failure_of(load(served, "m", config=program))
-        assert status is INVALID
-        assert "paceline.python_executable: clients may not choose a program to run" in text
+        for parameter in parameters:
+            program = f'{{"parameters": {{"{parameter}": {{"string_value": "/bin/true"}}}}}}'
+            status, text = await failure_of(load(served, "m", config=program))
+            assert status is INVALID
+            assert f"{parameter}: clients may not choose a program to run" in text
         assert numbers(await served.infer(request(1))) == [10]
 
 
