@@ -14,7 +14,7 @@ from paceline.server.errors import ConfigError
 from paceline.server.models.ensemble_config import EnsembleStep
 from paceline.server.models.loader import LoadedVersion
 
-__all__ = ["ROOT", "Pipeline", "Plan", "PlannedStep", "Version"]
+__all__ = ["ROOT", "Ending", "Pipeline", "Plan", "PlannedStep", "Version"]
 
 ROOT = -1
 """The level of what exists once for each request. Answers of a decoupled step begin a level of their own, which is
@@ -57,24 +57,30 @@ class _Tensor(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """A step that has to be executed. `inputs` are, for each tensor that its model gets: the ensemble's name of it, the
-    model's, the datatype, its `rank`, and whether a batch axis is in that. `wanted` are the model's names of the
-    outputs that somebody needs, `outputs` these with the ensemble's."""
+    """A step that has to be executed, once its `needs` are there. `inputs` are, for each tensor that its model gets:
+    the ensemble's name of it, the model's, the datatype, its `rank`, and whether a batch axis is in that. `wanted` are
+    the model's names of the outputs that somebody needs, `outputs` these with the ensemble's."""
 
     number: int
     model: Version
     inputs: Sequence[tuple[str, str, str, int, bool]]
     outputs: Sequence[tuple[str, str]]
     wanted: Sequence[str]
-    level: int
+    needs: frozenset[str]
+
+
+class Ending(NamedTuple):
+    """The `outputs`, index and name, of an answer that is complete once its `needs` are there."""
+
+    outputs: Sequence[tuple[int, str]]
+    needs: frozenset[str]
 
 
 class Plan(NamedTuple):
-    """What has to be executed for some of an ensemble's outputs. `steps` by level; `outputs` are, by level at which an
-    answer is complete, its outputs: index and name of each."""
+    """What has to be executed for some of an ensemble's outputs, and where answers are complete; both by level."""
 
     steps: Mapping[int, Sequence[PlannedStep]]
-    outputs: Mapping[int, Sequence[tuple[int, str]]]
+    endings: Mapping[int, Ending]
 
 
 class Pipeline:
@@ -189,7 +195,8 @@ class Pipeline:
             inputs = [(name, one.spec.name, one.spec.datatype, one.rank, one.lead) for name, one in tensors]
             outputs = [(name, tensor) for name, tensor in step.outputs.items() if tensor in needed]
             wanted_names = tuple(name for name, _ in outputs)
-            steps.setdefault(level, []).append(PlannedStep(number, model, inputs, outputs, wanted_names, level))
+            needs = frozenset(step.inputs.values())
+            steps.setdefault(level, []).append(PlannedStep(number, model, inputs, outputs, wanted_names, needs))
         lineages: dict[str, tuple[int, ...]] = {}
         for _, name in names:
             number = makers[name].number
@@ -201,11 +208,11 @@ class Pipeline:
             for one in lineages.values()
             if not any(other[: len(one)] == one != other for other in lineages.values())
         }
-        by_level = {
-            end[-1]: [(index, name) for index, name in names if end[: len(lineages[name])] == lineages[name]]
-            for end in ends
-        }
-        return Plan(steps, by_level)
+        endings: dict[int, Ending] = {}
+        for end in ends:
+            there = [(index, name) for index, name in names if end[: len(lineages[name])] == lineages[name]]
+            endings[end[-1]] = Ending(there, frozenset(name for _, name in there))
+        return Plan(steps, endings)
 
     def rank_of_output(self, name: str) -> tuple[int, bool]:
         """How many axes an output's arrays have (0: not known), and whether the batch's is one of them."""

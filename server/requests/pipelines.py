@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from time import monotonic_ns
 from typing import Protocol, cast
 
@@ -122,8 +122,9 @@ class _Scope:
         self.executing = self.size_bytes = 0
         self.is_answered = self.is_held = False
 
-    def has(self, tensor: str) -> bool:
-        return tensor in self.values or (self.parent is not None and self.parent.has(tensor))
+    def has(self, tensors: Set[str]) -> bool:
+        left = tensors - self.values.keys()
+        return not left or (self.parent is not None and self.parent.has(left))
 
     def get(self, tensor: str) -> Input | None:
         if tensor in self.values or self.parent is None:
@@ -218,13 +219,13 @@ class PipelineRun:
     def _advance(self, scope: _Scope) -> None:
         """Go on after tensors have come: start what can be started, and answer if that can be done."""
         for step in [*scope.pending]:
-            if all(scope.has(tensor) for tensor, *_ in step.inputs):
+            if scope.has(step.needs):
                 scope.pending.remove(step)
                 self._execute(step, scope)
-        outputs = self._plan.outputs.get(scope.level)
-        if outputs is not None and not scope.is_answered and all(scope.has(name) for _, name in outputs):
+        ending = self._plan.endings.get(scope.level)
+        if ending is not None and not scope.is_answered and scope.has(ending.needs):
             scope.is_answered = True
-            self._answer(scope, outputs)
+            self._answer(scope, ending.outputs)
         for child in [*scope.children]:
             self._advance(child)
 
