@@ -35,6 +35,7 @@ class ModelCall:
 
     __slots__ = (
         "_answers",
+        "_on_call_off",
         "_on_cancel",
         "_on_read",
         "beside",
@@ -72,7 +73,7 @@ class ModelCall:
         open_requests: Sequence[object] = (),
     ) -> None:
         self._answers = answers
-        self._on_cancel: Callable[[], None] = _nothing
+        self._on_cancel = self._on_call_off = _nothing
         self._on_read: Callable[[int], None] = _ignore
         self.number = number
         self.model = model
@@ -89,16 +90,19 @@ class ModelCall:
         self.open_requests = open_requests
         self.cancelled = False
 
-    def taken_by(self, on_cancel: Callable[[], None], on_read: Callable[[int], None]) -> None:
-        """From now on, `on_cancel` is called once nobody waits for answers any more, and `on_read` with how many more
-        answers were read. Both on any thread; they mustn't block or raise. Whoever calls this looks at `cancelled`
-        afterwards."""
-        self._on_cancel, self._on_read = on_cancel, on_read
+    def taken_by(
+        self, on_cancel: Callable[[], None], on_read: Callable[[int], None], on_call_off: Callable[[], None]
+    ) -> None:
+        """From now on, `on_cancel` is called once nobody waits for answers any more, `on_read` with how many more
+        answers were read, and `on_call_off` when it may be that nobody waits for what the call was made for. All on any
+        thread; they mustn't block or raise. Whoever calls this looks at `cancelled` afterwards."""
+        self._on_cancel, self._on_read, self._on_call_off = on_cancel, on_read, on_call_off
 
     def let_go(self) -> None:
         """It has ended, for who has taken it: its tensors aren't needed any more, nor what was to be called."""
         self.inputs = {}
-        self._on_cancel, self._on_read = _nothing, _ignore
+        self._on_cancel = self._on_call_off = _nothing
+        self._on_read = _ignore
 
     def answer(self, outputs: Mapping[str, Array] | None, *, last: bool) -> None:
         self._answers.answer(self, outputs, last=last)
@@ -110,6 +114,10 @@ class ModelCall:
         """Nobody waits for answers any more. On any thread."""
         self.cancelled = True
         self._on_cancel()
+
+    def call_off(self) -> None:
+        """Nobody may wait for what it was made for any more; whoever has taken it knows. On any thread."""
+        self._on_call_off()
 
     def read(self, answers: int) -> None:
         """So many more of its answers were read."""
@@ -124,7 +132,8 @@ class MakesCalls(Protocol):
         """From now on, its calls have this `caller`."""
 
     def call_off(self) -> None:
-        """Nobody waits for what it executes any more: calls that belong to that fail. On any thread; doesn't block."""
+        """Nobody waits for what it executes any more, or has just executed: calls that belong to that are to fail. On
+        any thread; doesn't block."""
 
 
 OnCall = Callable[[ModelCall], None]

@@ -101,6 +101,13 @@ class Calls:
     def fail(self, call: ModelCall, status: str, text: str, *, last: bool) -> None:
         self._say(partial(self._send_error, call, status, text, last))
 
+    def call_off(self) -> None:
+        """Nobody waits any more for what some of them were made for."""
+        with self._lock:
+            calls = [call for call, _ in self._open.values()]
+        for call in calls:
+            call.call_off()
+
     def cancel(self, execution: int = 0) -> None:
         """Nobody waits for the calls of an execution any more; 0: for any."""
         with self._lock:

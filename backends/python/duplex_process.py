@@ -65,8 +65,7 @@ class DuplexProcess(ModelProcess):
         self.calls.caller = caller
 
     def call_off(self) -> None:
-        if self._is_taken:
-            self.calls.cancel(self._executions)
+        self.calls.call_off()
 
     def _asked(self, kind: int, *content: object) -> Message:
         self._is_taken = False

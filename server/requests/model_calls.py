@@ -43,6 +43,7 @@ _PATIENCE_S = 10.0
 """After this, a call by a thread of the model's own is looked at as one that an execution waits for. One that just
 begins may be answered when that execution ends, which it does by itself if it doesn't wait."""
 _MOST_UNSIGNED = 2**64 - 1
+_UNWANTED = "the call of model '{}' is withdrawn: nobody waits any more for what it was made for"
 _STUCK = (
     "model '{}' can't answer this call: all its instances wait, directly or through other models, for calls that wait "
     "for this one; it needs more instances (instance_group), or code that doesn't call itself"
@@ -97,12 +98,12 @@ class ModelCalls:
         model = self._repository.get(call.model, call.version)
         waiting = _those_waiting(call)
         if waiting and all(one.ended for one in waiting):
-            call.fail("CANCELLED", f"model '{call.model}' isn't called: nobody waits for the answer any more")
+            call.fail("CANCELLED", _UNWANTED.format(call.model))
             return
         deadline_ns = max((one.deadline_ns for one in waiting), default=NEVER)
         if call.timeout_ns:
             deadline_ns = min(deadline_ns, monotonic_ns() + call.timeout_ns)
-        under_way = _UnderWay(call, self._inference, self._on_end)
+        under_way = _UnderWay(call, waiting, self._inference, self._on_end)
         flight = under_way.flight = InnerRequest(
             _message(call, model),
             under_way.on_end,
@@ -125,7 +126,9 @@ class ModelCalls:
             left_s = max(0, deadline_ns - monotonic_ns()) / 1e9
             under_way.timer = self._loop.call_later(left_s, under_way.on_late)
         call.taken_by(
-            on_cancel=lambda: self._do(under_way.withdraw), on_read=lambda n: self._do(lambda: under_way.on_read(n))
+            on_cancel=lambda: self._do(under_way.withdraw),
+            on_read=lambda n: self._do(lambda: under_way.on_read(n)),
+            on_call_off=lambda: self._do(under_way.on_call_off),
         )
         # Not by way of whether the server serves: what waits for this was accepted.
         self._inference.announce_to(model, flight)
@@ -160,13 +163,21 @@ class ModelCalls:
 
 
 class _UnderWay:
-    """A call whose request hasn't ended. `made`: by which execution, if by any; `on_end` is told when it has ended.
-    `timer` is for its deadline, `patience` for what may wait for ever. Everything on the event loop."""
+    """A call whose request hasn't ended, for those `waiting`. `made`: by which execution, if by any; `on_end` is told
+    when it has ended. `timer` is for its deadline, `patience` for what may wait for ever. Everything on the event
+    loop."""
 
-    __slots__ = ("_call", "_inference", "_on_end", "_unread", "flight", "made", "patience", "timer")
+    __slots__ = ("_call", "_inference", "_on_end", "_unread", "_waiting", "flight", "made", "patience", "timer")
 
-    def __init__(self, call: ModelCall, inference: Inference, on_end: Callable[[MadeCall], None]) -> None:
+    def __init__(
+        self,
+        call: ModelCall,
+        waiting: Sequence[InFlight],
+        inference: Inference,
+        on_end: Callable[[MadeCall], None],
+    ) -> None:
         self._call = call
+        self._waiting = waiting
         self._inference = inference
         self._on_end = on_end
         # Answers that the calling code hasn't read, with their sizes.
@@ -198,6 +209,11 @@ class _UnderWay:
             answer, size_bytes = self._unread.popleft()
             answer.sent(size_bytes)
 
+    def on_call_off(self) -> None:
+        if self._waiting and all(one.ended for one in self._waiting) and self.flight is not None:
+            self._call.fail("CANCELLED", _UNWANTED.format(self._call.model))
+            self.withdraw()
+
     def on_late(self) -> None:
         name = self._call.model
         self._call.fail("DEADLINE_EXCEEDED", f"model '{name}': Deadline Exceeded: its answer to the call is late")
@@ -216,7 +232,7 @@ class _UnderWay:
             self._inference.give_up(flight)
 
     def _let_go(self) -> None:
-        self.flight = None
+        self.flight, self._waiting = None, ()
         self._call.let_go()
         for timer in (self.timer, self.patience):
             if timer is not None:

@@ -122,7 +122,7 @@ def test_large_answers_beyond_those_read_are_told(
     result = thread.submit(run, instance, code)
     call, read = calls.next(), SimpleQueue[int]()
     assert call.takes_more
-    call.taken_by(on_cancel=lambda: None, on_read=read.put)
+    call.taken_by(on_cancel=lambda: None, on_read=read.put, on_call_off=lambda: None)
     for _ in range(20):
         call.answer({"z": np.ones((1, 100_000), np.float32)}, last=False)
     assert [read.get(timeout=20), read.get(timeout=20)] == [8, 8]
@@ -151,12 +151,12 @@ def test_execution_that_is_called_off_loses_its_calls(
     instance: PythonInstance, calls: Calls, thread: ThreadPoolExecutor
 ) -> None:
     result = thread.submit(run, instance, "other.infer({})")
-    call, cancelled = calls.next(), SimpleQueue[None]()
-    call.taken_by(on_cancel=lambda: cancelled.put(None), on_read=lambda _: None)
+    call = calls.next()
+    call.taken_by(
+        on_cancel=lambda: None, on_read=lambda _: None, on_call_off=lambda: call.fail("CANCELLED", "nobody waits")
+    )
     instance.call_off()
-    cancelled.get(timeout=20)
-    call.answer({"z": ONE}, last=True)  # too late
-    with pytest.raises(UpstreamFailed, match="nobody waits any more"):
+    with pytest.raises(UpstreamFailed, match="nobody waits"):
         result.result(timeout=20)
     np.testing.assert_array_equal(run(instance, ""), 0 * ONE)
 
@@ -166,7 +166,7 @@ def test_end_of_the_process_cancels_its_calls(
 ) -> None:
     result = thread.submit(run, instance, "other.infer({})")
     call, cancelled = calls.next(), SimpleQueue[None]()
-    call.taken_by(on_cancel=lambda: cancelled.put(None), on_read=lambda _: None)
+    call.taken_by(on_cancel=lambda: cancelled.put(None), on_read=lambda _: None, on_call_off=lambda: None)
     instance.abandon()
     cancelled.get(timeout=20)
     with pytest.raises(ProcessError):
