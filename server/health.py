@@ -17,8 +17,8 @@ from html import escape
 from paceline.server.fronts.pool import FrontPool
 from paceline.server.memory.cuda_region import CudaRegions
 from paceline.server.models.load_queue import call_soon
+from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.models.model_record import IndexLine
-from paceline.server.models.repository import Repository
 from paceline.server.rpc.listener import Listener
 from paceline.server.telemetry.metrics import Metrics
 
@@ -32,7 +32,7 @@ class Health:
     and after that the server isn't ready."""
 
     def __init__(
-        self, repository: Repository, cuda: CudaRegions, metrics: Metrics, service: FrontPool | Listener
+        self, repository: ModelLookup, cuda: CudaRegions, metrics: Metrics, service: FrontPool | Listener
     ) -> None:
         self._repository = repository
         self._cuda = cuda

@@ -191,7 +191,7 @@ MUTANTS = (
     ),
     Mutant(
         "an answer that no message can carry is refused",
-        "server/codec/codec.py",
+        "server/codec/response_messages.py",
         "        if size_bytes > left_bytes:\n",
         "        if size_bytes > 2 * left_bytes:\n",
         _CODEC,

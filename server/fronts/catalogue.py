@@ -18,7 +18,7 @@ from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.open_codec import OpenCodec
 
 if TYPE_CHECKING:  # fronts do without it
-    from paceline.server.models.repository import ServedModel
+    from paceline.server.models.served_model import ServedModel
 
 __all__ = ["Catalogue", "Handles", "LookUp", "Model", "VersionInfo"]
 

@@ -31,7 +31,7 @@ from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import Handles
 from paceline.server.fronts.process import Greeting
 from paceline.server.fronts.session import FrontSession, Handlers
-from paceline.server.models.repository import Repository
+from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.requests.inference import Inference
 from paceline.server.rpc.gate import Usage
 from paceline.server.telemetry import log
@@ -75,7 +75,7 @@ class FrontPool:
         self,
         settings: Settings,
         inference: Inference,
-        repository: Repository,
+        repository: ModelLookup,
         handlers: Handlers,
         start: StartFront,
     ) -> None:

@@ -1,7 +1,7 @@
-"""The models being served, by name and version.
+"""The models being served: the order in which they are loaded, replaced and unloaded.
 
-Lives here: look-ups, and the order in which models are loaded, replaced and unloaded. Must not: know RPCs, or read
-files (the loader does). Everything runs on the event loop except the loads themselves.
+Lives here: operations on models, which take turns, and what they need of other models. Must not: know RPCs, read files
+(the loader does), or say what is found (`model_lookup`). Everything runs on the event loop except the loads themselves.
 
 The rule of a reload: the new versions are loaded and warm before anything changes. Then all look-ups change in one step
 of the loop, in which no request is between its look-up and its batcher, since announced requests are taken first. The
@@ -36,27 +36,23 @@ from paceline.server.models.ensembles import Ensembles, Joined
 from paceline.server.models.layout import ModelFolder
 from paceline.server.models.load_queue import Find, LoadQueue, always
 from paceline.server.models.loader import LoadedVersion
-from paceline.server.models.model_record import UNLOADED, IndexLine, ModelRecord, ModelState
+from paceline.server.models.model_lookup import ModelLookup
+from paceline.server.models.model_record import ModelRecord
 from paceline.server.models.served_model import ServedModel
 from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.tracing import Tracer
 
-__all__ = ["Repository", "ServedModel"]
+__all__ = ["Repository"]
 
 _log = logging.getLogger("paceline.server.repository")
 
-_UNKNOWN = "Request for unknown model"
-"""What Triton's clients look for, whatever is wrong with the model."""
-_MAX_LISTED = 5
 
-
-class Repository:
+class Repository(ModelLookup):
     """Has models loaded by `loads`, and finds them.
 
-    `strict_readiness`: whether it is ready only if every model that should serve is. `regions`: shared memory that may
-    hold tensors, besides messages. `tracer` may trace batches, and keeps settings by name. `max_models`: how many may
-    serve or load at a time. `shared_limits`: the limits that all queues share. `on_change` is called whenever `ready`
-    may have changed.
+    `strict_readiness`: as for `ModelLookup`. `regions`: shared memory that may hold tensors, besides messages. `tracer`
+    may trace batches, and keeps settings by name. `max_models`: how many may serve or load at a time. `shared_limits`:
+    the limits that all queues share. `response_pool`: where models keep answers whose configurations ask for that.
     """
 
     def __init__(
@@ -71,28 +67,18 @@ class Repository:
         shared_limits: SharedQueueLimits | None = None,
         response_pool: BoundedPool[Tensors] | None = None,
     ) -> None:
+        super().__init__(strict_readiness=strict_readiness)
         self._shared_limits = shared_limits
         self._response_pool = response_pool
         self._max_models = max_models
         self.refused_loads = 0
         self._regions = regions
         self._tracer = tracer
-        self.on_change: Callable[[], None] = lambda: None
-        self.on_serving_changed: Callable[[], None] = lambda: None
-        self.waits_for = ""
-        """Why this server isn't ready whatever its models say; "" if nothing is in the way. Code that changes it calls
-        `on_change`."""
-        self.names_known = True
-        """Whether an unknown name is certainly no model's. If not, `waits_for` says why."""
         self._metrics = metrics
         self._loads = loads
-        self._strict_readiness = strict_readiness
-        self._records: dict[str, ModelRecord[ServedModel]] = {}
         self._ensembles = Ensembles(self._records, self.get)
         self.find_needed: Callable[[str], Find] | None = None
         """Gives a model that an ensemble needs; None if only what was asked for is loaded."""
-        self.served: dict[tuple[str, str], ServedModel] = {}
-        """What requests find, by name and version as requests may write them; the version "" is the latest."""
         self._operations: set[asyncio.Task[None]] = set()
         # By models that are being loaded, which one they wait for: calls of models may go round in circles.
         self._waiting: dict[str, str] = {}
@@ -102,88 +88,11 @@ class Repository:
         self._hung: list[ServedModel] = []
 
     @property
-    def ready(self) -> bool:
-        """Whether every model that should serve does and has an instance that can execute; True if not required."""
-        if not self._strict_readiness:
-            return True
-        missing = self.waits_for or any(record.missing for record in self._records.values())
-        return not missing and all(model.instances.can_execute for model in self.models)
-
-    @property
-    def why_not_ready(self) -> str:
-        """What keeps it from being ready, in words; "" if nothing does. Reasons that concern all models come first."""
-        if self.ready:
-            return ""
-        if self.waits_for:
-            return self.waits_for
-        if failed := ", ".join(f"'{name}'" for name in self.failures):
-            return f"models failed to load: {failed}"
-        unable = ", ".join(f"'{model.name}'" for model in self.models if not model.instances.can_execute)
-        return f"models have no instance left: {unable}" if unable else "models are loading"
-
-    @property
-    def why_not_live(self) -> str:
-        """Why the process should be restarted: a model has lost its devices, and can't get them back in this one."""
-        return "; ".join(
-            f"model '{model.name}': {model.instances.unrecoverable_reason}"
-            for model in self.models
-            if model.instances.unrecoverable_reason
-        )
-
-    @property
-    def failures(self) -> dict[str, str]:
-        """Why models that should serve don't, by name."""
-        return {name: record.failure for name, record in self._records.items() if record.failure and record.missing}
-
-    @property
-    def models(self) -> list[ServedModel]:
-        """All versions being served."""
-        return [model for record in self._records.values() for model in record.serving.values()]
-
-    @property
-    def places(self) -> int:
-        """The number of models that serve or are being loaded, regardless of versions."""
-        return sum(bool(record.serving) or record.loading is not None for record in self._records.values())
-
-    @property
     def hangs(self) -> bool:
         """Whether a thread is loading something, or there are executions that may never end: neither can be
         interrupted."""
         versions = (*self.models, *self.leaving, *self._hung)
         return self._loads.under_way or any(one.instances.hangs for one in versions)
-
-    # hot path
-    def get(self, name: str, version: str) -> ServedModel:
-        """What serves `version` of model `name`; the latest for "" or "-1". Raises ModelNotFound, ModelNotReady, or
-        InvalidRequest for a version that is no number."""
-        model = self.served.get((name, version))
-        if model is None:
-            raise self._why_not(name, version)
-        return model
-
-    def find(self, name: str, version: str) -> ServedModel | None:
-        """What `get` would give, or None."""
-        return self.served.get((name, version))
-
-    def is_ready(self, name: str, version: str) -> bool:
-        """Whether `get` would find it, and it can execute. Raises ModelNotFound for a name that is unknown, once all
-        names are known, and for an unknown version of a model that serves; or InvalidRequest."""
-        try:
-            return self.get(name, version).instances.can_execute
-        except ModelNotReady:
-            return False
-        except ModelNotFound:
-            if name in self._records and not self._records[name].serving:
-                return False
-            raise
-
-    def versions(self, name: str) -> list[str]:
-        """The versions of a model being served, oldest first."""
-        return list(self._records[name].serving)
-
-    def index(self) -> list[IndexLine]:
-        """A line for every version of every model known, by name and version."""
-        return [line for name in sorted(self._records) for line in self._records[name].lines()]
 
     def take_note(self, folders: Sequence[ModelFolder]) -> None:
         """Remember these as the models on disk, and forget those that neither serve nor are there."""
@@ -459,19 +368,6 @@ class Repository:
             raise
         return models
 
-    def _serve(self, name: str, models: Sequence[ServedModel], before: Sequence[ServedModel]) -> None:
-        """Change what requests find, in one step. `models` are in ascending order. Requests that have arrived still go
-        to the old ones."""
-        for model in before:
-            model.batcher.take_announced()
-            for successor in models:
-                successor.replaces(model)
-        for version in ("", "-1", *(model.version for model in before)):
-            self.served.pop((name, version), None)
-        for model in models:
-            self.served[name, model.version] = self.served[name, ""] = self.served[name, "-1"] = model
-        self.on_serving_changed()
-
     def _retire(self, record: ModelRecord[ServedModel], models: Sequence[ServedModel]) -> None:
         for model in models:
             self.leaving[model] = asyncio.create_task(self._leave(record, model))
@@ -484,28 +380,6 @@ class Repository:
             del self.leaving[model]
             record.drained(model.version)
             self.on_change()
-
-    def _why_not(self, name: str, version: str) -> ServerError:
-        record = self._records.get(name)
-        if record is None and not self.names_known:
-            return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {self.waits_for}")
-        if record is None:
-            known = sorted(known for known, one in self._records.items() if one.serving or one.missing)
-            more = f" and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else ""
-            return ModelNotFound(f"{_UNKNOWN}: '{name}' is not found; this server has {known[:_MAX_LISTED]}{more}")
-        if record.missing:
-            reason = record.unreachable_reason or record.failure or ModelState.LOADING.value
-            return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {reason}")
-        if not record.serving:
-            why = UNLOADED if record.unloaded else "never loaded"
-            return ModelNotFound(f"{_UNKNOWN}: '{name}' has no available versions: it was {why}")
-        if not (version.isascii() and version.isdecimal()):
-            return InvalidRequest(f"model '{name}': expected a version number, got '{version}'")
-        reason = "LOADING" if version in (record.loading or ()) else record.gone.get(version, UNLOADED)
-        if reason != UNLOADED:
-            return ModelNotReady(f"{_UNKNOWN}: '{name}' version {version} is not at ready state: {reason}")
-        versions = list(record.serving)
-        return ModelNotFound(f"{_UNKNOWN}: '{name}' version {version} is not found; versions served: {versions}")
 
 
 async def _stop(model: ServedModel) -> None:

@@ -33,7 +33,8 @@ from paceline.server.codec.open_codec import OpenCodec
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
 from paceline.server.errors import NotSupported, ServerStopping, as_value
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
-from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.models.model_lookup import ModelLookup
+from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.decoupled import Decoupled
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, answer_deadline_ns
 from paceline.server.requests.parts import Parts
@@ -63,7 +64,7 @@ class Inference:
     """Answers inference requests while `serving`. `ready` says whether clients should send any. `tracer` may record
     their times."""
 
-    def __init__(self, repository: Repository, tracer: Tracer | None = None) -> None:
+    def __init__(self, repository: ModelLookup, tracer: Tracer | None = None) -> None:
         self._repository = repository
         self._tracer = tracer or Tracer()
         self._spans = self._tracer.spans

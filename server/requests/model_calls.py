@@ -28,7 +28,8 @@ from paceline.server.codec.array_request import ArrayRequest, NamedArray
 from paceline.server.codec.parameters import parse_parameters, step_of
 from paceline.server.errors import InvalidRequest, error_text, status_of
 from paceline.server.models.callers import Caller
-from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.models.model_lookup import ModelLookup
+from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.call_waits import CallWaits, MadeCall
 from paceline.server.requests.decoupled import flights_of
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
@@ -53,7 +54,7 @@ _STUCK = (
 class ModelCalls:
     """Answers calls by models of `repository`, on the event loop that `start` was called on."""
 
-    def __init__(self, repository: Repository, inference: Inference) -> None:
+    def __init__(self, repository: ModelLookup, inference: Inference) -> None:
         self._repository = repository
         self._inference = inference
         self._waits = CallWaits()

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.errors import InvalidRequest, ModelNotFound, ModelNotReady, NotSupported
-from paceline.server.models.repository import Repository
+from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.rpc.calls import Context, answering
 from paceline.server.telemetry import log
 from paceline.server.telemetry.log import LogSettings
@@ -36,7 +36,7 @@ _LOG_SETTINGS = {
 class RemoteSettings:
     """Reads the settings of the logger and of `tracer`; changes them only if `is_allowed`."""
 
-    def __init__(self, repository: Repository, tracer: Tracer, is_allowed: bool) -> None:
+    def __init__(self, repository: ModelLookup, tracer: Tracer, is_allowed: bool) -> None:
         self._repository = repository
         self._tracer = tracer
         self._is_allowed = is_allowed

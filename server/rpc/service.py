@@ -13,7 +13,8 @@ from typing import Protocol
 from paceline.backends.spec import TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.limits import Limits
-from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.models.model_lookup import ModelLookup
+from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.inference import Inference
 from paceline.server.rpc.calls import Context, answering
 from paceline.server.rpc.gate import Handler, Registry
@@ -40,7 +41,7 @@ class InferenceService:
     def __init__(
         self,
         inference: Inference,
-        repository: Repository,
+        repository: ModelLookup,
         server_id: str,
         version: str,
         groups: Sequence[RpcGroup],

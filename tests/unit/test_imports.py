@@ -176,5 +176,5 @@ def test_modules_share_no_name_with_the_standard_library() -> None:
 def test_a_front_starts_without_runtime_repository_and_batcher() -> None:
     code = "import sys, paceline.server.fronts.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True).stdout
-    unwanted = {"onnxruntime", "prometheus_client", "paceline.server.models.repository", "paceline.scheduler.batcher"}
+    unwanted = {"onnxruntime", "prometheus_client", "paceline.server.models.model_lookup", "paceline.scheduler.batcher"}
     assert not unwanted & set(loaded.split())

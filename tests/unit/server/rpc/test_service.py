@@ -13,7 +13,8 @@ import pytest
 
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from paceline.server.models.repository import Repository, ServedModel
+from paceline.server.models.repository import Repository
+from paceline.server.models.served_model import ServedModel
 from paceline.server.requests import quiet
 from paceline.server.requests.inference import Inference
 from paceline.server.requests.quiet import TRY_AGAIN_MS
