@@ -261,6 +261,10 @@ class FrontSession:
     def _on_results(self, done: list[Submitted]) -> None:
         """Requests have results, or errors instead."""
         wanted = [one for one in done if self._waited_for.pop(one.number, None) is not None]
+        if len(wanted) < len(done):
+            for one in done:
+                if one.gone:
+                    one.let_go()  # a pipeline's leads back to it
         self._inference.conclude(wanted, self._send_results)
         self._notify_if_quiet()
 

@@ -34,18 +34,16 @@ class Ensembles:
         # What was loaded of each ensemble that is to serve; it stays while a model that it needs is missing.
         self._loaded: dict[str, Sequence[LoadedVersion]] = {}
 
-    def learn(self, name: str, loaded: Sequence[LoadedVersion]) -> None:
-        """`name` is to serve `loaded` from now on, which may be no ensemble. Raises ConfigError for one that needs
-        itself, maybe by way of others."""
-        before = self._loaded.pop(name, None)
-        if not any(isinstance(one.opened, EnsembleModel) for one in loaded):
-            return
-        self._loaded[name] = loaded
+    def learn(self, name: str, loaded: Sequence[LoadedVersion]) -> Sequence[LoadedVersion]:
+        """`name` is to serve `loaded` from now on, which may be no ensemble. Returns which one it was to serve before.
+        Raises ConfigError for one that needs itself, maybe by way of others."""
+        before = self._loaded.pop(name, ())
+        if any(isinstance(one.opened, EnsembleModel) for one in loaded):
+            self._loaded[name] = loaded
         if circle := self._circle(name, ()):
-            del self._loaded[name]
-            if before is not None:
-                self._loaded[name] = before
+            self.learn(name, before)
             raise ConfigError(f"circular dependency between ensembles: {' -> '.join(circle)}")
+        return before
 
     def forget(self, name: str) -> None:
         """`name` isn't to serve any more."""
@@ -123,6 +121,7 @@ class Ensembles:
             return loaded, None
         self._check_there(loaded)
         pipeline = Pipeline(loaded, loaded.opened.steps, self._find)
+        loaded = replace(loaded, labels={**pipeline.labels, **loaded.labels})
         if not pipeline.decoupled:
             return loaded, pipeline
         if loaded.config.response_cache.enable:

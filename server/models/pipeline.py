@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.server.codec.classification import Labels
 from paceline.server.errors import ConfigError
 from paceline.server.models.ensemble_config import EnsembleStep
 from paceline.server.models.loader import LoadedVersion
@@ -27,6 +28,7 @@ class Version(Protocol):
     name: str
     version: str
     spec: ModelSpec
+    labels: Labels
     max_batch_rows: int
     max_request_rows: int
     answers_often: bool
@@ -104,6 +106,16 @@ class Pipeline:
         self._check()
         self._levels = self._levels_of_steps()
         self._plans: dict[tuple[int, ...], Plan] = {}
+
+    @property
+    def labels(self) -> Labels:
+        """Those that the steps' models have for what they make."""
+        return {
+            tensor: model.labels[name]
+            for step, model in self._steps
+            for name, tensor in step.outputs.items()
+            if name in model.labels
+        }
 
     def is_current(self, find: Callable[[str, str], Version]) -> bool:
         """Whether each step would be executed by the same version again, by what `find` gives now."""

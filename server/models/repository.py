@@ -244,10 +244,7 @@ class Repository(ModelLookup):
             if not has_place:
                 self.refused_loads += 1
                 raise TooManyModels(record.name, self._max_models)
-            loaded = await bring()
-            self._ensembles.learn(record.name, loaded)
-            await self._provide_all(record.name, self._ensembles.needs(record.name))
-            models = self._started(self._ensembles.joined(loaded))
+            models = await self._joined(record, await bring())
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
             record.loading = None
@@ -268,6 +265,17 @@ class Repository(ModelLookup):
         if before:
             was, now = ([model.version for model in some] for some in (before, models))
             _log.info("model '%s': versions %s replace versions %s", record.name, now, was)
+
+    async def _joined(self, record: ModelRecord[ServedModel], loaded: Sequence[LoadedVersion]) -> Sequence[ServedModel]:
+        """Versions that accept requests, once the models that they need serve."""
+        before = self._ensembles.learn(record.name, loaded)
+        try:
+            await self._provide_all(record.name, self._ensembles.needs(record.name))
+            return self._started(self._ensembles.joined(loaded))
+        except BaseException:
+            if record.serving:
+                self._ensembles.learn(record.name, before)  # what serves goes on, and follows the models that it needs
+            raise
 
     async def _provide_all(self, name: str, needs: Sequence[str]) -> None:
         """Have the models loaded that `name` needs, which is being loaded: an ensemble, or code that calls others."""

@@ -93,6 +93,7 @@ class ServedModel:
         self.needs = (*(one.name for one in self._needed), *called_models(loaded.config))
         """The names of models that its requests may need."""
         self.spec = loaded.plan.spec
+        self.labels = loaded.labels
         self.config = loaded.config
         self.load_ns = loaded.load_ns
         self.found = loaded.found

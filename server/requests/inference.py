@@ -243,6 +243,10 @@ class Inference:
         """Submitted requests have ended. Small answers are made now, all of a batch together; large ones follow one by
         one, each when it can leave."""
         wanted = [flight for flight in flights if not flight.gone]
+        if len(wanted) < len(flights):
+            for flight in flights:
+                if flight.gone:
+                    flight.let_go()  # a pipeline's leads back to it
         self.conclude([flight for flight in wanted if not flight.answered or _is_cheap(flight)], encode)
         for flight in wanted:
             flight.on_done()

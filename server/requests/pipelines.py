@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import Protocol, cast
 
@@ -28,6 +28,7 @@ from paceline.server.models.pipeline import ROOT, Plan, PlannedStep
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
 from paceline.server.requests.inner_request import InnerRequest
+from paceline.server.requests.scopes import Scope
 
 __all__ = ["PipelineRun", "Pipelines"]
 
@@ -87,65 +88,6 @@ class OpenedRequest(Protocol):
     def let_go(self) -> None: ...
 
 
-class _Scope:
-    """What exists at one level: for a request, or for one answer of a decoupled step, its `source`, within `parent`.
-    `values` are tensors, None for one that was left out; `pending` steps that haven't started, `executing` how many
-    have. `is_held`: it has an answer that hasn't left."""
-
-    __slots__ = (
-        "children",
-        "executing",
-        "is_answered",
-        "is_held",
-        "level",
-        "parent",
-        "pending",
-        "size_bytes",
-        "source",
-        "values",
-    )
-
-    def __init__(
-        self,
-        level: int,
-        values: dict[str, Input | None],
-        pending: Sequence[PlannedStep],
-        parent: _Scope | None = None,
-        source: NextAnswer | None = None,
-    ) -> None:
-        self.level = level
-        self.values = values
-        self.pending = list(pending)
-        self.parent = parent
-        self.source = source
-        self.children: list[_Scope] = []
-        self.executing = self.size_bytes = 0
-        self.is_answered = self.is_held = False
-
-    def has(self, tensors: Set[str]) -> bool:
-        left = tensors - self.values.keys()
-        return not left or (self.parent is not None and self.parent.has(left))
-
-    def get(self, tensor: str) -> Input | None:
-        if tensor in self.values or self.parent is None:
-            return self.values[tensor]
-        return self.parent.get(tensor)
-
-    def is_in(self, other: _Scope) -> bool:
-        return self is other or (self.parent is not None and self.parent.is_in(other))
-
-    def drop(self) -> None:
-        """Nothing more is to come of it."""
-        self.pending.clear()
-        self.children.clear()
-        self.executing = 0
-        self.is_answered = True
-
-    @property
-    def is_over(self) -> bool:
-        return not (self.pending or self.executing or self.children or self.is_held)
-
-
 class PipelineRun:
     """A request to an ensemble while it executes: `Runnable`, and the `Channel` of one that may be answered more than
     once. Steps of a scope that can't be executed any more, because an answer in it was an error, are dropped."""
@@ -165,18 +107,23 @@ class PipelineRun:
         self.sequence: tuple[ServedModel, int | str] | None = None
         if self._step is not None and self._step.id and model.pipeline.has_sequences:
             self.sequence = model, self._step.id
-        self._executing: dict[InnerRequest, tuple[PlannedStep, _Scope]] = {}
-        self._leaving: deque[_Scope | None] = deque()
+        self._executing: dict[InnerRequest, tuple[PlannedStep, Scope]] = {}
+        self._leaving: deque[Scope | None] = deque()
         self._spent_ns = [0, 0, 0]
         self._began_ns = 0
         self._done: Done | None = None
         self._plan: Plan
-        self._root: _Scope
+        self._root: Scope
 
     @property
     def under_way(self) -> tuple[InnerRequest, ...]:
         """The steps that are executed now."""
         return (*self._executing,)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no further answer can come. Answers may still be on their way."""
+        return not self._executing and self._root.has_all_answers
 
     def begin(self, done: Done) -> None:
         self._began_ns = monotonic_ns()
@@ -191,7 +138,7 @@ class PipelineRun:
         self._plan = flight.model.pipeline.plan(self._outputs)
         names = [tensor.name for tensor in flight.model.spec.inputs]
         given = {name: None if one is MISSING else one for name, one in zip(names, self.inputs, strict=True)}
-        self._root = _Scope(ROOT, given, self._plan.steps.get(ROOT, ()))
+        self._root = self._scope(ROOT, given)
         self._advance(self._root)
 
     def call_off(self) -> None:
@@ -216,20 +163,33 @@ class PipelineRun:
                 scope.is_held = False
                 self._close(scope)
 
-    def _advance(self, scope: _Scope) -> None:
+    def _scope(
+        self,
+        level: int,
+        values: dict[str, Input | None],
+        parent: Scope | None = None,
+        source: NextAnswer | None = None,
+    ) -> Scope:
+        steps = self._plan.steps.get(level, ())
+        return Scope(level, values, steps, parent, source, is_answered=level not in self._plan.endings)
+
+    def _advance(self, scope: Scope) -> None:
         """Go on after tensors have come: start what can be started, and answer if that can be done."""
+        if self._done is None:
+            return
         for step in [*scope.pending]:
             if scope.has(step.needs):
                 scope.pending.remove(step)
                 self._execute(step, scope)
-        ending = self._plan.endings.get(scope.level)
-        if ending is not None and not scope.is_answered and scope.has(ending.needs):
-            scope.is_answered = True
-            self._answer(scope, ending.outputs)
+        if not scope.is_answered:
+            ending = self._plan.endings[scope.level]
+            if scope.has(ending.needs):
+                scope.is_answered = True
+                self._answer(scope, ending.outputs)
         for child in [*scope.children]:
             self._advance(child)
 
-    def _execute(self, step: PlannedStep, scope: _Scope) -> None:
+    def _execute(self, step: PlannedStep, scope: Scope) -> None:
         given = [
             (name, datatype, _with_rank(array, rank, leads=leads))
             for tensor, name, datatype, rank, leads in step.inputs
@@ -267,8 +227,11 @@ class PipelineRun:
             self._settle(scope, step, request.outputs)
         elif request.outputs:
             self._begin_scope(step, scope, request.outputs, None)
-        if self._done is not None:
-            self._close(scope)
+        self._close(scope)
+        if self._done is not None and self._is_last:
+            assert self.opened is not None
+            self.opened.on_answer(None, last=True)
+            self._end(ANSWERED_ELSEWHERE)
 
     def _on_next(self, request: InnerRequest, answer: AnswerInMaking, error: Exception | None) -> None:
         """A decoupled step has an answer that isn't its last."""
@@ -282,21 +245,20 @@ class PipelineRun:
             self._begin_scope(step, scope, answer.outputs, answer)
 
     def _begin_scope(
-        self, step: PlannedStep, scope: _Scope, outputs: Mapping[str, Array], source: NextAnswer | None
+        self, step: PlannedStep, scope: Scope, outputs: Mapping[str, Array], source: NextAnswer | None
     ) -> None:
-        begun = _Scope(step.number, {}, self._plan.steps.get(step.number, ()), scope, source)
+        begun = self._scope(step.number, {}, scope, source)
         begun.size_bytes = sum(array.nbytes for array in outputs.values())
         scope.children.append(begun)
         self._settle(begun, step, outputs)
-        if self._done is not None:
-            self._close(begun)
+        self._close(begun)
 
-    def _settle(self, scope: _Scope, step: PlannedStep, outputs: Mapping[str, Array]) -> None:
+    def _settle(self, scope: Scope, step: PlannedStep, outputs: Mapping[str, Array]) -> None:
         for name, tensor in step.outputs:
             scope.values[tensor] = outputs.get(name)
         self._advance(scope)
 
-    def _answer(self, scope: _Scope, outputs: Sequence[tuple[int, str]]) -> None:
+    def _answer(self, scope: Scope, outputs: Sequence[tuple[int, str]]) -> None:
         """All outputs that there will be in `scope` are there."""
         model: ServedModel = self.flight.model
         assert model.pipeline is not None
@@ -312,7 +274,7 @@ class PipelineRun:
             except ExecutionError as error:
                 self._fail(f"in ensemble '{model.name}', {error}", error)
                 return
-        last = not self._executing
+        last = self._is_last
         if self.opened is None:
             flight = self.flight
             if flight.options is not None:
@@ -326,7 +288,7 @@ class PipelineRun:
                 scope.is_held = True
                 self._leaving.append(scope)
 
-    def _fail_step(self, step: PlannedStep, scope: _Scope, error: BaseException) -> None:
+    def _fail_step(self, step: PlannedStep, scope: Scope, error: BaseException) -> None:
         """A step has failed, and with it the request, or the answer that it was executed for."""
         if scope.level == ROOT:
             self._fail(self._text(step, error), error)
@@ -337,7 +299,7 @@ class PipelineRun:
         scope.drop()
         self._hand_on_error(step, error, scope)
 
-    def _hand_on_error(self, step: PlannedStep, error: BaseException, scope: _Scope | None) -> None:
+    def _hand_on_error(self, step: PlannedStep, error: BaseException, scope: Scope | None) -> None:
         """One answer of several is an error; `scope` is what it was made in, if anything was."""
         assert self.opened is not None
         if scope is not None:
@@ -357,16 +319,11 @@ class PipelineRun:
         elif (done := self._stop()) is not None:
             done(Outcome(self._began_ns, monotonic_ns(), error=failed))
 
-    def _close(self, scope: _Scope) -> None:
-        """Forget `scope` if nothing more can come of it; with the last one, the request ends."""
-        while scope.is_over and self._done is not None:
+    def _close(self, scope: Scope) -> None:
+        """Forget `scope` if nothing more can come of it, and have the step go on that it was an answer of."""
+        while scope.is_over and scope.parent is not None and self._done is not None:
             if scope.source is not None:
                 scope.source.sent(scope.size_bytes)
-            if scope.parent is None:
-                assert self.opened is not None
-                self.opened.on_answer(None, last=True)
-                self._end(ANSWERED_ELSEWHERE)
-                return
             scope.parent.children.remove(scope)
             scope = scope.parent
 
@@ -388,7 +345,7 @@ class PipelineRun:
         return done
 
 
-_NOTHING = _Scope(ROOT, {}, ())
+_NOTHING = Scope(ROOT, {}, ())
 
 
 def _with_rank(array: Input, rank: int, leads: bool) -> Input:

@@ -236,6 +236,18 @@ async def test_model_that_no_longer_fits_takes_its_ensemble_out_of_service(tmp_p
         assert await serves(started, "e")
 
 
+async def test_failed_reload_leaves_an_ensemble_that_follows_its_models(tmp_path: Path) -> None:
+    async with loading(tmp_path, {"e": ensemble_config(CHAIN)}) as started:
+        await load(started, "e")
+        write_ensemble(tmp_path, "e", ensemble_config([("first", {"b": "in"}, {"x": "out"})]))
+        _, text = await failure_of(load(started, "e"))
+        assert "ensemble tensor in is mapping to non-existing input b in model first" in text
+        await load(started, "second")
+        rows = rows_of_floats(1)
+        assert (await started.infer(infer("e", {"in": rows}))).raw_output_contents[0] == rows.tobytes()
+        assert started.server.repository.get("second", "").statistics.execution_count == 1
+
+
 async def test_ensemble_without_explicit_control_waits_for_its_models(tmp_path: Path) -> None:
     write_ensemble(tmp_path, "e", ensemble_config(CHAIN))
     models = {"first": echo_model(), "second": echo_model()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -35,10 +35,15 @@ Told = tuple[int | str | None, bool]
 
 
 @asynccontextmanager
-async def served(root: Path, after: MemoryModel | None = None, steps: Sequence[Step] = THEN) -> AsyncIterator[Served]:
+async def served(
+    root: Path,
+    after: MemoryModel | None = None,
+    steps: Sequence[Step] = THEN,
+    outputs: Mapping[str, str] = TENSORS[1],
+) -> AsyncIterator[Served]:
     """Ensemble `e`, whose step `m` runs what requests say."""
     open_puppet.write(root)
-    write_ensemble(root, "e", ensemble_config(steps, *TENSORS))
+    write_ensemble(root, "e", ensemble_config(steps, TENSORS[0], outputs))
     settings = Settings(paths=(root,), allow_python_models=True)
     models = {"after": after or echo_model("INT64", -1)}
     batched = "max_batch_size: 8 dynamic_batching { }"
@@ -100,6 +105,43 @@ async def test_decoupled_ensemble_is_for_streams_alone(tmp_path: Path) -> None:
         status, text = await failure_of(started.infer(asking("send(5, True)")))
         assert status is grpc.StatusCode.UNIMPLEMENTED
         assert text == "ModelInfer RPC doesn't support models with decoupled transaction policy"
+
+
+async def test_answers_wait_for_what_a_slower_step_beside_them_makes(tmp_path: Path) -> None:
+    slow = echo_model("INT64", -1)
+    steps: Sequence[Step] = [("m", {"x": "in"}, {"y": "out"}), ("after", {"a": "in"}, {"x": "beside"})]
+    async with served(tmp_path, slow, steps, {"out": "INT64 -1", "beside": "INT64 -1"}) as started:
+        slow.gate.close()
+        stream = Stream(started)
+        await stream.send(asking(f"{COUNT}request.end()"))
+        m = started.server.repository.get("m", "")
+        await eventually_async(lambda: m.statistics.requests.count == 1, "the decoupled step has ended")
+        slow.gate.open()
+        assert await rest(stream) == [(0, False), (1, False), (2, True)]
+        await until_quiet(started)
+
+
+async def test_request_ends_when_its_step_does_long_after_its_answers(tmp_path: Path) -> None:
+    async with served(tmp_path) as started:
+        stream = Stream(started)
+        await stream.send(asking(f"{COUNT}model.kept.append(request)", **{EMPTY_FINAL: True}))
+        for _ in range(3):
+            await stream.message()
+        assert await answers(started, asking("model.kept.pop().end()\nrequest.end()")) == []
+        assert await rest(stream) == [(None, True)]
+        await until_quiet(started)
+
+
+async def test_error_of_a_decoupled_step_behind_another_leaves_the_answers_before_it(tmp_path: Path) -> None:
+    open_puppet.write(tmp_path)
+    (tmp_path / "m").rename(tmp_path / "n")
+    steps: Sequence[Step] = [("m", {"x": "in"}, {"y": "mid"}), ("n", {"x": "mid"}, {"y": "out"})]
+    first = "if request.inputs['x'][0][0] == 1: send(10); send(20); request.end()\n"
+    code = f"{first}else:\n    for n in range(10): send(n)\n    request.fail('no more')\n"
+    async with served(tmp_path, None, steps) as started:
+        told = [one for one, _ in await answers(started, asking(code))]
+        assert sorted(told, key=str) == sorted([*range(10), "in ensemble 'e', step 1 ('n'): no more"] * 2, key=str)
+        await until_quiet(started)
 
 
 async def test_error_behind_one_answer_leaves_the_others(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos import inference_pb2 as pb
+from paceline.server.requests.pipelines import PipelineRun
 from tests.ensembles import Step, ensemble_config, write_ensemble
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.memory_models import MemoryModel
@@ -221,6 +224,43 @@ async def test_ensemble_of_ensembles_gives_what_its_models_give(tmp_path: Path, 
         models["second"].faults.raise_next(ExecutionError("broken"))
         _, text = await failure_of(started.infer(infer("outer", {"in": rows})))
         assert text == "in ensemble 'outer', step 0 ('e'): in ensemble 'e', step 1 ('second'): broken"
+
+
+@pytest.mark.parametrize(("own", "expected"), [("", b"9.000000:1:theirs"), ("own", b"9.000000:1:own")])
+async def test_classes_have_the_ensembles_labels_or_else_its_models(tmp_path: Path, own: str, expected: bytes) -> None:
+    tensors = 'input { name: "a" data_type: TYPE_FP32 dims: -1 } output { name: "x" data_type: TYPE_FP32 dims: -1 '
+    folder = write_model(tmp_path, "second", f'{BATCHED} {tensors} label_filename: "labels" }}')
+    (folder / "labels").write_text("none\ntheirs\n")
+    config = ensemble_config(CHAIN)
+    if own:
+        config = config.replace('name: "out"', 'name: "out" label_filename: "labels"')
+        (write_ensemble(tmp_path, "e", config) / "labels").write_text(f"none\n{own}\n")
+    write_ensemble(tmp_path, "e", config)
+    async with serving(tmp_path, {"first": echo_model(), "second": echo_model()}, config=BATCHED) as started:
+        request = infer("e", {"in": np.array([[1, 9]], np.float32)}, outputs=["out"])
+        request.outputs[0].parameters["classification"].int64_param = 1
+        assert (await started.infer(request)).raw_output_contents[0][4:] == expected
+
+
+async def test_nothing_of_a_cancelled_request_stays_in_memory(tmp_path: Path, frontends: int) -> None:
+    models = {"first": echo_model(), "second": echo_model()}
+    async with served(tmp_path, CHAIN, models) as started:
+        models["second"].gate.close()
+        held = asyncio.ensure_future(started.infer(infer("second", {"a": rows_of_floats(1)})))
+        await eventually_async(lambda: models["second"].gate.entered == 1, "an execution that is held")
+        gc.collect()
+        gc.disable()  # no cycle may be left for it to find
+        try:
+            call = started.stub.ModelInfer(infer("e", {"in": rows_of_floats(1)}))
+            await eventually_async(lambda: started.waiting("second") == 1, "a step that waits")
+            runs = [weakref.ref(one) for one in gc.get_objects() if isinstance(one, PipelineRun)]
+            call.cancel()
+            await eventually_async(lambda: started.waiting("second") == 0, "the step to be withdrawn")
+            await eventually_async(lambda: runs and not any(one() for one in runs), "nothing to be left")
+        finally:
+            gc.enable()
+        models["second"].gate.open()
+        await held
 
 
 async def test_ensembles_statistics_have_the_times_of_all_steps(tmp_path: Path) -> None:
