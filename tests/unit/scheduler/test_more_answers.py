@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import Request
-from paceline.scheduler.runner import NO_ANSWER
+from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NO_ANSWER
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 Told = list[tuple[str, object, bool]]
@@ -92,4 +92,15 @@ async def test_unfinished_request_can_be_cancelled_while_it_waits_again() -> Non
     assert other.result() == "done"
     assert len(runner.batches) == 2
     assert bench.batcher.waiting_requests == 0
+    bench.batcher.close()
+
+
+async def test_order_does_not_wait_for_answers_elsewhere() -> None:
+    bench, told = Bench(BatchPolicy(max_batch_rows=8, preserve_ordering=True)), Told()
+    for payload in "ab":
+        asked(bench, payload, told)
+    await one_turn()
+    (runner,) = bench.runners
+    runner.finish_with([ANSWERED_ELSEWHERE, "b1"])
+    assert told == [("b", "b1", True)]
     bench.batcher.close()
