@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
+from threadpoolctl import threadpool_limits
 
 LABELS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
@@ -26,7 +27,8 @@ def digits():
 
 
 def trained(pixels, numbers):
-    return LogisticRegression(max_iter=500).fit(pixels, numbers)
+    with threadpool_limits(1):  # on matrices as small as these, threads would only wait for each other
+        return LogisticRegression(max_iter=500).fit(pixels, numbers)
 
 
 def as_onnx(classifier):
