@@ -16,7 +16,7 @@ import grpc
 from paceline.backends.errors import WITH_STATUS, UpstreamFailed
 from paceline.backends.transport.link import FIRST_KIND
 from paceline.scheduler.errors import ExecutionFailed
-from paceline.server.errors import STATUS_OF, InternalError, error_text, status_of
+from paceline.server.errors import STATUS_OF, InternalError, StepFailed, error_text, status_of
 
 __all__ = [
     "ABORTED",
@@ -96,6 +96,8 @@ def packed_error(error: BaseException) -> tuple[str, str, str]:
     status = "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name
     if isinstance(cause, WITH_STATUS):
         status = cause.status
+    if isinstance(cause, StepFailed):
+        error = cause  # which names the model
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
             return kind.__name__, error_text(error), status
@@ -108,6 +110,8 @@ def unpacked_error(name: str, text: str, status: str) -> BaseException:
     kind = _BY_NAME[name]
     if issubclass(kind, WITH_STATUS):
         return kind(status, text)
+    if kind is StepFailed:
+        return StepFailed(text, grpc.StatusCode[status or "INTERNAL"])
     error = kind.__new__(kind, text)
     if status:
         error.__cause__ = UpstreamFailed(status, text)

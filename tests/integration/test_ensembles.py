@@ -91,6 +91,7 @@ async def test_steps_share_batches_with_requests_to_their_models(tmp_path: Path)
         assert models["second"].batches == [(1,), (1, 1, 1, 1)]
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_error_names_the_step_and_keeps_its_status(tmp_path: Path) -> None:
     models = {"first": echo_model(), "second": echo_model()}
     async with served(tmp_path, CHAIN, models) as started:
@@ -104,6 +105,7 @@ async def test_error_names_the_step_and_keeps_its_status(tmp_path: Path) -> None
         assert (ensemble.failed, ensemble.execution_count, second.failed) == (1, 0, 1)
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_request_that_fits_the_ensemble_and_not_its_model_gets_the_models_error(tmp_path: Path) -> None:
     models = {"first": echo_model(), "second": echo_model("FP32", 2)}
     async with served(tmp_path, CHAIN, models) as started:
