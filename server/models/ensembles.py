@@ -2,8 +2,8 @@
 replaced, goes, or comes.
 
 Lives here: who needs whom, and joining an ensemble with the versions that serve now. Must not: wait or load; that is
-`repository`, which asks `missing` until there is nothing left, and has `changes` after each load and unload. The rule:
-an ensemble serves with those versions that requests to its models would find, or not at all.
+`repository`, which has the models that an ensemble `needs` loaded before it, and asks for `changes` after each load and
+unload. The rule: an ensemble serves with those versions that requests to its models would find, or not at all.
 """
 
 from __future__ import annotations

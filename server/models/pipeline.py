@@ -31,7 +31,7 @@ class Version(Protocol):
     labels: Labels
     max_batch_rows: int
     max_request_rows: int
-    answers_often: bool
+    decoupled: bool
     pipeline: Pipeline | None
 
 
@@ -101,7 +101,7 @@ class Pipeline:
         for _, model in self._steps:
             self.models[model] = None
             self.models.update(model.pipeline.models if model.pipeline is not None else {})
-        self.decoupled = any(model.answers_often for _, model in self._steps)
+        self.decoupled = any(model.decoupled for _, model in self._steps)
         self.has_sequences = any(model.spec.sequence is not None for model in self.models)
         self._check()
         self._levels = self._levels_of_steps()
@@ -184,7 +184,7 @@ class Pipeline:
                 what = "receives inputs originated from different decoupled models"
                 raise self._unfit(f"step of model '{model.name}' {what} (step {step.number})")
             lineages[step.number] = lineage
-            follows = (*lineage, step.number) if model.answers_often else lineage
+            follows = (*lineage, step.number) if model.decoupled else lineage
             of_tensors.update(dict.fromkeys(step.outputs.values(), follows))
         return lineages
 
@@ -213,7 +213,7 @@ class Pipeline:
         for _, name in names:
             number = makers[name].number
             lineage = self._levels[number]
-            lineages[name] = (*lineage, number) if models[number].answers_often else lineage
+            lineages[name] = (*lineage, number) if models[number].decoupled else lineage
         # An answer is complete where no further decoupled step adds to it; it has what exists there.
         ends = {
             one

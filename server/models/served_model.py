@@ -69,7 +69,7 @@ class ServedModel:
     shared memory that may hold its tensors; `tracer` may trace its batches. `on_change` is called when `can_execute`
     may have changed. `shared_limits` are the limits that its queue shares with all others. Its answers are kept in
     `response_pool` if its configuration asks for that. `pipeline`: of an ensemble, the models that execute it, each of
-    which serves until this has stopped. `answers_often`: it is decoupled."""
+    which serves until this has stopped."""
 
     def __init__(
         self,
@@ -83,7 +83,6 @@ class ServedModel:
         pipeline: Pipeline | None = None,
     ) -> None:
         self.pipeline = pipeline
-        self.answers_often = loaded.config.model_transaction_policy.decoupled
         # Models that this one needs; how many need this one.
         self._needed = cast("Collection[ServedModel]", pipeline.models if pipeline is not None else ())
         self._held = 0

@@ -206,7 +206,7 @@ class PipelineRun:
             step=self._step,
         )
         parent = flight.trail.as_parent if flight.trail is not None else None
-        more = self._on_next if model.answers_often else None
+        more = self._on_next if model.decoupled else None
         request = InnerRequest(message, self._on_end, deadline_ns=flight.deadline_ns, parent=parent, on_next=more)
         self._executing[request] = step, scope
         scope.executing += 1
@@ -223,7 +223,7 @@ class PipelineRun:
             self._spent_ns[place] += spent_ns
         if request.error is not None:
             self._fail_step(step, scope, request.error)
-        elif not step.model.answers_often:
+        elif not step.model.decoupled:
             self._settle(scope, step, request.outputs)
         elif request.outputs:
             self._begin_scope(step, scope, request.outputs, None)
