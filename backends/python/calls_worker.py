@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -44,10 +45,12 @@ Answer = tuple[Outputs | CallFailed | None, bool]
 
 
 class Calls:
-    """The calls of this process."""
+    """The calls of this process. What is said to the server of those that were dropped is handed to `say`, which has it
+    said by a thread of its own."""
 
-    def __init__(self, link: DuplexLink) -> None:
+    def __init__(self, link: DuplexLink, say: Callable[[Callable[[], object]], object]) -> None:
         self._link = link
+        self._say = say
         self._pid = os.getpid()
         self._numbers = count(1)
         # What to do with the answers of those that haven't ended.
@@ -101,9 +104,10 @@ class Calls:
 
     def withdraw(self, number: int) -> None:
         """Nobody waits for answers to a call any more. Does nothing if it has ended, or in a fork, which may drop what
-        it has inherited."""
+        it has inherited. Iterators call it wherever the interpreter happens to drop them, maybe on a thread that holds
+        a lock."""
         if self._tell.pop(number, None) is not None and os.getpid() == self._pid:
-            self._link.send(CALL_OVER, number)
+            self._say(partial(self._link.send, CALL_OVER, number))
 
     def read(self, number: int, answers: int) -> None:
         self._link.send(CALL_READ, number, answers)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -65,7 +66,6 @@ class Serves(Protocol[RequestT]):
 
 def serve_requests(model: Serves[Any], desk: Desk) -> None:
     """Serve `model` until told to close."""
-    threading.Thread(target=desk.tell_dropped, name="dropped requests", daemon=True).start()
     while True:
         kind, requests = model.wait_for(desk.tasks.get)
         if kind == CLOSE:
@@ -258,7 +258,7 @@ class RequestState:
         """The model has nothing left to answer it with. Called wherever the interpreter happens to drop the request,
         maybe by a thread that holds a lock."""
         if not (self._ended or self.cancelled):
-            self._desk.dropped.put(self)
+            self._desk.unsaid.put(partial(self.say_if_open, "the model dropped the request without ending it"))
 
     def _hold(self, size_bytes: int) -> None:
         if self._held is None:
@@ -302,23 +302,25 @@ class RequestState:
 class Desk:
     """Where the model and the server meet, if they talk at any time. `tasks` are for the thread that calls the model:
     batches as they came; other kinds of messages, with requests where there are any; CLOSE at the end. `calls` are the
-    model's own; `states` those of requests that haven't ended, by number; `dropped` those of requests that the model
-    dropped. `make_request` makes requests of what HAND says of them: this, the names of inputs and outputs, and what is
-    their own; on the thread that listens to the server."""
+    model's own; `states` those of requests that haven't ended, by number; `unsaid` says what there is to say of what
+    the model dropped, as that happens on any thread, which may hold a lock. `make_request` makes requests of what HAND
+    says of them: this, the names of inputs and outputs, and what is their own; on the thread that listens to the
+    server."""
 
     def __init__(self, link: DuplexLink) -> None:
         self.link = link
         self.pid = os.getpid()
-        self.calls = Calls(link)
+        self.unsaid: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.calls = Calls(link, self.unsaid.put)
         self.tasks: SimpleQueue[Message] = SimpleQueue()
         self.states: dict[int, RequestState] = {}
-        self.dropped: SimpleQueue[RequestState] = SimpleQueue()
         self._executions = 0
         self.make_request: Callable[..., Any] = Request
 
     def start(self) -> None:
-        """Listen to the server, on a thread."""
+        """Listen to the server, and say what is `unsaid`, on threads."""
         threading.Thread(target=self._listen, name="from the server", daemon=True).start()
+        threading.Thread(target=self._say, name="to the server", daemon=True).start()
 
     def begin_execution(self) -> None:
         """The model is called now, by this thread."""
@@ -371,10 +373,9 @@ class Desk:
             made.append(self.make_request(self, inputs, outputs, number, request_id, parameters, wanted, arrays, *rest))
         return made
 
-    def tell_dropped(self) -> None:
-        """Fail requests that can't be answered any more."""
+    def _say(self) -> None:
         while True:
-            self.dropped.get().say_if_open("the model dropped the request without ending it")
+            self.unsaid.get()()
 
 
 def _set(future: asyncio.Future[None]) -> None:
