@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -39,9 +39,18 @@ Outputs = dict[str, Array]
 Parameters = Mapping[str, bool | int | float | str]
 Inputs = Mapping[str, object]
 
-
 Answer = tuple[Outputs | CallFailed | None, bool]
 """Outputs, an error or nothing, and whether it is the last."""
+
+
+class Options(TypedDict, total=False):
+    """What else a call may say."""
+
+    version: str
+    outputs: Sequence[str]
+    request_id: str
+    parameters: Parameters | None
+    timeout_s: float | None
 
 
 class Calls:
@@ -67,7 +76,7 @@ class Calls:
         request_id: str = "",
         parameters: Parameters | None = None,
         timeout_s: float | None = None,
-        takes_more: bool = False,
+        takes_more: bool,
     ) -> int:
         """Call `model`. `tell` gets the answers, on the thread that listens to the server. Returns the call's number.
         Raises RuntimeError in a fork and CallFailed if there are too many calls; TypeError or ValueError for what can't
@@ -128,9 +137,9 @@ class Calls:
 
 
 class CalledModel:
-    """Another model, to be called. Each method takes the inputs by name, as arrays, and with empty `outputs` gives all
-    of its outputs, by name. In `parameters` may be what clients send: "priority", "sequence_id" and so on. Raises
-    CallFailed."""
+    """Another model, to be called. Each method takes the inputs by name, as arrays, and gives outputs by name: those
+    named in `outputs`, or all. Its other options are `version` (by default the latest), `request_id`, `parameters` that
+    clients may send, such as "priority" and "sequence_id", and `timeout_s`. Raises CallFailed."""
 
     CallFailed = CallFailed
 
@@ -138,56 +147,29 @@ class CalledModel:
         self._calls = calls
         self.name = name
 
-    def infer(
-        self,
-        inputs: Inputs,
-        *,
-        version: str = "",
-        outputs: Sequence[str] = (),
-        request_id: str = "",
-        parameters: Parameters | None = None,
-        timeout_s: float | None = None,
-    ) -> Outputs:
+    def infer(self, inputs: Inputs, **options: Unpack[Options]) -> Outputs:
         """What the model answers. Blocks; in coroutines, use `async_infer`."""
         answers: SimpleQueue[Answer] = SimpleQueue()
-        number = self._begin(answers.put, inputs, version, outputs, request_id, parameters, timeout_s)
+        number = self._calls.begin(self.name, inputs, answers.put, takes_more=False, **options)
         try:
             return _outputs(answers.get()[0])
         finally:
             self._calls.withdraw(number)
 
-    async def async_infer(
-        self,
-        inputs: Inputs,
-        *,
-        version: str = "",
-        outputs: Sequence[str] = (),
-        request_id: str = "",
-        parameters: Parameters | None = None,
-        timeout_s: float | None = None,
-    ) -> Outputs:
+    async def async_infer(self, inputs: Inputs, **options: Unpack[Options]) -> Outputs:
         """The same for coroutines. Cancelling it withdraws the call."""
         answers = AsyncAnswers()
-        number = self._begin(answers.put, inputs, version, outputs, request_id, parameters, timeout_s)
+        number = self._calls.begin(self.name, inputs, answers.put, takes_more=False, **options)
         try:
             return _outputs((await answers.get())[0])
         finally:
             self._calls.withdraw(number)
 
-    def stream_infer(
-        self,
-        inputs: Inputs,
-        *,
-        version: str = "",
-        outputs: Sequence[str] = (),
-        request_id: str = "",
-        parameters: Parameters | None = None,
-        timeout_s: float | None = None,
-    ) -> Generator[Outputs, None, None]:
+    def stream_infer(self, inputs: Inputs, **options: Unpack[Options]) -> Generator[Outputs, None, None]:
         """Yields each answer of a model that may answer any number of times, as it comes; the call is made when the
         first one is asked for. Closing the iterator withdraws the call."""
         answers: SimpleQueue[Answer] = SimpleQueue()
-        number = self._begin(answers.put, inputs, version, outputs, request_id, parameters, timeout_s, True)
+        number = self._calls.begin(self.name, inputs, answers.put, takes_more=True, **options)
         read = 0
         try:
             while True:
@@ -200,19 +182,10 @@ class CalledModel:
         finally:
             self._calls.withdraw(number)
 
-    async def async_stream_infer(
-        self,
-        inputs: Inputs,
-        *,
-        version: str = "",
-        outputs: Sequence[str] = (),
-        request_id: str = "",
-        parameters: Parameters | None = None,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[Outputs, None]:
+    async def async_stream_infer(self, inputs: Inputs, **options: Unpack[Options]) -> AsyncGenerator[Outputs, None]:
         """The same for `async for`."""
         answers = AsyncAnswers()
-        number = self._begin(answers.put, inputs, version, outputs, request_id, parameters, timeout_s, True)
+        number = self._calls.begin(self.name, inputs, answers.put, takes_more=True, **options)
         read = 0
         try:
             while True:
@@ -224,29 +197,6 @@ class CalledModel:
                 read = self._read(number, read + 1)
         finally:
             self._calls.withdraw(number)
-
-    def _begin(
-        self,
-        tell: Callable[[Answer], object],
-        inputs: Inputs,
-        version: str,
-        outputs: Sequence[str],
-        request_id: str,
-        parameters: Parameters | None,
-        timeout_s: float | None,
-        takes_more: bool = False,
-    ) -> int:
-        return self._calls.begin(
-            self.name,
-            inputs,
-            tell,
-            version=version,
-            outputs=outputs,
-            request_id=request_id,
-            parameters=parameters,
-            timeout_s=timeout_s,
-            takes_more=takes_more,
-        )
 
     def _read(self, number: int, answers: int) -> int:
         """Tell the server now and then how many answers were read. Returns how many it hasn't been told of."""
