@@ -18,8 +18,8 @@ from paceline.backends.python.triton.requests import (
     SEQUENCE_END,
     SEQUENCE_START,
     InferenceRequest,
-    InferenceResponse,
 )
+from paceline.backends.python.triton.responses import InferenceResponse
 from paceline.backends.python.triton.tensors import Tensor
 
 __all__ = ["TritonCalls"]

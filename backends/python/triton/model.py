@@ -32,11 +32,9 @@ from paceline.backends.python.triton.requests import (
     SEQUENCE_END,
     SEQUENCE_START,
     InferenceRequest,
-    InferenceResponse,
-    Received,
     has_sent,
-    outputs_of,
 )
+from paceline.backends.python.triton.responses import InferenceResponse, Received, outputs_of
 from paceline.backends.python.triton.tensors import Tensor
 from paceline.backends.spec import MISSING, Array
 from paceline.backends.transport.parcel import Message

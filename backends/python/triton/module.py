@@ -12,7 +12,7 @@ from enum import IntEnum
 from types import ModuleType
 from typing import Any, NoReturn
 
-from paceline.backends.python.triton import config, conversions, errors, requests, tensors
+from paceline.backends.python.triton import config, conversions, errors, requests, responses, tensors
 
 __all__ = ["MODULES", "install"]
 
@@ -60,7 +60,7 @@ def install(model_dir: str, *, is_verbose: bool = False) -> None:
     """Have `import triton_python_backend_utils` find it. `model_dir`: the folder of the model's file."""
     Logger.is_verbose = is_verbose
     made = ModuleType(MODULES[0], __doc__)
-    for source in (config, errors, requests, tensors, conversions):
+    for source in (config, errors, requests, responses, tensors, conversions):
         for name in source.__all__:
             setattr(made, name, getattr(source, name))
     made.Logger = Logger  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def install(model_dir: str, *, is_verbose: bool = False) -> None:
     for name, value in {
         "REQUEST_FLAG_SEQUENCE_START": requests.SEQUENCE_START,
         "REQUEST_FLAG_SEQUENCE_END": requests.SEQUENCE_END,
-        "RESPONSE_COMPLETE_FINAL": requests.RESPONSE_FINAL,
+        "RESPONSE_COMPLETE_FINAL": responses.RESPONSE_FINAL,
         "REQUEST_RELEASE_ALL": requests.RELEASE_ALL,
         "REQUEST_RELEASE_RESCHEDULE": requests.RELEASE_RESCHEDULE,
         **{one.name.removeprefix("TRITONSERVER_"): one for one in requests.MemoryType},
