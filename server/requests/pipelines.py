@@ -46,9 +46,10 @@ class Pipelines:
         self.give_up = give_up
         self.on_step: Callable[[], object] | None = None
         """Called after each step that was handed over, if somebody wants to know."""
-        # By ensemble and sequence: what waits until the request before it has ended. Its steps may be executed side by
-        # side with those of others, and models with sequences must see them in order.
-        self._sequences: dict[tuple[ServedModel, int | str], deque[PipelineRun]] = {}
+        # By ensemble, version and sequence: what waits until the request before it has ended. Its steps may be executed
+        # side by side with those of others, and models with sequences must see them in order, also where one load of
+        # the ensemble takes the place of another.
+        self._sequences: dict[tuple[str, str, int | str], deque[PipelineRun]] = {}
 
     def run_of(self, flight: InFlight, inputs: Sequence[Input], opened: OpenedRequest | None = None) -> PipelineRun:
         """The payload of a request with these `inputs`; `opened` if it may be answered more than once."""
@@ -104,9 +105,9 @@ class PipelineRun:
         self._outputs = flight.options.outputs
         self._parameters = passed_within(message.parameters) if message.parameters else _NO_PARAMETERS
         self._step = step_of(message.parameters) if isinstance(message, ModelInferRequest) else message.step
-        self.sequence: tuple[ServedModel, int | str] | None = None
+        self.sequence: tuple[str, str, int | str] | None = None
         if self._step is not None and self._step.id and model.pipeline.has_sequences:
-            self.sequence = model, self._step.id
+            self.sequence = model.name, model.version, self._step.id
         self._executing: dict[InnerRequest, tuple[PlannedStep, Scope]] = {}
         self._leaving: deque[Scope | None] = deque()
         self._spent_ns = [0, 0, 0]

@@ -16,6 +16,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests import open_puppet
 from tests.ensembles import Step, ensemble_config, write_ensemble
+from tests.integration.controlling import explicit, load
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.integration.streams import Stream
 from tests.memory_models import MemoryModel
@@ -246,3 +247,28 @@ async def test_steps_with_memory_see_each_sequence_in_order(tmp_path: Path) -> N
         status, text = await failure_of(started.infer(infer("e", {"in": np.zeros((1, 2), np.float32)})))
         assert status is grpc.StatusCode.INVALID_ARGUMENT
         assert "in ensemble 'e', step 1 ('sums'): inference request to model 'sums' must specify" in text
+
+
+async def test_sequence_stays_in_order_while_its_ensemble_is_replaced(tmp_path: Path) -> None:
+    write(accumulator(), tmp_path / "sums" / "1" / "model.onnx")
+    (tmp_path / "sums" / "config.pbtxt").write_text(
+        'max_batch_size: 8 sequence_batching { state { input_name: "STATE" output_name: "STATE_OUT" } }'
+    )
+    steps: Sequence[Step] = [("before", {"a": "in"}, {"x": "mid"}), ("sums", {"INPUT0": "mid"}, {"OUTPUT0": "out"})]
+    write_ensemble(tmp_path, "e", ensemble_config(steps, {"in": "FP32 2"}, {"out": "FP32 2"}, rows=1))
+    before, config = echo_model(), "max_batch_size: 1"
+    settings = explicit(tmp_path, load=("e",))
+    async with serving(tmp_path, {"before": before}, config=config, settings=settings) as started:
+        stream = Stream(started)
+        before.gate.close()
+        for place in range(2):
+            request = infer("e", {"in": np.ones((1, 2), np.float32)}, parameters={"sequence_id": 5})
+            request.parameters["sequence_start"].bool_param = place == 0
+            await stream.send(request)
+            batcher = started.server.repository.get("e", "").batcher
+            await eventually_async(lambda batcher=batcher: len(batcher._running) == 1, "the step is under way")
+            await load(started, "before")
+        await eventually_async(lambda: before.gate.entered == 1, "the first is held")
+        before.gate.open()
+        sums = [(await stream.message()).infer_response.raw_output_contents[0] for _ in range(2)]
+        assert [float(np.frombuffer(one, np.float32)[0]) for one in sums] == [1, 2]
