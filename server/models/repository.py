@@ -227,6 +227,7 @@ class Repository(ModelLookup):
     def _forget(self, name: str) -> None:
         """Forget the model and all that is kept by its name, as the number of names is unbounded."""
         del self._records[name]
+        self._ensembles.forget(name)
         if self._tracer is not None:
             self._tracer.forget(name)
 

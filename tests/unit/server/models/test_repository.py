@@ -348,6 +348,24 @@ async def test_trace_settings_of_failed_loads_are_kept_only_for_remembered_model
     assert [name for name in names if bench.is_traced(name)] == names[MAX_MODELS:]
 
 
+async def test_forgotten_ensembles_stay_in_no_others_way(bench: Bench) -> None:
+    config = """
+    platform: "ensemble"
+    input { name: "x" data_type: TYPE_FP32 dims: -1 } output { name: "y" data_type: TYPE_FP32 dims: -1 }
+    ensemble_scheduling { step {
+      model_name: "nowhere" input_map { key: "a" value: "x" } output_map { key: "b" value: "y" }
+    } }
+    """
+    for number in range(2 * MAX_MODELS):
+        path = bench.root / f"bad{number}"
+        (path / "1").mkdir(parents=True)
+        (path / "config.pbtxt").write_text(config)
+        (folder,) = (one for one in find_models([bench.root]) if one.name == path.name)
+        with pytest.raises(LoadFailed, match="nowhere"):
+            await bench.repository.load(path.name, always(folder))
+    assert len(bench.repository.index()) == MAX_MODELS
+
+
 async def test_trace_settings_are_removed_with_a_load_that_finds_nothing(bench: Bench) -> None:
     def find() -> AbstractContextManager[ModelFolder]:
         bench.trace("nothing")  # while it is loading, and only known because of that
