@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.classification import Labels
 from paceline.server.errors import ConfigError
 from paceline.server.models.ensemble_config import EnsembleStep
@@ -105,7 +106,7 @@ class Pipeline:
         self.has_sequences = any(model.spec.sequence is not None for model in self.models)
         self._check()
         self._levels = self._levels_of_steps()
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._plans = BoundedCache[tuple[int, ...], Plan]()  # callers choose outputs, in any order
 
     @property
     def labels(self) -> Labels:
@@ -123,9 +124,10 @@ class Pipeline:
 
     def plan(self, outputs: tuple[int, ...]) -> Plan:
         """For the outputs of these indices."""
-        if outputs not in self._plans:
-            self._plans[outputs] = self._planned(outputs)
-        return self._plans[outputs]
+        if (plan := self._plans.get(outputs)) is None:
+            plan = self._planned(outputs)
+            self._plans.remember(outputs, plan)
+        return plan
 
     def _own(self, tensor: TensorSpec) -> _Tensor:
         return _Tensor(tensor, self._name, self._rows > 0)

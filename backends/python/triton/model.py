@@ -69,7 +69,6 @@ class TritonModel(RunningModel):
         InferenceRequest.caller = TritonCalls(desk.calls)
         self._kind = _class_in(self._path)
         self.completed = _completed(self._kind, config) if completes else config
-        self._places: dict[tuple[int, ...], Mapping[str, int]] = {}
         self._background: set[asyncio.Task[object]] = set()
 
     def initialize(self, config: str, instance: str) -> TritonModel:
@@ -118,8 +117,7 @@ class TritonModel(RunningModel):
     ) -> InferenceRequest:
         """The request, as the class sees it."""
         state = RequestState(desk, number)
-        if (places := self._places.get(wanted)) is None:
-            places = self._places[wanted] = {output_names[place]: place for place in wanted}
+        places = {output_names[place]: place for place in wanted}
         inputs = [
             Tensor.received(name, array)
             for name, array in zip(input_names, arrays, strict=True)
