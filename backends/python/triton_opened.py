@@ -7,7 +7,7 @@ know what a configuration means.
 
 from __future__ import annotations
 
-import ast
+import dis
 import logging
 from contextlib import ExitStack
 from itertools import count
@@ -29,23 +29,14 @@ _OURS, _TRITONS = "Model", "TritonPythonModel"
 
 
 def is_for_triton(path: Path) -> bool:
-    """Whether the Python file at `path` has Triton's class, and none of ours. Only its text is looked at."""
+    """Whether the Python file at `path` has Triton's class, and none of ours. Nothing of it is run."""
     try:
-        tree = ast.parse(path.read_bytes())
+        # Not `ast.parse`: that of Python 3.11 may raise SystemError while other threads do the same.
+        code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return False  # its process will say what is wrong with it
-    names = {name for node in ast.walk(tree) for name in _defined_by(node)}
-    return _TRITONS in names and _OURS not in names
-
-
-def _defined_by(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.ClassDef):
-        return [node.name]
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return [one.asname or one.name for one in node.names]
-    if isinstance(node, ast.Assign):
-        return [one.id for one in node.targets if isinstance(one, ast.Name)]
-    return []
+    defined = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_NAME"}
+    return _TRITONS in defined and _OURS not in defined
 
 
 class TritonProcess(DecoupledProcess):
