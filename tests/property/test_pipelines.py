@@ -56,7 +56,7 @@ class StepModel:
     labels: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     max_batch_rows: int = 8
     max_request_rows: int = 8
-    answers_often: bool = False
+    decoupled: bool = False
     pipeline: Pipeline | None = None
     spec: ModelSpec = SPEC
 
