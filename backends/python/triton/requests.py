@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from paceline.backends.python.triton.errors import TritonModelException
 from paceline.backends.python.triton.responses import InferenceResponseSender, Ownership, Received
@@ -67,8 +67,8 @@ class InferenceRequest:
         "_trace", "_version", "_wanted", "model_name", "preferred_memory", "received",
     )  # fmt: skip
 
-    caller: Caller | None = None
-    """Set where models can call others."""
+    caller: ClassVar[Caller]
+    """Set before a model's file is loaded."""
 
     def __init__(
         self,
@@ -191,16 +191,11 @@ class InferenceRequest:
 
     def exec(self, decoupled: bool = False) -> Any:
         """Have the request executed by the model that it names, and wait."""
-        return self._caller().call(self, decoupled)
+        return self.caller.call(self, decoupled)
 
     def async_exec(self, decoupled: bool = False) -> Any:
         """The same, for coroutines."""
-        return self._caller().call_async(self, decoupled)
-
-    def _caller(self) -> Caller:
-        if self.caller is None:
-            raise TritonModelException("calls of other models are not supported by this build")
-        return self.caller
+        return self.caller.call_async(self, decoupled)
 
 
 def has_sent(request: InferenceRequest) -> bool:
