@@ -112,6 +112,7 @@ class PipelineRun:
         self._leaving: deque[Scope | None] = deque()
         self._spent_ns = [0, 0, 0]
         self._began_ns = 0
+        self._last_error: StepFailed | None = None
         self._done: Done | None = None
         self._plan: Plan
         self._root: Scope
@@ -231,7 +232,7 @@ class PipelineRun:
         self._close(scope)
         if self._done is not None and self._is_last:
             assert self.opened is not None
-            self.opened.on_answer(None, last=True)
+            self.opened.on_answer(self._last_error, last=True)
             self._end(ANSWERED_ELSEWHERE)
 
     def _on_next(self, request: InnerRequest, answer: AnswerInMaking, error: Exception | None) -> None:
@@ -275,7 +276,7 @@ class PipelineRun:
             except ExecutionError as error:
                 self._fail(f"in ensemble '{model.name}', {error}", error)
                 return
-        last = self._is_last
+        last = self._is_last and self._last_error is None
         if self.opened is None:
             flight = self.flight
             if flight.options is not None:
@@ -292,7 +293,11 @@ class PipelineRun:
     def _fail_step(self, step: PlannedStep, scope: Scope, error: BaseException) -> None:
         """A step has failed, and with it the request, or the answer that it was executed for."""
         if scope.level == ROOT:
-            self._fail(self._text(step, error), error)
+            if step.model.decoupled:
+                # What it has answered before goes on to the steps behind it, and the error comes last.
+                self._last_error = StepFailed(self._text(step, error), status_of(error))
+            else:
+                self._fail(self._text(step, error), error)
             return
         for request in [one for one, (_, its) in self._executing.items() if its.is_in(scope)]:
             del self._executing[request]

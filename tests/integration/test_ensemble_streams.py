@@ -171,6 +171,21 @@ async def test_errors_of_a_decoupled_step_are_answers(tmp_path: Path, code: str,
         await until_quiet(started)
 
 
+async def test_answers_before_a_final_error_arrive_before_it(tmp_path: Path) -> None:
+    after = echo_model("INT64", -1)
+    async with served(tmp_path, after) as started:
+        after.gate.close()
+        told = asyncio.ensure_future(answers(started, asking("send(7)\nrequest.fail('and no more')")))
+        await eventually_async(lambda: after.gate.entered == 1, "an execution that is held")
+        opened = started.server.repository.get("m", "").open_requests
+        assert opened is not None
+        await eventually_async(lambda: not len(opened), "the end of the decoupled step")
+        after.gate.open()
+        assert await told == [(7, False), ("in ensemble 'e', step 0 ('m'): and no more", True)]
+        await until_quiet(started)
+        assert started.failed("e") == 1
+
+
 async def test_caller_that_leaves_ends_the_decoupled_step(tmp_path: Path) -> None:
     async with served(tmp_path) as started:
         stream = Stream(started)
