@@ -36,7 +36,9 @@ class Decoder:
     """What a decoder is like. `family`: "llama" (RMSNorm, rotary positions, heads that share keys, a SiLU gate) or
     "gpt2" (learned positions, LayerNorm, GELU). `inner`: the width of its feed-forward layers. `datatype`: FP32 or
     FP16, of weights and caches; `logits`: of these, if another. `end_tokens`: what its configuration says ends an
-    answer. `fixed_products`: products of matrices in each execution, whatever its rows, of which nothing remains."""
+    answer. `places`: where positions come from: "given" as `position_ids`; without that input, "counted" in the mask,
+    or by "index" as in older exports, which padding spoils. `fixed_products`: products of matrices in each execution,
+    whatever its rows, of which nothing remains."""
 
     family: str = "llama"
     layers: int = 2
@@ -49,6 +51,7 @@ class Decoder:
     datatype: str = "FP32"
     logits: str = ""
     end_tokens: tuple[int, ...] = (2,)
+    places: str = "given"
     fixed_products: int = 0
     seed: int = 0
 
@@ -123,11 +126,14 @@ def build(decoder: Decoder) -> onnx.ModelProto:
         names = (f"{prefix}.{layer}.{part}" for layer in range(decoder.layers) for part in ("key", "value"))
         return [models.tensor(name, decoder.datatype, dims) for name in names]
 
-    ids, positions = (models.tensor(name, "INT64", ("batch_size", _NOW)) for name in ("input_ids", "position_ids"))
+    ids, *positions = (
+        models.tensor(name, "INT64", ("batch_size", _NOW))
+        for name in ("input_ids", *(["position_ids"] if decoder.places == "given" else []))
+    )
     mask = models.tensor("attention_mask", "INT64", ("batch_size", _ALL))
     past = caches("past_key_values", _PAST)
     # The exporters keep the order of the arguments in Python, which isn't the same in both families.
-    inputs = [ids, *past, mask, positions] if decoder.family == "gpt2" else [ids, mask, positions, *past]
+    inputs = [ids, *past, mask, *positions] if decoder.family == "gpt2" else [ids, mask, *positions, *past]
     outputs = [
         models.tensor("logits", logits_type, ("batch_size", _NOW, decoder.vocabulary)),
         *caches("present", _ALL),
@@ -171,14 +177,28 @@ class _Graph:
     def cast(self, x: str, dtype: DTypeLike) -> str:
         return self.node("Cast", x, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
+    def indices(self) -> tuple[str, str]:
+        """Those of all tokens [all], and of the new ones [now], of which the past has none."""
+        past = self.size("past_key_values.0.key", 2)
+        total = self.node("Add", past, self.size("input_ids", 1))
+        every, new = (self.node("Range", first, total, self.constant(1)) for first in (self.constant(0), past))
+        return every, new
+
+    def places(self) -> str:
+        """The positions of the new tokens: [batch, now], or [1, now] for those of all rows."""
+        if self.decoder.places == "given":
+            return "position_ids"
+        _, new = self.indices()
+        if self.decoder.places == "index":
+            return self.node("Unsqueeze", new, self.constant([0]))
+        counted = self.node("Sub", self.node("CumSum", "attention_mask", self.constant(1)), self.constant(1))
+        return self.node("Gather", self.node("Max", counted, self.constant(0)), new, axis=1)
+
     def bias(self) -> str:
         """What is added to the scores [batch, heads, now, all]: nothing where a query sees a key, a lot below where
         not."""
-        past = self.size("past_key_values.0.key", 2)
-        total = self.node("Add", past, self.size("input_ids", 1))
-        zero, one = self.constant(0), self.constant(1)
-        queries = self.node("Unsqueeze", self.node("Range", past, total, one), self.constant([1]))
-        before = self.node("LessOrEqual", self.node("Range", zero, total, one), queries)
+        every, new = self.indices()
+        before = self.node("LessOrEqual", every, self.node("Unsqueeze", new, self.constant([1])))
         given = self.node("Cast", "attention_mask", to=TensorProto.BOOL)
         seen = self.node("And", before, self.node("Unsqueeze", given, self.constant([1, 2])))
         nothing, below = (self.constant(value, self.type) for value in (0, np.finfo(self.type).min))
@@ -243,7 +263,7 @@ def _llama(graph: _Graph) -> str:
     x = graph.node("Gather", graph.weights(decoder.vocabulary, decoder.width), "input_ids")
     bias = graph.bias()
     frequencies = graph.constant(10_000.0 ** -(np.arange(half) / half), np.float32)
-    places = graph.node("Unsqueeze", graph.cast("position_ids", np.float32), graph.constant([1, 3]))
+    places = graph.node("Unsqueeze", graph.cast(graph.places(), np.float32), graph.constant([1, 3]))
     angles = graph.node("Mul", places, frequencies)
     angles = graph.node("Concat", angles, angles, axis=-1)
     cosine, sine = (graph.cast(graph.node(kind, angles), graph.type) for kind in ("Cos", "Sin"))
@@ -279,7 +299,7 @@ def _gpt2(graph: _Graph) -> str:
 
     ones, zeros = (graph.constant(np.full(decoder.width, value), graph.type) for value in (1, 0))
     tokens = graph.node("Gather", graph.weights(decoder.vocabulary, decoder.width), "input_ids")
-    places = graph.node("Gather", graph.weights(decoder.positions, decoder.width), "position_ids")
+    places = graph.node("Gather", graph.weights(decoder.positions, decoder.width), graph.places())
     x = graph.node("Add", tokens, places)
     bias = graph.bias()
     for layer in range(decoder.layers):

@@ -77,6 +77,10 @@ class NaiveLoop:
         ends = generation.get("eos_token_id", config.get("eos_token_id"))
         self.end_tokens = [ends] if isinstance(ends, int) else list(ends or [])
 
+    @property
+    def wants_positions(self) -> bool:
+        return "position_ids" in self._inputs
+
     def empty_past(self, rows: int = 1) -> dict[str, Array]:
         """Keys and values of nothing."""
         return {

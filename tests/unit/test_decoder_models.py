@@ -18,6 +18,8 @@ from tests.wire import Array
 DECODERS = {
     "llama": TINY,
     "gpt2": TINY_GPT2,
+    "llama-counting": replace(TINY, places="counted"),
+    "gpt2-counting": replace(TINY_GPT2, places="counted"),
     "llama-fp16": replace(TINY, datatype="FP16", logits="FP32"),
     "gpt2-fp16": replace(TINY_GPT2, datatype="FP16"),
 }
@@ -97,9 +99,27 @@ def test_prompt_in_pieces_is_as_whole(opened: Opened) -> None:
 def test_mask_and_positions_are_heeded(opened: Opened) -> None:
     (prompt,) = prompts((8,))
     alone, _ = opened.loop.step(prompt, opened.loop.empty_past())
-    for changed in ({"mask": np.array([[0, *[1] * 7]])}, {"positions": np.arange(8)[None] * 2}):
+    positions = np.arange(8)[None]
+    changes = [{"mask": np.array([[0, *[1] * 7]]), "positions": positions}, {"positions": positions * 2}]
+    for changed in changes if opened.loop.wants_positions else changes[:1]:
         logits, _ = opened.loop.step(prompt, opened.loop.empty_past(), **changed)
         assert np.abs(logits[0, -1].astype(np.float32) - alone[0, -1]).max() > 0.2
+
+
+@pytest.mark.parametrize("decoder", [TINY, TINY_GPT2], ids=["llama", "gpt2"])
+def test_places_by_index_suit_unpadded_rows_alone(tmp_path: Path, decoder: Decoder) -> None:
+    given, indexed = (
+        NaiveLoop(decoder_models.write(replace(decoder, places=places), tmp_path / places))
+        for places in ("given", "index")
+    )
+    (prompt,) = prompts((6,))
+    expected, _ = given.step(prompt, given.empty_past())
+    logits, _ = indexed.step(prompt, indexed.empty_past())
+    np.testing.assert_array_equal(logits, expected)
+    mask = np.array([[0, 0, *[1] * 6]])
+    logits, _ = indexed.step(np.pad(prompt, ((0, 0), (2, 0))), indexed.empty_past(), mask=mask)
+    # Rotary positions tell how far apart two tokens are, so shifting all of them changes nothing.
+    assert np.allclose(logits[:, 2:], expected, atol=1e-4) == (decoder.family == "llama")
 
 
 @pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
