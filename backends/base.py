@@ -160,7 +160,8 @@ class ModelSource:
     batch to expect, 0 if not known yet. `cuda_graphs`: capture what a GPU does for a batch once, and replay it.
     `decoupled`: it answers a request as often as it likes (`backends.open_request`). `files` is told if they will be
     read again. `calls` are the models that its code calls, by `on_call` (`backends.model_call`). `config`: the whole
-    configuration as JSON, with the names of `model_config.proto`, for models that look at it.
+    configuration as JSON, with the names of `model_config.proto`, for models that look at it. `why_raw`: why a decoder
+    isn't to generate (`backends.generation`) but to be executed as it is, as its configuration wants; "" if it may.
     """
 
     name: str
@@ -178,6 +179,7 @@ class ModelSource:
     calls: tuple[str, ...] = ()
     on_call: OnCall | None = None
     config: str = ""
+    why_raw: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,11 +49,12 @@ class Channel(Protocol):
 class OpenRequest(ABC):
     """A request with its `inputs`, as the model sees them, and what its caller said besides. `outputs` are the indices
     of those that are wanted. `step`: what it is in its sequence, if it says so; `row`: where that is in a batch, -1 for
-    anywhere. `execution`: by which of its process's executions the model got it."""
+    anywhere. `execution`: by which of its process's executions the model got it. `takes_one`: its caller takes a single
+    answer."""
 
     __slots__ = (
         "_channel", "_number", "cancelled", "execution", "id", "inputs", "outputs", "parameters", "row", "step",
-        "timeout_us",
+        "takes_one", "timeout_us",
     )  # fmt: skip
 
     def __init__(self, inputs: Tensors, outputs: Sequence[int], id: str = "", parameters: Parameters | None = None):
@@ -65,6 +66,7 @@ class OpenRequest(ABC):
         self.execution = 0
         self.timeout_us = 0
         self.row = -1
+        self.takes_one = False
         self.cancelled = False
         self._number = 0
         self._channel: Channel | None = None

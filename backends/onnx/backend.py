@@ -35,6 +35,7 @@ from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.cuda.long_calls import captures
 from paceline.backends.device_blocks import BlockPool
 from paceline.backends.errors import DeviceError, DriverFailed, LoadError, NoDriver
+from paceline.backends.onnx.decoder import DecoderModel, decoder_of
 from paceline.backends.onnx.instance import OnnxInstance
 from paceline.backends.onnx.model_files import Stamp, files_changed
 from paceline.backends.onnx.options import OnnxOptions, parse_options, without_graphs
@@ -85,14 +86,19 @@ class OnnxBackend:
         """
         return tuple(device for group in groups or (InstanceGroup(),) for device in self._place(group))
 
-    def open(self, source: ModelSource, device: Device) -> OnnxModel | OwnProcessOnnxModel:
+    def open(self, source: ModelSource, device: Device) -> OnnxModel | DecoderModel | OwnProcessOnnxModel:
         options = replace(parse_options(source), shared_threads=self._shared_threads)
         if options.own_process:
             return OwnProcessOnnxModel(
                 Job(source.name, _model_file(source), options, device, source.declared), source.files
             )
         opener = Opener(source.name, _model_file(source), options, self._accelerators)
-        return OnnxModel(source, device, opener)
+        model = OnnxModel(source, device, opener)
+        try:
+            return decoder_of(source, model, device) or model
+        except BaseException:
+            model.close()
+            raise
 
     def _place(self, group: InstanceGroup) -> list[Device]:
         if group.kind is GroupKind.CPU:
@@ -154,6 +160,7 @@ class OnnxModel:
         found.tell(name)
         self.spec = found.spec
         self.rounds_by = found.rounds_by
+        self.operators = self._sessions[device].facts.operators
         self._halves = found.halves
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
@@ -180,6 +187,10 @@ class OnnxModel:
             return StagedInstance(Shared(self._name, opened, spec, device, options, reopen, blocks))
         except DeviceError as error:
             raise LoadError(f"model '{self._name}': {error}") from error
+
+    def stepped(self, spec: ModelSpec, device: Device) -> OnnxInstance:
+        """What runs it with arrays of any shapes, which ONNX Runtime copies itself; `spec` is some of its tensors."""
+        return OnnxInstance(self._session(device), spec, device, self._opener.options)
 
     def close(self) -> None:
         self._sessions.clear()

@@ -77,6 +77,18 @@ class OnnxOptions:
         return self.cuda.get(_CUDA_GRAPHS) == "1"
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderSettings:
+    """What a configuration says of a decoder: whether it is to generate, how many generations have a place at a time,
+    how much memory their keys and values may take, and how many tokens of prompts are computed between two steps of
+    the others."""
+
+    generates: bool = True
+    most_generations: int = 32
+    most_cache_bytes: int = 2**30
+    prefill_tokens: int = 256
+
+
 def without_graphs(options: OnnxOptions) -> OnnxOptions:
     """`options` for a model that can't be captured."""
     return replace(options, cuda={key: value for key, value in options.cuda.items() if key != _CUDA_GRAPHS})
@@ -90,6 +102,7 @@ _ARENA = re.compile(r"cpu:0|gpu:\d+")
 
 _MAX_THREADS = 1_024
 """More than machines have cores, and few enough to start: sessions create them all at once."""
+_MAX_GENERATIONS = 1_024
 _MAX_BYTES = (1 << 64) - 1
 _MAX_DIGITS = 40
 
@@ -121,6 +134,17 @@ def parse_options(source: ModelSource) -> OnnxOptions:
         cache_directory=source.parameters.get(CACHE_DIRECTORY, ""),
         largest_rows=source.largest_rows,
         own_process=read.choice(OWN_PROCESS, _SWITCH) or False,
+    )
+
+
+def decoder_settings(source: ModelSource) -> DecoderSettings:
+    """Raises LoadError as `parse_options`."""
+    read, own = _Parameters(source), DecoderSettings()
+    return DecoderSettings(
+        read.choice("paceline.generate", {"auto": True, "off": False}) is not False,
+        read.integer("paceline.max_generations", 1, _MAX_GENERATIONS) or own.most_generations,
+        read.integer("paceline.max_cache_bytes", 1, _MAX_BYTES) or own.most_cache_bytes,
+        read.integer("paceline.prefill_tokens", 1, _MAX_BYTES) or own.prefill_tokens,
     )
 
 

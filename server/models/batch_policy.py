@@ -249,6 +249,9 @@ _OF_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
     "StateAxes": (_state_axes, "inputs of states, each once, with axes from 0 on, as in h=1, c=1"),
 }
 _READERS = {one.name: _OF_TYPE[one.type] for one in fields(OwnSettings)}
-_OF_BACKENDS = {"execute_delay_per_row_us", "own_process", "python_executable"}
+_OF_BACKENDS = {
+    "execute_delay_per_row_us", "generate", "max_cache_bytes", "max_generations", "own_process", "prefill_tokens",
+    "python_executable",
+}  # fmt: skip
 OWN_PARAMETERS = frozenset(_PREFIX + name for name in (*_READERS, *_OF_BACKENDS))
 """The keys of `parameters` that are ours."""

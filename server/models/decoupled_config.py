@@ -1,4 +1,5 @@
-"""What a model's configuration may not have that gets requests and not batches: decoupled, or written for Triton.
+"""What a model's configuration may not have that gets requests and not batches: decoupled, written for Triton, or one
+that generates.
 
 Lives here: settings that mean something only where each request of a batch has one answer, which is a share of what the
 model has made for all. Must not: settings of other models.
@@ -15,7 +16,7 @@ from paceline.scheduler.policy import BatchPolicy
 from paceline.server.errors import ConfigError
 from paceline.server.models.batch_policy import own_settings
 
-__all__ = ["MANY", "check_requests"]
+__all__ = ["MANY", "check_generating", "check_requests"]
 
 MANY: Final = sys.maxsize
 """How many requests may be open where each is answered once: as many as its queue takes."""
@@ -49,3 +50,17 @@ def check_requests(config: pb.ModelConfig, spec: ModelSpec, policy: BatchPolicy,
             )
     if not own.max_open_requests:
         raise ConfigError("paceline.max_open_requests: expected 1 or more, got 0")
+
+
+def check_generating(config: pb.ModelConfig, policy: BatchPolicy) -> None:
+    """The same for a model whose requests are prompts."""
+    settings = (
+        ("dynamic_batching.preserve_ordering", policy.preserve_ordering),
+        ("response_cache.enable", config.response_cache.enable),
+    )
+    for name, is_asked_for in settings:
+        if is_asked_for:
+            raise ConfigError(
+                f"{name}: expected false, as the model generates (paceline.generate), and its answers come token by "
+                "token; got true"
+            )

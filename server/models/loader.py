@@ -25,6 +25,7 @@ from paceline.backends.base import (
     Triable,
     Trial,
 )
+from paceline.backends.generation import Generates
 from paceline.backends.onnx.options import OWN_PROCESS
 from paceline.backends.paths import exists, is_file, open_inside
 from paceline.backends.remote import RemoteInstance, RemoteModel
@@ -276,7 +277,8 @@ def _load_version(
                 opened = backend.open(source, devices[0])
                 undo.callback(opened.close)
             rounds_by = opened.rounds_by if isinstance(opened, Rounding) else ""
-            served = _plan(config, tried, defaults, batching, rounds_by, initial_data, for_triton=completes)
+            generates = isinstance(opened, Generates)
+            served = _plan(config, tried, defaults, batching, rounds_by, initial_data, completes, generates)
             padding = with_lengths(config, served, opened, devices, supervise)
             served = padding.plan
             warm_up = WarmUp(config, served, folder.path)
@@ -297,7 +299,7 @@ def _load_version(
     if padding.why_not and served.spec.lengths:
         differs = "model '%s': requests are filled up as paceline.pad says, though %s"
         _log.warning(differs, folder.name, padding.why_not)
-    text = _say(padding, config, tried)
+    text = opened.in_words if isinstance(opened, Generates) else _say(padding, config, tried)
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, text)
     found = Found(text, warm_up.in_words)
     return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), warm_up, took_ns, found)
@@ -342,8 +344,8 @@ def _plan(
     batching: BatchDefaults | None,
     rounds_by: str,
     initial_data: InitialData,
-    *,
     for_triton: bool,
+    generates: bool,
 ) -> ServingPlan:
     """How to serve it; not batched if the trial spoke against that. Logs what the user may not expect: that, or that
     requests share batches of a model that rounds by all rows of a batch, as `rounds_by` does."""
@@ -351,7 +353,15 @@ def _plan(
     try:
         rows = defaults.max_batch_rows
         served = plan(
-            config, tried.spec, batching, rows, limit_ns, tried.fixed_rows, initial_data, for_triton=for_triton
+            config,
+            tried.spec,
+            batching,
+            rows,
+            limit_ns,
+            tried.fixed_rows,
+            initial_data,
+            for_triton=for_triton,
+            generates=generates,
         )
     except ConfigError as error:
         if fixed_rows(config, tried.spec) > 1 and tried.why_not:  # so batch settings are refused

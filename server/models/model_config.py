@@ -17,6 +17,7 @@ from pathlib import Path
 from google.protobuf import text_format
 
 from paceline.backends.base import GroupKind, InstanceGroup, ModelSource
+from paceline.backends.generation import SPEC as PROMPTS
 from paceline.backends.spec import ModelSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy
@@ -24,7 +25,7 @@ from paceline.server.errors import ConfigError
 from paceline.server.files import check_file
 from paceline.server.models.batch_policy import batch_policy, called_models, own_settings
 from paceline.server.models.config_json import config_json
-from paceline.server.models.decoupled_config import MANY, check_requests
+from paceline.server.models.decoupled_config import MANY, check_generating, check_requests
 from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.ensemble_config import check_ensemble, is_ensemble
 from paceline.server.models.sequence_config import (
@@ -159,6 +160,7 @@ def model_source(
         decoupled=config.model_transaction_policy.decoupled,
         calls=called_models(config),
         config=config_json(config) if backend_name(config) == "python" else "",
+        why_raw=_why_raw(config),
     )
 
 
@@ -172,6 +174,7 @@ def plan(
     initial_data: InitialData | None = None,
     *,
     for_triton: bool = False,
+    generates: bool = False,
 ) -> ServingPlan:
     """Join `config` with `own`, what the model says about itself (whole dims, batch axis included).
 
@@ -179,10 +182,10 @@ def plan(
     all, `max_batch_rows` holds if there is one without `max_batch_size`, and `execution_limit_ns` if it sets no limit.
     A model that always takes the same number of rows above 1 is served by rows if `max_batch_size` is that number, or
     left open and `confirmed_rows`, what a trial has confirmed, is; but not with steps of sequences. `initial_data` is
-    what was read for their initial states. `for_triton`: its code is written for Triton's Python backend.
-    Raises ConfigError if the two contradict each other, naming tensor, expected and got.
+    what was read for their initial states. `for_triton`: its code is written for Triton's Python backend. `generates`:
+    its requests are prompts. Raises ConfigError if the two contradict each other, naming tensor, expected and got.
     """
-    default_rows = defaults.max_batch_rows if defaults else max_batch_rows
+    default_rows = 0 if generates else defaults.max_batch_rows if defaults else max_batch_rows
     sequenced = config.HasField("sequence_batching")
     rows = 0 if sequenced else _fixed_rows(config, own, confirmed_rows if default_rows else 0)
     if rows:
@@ -212,8 +215,23 @@ def plan(
     if decoupled:
         # What was answered can't be taken back, so nothing runs again.
         policy = replace(policy, isolate_failures=False)
+    if generates:
+        check_generating(config, policy)
+        most_open = MANY
+        # A request's execution only waits for a place, as long as others take, so that its time says nothing.
+        policy = replace(policy, isolate_failures=False, deadline_aware=False, execution_limit_ns=0)
     tags, keeps = _metric_tags(config), config.response_cache.enable
     return ServingPlan(spec, max_rows, policy, splits, tags, most_open, decoupled, for_triton, keeps)
+
+
+def _why_raw(config: pb.ModelConfig) -> str:
+    """Why a decoder is to be executed as it is."""
+    if config.HasField("sequence_batching"):
+        return "its configuration has sequence_batching"
+    named = {one.name for one in config.input} | {one.name for one in config.output}
+    if others := named - {one.name for one in (*PROMPTS.inputs, *PROMPTS.outputs)}:
+        return f"its configuration names '{min(others)}'"
+    return "its configuration has max_batch_size" if config.max_batch_size > 0 else ""
 
 
 def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:

@@ -21,6 +21,7 @@ from paceline.backends.errors import (
     ProcessError,
     StalePlan,
 )
+from paceline.backends.generation import Generates
 from paceline.backends.remote import RemoteModel
 from paceline.backends.spec import Tensors
 from paceline.scheduler.batcher import Batcher
@@ -102,6 +103,9 @@ class ServedModel:
         # Whether a request may have any number of answers.
         self.decoupled = loaded.plan.decoupled
         self.for_triton = loaded.plan.for_triton
+        # Says what is wrong with a prompt and its parameters, if its requests are prompts: then they are answered as
+        # often as their callers take it.
+        self.check = loaded.opened.check if isinstance(loaded.opened, Generates) else None
         self.iterates = self.spec.sequence is not None and self.spec.sequence.iterative
         # Of a model that gets requests one by one; None for all others.
         self.open_requests = OpenRequests(loaded.plan.most_open) if loaded.plan.most_open else None

@@ -23,7 +23,7 @@ from paceline.backends.errors import ExecutionError, ModelRefused
 from paceline.backends.open_request import Answer, Channel, OpenRequest, Told
 from paceline.backends.spec import Array, Tensors
 from paceline.scheduler.answering import notify
-from paceline.scheduler.errors import DeadlineExceeded, ExecutionFailed, QueueFull, SchedulerError
+from paceline.scheduler.errors import DeadlineExceeded, ExecutionFailed, QueueFull
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import BatchFacts, OnAnswers, SequenceStep
@@ -33,6 +33,8 @@ from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions, is_reserved, of_those_there
 from paceline.server.codec.steps import step_in
 from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.errors import InvalidRequest, NotSupported
+from paceline.server.memory.region_tensors import RegionTensor
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight
 from paceline.server.requests.pipelines import OpenedRequest, Pipelines
@@ -78,21 +80,26 @@ class Decoupled:
         self._sequences = count(1)
         self._loop: asyncio.AbstractEventLoop
 
-    def submit(self, flights: Sequence[InFlight]) -> Sequence[SchedulerError | None]:
+    def submit(self, flights: Sequence[InFlight]) -> Sequence[Exception | None]:
         """Hand requests that were read together to their model's batcher. Returns as `Batcher.submit`."""
         self._loop = asyncio.get_running_loop()
         model: ServedModel = flights[0].model
         assert model.open_requests is not None
-        refused: dict[InFlight, SchedulerError] = {}
+        refused: dict[InFlight, Exception] = {}
         timed: list[_Opened] = []
         for flight in flights:
+            opened = _Opened(self, flight)
             try:
+                opened.check()
                 model.open_requests.add(flight)
+            except (InvalidRequest, NotSupported) as error:
+                refused[flight] = error
+                continue
             except QueueFull as error:
                 model.statistics.on_drop(Drop.FULL_REQUESTS)
                 refused[flight] = error
                 continue
-            opened = flight.payload = _Opened(self, flight)
+            flight.payload = opened
             if model.iterates:
                 opened.begin_sequence(next(self._sequences))
             opened.on_ended, flight.on_answers = flight.on_answers, self._on_ended
@@ -102,8 +109,9 @@ class Decoupled:
                 # Each has arrays of its own, so requests of any shapes share a batch. Models written for Triton may
                 # join them themselves.
                 flight.key = ()
-            if model.decoupled:
+            if opened.streams:
                 flight.on_open()
+            if opened.streams or model.check is not None:
                 timed.append(opened)
         taken = [flight for flight in flights if flight not in refused] if refused else flights
         for flight, refusal in zip(taken, model.batcher.submit(taken) if taken else (), strict=False):
@@ -226,7 +234,7 @@ class _Opened(OpenRequest):
 
     __slots__ = (
         "_answered_ns", "_answers", "_decoupled", "_held", "_unsaid", "_unsaid_bytes", "_waits_for_room",
-        "flight", "on_ended", "own_inputs", "timer",
+        "flight", "on_ended", "own_inputs", "streams", "timer",
     )  # fmt: skip
 
     def __init__(self, decoupled: Decoupled, flight: InFlight) -> None:
@@ -246,12 +254,27 @@ class _Opened(OpenRequest):
             self.timeout_us = flight.timeout_ns // 1_000
         self._decoupled = decoupled
         self.flight = flight
+        self.takes_one = not flight.takes_more
+        # Whether it may be answered more than once.
+        self.streams = flight.model.decoupled or (flight.model.check is not None and flight.takes_more)
         self.timer: asyncio.TimerHandle | None = None
         self.on_ended: OnAnswers | None = None
         self._unsaid = self._unsaid_bytes = 0
         self._answers = self._held = 0
         self._waits_for_room = False
         self._answered_ns = flight.arrived_ns
+
+    def check(self) -> None:
+        """Raise InvalidRequest or NotSupported if its model can tell by now that it can't be had. What lies in clients'
+        shared memory, only its instance reads."""
+        model = self.flight.model
+        if model.check is None or any(isinstance(one, RegionTensor) for one in self.inputs):
+            return
+        try:
+            model.check(self.inputs, self.parameters)
+        except ModelRefused as error:
+            kind = NotSupported if error.status == "UNIMPLEMENTED" else InvalidRequest
+            raise kind(f"model '{model.name}': {error}") from None
 
     def begin_sequence(self, number: int) -> None:
         """Make it the first step of a sequence of its own, the `number`th. What its caller calls that, others may, too:
@@ -301,7 +324,7 @@ class _Opened(OpenRequest):
 
     def count_answer(self, error: Exception | None, *, empty: bool = False) -> None:
         """The request has another answer, or only its end."""
-        if not self.flight.model.decoupled:
+        if not self.streams:
             return
         totals, now_ns = self.flight.model.statistics.answers_of(self._answers), monotonic_ns()
         kind = totals.failed if error is not None else totals.empty if empty else totals.succeeded
@@ -313,7 +336,7 @@ class _Opened(OpenRequest):
 
     def let_go(self) -> None:
         """The request has ended."""
-        if self.flight.model.decoupled and self.flight.cancelled() and self._number:
+        if self.streams and self.flight.cancelled() and self._number:
             statistics = self.flight.model.statistics
             statistics.answers_of(self._answers).cancelled.add(monotonic_ns() - self._answered_ns)
         if self.timer is not None:

@@ -23,7 +23,6 @@ from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.batcher import Batcher
-from paceline.scheduler.errors import SchedulerError
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.request import OnAnswers
 from paceline.server.codec.answers import add_batch_facts, add_parameters, batch_facts_of
@@ -139,7 +138,7 @@ class Inference:
     # hot path: see bench/
     def _submit(
         self, flights: Sequence[InFlight], group: Group, on_answers: OnAnswers, passed_on: PassedOn
-    ) -> Sequence[SchedulerError | None]:
+    ) -> Sequence[Exception | None]:
         """Hand `flights`, which were read as `group`, to their model's batcher or the response cache in front of it,
         which calls `on_answers` when they have ended. Returns as `Batcher.submit`. A request of more rows than a batch
         may have is executed in parts."""
@@ -181,7 +180,7 @@ class Inference:
         return self._hand_over(flights)
 
     # hot path
-    def _hand_over(self, flights: Sequence[InFlight]) -> Sequence[SchedulerError | None]:
+    def _hand_over(self, flights: Sequence[InFlight]) -> Sequence[Exception | None]:
         """Have `flights` executed, of one group, in which all is set. Returns as `Batcher.submit`."""
         model: ServedModel = flights[0].model
         if model.open_requests is not None:

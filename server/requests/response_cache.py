@@ -24,7 +24,6 @@ from paceline.backends.spec import MISSING, Array
 from paceline.protos.datatypes import by_name
 from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.protos.tensors import encode_raw
-from paceline.scheduler.errors import SchedulerError
 from paceline.scheduler.observer import FULL
 from paceline.scheduler.request import AnyRequest, OnAnswers
 from paceline.server.codec.parameters import is_reserved, step_of
@@ -45,7 +44,7 @@ _TEXT = by_name("BYTES")
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-HandOver = Callable[[Sequence[InFlight]], Sequence[SchedulerError | None]]
+HandOver = Callable[[Sequence[InFlight]], Sequence[Exception | None]]
 
 
 class ResponseCache:

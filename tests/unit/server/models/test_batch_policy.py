@@ -286,10 +286,12 @@ def test_unknown_own_setting_is_refused_naming_the_known_ones() -> None:
     assert str(caught.value) == (
         "parameters: expected one of ['paceline.await_returns', 'paceline.batch_growth', 'paceline.batch_sizes', "
         "'paceline.calls', 'paceline.deadline_aware', 'paceline.execute_delay_per_row_us', "
-        "'paceline.execution_timeout_ms', "
-        "'paceline.isolate_failures', 'paceline.max_batch_elements', 'paceline.max_open_requests', "
+        "'paceline.execution_timeout_ms', 'paceline.generate', "
+        "'paceline.isolate_failures', 'paceline.max_batch_elements', 'paceline.max_cache_bytes', "
+        "'paceline.max_generations', 'paceline.max_open_requests', "
         "'paceline.max_queue_bytes', 'paceline.max_queue_rows', 'paceline.max_sequences', 'paceline.own_process', "
-        "'paceline.pad', 'paceline.pad_sizes', 'paceline.python_executable', 'paceline.sequence_backlog', "
+        "'paceline.pad', 'paceline.pad_sizes', 'paceline.prefill_tokens', "
+        "'paceline.python_executable', 'paceline.sequence_backlog', "
         "'paceline.split_oversized', 'paceline.state_batch_axis'], got 'paceline.isolate_failure'"
     )
 

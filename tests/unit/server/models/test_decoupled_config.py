@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
+from paceline.backends.generation import SPEC
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
@@ -60,3 +61,23 @@ def test_plan_bounds_open_requests_and_isolates_nothing() -> None:
         plan(config(setting("max_open_requests", "0")), OWN)
     assert not plan(pb.ModelConfig(backend="python"), OWN).most_open
     assert model_source(config(""), REPO / "model.py").decoupled
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("dynamic_batching { preserve_ordering: true }", "dynamic_batching.preserve_ordering"),
+        ("response_cache { enable: true }", "response_cache.enable"),
+    ],
+)
+def test_model_that_generates_refuses_what_needs_one_answer(text: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected false, as the model generates"):
+        plan(text_format.Parse(text, pb.ModelConfig()), SPEC, generates=True)
+
+
+def test_model_that_generates_has_requests_without_batch_axis() -> None:
+    text = "dynamic_batching { priority_levels: 2 default_priority_level: 1 }"
+    made = plan(text_format.Parse(text, pb.ModelConfig()), SPEC, execution_limit_ns=9, generates=True)
+    assert (made.max_batch_rows, made.policy.max_batch_requests, made.policy.execution_limit_ns) == (0, 1, 0)
+    assert made.policy.priority_levels == 2
+    assert not made.policy.deadline_aware

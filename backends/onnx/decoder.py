@@ -1,0 +1,162 @@
+"""A decoder that is stepped: a model of ONNX Runtime whose requests are prompts.
+
+Lives here: `DecoderModel`, around the model that executes its steps, and what is tried before anybody relies on them.
+Must not: how instances go on (`generations`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.backends.base import Device, ModelSource
+from paceline.backends.errors import ExecutionError, LoadError
+from paceline.backends.generation import MAX_TOKENS, SPEC, GenerationLimits, read_request
+from paceline.backends.onnx.decoder_block import Block, Run
+from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, read_settings
+from paceline.backends.onnx.generations import GeneratingInstance, StepsModel
+from paceline.backends.onnx.options import DecoderSettings, decoder_settings
+from paceline.backends.onnx.spec import check_served
+from paceline.backends.open_request import Parameters
+from paceline.backends.spec import Array, ModelSpec, Tensors
+
+__all__ = ["DecoderModel", "decoder_of"]
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+_LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
+_CLOSE = {"FP32": 1e-3, "FP16": 2e-2}
+"""How far logits may be from what they are alone, in parts of the largest, by the datatype of the pasts."""
+
+
+class _Stepped(Protocol):
+    """The model that is stepped."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def operators(self) -> frozenset[str]: ...
+
+    def stepped(self, spec: ModelSpec, device: Device) -> StepsModel:
+        """What executes it on `device`, with `spec` for its tensors. Blocks; raises LoadError."""
+
+    def close(self) -> None: ...
+
+
+class DecoderModel:
+    """`OpenModel` and `Generates`."""
+
+    platform = "onnxruntime_onnx"
+    spec = SPEC
+
+    def __init__(
+        self,
+        name: str,
+        model: _Stepped,
+        layout: DecoderLayout,
+        limits: GenerationLimits,
+        settings: DecoderSettings,
+        *,
+        pads: bool,
+    ) -> None:
+        self._name = name
+        self._model = model
+        self._layout = layout
+        self._limits = limits
+        self._settings = settings
+        self._pads = pads
+
+    @property
+    def in_words(self) -> str:
+        limits, settings = self._limits, self._settings
+        ends = f"ends at {', '.join(map(str, limits.end_tokens))}" if limits.end_tokens else "without an end token"
+        lengths = "" if self._pads else ", those of equal length together"
+        return (
+            f"a decoder, generates up to {limits.most_tokens} tokens of {limits.vocabulary}, {ends}; up to "
+            f"{settings.most_generations} generations are stepped together{lengths}"
+        )
+
+    def check(self, inputs: Tensors, parameters: Parameters) -> None:
+        read_request(inputs, parameters, self._limits)
+
+    def instance(self, spec: ModelSpec, device: Device) -> GeneratingInstance:
+        check_served(self._name, spec, self.spec)
+        steps = self._model.stepped(self._layout.executed, device)
+        return GeneratingInstance(self._name, steps, device, self._layout, self._limits, self._settings, self._pads)
+
+    def close(self) -> None:
+        self._model.close()
+
+
+def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderModel | None:
+    """`model` as one that generates. None if it is no decoder, or is to be served as it is; the log says why. Blocks
+    for some executions. Raises LoadError for files beside it that can't be read."""
+    settings = decoder_settings(source)
+    layout = find_layout(model.spec, model.operators)
+    if layout is None:
+        return None
+    why_not = layout if isinstance(layout, str) else source.why_raw
+    if not settings.generates:
+        why_not = "paceline.generate is off"
+    if not why_not:
+        assert isinstance(layout, DecoderLayout)
+        said = read_settings(source.name, source.path)
+        steps = model.stepped(layout.executed, device)
+        try:
+            vocabulary, pads = _tried(steps.run, layout, said)
+            limits = _limits_of(source.name, said, vocabulary, settings.most_cache_bytes // layout.token_bytes)
+            return DecoderModel(source.name, model, layout, limits, settings, pads=pads)
+        except ExecutionError as error:
+            why_not = f"steps with made-up tokens fail: {error}"
+        finally:
+            steps.close()
+    text = "model '%s' has the inputs of a decoder and is served as it is, a step a request: %s"
+    _log.info(text, source.name, why_not)
+    return None
+
+
+def _tried(run: Run, layout: DecoderLayout, said: Mapping[str, Any]) -> tuple[int, bool]:
+    """How many tokens the model knows, and whether rows of different lengths give together what they give alone. Raises
+    ExecutionError, also if a prompt in pieces doesn't give what the whole does."""
+    known = said.get("vocab_size")
+    tokens = np.arange(1, 7) % (known if isinstance(known, int) and known > 0 else 8)
+    whole, pieces, short = (Block.empty(row, layout) for row in range(3))
+    last = whole.step(run, tokens[None, :5], layout)
+    pieces.step(run, tokens[None, :2], layout)
+    close = _CLOSE[layout.pasts[0].datatype]
+    if not _are_close(last, pieces.step(run, tokens[None, 2:5], layout), close):
+        raise ExecutionError("a prompt in pieces doesn't give what the whole gives")
+    short.step(run, tokens[None, :3], layout)
+    both = Block.of((1, 2), (pieces, short))
+    alone = [block.step(run, tokens[None, 5:], layout) for block in (whole, short)]
+    try:
+        together = both.step(run, tokens[[5, 5], None], layout)
+    except ExecutionError:
+        return last.shape[1], False
+    return last.shape[1], _are_close(np.concatenate(alone), together, close)
+
+
+def _are_close(one: Array, other: Array, close: float) -> bool:
+    if one.shape != other.shape or not np.isfinite(one).all():
+        return False
+    return bool(np.abs(one - other).max() <= close * max(1.0, float(np.abs(one).max())))
+
+
+def _limits_of(name: str, said: Mapping[str, Any], vocabulary: int, fits: int) -> GenerationLimits:
+    longest = next((said[key] for key in _LIMITS if key in said), fits)
+    max_tokens = said.get("max_new_tokens", MAX_TOKENS)
+    ends = said.get("eos_token_id", ())
+    ends = tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
+    numbers = (("its longest text", (longest,), 2), ("max_new_tokens", (max_tokens,), 1), ("eos_token_id", ends, 0))
+    for key, values, least in numbers:
+        if not all(type(value) is int and value >= least for value in values):
+            raise LoadError(
+                f"model '{name}': config.json and generation_config.json: {key}: expected integers from {least} on, "
+                f"got {list(values)}"
+            )
+    known = tuple(one for one in ends if one < vocabulary)
+    return GenerationLimits(vocabulary, min(longest, max(2, fits)), known, max_tokens)

@@ -1,0 +1,81 @@
+"""The keys and values of rows that are stepped together, and stepping them.
+
+Lives here: one execution for all rows of a block; making a block of rows of others. Must not: which rows these are, or
+what their tokens are chosen by. The rules: a row's past is at the right of its block's, masked on its left; what a step
+leaves is the past of the next one, without a copy, as long as the rows stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from paceline.backends.errors import UnfitOutputs
+from paceline.backends.onnx.decoder_layout import DecoderLayout
+from paceline.backends.spec import Array, Tensors
+
+__all__ = ["Block", "Run"]
+
+Run = Callable[[Sequence[Array]], Tensors]
+"""The model's outputs for its inputs, in the order of `DecoderLayout.executed`. Raises ExecutionError."""
+
+
+class Block:
+    """`rows`, whose pasts are of `lengths` tokens. `pasts`: [rows, heads, longest, size] each."""
+
+    __slots__ = ("lengths", "pasts", "rows")
+
+    def __init__(self, rows: tuple[int, ...], lengths: Array, pasts: Sequence[Array]) -> None:
+        self.rows = rows
+        self.lengths = lengths
+        self.pasts = pasts
+
+    @classmethod
+    def empty(cls, row: int, layout: DecoderLayout) -> Block:
+        """Of one row that has no past yet."""
+        pasts = [
+            np.zeros((1, one.dims[1], 0, one.dims[3]), np.float16 if one.datatype == "FP16" else np.float32)
+            for one in layout.pasts
+        ]
+        return cls((row,), np.zeros(1, np.int64), pasts)
+
+    @classmethod
+    def of(cls, rows: tuple[int, ...], blocks: Sequence[Block]) -> Block:
+        """One of `rows`, each of which is in one of `blocks`. Copies them, unless one of these has just those."""
+        if len(blocks) == 1 and blocks[0].rows == rows:
+            return blocks[0]
+        where = {row: (block, place) for block in blocks for place, row in enumerate(block.rows)}
+        found = [where[row] for row in rows]
+        lengths = np.array([block.lengths[place] for block, place in found])
+        longest, pasts = int(lengths.max()), list[Array]()
+        for number, like in enumerate(blocks[0].pasts):
+            # What is masked must be finite all the same: it is multiplied by 0.
+            joined = np.zeros((len(rows), like.shape[1], longest, like.shape[3]), like.dtype)
+            for row, (block, place), length in zip(joined, found, lengths, strict=True):
+                row[:, longest - length :] = block.pasts[number][place][:, block.longest - length :]
+            pasts.append(joined)
+        return cls(rows, lengths, pasts)
+
+    @property
+    def longest(self) -> int:
+        return int(self.pasts[0].shape[2])
+
+    def step(self, run: Run, tokens: Array, layout: DecoderLayout) -> Array:
+        """Add `tokens`, [rows, some], to the rows. Returns the last ones' logits as FP32, [rows, vocabulary]. If this
+        raises, nothing has changed."""
+        more, longest = tokens.shape[1], self.longest
+        begins = (longest - self.lengths)[:, None]
+        inputs = [tokens, (np.arange(longest + more) >= begins).astype(np.int64)]
+        if layout.has_positions:
+            inputs.append(self.lengths[:, None] + np.arange(more))
+        logits, *presents = run([*inputs, *self.pasts])
+        wanted = [(*past.shape[:2], longest + more, past.shape[3]) for past in self.pasts]
+        if logits.ndim != 3 or logits.shape[:2] != tokens.shape or [one.shape for one in presents] != wanted:
+            got = [list(one.shape) for one in (logits, *presents[:1])]
+            raise UnfitOutputs(
+                f"expected logits and present of shapes {[*tokens.shape, -1]} and {list(wanted[0])}, got {got}"
+            )
+        self.pasts, self.lengths = presents, self.lengths + more
+        last: Array = logits[:, -1].astype(np.float32, copy=False)
+        return last

@@ -1,0 +1,304 @@
+"""Generations: an instance that owns a running batch, and steps it on a thread of its own.
+
+Lives here: the thread, who waits for a place, and what becomes of a request's tokens. Must not: decide who steps when
+(`scheduler.iterations`), hold keys and values (`decoder_block`), choose tokens (`sampling`). The rules: a request has
+one last answer, unless nobody waits for it; a row's fault ends that row alone; `execute_open` returns when its requests
+have places, so that others wait in the queue, by its rules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from threading import Condition, Event, Thread
+from time import monotonic_ns
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.backends.base import Device, Execution
+from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory
+from paceline.backends.generation import GenerationLimits, Wanted, read_request
+from paceline.backends.onnx.decoder_block import Block
+from paceline.backends.onnx.decoder_layout import DecoderLayout
+from paceline.backends.onnx.options import DecoderSettings
+from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest, Told
+from paceline.backends.sampling import NONE, Sampler, choose
+from paceline.backends.spec import Array, Tensors
+from paceline.scheduler.iterations import Iteration, Iterations, StepCosts
+
+__all__ = ["GeneratingInstance", "StepsModel"]
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+
+class StepsModel(Protocol):
+    """What executes the model itself."""
+
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        """Blocks; raises ExecutionError."""
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Generation:
+    """A request with a place. `tokens` are its prompt's and those chosen since."""
+
+    __slots__ = ("_wanted", "request", "sampler", "tokens")
+
+    def __init__(self, request: OpenRequest, wanted: Wanted, limits: GenerationLimits) -> None:
+        self.request = request
+        self.tokens: list[int] = wanted.prompt.tolist()
+        self.sampler = Sampler(wanted.sampling, limits.vocabulary, wanted.prompt)
+        self.sampler.not_yet = limits.end_tokens if wanted.min_tokens else ()
+        self._wanted = wanted
+
+    @property
+    def chosen(self) -> list[int]:
+        return self.tokens[self._wanted.prompt.size :]
+
+    def add(self, token: int, ends: Sequence[int]) -> bool:
+        """Take the next token, and answer. Returns whether it was the last."""
+        reason = "stop" if token in ends else ""
+        if not reason:
+            self.tokens.append(token)
+            count = len(self.tokens) - self._wanted.prompt.size
+            if count >= self._wanted.min_tokens:
+                self.sampler.not_yet = ()
+            if count == self._wanted.max_tokens:
+                reason = "length"
+        if self.request.takes_one and not reason:
+            return False
+        ids = self.chosen if self.request.takes_one else [] if reason == "stop" else [token]
+        answer: tuple[Array, ...] = (np.array(ids, np.int64),)
+        if reason:
+            answer = Told(answer)
+            answer.parameters = {"finish_reason": reason}
+        self.request.on_answer(answer, last=bool(reason))
+        return bool(reason)
+
+
+class GeneratingInstance:
+    """`AnswersOpenly`. Its thread runs from the first request until it is closed."""
+
+    def __init__(
+        self,
+        name: str,
+        model: StepsModel,
+        device: Device,
+        layout: DecoderLayout,
+        limits: GenerationLimits,
+        settings: DecoderSettings,
+        pads: bool,
+    ) -> None:
+        self.device = device
+        self._name = name
+        self._model = model
+        self._layout = layout
+        self._limits = limits
+        self._costs = StepCosts()
+        most_tokens = settings.most_cache_bytes // layout.token_bytes
+        self._iterations = Iterations(
+            settings.most_generations, most_tokens, settings.prefill_tokens, self._costs, pads=pads
+        )
+        # By the numbers of their requests: those with a place, and the blocks of those that have a past.
+        self._generations: dict[int, _Generation] = {}
+        self._blocks: dict[int, Block] = {}
+        # Guards places, and what other threads leave here. Who only steps doesn't hold it.
+        self._changed = Condition()
+        self._cancelled = set[int]()
+        self._numbers = 0
+        self._closed = False
+        self._lost: InstanceLost | None = None
+        self._thread: Thread | None = None
+
+    # ---- on any thread ----
+
+    def cancel(self, number: int) -> None:
+        with self._changed:
+            self._cancelled.add(number)
+            self._changed.notify_all()
+
+    def sent(self, number: int, answers: int) -> None:
+        """Answers are small, and `max_tokens` bounds how many there are."""
+
+    # ---- on the thread that executes ----
+
+    def execute_open(self, requests: Sequence[OpenRequest]) -> Execution:
+        began_ns = monotonic_ns()
+        results: list[Tensors | Exception] = []
+        for request in requests:
+            try:
+                wanted = read_request(request.inputs, request.parameters, self._limits)
+            except ModelRefused as error:
+                results.append(error.with_traceback(None))
+                continue
+            results.append(ELSEWHERE)
+            self._take(request, _Generation(request, wanted, self._limits))
+        return Execution(results, 0, 0, 0, waited_ns=monotonic_ns() - began_ns)
+
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        """Their first tokens."""
+        began_ns = monotonic_ns()
+        made = [_MadeUp(inputs) for inputs in requests]
+        refused = [one for one in self.execute_open(made).results if isinstance(one, Exception)]
+        if refused:
+            raise refused[0]
+        results: list[Tensors] = []
+        for one in made:
+            one.answered.wait()
+            if isinstance(one.answer, Exception):
+                raise one.answer
+            results.append(one.answer or ())
+        return Execution(results, 0, monotonic_ns() - began_ns, 0)
+
+    def abandon(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._model.abandon()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._model.close()
+
+    def _take(self, request: OpenRequest, generation: _Generation) -> None:
+        """Wait until there is a place, unless its caller goes before."""
+        prompt = len(generation.tokens)
+        with self._changed:
+            number = self._numbers = self._numbers + 1
+            request.open(self, number)
+            while not (request.cancelled or self._closed or self._iterations.has_room(prompt)):
+                self._changed.wait()
+            if self._lost is not None or self._closed:
+                raise self._lost or InstanceError("the instance is closed")
+            if request.cancelled:
+                self._cancelled.discard(number)
+                return
+            self._generations[number] = generation
+            self._iterations.enter(number, prompt)
+            if self._thread is None:
+                self._thread = Thread(target=self._live, name=f"{self._name}_generations", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    # ---- on its own thread ----
+
+    def _live(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._generations or self._closed):
+                    self._changed.wait()
+                gone = [number for number in self._cancelled if number in self._generations]
+                self._cancelled.clear()
+                for number in gone:
+                    self._leave(number)
+                if self._closed:
+                    failed = [*self._generations]
+                    break
+                iteration = self._iterations.next()
+            try:
+                self._iterate(iteration)
+            except Exception as error:  # noqa: BLE001 - the instance goes on, and each request gets an answer
+                _log.exception("model '%s': stepping failed; all generations of this instance end", self._name)
+                self._fail([*self._generations], ExecutionError(f"stepping failed: {error!r}"))
+        self._fail(failed, InstanceError("the instance was closed"))
+
+    def _iterate(self, iteration: Iteration) -> None:
+        for number in iteration.put_out:
+            self._blocks.pop(number, None)
+        for group in iteration.groups:
+            self._execute(group, 1)
+        for number, tokens in iteration.pieces:
+            if number in self._generations:
+                self._execute((number,), tokens)
+
+    def _execute(self, rows: tuple[int, ...], more: int) -> None:
+        """Compute `more` tokens of each of `rows`."""
+        blocks = list({id(one): one for one in map(self._blocks.get, rows) if one is not None}.values())
+        block = Block.of(rows, blocks) if blocks else Block.empty(rows[0], self._layout)
+        began_ns = monotonic_ns()
+        done = self._step(block, more)
+        if more == 1 and len(done) == 1 and done[0][0] is block:
+            self._costs.observe(len(rows), block.longest, monotonic_ns() - began_ns)
+        for one, logits in done:
+            for row in one.rows:
+                self._blocks[row] = one
+            # Those of a group have the same state, and pieces are of one row.
+            with self._changed:
+                complete = [self._iterations.computed(row, more) for row in one.rows]
+            if all(complete):
+                self._choose(one.rows, logits)
+
+    def _step(self, block: Block, more: int) -> list[tuple[Block, Array]]:
+        """Step the rows of `block`, or if that fails, halves of it, until it is known whose fault that is: those end.
+        Returns what was stepped, with the logits."""
+        tokens = []
+        for row, length in zip(block.rows, block.lengths.tolist(), strict=True):
+            tokens.append(self._generations[row].tokens[length : length + more])
+        try:
+            return [(block, block.step(self._model.run, np.array(tokens, np.int64), self._layout))]
+        except ExecutionError as error:
+            if len(block.rows) == 1 or (isinstance(error, InstanceError) and not isinstance(error, OutOfMemory)):
+                if isinstance(error, InstanceLost):
+                    self._lost = error
+                self._fail(block.rows, error)
+                return []
+        half = len(block.rows) // 2
+        halves = [Block.of(rows, (block,)) for rows in (block.rows[:half], block.rows[half:])]
+        return [done for one in halves for done in self._step(one, more)]
+
+    def _choose(self, rows: Sequence[int], logits: Array) -> None:
+        generations = [self._generations[row] for row in rows]
+        tokens = choose(logits, [one.sampler for one in generations])
+        ended: list[int] = []
+        for row, generation, token in zip(rows, generations, tokens, strict=True):
+            if token == NONE:
+                error = ExecutionError("the model's logits aren't numbers, or leave no token to choose")
+                generation.request.on_answer(error, last=True)
+                ended.append(row)
+            elif generation.request.cancelled or generation.add(token, self._limits.end_tokens):
+                ended.append(row)
+        with self._changed:
+            for row in rows:
+                if row in ended:
+                    self._leave(row)
+                else:
+                    self._iterations.extended(row)
+
+    def _fail(self, rows: Sequence[int], error: ExecutionError) -> None:
+        requests = [self._generations[row].request for row in rows]
+        with self._changed:
+            for row in rows:
+                self._leave(row)
+        for request in requests:
+            request.on_answer(error.with_traceback(None), last=True)
+
+    def _leave(self, number: int) -> None:
+        """A generation has ended; with the lock."""
+        del self._generations[number]
+        self._blocks.pop(number, None)
+        self._iterations.leave(number)
+        self._changed.notify_all()
+
+
+class _MadeUp(OpenRequest):
+    """A request of nobody, for one token."""
+
+    __slots__ = ("answer", "answered")
+
+    def __init__(self, inputs: Tensors) -> None:
+        super().__init__(inputs, (0,), parameters={"max_tokens": 1})
+        self.takes_one = True
+        self.answer: Any = None
+        self.answered = Event()
+
+    def on_answer(self, answer: Answer, *, last: bool) -> None:
+        self.answer = answer
+        self.answered.set()

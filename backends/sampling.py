@@ -1,0 +1,112 @@
+"""Choosing the next token of each of many rows from their logits.
+
+Lives here: the formulas, over all rows at once, and what each row draws from. Must not: know models or requests. The
+rule: what a row chooses depends on its own logits, parameters and earlier choices alone, whoever is beside it.
+
+In this order: tokens that the row has seen are penalized (`repetition_penalty` divides positive logits and multiplies
+negative ones), and those that it mustn't choose yet are ruled out. With a `temperature` of 0 the largest logit is
+chosen, the first of equal ones. Otherwise logits are divided by the temperature, all but the `top_k` largest are ruled
+out, softmax makes probabilities of them, of which the largest are kept until they sum up to `top_p`, and one number
+from the row's own stream says which is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.backends.spec import Array
+
+__all__ = ["NONE", "Sampler", "Sampling", "choose"]
+
+NONE = -1
+"""In place of a token: the row's logits aren't numbers, or rule out everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose. `top_k` 0: from all. `seed`: None for another one each time."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+
+class Sampler:
+    """What a row chooses by. `not_yet`: tokens that it mustn't choose now."""
+
+    __slots__ = ("_random", "_seen", "not_yet", "sampling")
+
+    def __init__(self, sampling: Sampling, vocabulary: int, prompt: Array) -> None:
+        self.sampling = sampling
+        self.not_yet: Sequence[int] = ()
+        self._random = np.random.Generator(np.random.PCG64(sampling.seed)) if sampling.temperature else None
+        self._seen: Array | None = None
+        if sampling.repetition_penalty != 1:
+            self._seen = np.zeros(vocabulary, np.bool_)
+            self._seen[prompt] = True
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes logits."""
+        return self._seen is not None or bool(self.not_yet)
+
+    def change(self, logits: Array) -> None:
+        if self._seen is not None:
+            seen, penalty = logits[self._seen], self.sampling.repetition_penalty
+            logits[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty)
+        if self.not_yet:
+            logits[list(self.not_yet)] = -np.inf
+
+    def draw(self) -> float:
+        """The next number from 0 up to 1 of its stream."""
+        assert self._random is not None
+        return float(self._random.random())
+
+    def chosen(self, token: int) -> None:
+        if self._seen is not None:
+            self._seen[token] = True
+
+
+# hot path: greedy, 32 rows of 4,096 logits take 50 us
+def choose(logits: Array, rows: Sequence[Sampler]) -> list[int]:
+    """The next token of each of `rows`, whose logits are [rows, vocabulary]; only read."""
+    if any(row.changes for row in rows):
+        logits = logits.copy()
+        for own, row in zip(logits, rows, strict=True):
+            if row.changes:
+                row.change(own)
+    chosen = logits.argmax(axis=1)  # of a row with NaN, the first of these
+    chosen[~np.isfinite(logits[np.arange(len(rows)), chosen])] = NONE
+    drawing = [place for place, row in enumerate(rows) if row.sampling.temperature and chosen[place] != NONE]
+    if drawing:
+        chosen[drawing] = _drawn(logits[drawing].astype(np.float64), [rows[place] for place in drawing])
+    tokens: list[int] = chosen.tolist()
+    for row, token in zip(rows, tokens, strict=True):
+        row.chosen(token)
+    return tokens
+
+
+def _drawn(logits: Array, rows: Sequence[Sampler]) -> Array:
+    """`logits` are written to."""
+    logits -= logits.max(axis=1, keepdims=True)  # now, so that no temperature is too small
+    with np.errstate(over="ignore"):
+        logits /= np.array([[row.sampling.temperature] for row in rows])
+    for own, row in zip(logits, rows, strict=True):
+        if 0 < (count := row.sampling.top_k) < len(own):
+            own[own < np.partition(own, -count)[-count]] = -np.inf
+    shares = np.exp(logits)
+    shares /= shares.sum(axis=1, keepdims=True)
+    for own, row in zip(shares, rows, strict=True):
+        if row.sampling.top_p < 1:
+            order = np.argsort(-own, kind="stable")
+            before = np.cumsum(own[order]) - own[order]
+            own[order[before >= row.sampling.top_p]] = 0  # the first is always kept
+    sums = shares.cumsum(axis=1)
+    drawn = np.array([[row.draw()] for row in rows]) * sums[:, -1:]
+    places: Array = (sums <= drawn).sum(axis=1)
+    return places

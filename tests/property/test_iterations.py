@@ -1,0 +1,137 @@
+"""Iterations under random arrivals, ends, memory and costs. `World` keeps each row's tokens in lists, does what an
+iteration says, and checks that it may be said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.scheduler.iterations import Iterations, StepCosts
+
+
+@dataclass
+class Row:
+    wanted: int
+    total: int
+    held: int = 0
+    chosen: int = 0
+
+
+@dataclass
+class World:
+    """`row_ns`: what a step costs a row, beyond `base_ns` for all, for each token of the longest past."""
+
+    most_rows: int
+    most_tokens: int
+    piece_tokens: int
+    base_ns: int
+    row_ns: int
+    pads: bool
+    rows: dict[int, Row] = field(default_factory=dict)
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    arrived: int = 0
+
+    def __post_init__(self) -> None:
+        self.costs = StepCosts()
+        self.iterations = Iterations(self.most_rows, self.most_tokens, self.piece_tokens, self.costs, pads=self.pads)
+
+    def arrive(self, prompt: int, wanted: int) -> None:
+        wanted = min(wanted, self.most_tokens - prompt)
+        self.waiting.append((prompt, wanted))
+
+    def let_in(self) -> None:
+        while self.waiting and self.iterations.has_room(self.waiting[0][0]):
+            prompt, wanted = self.waiting.pop(0)
+            self.arrived += 1
+            self.iterations.enter(self.arrived, prompt)
+            self.rows[self.arrived] = Row(wanted, prompt)
+
+    def end(self, number: int) -> None:
+        self.iterations.leave(number)
+        del self.rows[number]
+
+    def iterate(self) -> None:
+        oldest = next(iter(self.rows), None)
+        done = self.iterations.next()
+        for number in done.put_out:
+            assert number != oldest
+            assert all(self.rows[other].held for other in self.rows if other < number)
+            self.rows[number].held = 0
+        grouped = [number for group in done.groups for number in group]
+        pieces = dict(done.pieces)
+        assert len(grouped) + len(pieces) == len({*grouped, *pieces})
+        assert sum(pieces.values()) <= self.piece_tokens
+        assert oldest is None or oldest in {*grouped, *pieces}
+        inside = sum(len(group) * (1 + max(self.rows[number].held for number in group)) for group in done.groups) + sum(
+            self.rows[number].total for number in pieces
+        )
+        assert inside <= self.most_tokens or len(grouped) + len(pieces) == 1
+        for group in done.groups:
+            held = [self.rows[number].held for number in group]
+            assert len(group) <= self.most_rows
+            assert self.pads or len(set(held)) == 1
+            self.costs.observe(len(group), max(held), self.base_ns + self.row_ns * len(group) * max(held))
+            for number in group:
+                self.compute(number, 1)
+        for number, tokens in pieces.items():
+            assert tokens > 0
+            self.compute(number, tokens)
+
+    def compute(self, number: int, tokens: int) -> None:
+        row = self.rows[number]
+        row.held += tokens
+        assert row.held <= row.total
+        assert self.iterations.computed(number, tokens) == (row.held == row.total)
+        if row.held == row.total:
+            row.chosen += 1
+            if row.chosen == row.wanted:
+                self.end(number)
+            else:
+                row.total += 1
+                self.iterations.extended(number)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    return World(
+        draw(st.integers(1, 9)),
+        draw(st.integers(12, 200)),
+        draw(st.integers(1, 16)),
+        draw(st.sampled_from([0, 1_000, 100_000])),
+        draw(st.sampled_from([0, 10, 1_000])),
+        draw(st.booleans()),
+    )
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), st.integers(1, 10), st.integers(1, 40)),
+        st.tuples(st.just("iterate"), st.integers(1, 10), st.just(0)),
+        st.tuples(st.just("end"), st.integers(0, 8), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(worlds(), STEPS)
+def test_every_row_computes_each_token_and_ends(world: World, steps: list[tuple[str, int, int]]) -> None:
+    for kind, one, other in steps:
+        if kind == "arrive":
+            world.arrive(one, other)
+        elif kind == "end" and world.rows:
+            world.end([*world.rows][one % len(world.rows)])
+        elif kind == "iterate":
+            for _ in range(one):
+                world.let_in()
+                world.iterate()
+    world.let_in()
+    # Each iteration brings the oldest row nearer to its end, by a piece of its prompt or by a token.
+    for _ in range(100 * (1 + len(world.rows) + len(world.waiting))):
+        world.iterate()
+        world.let_in()
+    assert not world.rows
+    assert not world.waiting
+    assert len(world.iterations) == 0

@@ -1,0 +1,117 @@
+"""Which models are decoders, by their tensors, and what the files beside them say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.backends.errors import LoadError
+from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, read_settings
+from paceline.backends.spec import ModelSpec, TensorSpec
+
+PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
+NONE: frozenset[str] = frozenset()
+
+
+def spec(**changed: TensorSpec | None) -> ModelSpec:
+    """A decoder of two layers, with the tensors of the given names (with `_` for `.`) in place of its own, or without
+    them."""
+    names = [(layer, part) for layer in (0, 1) for part in ("value", "key")]
+    ids = [TensorSpec(name, "INT64", (-1, -1)) for name in ("attention_mask", "input_ids", "position_ids")]
+    inputs = [*ids, *(TensorSpec(PAST.format(*one), "FP16", (-1, 4, -1, 8)) for one in names)]
+    presents = [TensorSpec(PRESENT.format(*one), "FP16", (-1, 4, -1, 8)) for one in names]
+    outputs = [*presents, TensorSpec("logits", "FP32", (-1, -1, 100))]
+
+    def after(tensors: list[TensorSpec]) -> tuple[TensorSpec, ...]:
+        new = (changed.get(one.name.replace(".", "_"), one) for one in tensors)
+        return tuple(one for one in new if one is not None)
+
+    known = {one.name.replace(".", "_") for one in (*inputs, *outputs)}
+    added = tuple(one for name, one in changed.items() if name not in known and one is not None)
+    return ModelSpec((*after(inputs), *added), after(outputs))
+
+
+def test_tensors_of_a_decoder_are_put_in_order() -> None:
+    layout = find_layout(spec(), NONE)
+    assert isinstance(layout, DecoderLayout)
+    names = [one.name for one in layout.executed.inputs]
+    assert names[:3] == ["input_ids", "attention_mask", "position_ids"]
+    pasts = [PAST.format(layer, part) for layer in (0, 1) for part in ("key", "value")]
+    assert names[3:] == [one.name for one in layout.pasts] == pasts
+    assert [one.name for one in layout.executed.outputs] == [
+        "logits",
+        *(name.replace("past_key_values", "present") for name in pasts),
+    ]
+    assert layout.token_bytes == 4 * 4 * 8 * 2
+
+
+def test_decoder_may_lack_positions() -> None:
+    layout = find_layout(spec(position_ids=None), NONE)
+    assert isinstance(layout, DecoderLayout)
+    assert not layout.has_positions
+    assert len(layout.pasts) == 4
+
+
+def test_other_models_are_no_decoders() -> None:
+    tensor = TensorSpec("input_ids", "INT64", (-1, -1))
+    assert find_layout(ModelSpec((tensor,), (replace(tensor, name="logits"),)), NONE) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"use_cache_branch": TensorSpec("use_cache_branch", "BOOL", (1,))}, "has an input 'use_cache_branch'"),
+        ({"seqlens_k": TensorSpec("seqlens_k", "INT32", (-1,))}, "has an input 'seqlens_k'"),
+        ({"attention_mask": None}, "has no input 'attention_mask'"),
+        ({"input_ids": TensorSpec("input_ids", "INT32", (-1, -1))}, "'input_ids' isn't of INT64"),
+        ({"logits": None}, "has no output 'logits'"),
+        ({"logits": TensorSpec("logits", "BF16", (-1, -1, 100))}, "'logits' isn't of FP32 or FP16"),
+        ({"present_1_key": None}, "has no output 'present.1.key'"),
+        (
+            {"past_key_values_1_key": TensorSpec(PAST.format(1, "key"), "FP32", (-1, 4, -1, 8))},
+            "'past_key_values.1.key' isn't of FP32 or FP16 like",
+        ),
+        (
+            {"past_key_values_1_key": TensorSpec(PAST.format(1, "key"), "FP16", (-1, 4, -1, -1))},
+            r"'past_key_values.1.key' isn't \[free, heads",
+        ),
+        (
+            {"past_key_values_1_key": TensorSpec(PAST.format(1, "key"), "FP16", (-1, 8, -1))},
+            r"'past_key_values.1.key' isn't \[free, heads",
+        ),
+    ],
+)
+def test_decoder_of_another_layout_is_told_apart(changed: Mapping[str, TensorSpec | None], why: str) -> None:
+    with pytest.raises(AssertionError, match=why):
+        assert find_layout(spec(**changed), NONE) is None
+
+
+def test_attention_that_pads_right_is_told_apart() -> None:
+    assert find_layout(spec(), frozenset({"GroupQueryAttention"})) == "its attention is GroupQueryAttention"
+
+
+def test_settings_beside_the_model_come_first(tmp_path: Path) -> None:
+    model = tmp_path / "m" / "1" / "model.onnx"
+    model.parent.mkdir(parents=True)
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"eos_token_id": 1, "n_positions": 9, "n_ctx": None}))
+    assert read_settings("m", model) == {"eos_token_id": 1, "n_positions": 9}
+    (tmp_path / "m" / "1" / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert read_settings("m", model) == {"eos_token_id": 2}
+    (tmp_path / "m" / "1" / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    assert read_settings("m", model) == {"eos_token_id": [3, 4]}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\udc80"], ids=["broken", "list", "bytes"])
+def test_file_that_says_nothing_readable_fails_the_load(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(LoadError, match=r"model 'm': .*config\.json: "):
+        read_settings("m", tmp_path / "model.onnx")
+
+
+def test_folder_of_another_name_has_no_say(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert read_settings("m", tmp_path / "m" / "model.onnx") == {}

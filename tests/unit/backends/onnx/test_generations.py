@@ -1,0 +1,314 @@
+"""An instance that generates, over a decoder in numpy whose next token is known from all tokens before it and their
+places: what becomes of each request, whoever is beside it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+from paceline.backends.base import Device
+from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, ModelRefused, OutOfMemory
+from paceline.backends.generation import GenerationLimits
+from paceline.backends.onnx.decoder_layout import DecoderLayout
+from paceline.backends.onnx.generations import GeneratingInstance
+from paceline.backends.onnx.options import DecoderSettings
+from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest, Told
+from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+
+VOCABULARY, END, FAULTY, NO_NUMBER = 97, 7, 90, 91
+
+
+def layout() -> DecoderLayout:
+    lead = [TensorSpec(name, "INT64", (-1, -1)) for name in ("input_ids", "attention_mask", "position_ids")]
+    past = TensorSpec("past_key_values.0.key", "FP32", (-1, 1, -1, 1))
+    outputs = (TensorSpec("logits", "FP32", (-1, -1, -1)), TensorSpec("present.0.key", "FP32", (-1, 1, -1, 1)))
+    return DecoderLayout(ModelSpec((*lead, past), outputs), has_positions=True)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    if NO_NUMBER in tokens:
+        return -1
+    return sum((place + 1) * token for place, token in enumerate(tokens)) % 80
+
+
+def answer_of(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        if (token := next_token(tokens)) == END:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+class Decoder:
+    """Keeps each token times its place. `fault` is raised by steps that have the token `faulty`; `before` is called
+    before each step, with its number of rows."""
+
+    def __init__(
+        self,
+        fault: ExecutionError | None = None,
+        before: Callable[[int], None] = lambda rows: None,
+        faulty: int = FAULTY,
+    ) -> None:
+        self.faulty = faulty
+        self.fault = fault or ExecutionError("a faulty row")
+        self.before = before
+        self.most_rows = 0
+
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        tokens, mask, positions, past = inputs
+        self.before(len(tokens))
+        self.most_rows = max(self.most_rows, len(tokens))
+        if self.faulty in tokens:
+            raise self.fault
+        new = np.where(tokens == NO_NUMBER, np.nan, (positions + 1) * tokens).astype(np.float32)
+        present = np.concatenate([past, new[:, None, :, None]], axis=2)
+        logits = np.zeros((*tokens.shape, VOCABULARY), np.float32)
+        for row in range(len(tokens)):
+            total = present[row, 0, mask[row] == 1, 0].sum()
+            if np.isnan(total):
+                logits[row, -1] = np.nan
+            else:
+                logits[row, -1, int(total) % 80] = 1
+        return [logits, present]
+
+    def abandon(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Asked(OpenRequest):
+    def __init__(self, prompt: Sequence[int], *, one: bool = False, **parameters: int) -> None:
+        super().__init__((np.array(prompt, np.int64),), (0,), parameters=parameters)
+        self.takes_one = one
+        self.answers: list[Answer] = []
+        self.ended = Event()
+
+    def on_answer(self, answer: Answer, *, last: bool) -> None:
+        assert not self.ended.is_set()
+        self.answers.append(answer)
+        if last:
+            self.ended.set()
+
+    def tokens(self) -> tuple[list[int], str]:
+        """All tokens, once it has ended, and why it did."""
+        assert self.ended.wait(20)
+        told = [one for one in self.answers if isinstance(one, tuple)]
+        assert len(told) == len(self.answers), self.answers
+        last = told[-1]
+        assert [one for one in told if isinstance(one, Told)] == [last]
+        assert isinstance(last, Told)
+        return [token for one in told for token in one[0].tolist()], str(last.parameters["finish_reason"])
+
+    def error(self) -> ExecutionError:
+        assert self.ended.wait(20)
+        assert isinstance(self.answers[-1], ExecutionError)
+        return self.answers[-1]
+
+
+@contextmanager
+def generating(decoder: Decoder, most_tokens: int = 200, **given: int) -> Iterator[GeneratingInstance]:
+    """An instance in whose memory `most_tokens` tokens fit."""
+    limits = GenerationLimits(VOCABULARY, 60, (END,))
+    settings = DecoderSettings(most_cache_bytes=most_tokens * layout().token_bytes, **given)
+    instance = GeneratingInstance("m", decoder, Device(), layout(), limits, settings, True)
+    try:
+        yield instance
+    finally:
+        instance.close()
+
+
+def assert_open(gate: Event) -> None:
+    assert gate.wait(20)
+
+
+def hand_over(instance: GeneratingInstance, *requests: Asked) -> None:
+    for request in requests:
+        assert instance.execute_open([request]).results == [ELSEWHERE]
+
+
+def many(count: int, *, one: bool = False) -> list[Asked]:
+    random = np.random.default_rng(1)
+    return [
+        Asked(random.integers(8, 80, random.integers(1, 20)).tolist(), one=one, max_tokens=int(random.integers(1, 30)))
+        for _ in range(count)
+    ]
+
+
+def truth(request: Asked) -> tuple[list[int], str]:
+    wanted = int(request.parameters["max_tokens"])
+    tokens = answer_of(request.inputs[0].tolist(), wanted)
+    return tokens, "length" if len(tokens) == wanted else "stop"
+
+
+@pytest.mark.parametrize("most_tokens", [2_000, 90])
+@pytest.mark.parametrize("one", [True, False])
+def test_each_answer_is_its_own_whatever_the_company(one: bool, most_tokens: int) -> None:
+    requests = many(40, one=one)
+    decoder = Decoder()
+    with generating(decoder, most_tokens, prefill_tokens=8) as instance:
+        hand_over(instance, *requests)
+        assert [request.tokens() for request in requests] == [*map(truth, requests)]
+    assert {truth(request)[1] for request in requests} == {"length", "stop"}
+    assert decoder.most_rows > 1
+    assert not one or all(len(request.answers) == 1 for request in requests)
+
+
+def test_streamed_answers_have_a_token_each_but_a_stop() -> None:
+    request = Asked([10, 20], max_tokens=3)
+    stopped = Asked([END], max_tokens=3)  # its place is 1, so it is what follows
+    with generating(Decoder()) as instance:
+        hand_over(instance, request, stopped)
+        assert request.tokens() == (answer_of([10, 20], 3), "length")
+        assert stopped.tokens() == ([], "stop")
+    assert [len(one[0]) for one in request.answers if isinstance(one, tuple)] == [1, 1, 1]
+
+
+def test_end_tokens_are_not_chosen_before_min_tokens() -> None:
+    request = Asked([END], max_tokens=3, min_tokens=2)
+    with generating(Decoder()) as instance:
+        hand_over(instance, request)
+        assert END not in request.tokens()[0][:2]
+        assert len(request.tokens()[0]) >= 2
+
+
+@pytest.mark.parametrize("fault", [ExecutionError("a faulty row"), OutOfMemory("too little")])
+def test_faulty_rows_end_alone_whoever_is_beside_them(fault: ExecutionError) -> None:
+    requests = many(30)
+    with generating(Decoder(fault, faulty=13), 2_000) as instance:
+        hand_over(instance, *requests)
+        failed = 0
+        for request in requests:
+            tokens, reason = truth(request)
+            if 13 in [*request.inputs[0].tolist(), *(tokens[:-1] if reason == "length" else tokens)]:
+                assert str(request.error()) == str(fault)
+                failed += 1
+            else:
+                assert request.tokens() == (tokens, reason)
+    assert 3 < failed < 27
+
+
+def test_logits_that_are_no_numbers_end_their_row() -> None:
+    bad, good = Asked([8, NO_NUMBER], max_tokens=20), Asked([8, 9], max_tokens=20)
+    with generating(Decoder()) as instance:
+        hand_over(instance, bad, good)
+        assert "logits" in str(bad.error())
+        assert good.tokens() == truth(good)
+
+
+def test_cancelled_generation_leaves_within_a_step() -> None:
+    begun, gate = Event(), Event()
+
+    def before(rows: int) -> None:
+        begun.set()
+        assert_open(gate)
+
+    request, follower = Asked([10], max_tokens=50), Asked([10], max_tokens=2)
+    with generating(Decoder(before=before), most_generations=1) as instance:
+        hand_over(instance, request)
+        assert begun.wait(20)
+        request.cancel()
+        gate.set()
+        hand_over(instance, follower)
+        assert follower.tokens() == truth(follower)
+    assert len(request.answers) == 0
+
+
+def test_cancelled_generations_leave_nothing_behind() -> None:
+    decoder = Decoder()
+    with generating(decoder, 2_000, most_generations=4) as instance:
+        left = []
+        for request in many(200):
+            request.parameters = {"max_tokens": 1_000}
+            hand_over(instance, request)
+            request.cancel()
+            left.append(weakref.ref(request))
+        last = Asked([8], max_tokens=1)
+        hand_over(instance, last)
+        assert last.tokens() == truth(last)
+        del request
+        gc.collect()
+        assert [one() for one in left if one() is not None] == []
+
+
+def test_request_without_a_place_waits_until_it_is_cancelled() -> None:
+    gate = Event()
+    with generating(Decoder(before=lambda rows: assert_open(gate)), most_generations=1) as instance:
+        hand_over(instance, Asked([10], max_tokens=50))
+        second = Asked([10], max_tokens=2)
+        waiting = Thread(target=hand_over, args=(instance, second))
+        waiting.start()
+        second.cancel()
+        waiting.join(20)
+        assert not waiting.is_alive()
+        gate.set()
+    assert second.answers == []
+
+
+def test_closing_ends_what_is_left() -> None:
+    gate = Event()
+    request = Asked([10], max_tokens=50)
+    with generating(Decoder(before=lambda rows: assert_open(gate))) as instance:
+        hand_over(instance, request)
+        instance.abandon()
+        gate.set()
+        assert isinstance(request.error(), InstanceError)
+
+
+def test_lost_device_ends_all_and_refuses_further_requests() -> None:
+    request = Asked([8, FAULTY], max_tokens=20)
+    with generating(Decoder(DeviceLost("gone"))) as instance:
+        hand_over(instance, request)
+        assert isinstance(request.error(), DeviceLost)
+        with pytest.raises(DeviceLost, match="gone"):
+            instance.execute_open([Asked([8], max_tokens=1)])
+
+
+def test_made_up_request_has_its_first_token() -> None:
+    with generating(Decoder()) as instance:
+        ((tokens,),) = instance.execute([(np.array([8, 9], np.int64),)]).results
+        assert tokens.tolist() == answer_of([8, 9], 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parameters", "expected"),
+    [
+        ([], {}, "input 'input_ids': expected at least one token, got none"),
+        ([5, 97], {}, "expected tokens from 0 to 96, got 97"),
+        ([-1], {}, "expected tokens from 0 to 96, got -1"),
+        ([1] * 60, {}, "expected at most 59 tokens, so that there is room for one more, got 60"),
+        ([1], {"max_tokens": 0}, "parameter 'max_tokens': expected an integer from 1 to"),
+        ([1], {"max_tokens": True}, "parameter 'max_tokens': expected an integer from 1 to .* got True"),
+        ([1], {"min_tokens": 17}, "parameter 'min_tokens': expected at most max_tokens, 16, got 17"),
+        ([1], {"temperature": -1.0}, "parameter 'temperature': expected a number from 0 on, got -1.0"),
+        ([1], {"temperature": "hot"}, "parameter 'temperature': expected a number from 0 on, got 'hot'"),
+        ([1], {"top_k": 1.5}, "parameter 'top_k': expected an integer from -1 to"),
+        ([1], {"top_p": 0.0}, "parameter 'top_p': expected a number above 0 up to 1, got 0.0"),
+        ([1], {"seed": -1}, "parameter 'seed': expected an integer from 0 to"),
+        ([1], {"repetition_penalty": 0}, "parameter 'repetition_penalty': expected a number above 0, got 0"),
+        ([1], {"stop": "x"}, "parameter 'stop' is not supported by this build"),
+        ([1], {"logprobs": 1}, "parameter 'logprobs' is not supported by this build"),
+    ],
+)
+def test_bad_request_is_refused_by_name(prompt: list[int], parameters: dict[str, int], expected: str) -> None:
+    with generating(Decoder()) as instance:
+        (refused,) = instance.execute_open([Asked(prompt, **parameters)]).results
+        assert isinstance(refused, ModelRefused)
+        with pytest.raises(ModelRefused, match=expected):
+            raise refused
+
+
+def test_answer_ends_where_the_model_has_no_room() -> None:
+    request = Asked([8] * 55, max_tokens=50, min_tokens=50)
+    with generating(Decoder()) as instance:
+        hand_over(instance, request)
+        tokens, reason = request.tokens()
+    assert (len(tokens), reason) == (5, "length")
