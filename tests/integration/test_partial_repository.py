@@ -34,9 +34,9 @@ def corrupt(repository: Path) -> str:
     return "onnx runtime error 7: "
 
 
-def ensemble(repository: Path) -> str:
-    write_model(repository, "bad", "ensemble_scheduling { step { model_name: 'good' } }")
-    return "ensemble_scheduling is not supported by this build"
+def unsupported(repository: Path) -> str:
+    write_model(repository, "bad", 'model_repository_agents { agents { name: "x" } }')
+    return "model_repository_agents is not supported by this build"
 
 
 def misspelt(repository: Path) -> str:
@@ -74,7 +74,7 @@ async def check(served: Served, reason: str) -> None:
         assert reason in text
 
 
-@pytest.mark.parametrize("spoil", [corrupt, ensemble, misspelt, misnamed, empty])
+@pytest.mark.parametrize("spoil", [corrupt, unsupported, misspelt, misnamed, empty])
 async def test_bad_model_is_unavailable_with_the_reason_while_others_serve(
     tmp_path: Path, spoil: Callable[[Path], str]
 ) -> None:
@@ -144,7 +144,7 @@ async def test_bad_model_raising_any_exception_is_unavailable_and_leaves_nothing
 
 
 async def test_start_with_exit_on_error_closes_the_loaded_models_and_says_why(tmp_path: Path) -> None:
-    good, reason = echo_model(), ensemble(tmp_path)
+    good, reason = echo_model(), unsupported(tmp_path)
     settings = Settings(paths=(tmp_path,), exit_on_error=True)
     with pytest.raises(StartError) as caught:
         async with serving(tmp_path, {"good": good}, settings=settings):
@@ -168,7 +168,7 @@ class BlockingCloseModel(MemoryModel):
 
 
 async def test_failed_start_waits_for_a_closing_model_no_longer_than_the_exit_timeout(tmp_path: Path) -> None:
-    good, reason = BlockingCloseModel(), ensemble(tmp_path)
+    good, reason = BlockingCloseModel(), unsupported(tmp_path)
     settings = Settings(paths=(tmp_path,), exit_on_error=True, exit_timeout_secs=0)
     with pytest.raises(StartError, match=reason):
         async with serving(tmp_path, {"good": good}, settings=settings):
@@ -179,7 +179,7 @@ async def test_failed_start_waits_for_a_closing_model_no_longer_than_the_exit_ti
 
 
 async def test_failed_start_says_why_although_it_is_cancelled_meanwhile(tmp_path: Path) -> None:
-    good, reason = BlockingCloseModel(), ensemble(tmp_path)
+    good, reason = BlockingCloseModel(), unsupported(tmp_path)
 
     async def start() -> None:
         async with serving(tmp_path, {"good": good}, settings=Settings(paths=(tmp_path,), exit_on_error=True)):
@@ -195,8 +195,8 @@ async def test_failed_start_says_why_although_it_is_cancelled_meanwhile(tmp_path
 
 
 async def test_start_with_only_bad_models_fails_even_without_exit_on_error(tmp_path: Path) -> None:
-    ensemble(tmp_path)
-    with pytest.raises(StartError, match="failed to load model 'bad': ensemble_scheduling"):
+    unsupported(tmp_path)
+    with pytest.raises(StartError, match="failed to load model 'bad': model_repository_agents"):
         async with serving(tmp_path):
             pass
 
