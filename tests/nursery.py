@@ -61,7 +61,7 @@ class Forked:
         self._status: int | None = None
 
     def send_signal(self, number: int) -> None:
-        with self._ends:
+        with self._ends, contextlib.suppress(ProcessLookupError):  # it has ended, which is about to be reported
             if self._ended(0) is None:
                 os.kill(self.pid, number)
 

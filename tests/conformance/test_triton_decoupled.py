@@ -22,7 +22,8 @@ FINAL = "triton_final_response"
 
 def write_guides_model(root: Path) -> None:
     """The model that the guide shows, with its configuration."""
-    shown = GUIDE.read_text(encoding="utf-8").partition("## Answering more than once")[2]
+    _, _, after = GUIDE.read_text(encoding="utf-8").partition("## Answering more than once")
+    shown, _, _ = after.partition("\n## ")
     blocks = dict(re.findall(r"```(pbtxt|python)\n(.*?)```", shown, re.DOTALL))
     (root / "counter" / "1").mkdir(parents=True)
     (root / "counter" / "config.pbtxt").write_text(blocks["pbtxt"])
