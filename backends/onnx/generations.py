@@ -1,8 +1,8 @@
 """Generations: an instance that owns a running batch, and steps it on a thread of its own.
 
-Lives here: the thread, who waits for a place, and what becomes of a request's tokens. Must not: decide who steps when
-(`scheduler.iterations`), hold keys and values (`decoder_block`), choose tokens (`sampling`). The rules: a request has
-one last answer, unless nobody waits for it; a row's fault ends that row alone; `execute_open` returns when its requests
+Lives here: the thread, and who waits for a place. Must not: decide who steps when (`scheduler.iterations`), hold keys
+and values (`decoder_block`), choose tokens (`sampling`), form answers (`growing_answer`). The rules: a request has one
+last answer, unless nobody waits for it; a row's fault ends that row alone; `execute_open` returns when its requests
 have places, so that others wait in the queue, by its rules.
 """
 
@@ -18,12 +18,13 @@ import numpy as np
 
 from paceline.backends.base import Device, Execution
 from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory
-from paceline.backends.generation import GenerationLimits, Wanted, read_request
+from paceline.backends.generation import GenerationLimits, read_request
+from paceline.backends.growing_answer import GrowingAnswer
 from paceline.backends.onnx.decoder_block import Block
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.options import DecoderSettings
-from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest, Told
-from paceline.backends.sampling import NONE, Sampler, choose
+from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest
+from paceline.backends.sampling import NONE, choose
 from paceline.backends.spec import Array, Tensors
 from paceline.scheduler.iterations import Iteration, Iterations, StepCosts
 
@@ -41,43 +42,6 @@ class StepsModel(Protocol):
     def abandon(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-class _Generation:
-    """A request with a place. `tokens` are its prompt's and those chosen since."""
-
-    __slots__ = ("_wanted", "request", "sampler", "tokens")
-
-    def __init__(self, request: OpenRequest, wanted: Wanted, limits: GenerationLimits) -> None:
-        self.request = request
-        self.tokens: list[int] = wanted.prompt.tolist()
-        self.sampler = Sampler(wanted.sampling, limits.vocabulary, wanted.prompt)
-        self.sampler.not_yet = limits.end_tokens if wanted.min_tokens else ()
-        self._wanted = wanted
-
-    @property
-    def chosen(self) -> list[int]:
-        return self.tokens[self._wanted.prompt.size :]
-
-    def add(self, token: int, ends: Sequence[int]) -> bool:
-        """Take the next token, and answer. Returns whether it was the last."""
-        reason = "stop" if token in ends else ""
-        if not reason:
-            self.tokens.append(token)
-            count = len(self.tokens) - self._wanted.prompt.size
-            if count >= self._wanted.min_tokens:
-                self.sampler.not_yet = ()
-            if count == self._wanted.max_tokens:
-                reason = "length"
-        if self.request.takes_one and not reason:
-            return False
-        ids = self.chosen if self.request.takes_one else [] if reason == "stop" else [token]
-        answer: tuple[Array, ...] = (np.array(ids, np.int64),)
-        if reason:
-            answer = Told(answer)
-            answer.parameters = {"finish_reason": reason}
-        self.request.on_answer(answer, last=bool(reason))
-        return bool(reason)
 
 
 class GeneratingInstance:
@@ -104,7 +68,7 @@ class GeneratingInstance:
             settings.most_generations, most_tokens, settings.prefill_tokens, self._costs, pads=pads
         )
         # By the numbers of their requests: those with a place, and the blocks of those that have a past.
-        self._generations: dict[int, _Generation] = {}
+        self._generations: dict[int, GrowingAnswer] = {}
         self._blocks: dict[int, Block] = {}
         # Guards places, and what other threads leave here. Who only steps doesn't hold it.
         self._changed = Condition()
@@ -136,7 +100,7 @@ class GeneratingInstance:
                 results.append(error.with_traceback(None))
                 continue
             results.append(ELSEWHERE)
-            self._take(request, _Generation(request, wanted, self._limits))
+            self._take(request, GrowingAnswer(request, wanted, self._limits))
         return Execution(results, 0, 0, 0, waited_ns=monotonic_ns() - began_ns)
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
@@ -168,7 +132,7 @@ class GeneratingInstance:
             self._thread.join()
         self._model.close()
 
-    def _take(self, request: OpenRequest, generation: _Generation) -> None:
+    def _take(self, request: OpenRequest, generation: GrowingAnswer) -> None:
         """Wait until there is a place, unless its caller goes before."""
         prompt = len(generation.tokens)
         with self._changed:
