@@ -37,7 +37,7 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-rivals dist lock witness witness-kserve fuzz mutants proofs clean
+.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-rivals dist lock witness witness-kserve fuzz mutants proofs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -99,6 +99,9 @@ bench-sequences: $(READY) .witness/silero_vad.onnx ## measure sequences: a voice
 
 bench-pipelines: $(READY) ## measure pipelines: text in and embedding out over its encoder alone, three models that do nothing over one
 	$(BIN)/python -m bench.pipelines $(ARGS)
+
+bench-generations: $(READY) ## measure generations: 32 clients of a decoder over one, over static batches, over a full batch
+	$(BIN)/python -m bench.generations $(ARGS)
 
 bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures (1.4 GB)
 .bench/rivals/%/installed: bench/rivals/%.txt

@@ -1,0 +1,58 @@
+"""What clients of a decoder ask for: prompts and lengths of answers, drawn at random, as messages and as batches.
+
+Lives here: drawing them. Must not: send or step anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.clients.messages import infer_request
+
+__all__ = ["Lengths", "Wanted", "batches", "drawn", "full_batch", "message"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A prompt, and how many tokens are to follow it."""
+
+    prompt: list[int]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """The least and the most tokens of prompts and of answers, each length as likely as any other."""
+
+    prompts: tuple[int, int] = (8, 128)
+    answers: tuple[int, int] = (16, 256)
+
+
+def drawn(client: int, count: int, lengths: Lengths, vocabulary: int) -> list[Wanted]:
+    """What a client asks for, one after the other."""
+    random = np.random.default_rng(client)
+    found = []
+    for _ in range(count):
+        prompt, answer = (int(random.integers(low, high + 1)) for low, high in (lengths.prompts, lengths.answers))
+        found.append(Wanted(random.integers(0, vocabulary, prompt).tolist(), answer))
+    return found
+
+
+def full_batch(rows: int, lengths: Lengths, vocabulary: int) -> list[Wanted]:
+    """Rows as long as those of `drawn` are in the mean."""
+    prompt, answer = (sum(bounds) // 2 for bounds in (lengths.prompts, lengths.answers))
+    return [one for row in range(rows) for one in drawn(row, 1, Lengths((prompt,) * 2, (answer,) * 2), vocabulary)]
+
+
+def message(model: str, wanted: Wanted) -> bytes:
+    """A request, ready for the wire."""
+    ids = np.array(wanted.prompt, np.int64)
+    return infer_request(model, {"input_ids": ids}, parameters={"max_tokens": wanted.tokens}).SerializeToString()
+
+
+def batches(asked: Sequence[Sequence[Wanted]]) -> list[list[Wanted]]:
+    """The first of each client together, then the second, and so on."""
+    return [list(batch) for batch in zip(*asked, strict=True)]

@@ -1,0 +1,225 @@
+"""Generations: tokens per second of 32 clients whose answers are of different lengths, and how long they wait for them.
+
+Lives here: the loads, the ratios. Must not: assert. In each round all loads follow each other; every other round goes
+backwards. Prompts of 8 to 128 tokens, answers of 16 to 256, over streams.
+
+1. `fixed`: a decoder whose steps cost the same whatever their rows, or nearly so, on one thread.
+2. `large`: 45 MB of weights, FP32, and keys and values that are copied in each step, on all cores.
+3. `arriving`: 8 clients of that decoder whose answers are long, while two more send prompts of 1,000 tokens, for one
+   token each, one after the other. `gap_of_prefill`: the time from one token to the next of the 8, at the 99th
+   percentile, over that of such a prompt by the session alone.
+
+Of the first two, `of_one`: over a single client of the same server. `of_static`: over batches of as many, stepped by
+nothing but the session until their longest answer is there. `of_full`: over a batch as large of equal lengths, stepped
+in the same way. Before that, each client's first answer is compared with what the naive loop generates; `ties`: answers
+that went another way where two tokens were equal but for rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import generation_requests, load
+from bench.generation_requests import Lengths, Wanted
+from bench.stats import spread
+from bench.steps import BenchError, run_module
+from bench.subjects import cpu_s
+from paceline.clients import AsyncInferenceClient
+from tests import decoder_models
+from tests.decoder_models import Decoder
+from tests.generation_truth import Asked, NaiveLoop, is_same
+from tests.harness import ServerProcess
+
+__all__ = ["ARRIVING", "FIXED", "LARGE", "Part", "main", "measure", "measure_arriving", "ties"]
+
+_RATIOS = ("of_one", "of_static", "of_full", "gap_of_prefill")
+_TIMES = ("first_p50_ms", "first_p99_ms", "token_p50_ms", "token_p99_ms")
+_REQUESTS = 16  # of each client, which goes round in them
+_COMPARED_TOKENS = 32
+_PARTS = ("fixed", "large", "arriving")
+_ARRIVING = 2
+_PROMPT_TOKENS = 1_000
+_WARMUP_S = 3.0
+_SPARE_S = 120.0
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is measured with a decoder. `threads`: of its session, in the server and without it, 0 for all cores."""
+
+    name: str
+    decoder: Decoder
+    threads: int
+    clients: int = 32
+    lengths: Lengths = field(default_factory=Lengths)
+
+
+FIXED = Part("fixed", decoder_models.FIXED_COST, threads=1)
+LARGE = Part("large", decoder_models.LARGE, threads=0)
+ARRIVING = Part("arriving", decoder_models.LARGE, threads=0, clients=8, lengths=Lengths((8, 32), (200, 256)))
+
+
+async def ties(target: str, model: str, folder: Path, asked: Sequence[Wanted]) -> int:
+    """How many of these answers, all asked for at once, aren't what the naive loop generates, because two tokens were
+    almost equal. Raises BenchError if one differs elsewhere."""
+
+    async def answer(client: AsyncInferenceClient, wanted: Wanted) -> tuple[list[int], str]:
+        tokens, reason = [], ""
+        ids, parameters = np.array(wanted.prompt, np.int64), {"max_tokens": wanted.tokens}
+        async for result in client.stream_infer(model, {"input_ids": ids}, parameters=parameters):
+            tokens += result["output_ids"].tolist()
+            reason = str(result.parameters.get("finish_reason", ""))
+        return tokens, reason
+
+    async with AsyncInferenceClient(target) as client:
+        found = await asyncio.gather(*(answer(client, wanted) for wanted in asked))
+    truth = NaiveLoop(folder)
+    try:
+        same = [
+            is_same(truth.generate(wanted.prompt, Asked(max_tokens=wanted.tokens)), *given)
+            for wanted, given in zip(asked, found, strict=True)
+        ]
+    except AssertionError as error:
+        raise BenchError(f"{model} generates something else than the naive loop: {error}") from None
+    return same.count(False)
+
+
+def measure(part: Part, rounds: int, seconds: float, report: Report) -> None:
+    """All rounds with a decoder; each is reported. Raises BenchError."""
+    vocabulary = part.decoder.vocabulary
+    asked = [generation_requests.drawn(client, _REQUESTS, part.lengths, vocabulary) for client in range(part.clients)]
+    rows = generation_requests.full_batch(part.clients, part.lengths, vocabulary)
+    with _serving(part, asked) as (server, folder, paths):
+        short = [Wanted(own[0].prompt, min(own[0].tokens, _COMPARED_TOKENS)) for own in asked]
+        different = asyncio.run(ties(server.target, part.name, folder, short))
+        loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
+            ("together", lambda: _load(server, paths, seconds)),
+            ("one", lambda: _load(server, paths[:1], seconds)),
+            ("static", lambda: _direct(part, folder, generation_requests.batches(asked), seconds)),
+            ("full", lambda: _direct(part, folder, [rows], seconds)),
+        ]
+        for number in range(rounds):
+            found = {name: measured() for name, measured in (loads[::-1] if number % 2 else loads)}
+            together, others = found["together"], ("one", "static", "full")
+            report(
+                {
+                    "part": part.name,
+                    "ties": different,
+                    **{f"{name}_per_s": found[name]["tokens_per_s"] for name in ("together", *others)},
+                    **{f"of_{name}": together["tokens_per_s"] / found[name]["tokens_per_s"] for name in others},
+                    **{key: together[key] for key in (*_TIMES, "server_cpu_us", "load_cores")},
+                    **{f"one_{key}": found["one"][key] for key in _TIMES},
+                }
+            )
+
+
+def measure_arriving(part: Part, prompt: int, rounds: int, seconds: float, report: Report) -> None:
+    """All rounds with the clients of `part` and prompts of so many tokens; each is reported. Raises BenchError."""
+    vocabulary, lengths = part.decoder.vocabulary, Lengths((prompt, prompt), (1, 1))
+    running = [generation_requests.drawn(client, _REQUESTS, part.lengths, vocabulary) for client in range(part.clients)]
+    arriving = [
+        generation_requests.drawn(part.clients + number, _REQUESTS, lengths, vocabulary) for number in range(_ARRIVING)
+    ]
+    with _serving(part, running + arriving) as (server, folder, paths):
+        loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
+            ("arriving", lambda: _load(server, paths, seconds, untimed=_ARRIVING)),
+            ("undisturbed", lambda: _load(server, paths[:-_ARRIVING], seconds)),
+            ("prefill", lambda: _direct(part, folder, [arriving[0][:1]], seconds)),
+        ]
+        for number in range(rounds):
+            found = {name: measured() for name, measured in (loads[::-1] if number % 2 else loads)}
+            prefill_ms = 1e3 / found["prefill"]["tokens_per_s"]
+            report(
+                {
+                    "part": part.name,
+                    "prefill_ms": prefill_ms,
+                    "gap_of_prefill": found["arriving"]["token_p99_ms"] / prefill_ms,
+                    **{key: found["arriving"][key] for key in _TIMES},
+                    **{f"undisturbed_{key}": found["undisturbed"][key] for key in _TIMES},
+                }
+            )
+
+
+@contextmanager
+def _serving(part: Part, asked: Sequence[Sequence[Wanted]]) -> Iterator[tuple[ServerProcess, Path, list[Path]]]:
+    """A server, the folder of its decoder, and files with the requests of each client."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
+        folder = decoder_models.write(part.decoder, Path(name) / "models" / part.name / "1")
+        paths = [
+            load.write_messages(Path(name) / str(client), [generation_requests.message(part.name, one) for one in own])
+            for client, own in enumerate(asked)
+        ]
+        args = ["--model-control-mode=none"]
+        args += [f"--backend-config=onnxruntime,intra_op_thread_count={part.threads}"] if part.threads else []
+        with ServerProcess(Path(name) / "models", args=args, fresh=True) as server:
+            yield server, folder, paths
+
+
+def _load(server: ServerProcess, paths: Sequence[Path], seconds: float, *, untimed: int = 0) -> dict[str, float]:
+    before_s = cpu_s(server.pid) or 0.0
+    told = run_module(
+        *("generation_load", server.target, *map(str, paths)),
+        *("--seconds", str(seconds), "--warmup", str(min(_WARMUP_S, seconds)), "--untimed", str(untimed)),
+        timeout_s=seconds + _WARMUP_S + _SPARE_S,
+    )
+    if told["errors"] or not told["tokens_per_s"]:
+        raise BenchError(f"{told['tokens_in_all']} tokens, errors {told['errors']}")
+    cpu_us = 1e6 * ((cpu_s(server.pid) or 0.0) - before_s) / told["tokens_in_all"]
+    return {**told, "server_cpu_us": cpu_us, "load_cores": told["cores"]}
+
+
+def _direct(part: Part, folder: Path, batches: Sequence[Sequence[Wanted]], seconds: float) -> dict[str, float]:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump([[astuple(one) for one in batch] for batch in batches], file)
+        file.flush()
+        return run_module(
+            *("generation_direct", str(folder / "model.onnx"), file.name),
+            *("--seconds", str(seconds), "--threads", str(part.threads)),
+            timeout_s=seconds + _SPARE_S,
+        )
+
+
+def _table(rounds: Sequence[dict[str, Any]]) -> str:
+    lines = ["| | median | lowest | highest |", "|---|---|---|---|"]
+    for part in dict.fromkeys(one["part"] for one in rounds):
+        for key in (*_RATIOS, "together_per_s", *_TIMES):
+            values = [one[key] for one in rounds if one["part"] == part and one.get(key) is not None]
+            if values:
+                found = spread(values)
+                lines.append(f"| {part} {key} | {found.median:.3g} | {found.low:.3g} | {found.high:.3g} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.generations", description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="by default all")
+    parser.add_argument("--rounds", type=int, default=5, help="medians are reported (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="per load (default: %(default)s)")
+    got = parser.parse_args(arguments)
+    rounds: list[dict[str, Any]] = []
+
+    def report(found: dict[str, Any]) -> None:
+        rounds.append(found)
+        print(json.dumps(found), flush=True)
+
+    for part in (part for part in (FIXED, LARGE) if part.name in (got.parts or _PARTS)):
+        measure(part, got.rounds, got.seconds, report)
+    if ARRIVING.name in (got.parts or _PARTS):
+        measure_arriving(ARRIVING, _PROMPT_TOKENS, got.rounds, got.seconds, report)
+    print(f"\n{_table(rounds)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

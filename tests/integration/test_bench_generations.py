@@ -1,0 +1,62 @@
+"""The measurement of generations runs to its end: every answer is as the naive loop's, by the server and by batches
+that are stepped without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import generation_direct, generation_requests, generations, load
+from bench.generation_requests import Lengths, Wanted
+from paceline.protos import inference_pb2 as pb
+from tests import decoder_models
+from tests.decoder_models import TINY
+from tests.generation_truth import Asked, NaiveLoop, is_same
+
+DECODER = replace(TINY, end_tokens=(), fixed_products=1)
+LENGTHS = Lengths((2, 20), (1, 12))
+
+
+def test_all_answers_are_compared_and_loads_measured() -> None:
+    part = generations.Part("fixed", DECODER, threads=1, clients=4, lengths=LENGTHS)
+    found: list[dict[str, Any]] = []
+    generations.measure(part, 1, 0.5, found.append)
+    assert [(one["part"], one["ties"]) for one in found] == [("fixed", 0)]
+    assert all(one[key] > 0 for one in found for key in ("of_one", "of_static", "of_full", "first_p50_ms"))
+
+
+def test_gaps_are_measured_while_prompts_arrive() -> None:
+    part = generations.Part("arriving", DECODER, threads=1, clients=2, lengths=Lengths((2, 4), (40, 60)))
+    found: list[dict[str, Any]] = []
+    generations.measure_arriving(part, 100, 1, 0.5, found.append)
+    assert [one["part"] for one in found] == ["arriving"]
+    assert all(one[key] > 0 for one in found for key in ("prefill_ms", "gap_of_prefill", "undisturbed_token_p50_ms"))
+
+
+def test_static_batches_generate_what_rows_alone_do(tmp_path: Path) -> None:
+    folder = decoder_models.write(DECODER, tmp_path)
+    batch = [generation_requests.drawn(client, 1, LENGTHS, DECODER.vocabulary)[0] for client in range(6)]
+    found = generation_direct.answers(generation_direct.open_session(folder / "model.onnx", 1), batch)
+    truth = NaiveLoop(folder)
+    for wanted, tokens in zip(batch, found, strict=True):
+        assert is_same(truth.generate(wanted.prompt, Asked(max_tokens=wanted.tokens)), tokens, "length")
+
+
+def test_requests_ask_for_lengths_within_bounds(tmp_path: Path) -> None:
+    asked = generation_requests.drawn(3, 200, LENGTHS, DECODER.vocabulary)
+    assert {len(one.prompt) for one in asked} == set(range(2, 21))
+    assert {one.tokens for one in asked} == set(range(1, 13))
+    assert {token for one in asked for token in one.prompt} == set(range(DECODER.vocabulary))
+    equal = generation_requests.full_batch(5, LENGTHS, DECODER.vocabulary)
+    assert [(len(one.prompt), one.tokens) for one in equal] == [(11, 6)] * 5
+    path = load.write_messages(tmp_path / "asked", [generation_requests.message("m", one) for one in asked])
+    requests = [pb.ModelInferRequest.FromString(message) for message in load.read_messages(path)]
+    assert [request.parameters["max_tokens"].int64_param for request in requests] == [one.tokens for one in asked]
+    assert [list(request.inputs[0].shape) for request in requests] == [[len(one.prompt)] for one in asked]
+
+
+def test_batches_have_one_of_each_client() -> None:
+    asked = [[Wanted([client], number) for number in (1, 2)] for client in range(3)]
+    assert [[one.tokens for one in batch] for batch in generation_requests.batches(asked)] == [[1] * 3, [2] * 3]
+    assert [one.prompt for one in generation_requests.batches(asked)[0]] == [[0], [1], [2]]
