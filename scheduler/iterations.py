@@ -6,7 +6,8 @@ of the prompts of others, each by itself. Rows that share a group are filled up 
 
 Lives here: who has a place, who shares a group, who is put out when keys and values need too much memory, and when that
 comes back. Must not: tensors, clocks, threads. The rules: the oldest row always goes on, so something always ends; a
-row is put out only if older ones need its memory; no iteration computes more tokens of prompts than it may.
+row is put out only if older ones need its memory; no iteration computes more tokens of prompts than it may, unless
+these can't be cut.
 """
 
 from __future__ import annotations
@@ -44,17 +45,26 @@ class _Row:
 
 class Iterations:
     """At most `most_rows` rows, which keep at most `most_tokens` tokens, fill included, unless one alone needs more;
-    `piece_tokens` tokens of prompts an iteration. `pads`: rows of different lengths may share a group. `costs` is told
-    by others what groups cost."""
+    `piece_tokens` tokens of prompts an iteration. `pads`: rows of different lengths may share a group. `in_pieces`:
+    prompts may be computed in pieces, else the last one that begins in an iteration may have more than `piece_tokens`.
+    `costs` is told by others what groups cost."""
 
     def __init__(
-        self, most_rows: int, most_tokens: int, piece_tokens: int, costs: StepCosts, *, pads: bool = True
+        self,
+        most_rows: int,
+        most_tokens: int,
+        piece_tokens: int,
+        costs: StepCosts,
+        *,
+        pads: bool = True,
+        in_pieces: bool = True,
     ) -> None:
         self._most_rows = most_rows
         self._most_tokens = most_tokens
         self._piece_tokens = piece_tokens
         self._costs = costs
         self._pads = pads
+        self._in_pieces = in_pieces
         # The oldest first; those that are out keep their age.
         self._rows: dict[int, _Row] = {}
         # Of all that aren't out. One that lacks more than a token is alone in its group.
@@ -101,8 +111,9 @@ class Iterations:
         pieces, left = list[tuple[int, int]](), self._piece_tokens
         for number, row in self._rows.items():
             if left and not (row.is_out or row.lacks_one):
-                pieces.append((number, min(left, row.total - row.held)))
-                left -= pieces[-1][1]
+                lacking = row.total - row.held
+                pieces.append((number, min(left, lacking) if self._in_pieces else lacking))
+                left = max(0, left - lacking)
         return Iteration(put_out, groups, pieces)
 
     def _needed(self) -> int:

@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 from onnx import TensorProto, helper, numpy_helper
 
 from tests import models
+from tests.merged_decoders import merge, without_pasts
 
 __all__ = ["FIXED_COST", "LARGE", "TINY", "TINY_GPT2", "Decoder", "build", "write"]
 
@@ -38,7 +39,8 @@ class Decoder:
     FP16, of weights and caches; `logits`: of these, if another. `end_tokens`: what its configuration says ends an
     answer. `places`: where positions come from: "given" as `position_ids`; without that input, "counted" in the mask,
     or by "index" as in older exports, which padding spoils. `fixed_products`: products of matrices in each execution,
-    whatever its rows, of which nothing remains."""
+    whatever its rows, of which nothing remains. `merged`: two graphs in one, of which the one with pasts takes "many"
+    or "one" token."""
 
     family: str = "llama"
     layers: int = 2
@@ -53,6 +55,7 @@ class Decoder:
     end_tokens: tuple[int, ...] = (2,)
     places: str = "given"
     fixed_products: int = 0
+    merged: str = ""
     seed: int = 0
 
     @property
@@ -70,7 +73,10 @@ LARGE = Decoder(layers=3, heads=8, kv_heads=4, head_size=64, inner=1024, vocabul
 
 def write(decoder: Decoder, folder: Path) -> Path:
     """Write `model.onnx`, `config.json` and `generation_config.json`, making the folder; the folder again."""
-    models.write(build(decoder), folder / "model.onnx")
+    model = build(decoder)
+    if decoder.merged:
+        model = merge(model, without_pasts(model), takes_many=decoder.merged == "many")
+    models.write(model, folder / ("decoder_model_merged.onnx" if decoder.merged else "model.onnx"))
     ends = list(decoder.end_tokens)
     tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     (folder / "config.json").write_text(json.dumps({**_config(decoder), **tokens}, indent=2))

@@ -67,7 +67,8 @@ class NaiveLoop:
     def __init__(self, folder: Path) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
-        self.session = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+        (path,) = folder.glob("*model*.onnx")
+        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self._inputs = {one.name: one for one in self.session.get_inputs()}
         self._outputs = [one.name for one in self.session.get_outputs()]
         config, generation = (
@@ -101,6 +102,7 @@ class NaiveLoop:
         if positions is None:
             positions = np.broadcast_to(np.arange(before, before + now), ids.shape)
         feeds: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **past}
+        feeds["use_cache_branch"] = np.array([before > 0])
         found = self.session.run(self._outputs, {name: feeds[name] for name in self._inputs})
         outputs = dict(zip(self._outputs, found, strict=True))
         logits = outputs.pop("logits")

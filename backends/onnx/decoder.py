@@ -10,26 +10,22 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
-
 from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError
 from paceline.backends.generation import MAX_TOKENS, SPEC, GenerationLimits, read_request
-from paceline.backends.onnx.decoder_block import Block, Run
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, read_settings
+from paceline.backends.onnx.decoder_trial import Trial, try_steps
 from paceline.backends.onnx.generations import GeneratingInstance, StepsModel
 from paceline.backends.onnx.options import DecoderSettings, decoder_settings
 from paceline.backends.onnx.spec import check_served
 from paceline.backends.open_request import Parameters
-from paceline.backends.spec import Array, ModelSpec, Tensors
+from paceline.backends.spec import ModelSpec, Tensors
 
 __all__ = ["DecoderModel", "decoder_of"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
 _LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
-_CLOSE = {"FP32": 1e-3, "FP16": 2e-2}
-"""How far logits may be from what they are alone, in parts of the largest, by the datatype of the pasts."""
 
 
 class _Stepped(Protocol):
@@ -60,24 +56,24 @@ class DecoderModel:
         layout: DecoderLayout,
         limits: GenerationLimits,
         settings: DecoderSettings,
-        *,
-        pads: bool,
+        tried: Trial,
     ) -> None:
         self._name = name
         self._model = model
         self._layout = layout
         self._limits = limits
         self._settings = settings
-        self._pads = pads
+        self._tried = tried
 
     @property
     def in_words(self) -> str:
         limits, settings = self._limits, self._settings
         ends = f"ends at {', '.join(map(str, limits.end_tokens))}" if limits.end_tokens else "without an end token"
-        lengths = "" if self._pads else ", those of equal length together"
+        lengths = "" if self._tried.pads else ", those of equal length together"
+        whole = "" if self._tried.in_pieces else "; prompts aren't cut into pieces"
         return (
             f"a decoder, generates up to {limits.most_tokens} tokens of {limits.vocabulary}, {ends}; up to "
-            f"{settings.most_generations} generations are stepped together{lengths}"
+            f"{settings.most_generations} generations are stepped together{lengths}{whole}"
         )
 
     def check(self, inputs: Tensors, parameters: Parameters) -> None:
@@ -86,7 +82,7 @@ class DecoderModel:
     def instance(self, spec: ModelSpec, device: Device) -> GeneratingInstance:
         check_served(self._name, spec, self.spec)
         steps = self._model.stepped(self._layout.executed, device)
-        return GeneratingInstance(self._name, steps, device, self._layout, self._limits, self._settings, self._pads)
+        return GeneratingInstance(self._name, steps, device, self._layout, self._limits, self._settings, self._tried)
 
     def close(self) -> None:
         self._model.close()
@@ -107,9 +103,9 @@ def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderM
         said = read_settings(source.name, source.path)
         steps = model.stepped(layout.executed, device)
         try:
-            vocabulary, pads = _tried(steps.run, layout, said)
-            limits = _limits_of(source.name, said, vocabulary, settings.most_cache_bytes // layout.token_bytes)
-            return DecoderModel(source.name, model, layout, limits, settings, pads=pads)
+            tried = try_steps(steps.run, layout, said)
+            limits = _limits_of(source.name, said, tried.vocabulary, settings.most_cache_bytes // layout.token_bytes)
+            return DecoderModel(source.name, model, layout, limits, settings, tried)
         except ExecutionError as error:
             why_not = f"steps with made-up tokens fail: {error}"
         finally:
@@ -117,33 +113,6 @@ def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderM
     text = "model '%s' has the inputs of a decoder and is served as it is, a step a request: %s"
     _log.info(text, source.name, why_not)
     return None
-
-
-def _tried(run: Run, layout: DecoderLayout, said: Mapping[str, Any]) -> tuple[int, bool]:
-    """How many tokens the model knows, and whether rows of different lengths give together what they give alone. Raises
-    ExecutionError, also if a prompt in pieces doesn't give what the whole does."""
-    known = said.get("vocab_size")
-    tokens = np.arange(1, 7) % (known if isinstance(known, int) and known > 0 else 8)
-    whole, pieces, short = (Block.empty(row, layout) for row in range(3))
-    last = whole.step(run, tokens[None, :5], layout)
-    pieces.step(run, tokens[None, :2], layout)
-    close = _CLOSE[layout.pasts[0].datatype]
-    if not _are_close(last, pieces.step(run, tokens[None, 2:5], layout), close):
-        raise ExecutionError("a prompt in pieces doesn't give what the whole gives")
-    short.step(run, tokens[None, :3], layout)
-    both = Block.of((1, 2), (pieces, short))
-    alone = [block.step(run, tokens[None, 5:], layout) for block in (whole, short)]
-    try:
-        together = both.step(run, tokens[[5, 5], None], layout)
-    except ExecutionError:
-        return last.shape[1], False
-    return last.shape[1], _are_close(np.concatenate(alone), together, close)
-
-
-def _are_close(one: Array, other: Array, close: float) -> bool:
-    if one.shape != other.shape or not np.isfinite(one).all():
-        return False
-    return bool(np.abs(one - other).max() <= close * max(1.0, float(np.abs(one).max())))
 
 
 def _limits_of(name: str, said: Mapping[str, Any], vocabulary: int, fits: int) -> GenerationLimits:

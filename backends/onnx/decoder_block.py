@@ -65,10 +65,17 @@ class Block:
         """Add `tokens`, [rows, some], to the rows. Returns the last ones' logits as FP32, [rows, vocabulary]. If this
         raises, nothing has changed."""
         more, longest = tokens.shape[1], self.longest
-        begins = (longest - self.lengths)[:, None]
-        inputs = [tokens, (np.arange(longest + more) >= begins).astype(np.int64)]
-        if layout.has_positions:
-            inputs.append(self.lengths[:, None] + np.arange(more))
+        inputs = list[Array]()
+        for name in layout.leads:
+            if name == "input_ids":
+                inputs.append(tokens)
+            elif name == "attention_mask":
+                begins = (longest - self.lengths)[:, None]
+                inputs.append((np.arange(longest + more) >= begins).astype(np.int64))
+            elif name == "position_ids":
+                inputs.append(self.lengths[:, None] + np.arange(more))
+            else:
+                inputs.append(np.array([longest > 0]))
         logits, *presents = run([*inputs, *self.pasts])
         wanted = [(*past.shape[:2], longest + more, past.shape[3]) for past in self.pasts]
         if logits.ndim != 3 or logits.shape[:2] != tokens.shape or [one.shape for one in presents] != wanted:

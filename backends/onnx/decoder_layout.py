@@ -21,21 +21,31 @@ from paceline.backends.spec import ModelSpec, TensorSpec
 __all__ = ["DecoderLayout", "find_layout", "read_settings"]
 
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+_IDS = ("INT64", (-1, -1), "two free axes")
+_LEADS: Mapping[str, tuple[str, tuple[int, ...], str]] = {
+    "input_ids": _IDS,
+    "attention_mask": _IDS,
+    "position_ids": _IDS,
+    # Of two graphs in one: whether it is the one that has pasts. The other one ignores them.
+    "use_cache_branch": ("BOOL", (1,), "one element"),
+}
+"""Inputs that a decoder may have besides its pasts: datatype and dims, the latter also in words."""
 _LONGEST_BYTES = 2**24
 """Of a file beside the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayout:
-    """`executed`: what is fed, `input_ids`, `attention_mask`, maybe `position_ids`, and the pasts, each [rows, heads,
-    past, size]; and what comes back, `logits` and for each past what it will be in the next step, in the same order."""
+    """`executed`: what is fed, first the inputs of these names in this order, `leads`, then the pasts, each [rows,
+    heads, past, size]; and what comes back, `logits` and for each past what it will be in the next step, in the same
+    order."""
 
     executed: ModelSpec
-    has_positions: bool
+    leads: tuple[str, ...]
 
     @property
     def pasts(self) -> tuple[TensorSpec, ...]:
-        return self.executed.inputs[3 if self.has_positions else 2 :]
+        return self.executed.inputs[len(self.leads) :]
 
     @property
     def token_bytes(self) -> int:
@@ -51,21 +61,21 @@ def find_layout(spec: ModelSpec, operators: frozenset[str]) -> DecoderLayout | s
         return None
     if "GroupQueryAttention" in operators:
         return "its attention is GroupQueryAttention"
-    lead = [name for name in ("input_ids", "attention_mask", "position_ids") if name in inputs]
+    leads = tuple(name for name in _LEADS if name in inputs)
     pasts = sorted(filter(_PAST.fullmatch, inputs), key=lambda name: (int(name.split(".")[1]), name))
-    if others := inputs.keys() - {*lead, *pasts}:
+    if others := inputs.keys() - {*leads, *pasts}:
         return f"it has an input '{min(others)}'"
     for name in ("input_ids", "attention_mask"):
         if name not in inputs:
             return f"it has no input '{name}'"
-    wanted = [*lead, *pasts]
     presents = {name: name.replace("past_key_values", "present", 1) for name in pasts}
     for name in ("logits", *presents.values()):
         if name not in outputs:
             return f"it has no output '{name}'"
-    for name in lead:
-        if inputs[name].datatype != "INT64" or inputs[name].dims != (-1, -1):
-            return f"input '{name}' isn't of INT64 with two free axes"
+    for name in leads:
+        datatype, dims, in_words = _LEADS[name]
+        if (inputs[name].datatype, inputs[name].dims) != (datatype, dims):
+            return f"input '{name}' isn't of {datatype} with {in_words}"
     datatype = inputs[pasts[0]].datatype
     for name in pasts:
         one, present = inputs[name], outputs[presents[name]]
@@ -76,15 +86,17 @@ def find_layout(spec: ModelSpec, operators: frozenset[str]) -> DecoderLayout | s
             return f"input '{name}' isn't [free, heads, free, size] with fixed heads and size"
     if outputs["logits"].datatype not in ("FP32", "FP16"):
         return "output 'logits' isn't of FP32 or FP16"
-    fed = tuple(inputs[name] for name in wanted)
+    fed = tuple(inputs[name] for name in (*leads, *pasts))
     left = tuple(outputs[name] for name in ("logits", *presents.values()))
-    return DecoderLayout(ModelSpec(fed, left), "position_ids" in inputs)
+    return DecoderLayout(ModelSpec(fed, left), leads)
 
 
 def read_settings(model: str, path: Path) -> Mapping[str, Any]:
     """What `config.json` and `generation_config.json` say, the latter first, beside the model file `path`, or if that
-    is in a folder for a version, in the model's folder. Raises LoadError for a file that isn't a JSON object."""
-    places = [path.parent, *([path.parent.parent] if path.parent.name.isdecimal() else [])]
+    is in a folder for a version or in an export's `onnx`, in the model's folder. Raises LoadError for a file that isn't
+    a JSON object."""
+    is_inside = path.parent.name.isdecimal() or path.parent.name == "onnx"
+    places = [path.parent, *([path.parent.parent] if is_inside else [])]
     settings: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
         for place in places:

@@ -22,6 +22,7 @@ from paceline.backends.generation import GenerationLimits, read_request
 from paceline.backends.growing_answer import GrowingAnswer
 from paceline.backends.onnx.decoder_block import Block
 from paceline.backends.onnx.decoder_layout import DecoderLayout
+from paceline.backends.onnx.decoder_trial import Trial
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest
 from paceline.backends.sampling import NONE, choose
@@ -55,7 +56,7 @@ class GeneratingInstance:
         layout: DecoderLayout,
         limits: GenerationLimits,
         settings: DecoderSettings,
-        pads: bool,
+        tried: Trial,
     ) -> None:
         self.device = device
         self._name = name
@@ -65,7 +66,12 @@ class GeneratingInstance:
         self._costs = StepCosts()
         most_tokens = settings.most_cache_bytes // layout.token_bytes
         self._iterations = Iterations(
-            settings.most_generations, most_tokens, settings.prefill_tokens, self._costs, pads=pads
+            settings.most_generations,
+            most_tokens,
+            settings.prefill_tokens,
+            self._costs,
+            pads=tried.pads,
+            in_pieces=tried.in_pieces,
         )
         # By the numbers of their requests: those with a place, and the blocks of those that have a past.
         self._generations: dict[int, GrowingAnswer] = {}

@@ -24,6 +24,7 @@ from paceline.server.files import in_utf8
 __all__ = [
     "CONFIG_FILE",
     "DEFAULT_MODEL_FILE",
+    "MERGED_DECODER_FILE",
     "PYTHON_MODEL_FILE",
     "Layout",
     "ModelFolder",
@@ -38,8 +39,10 @@ CONFIGS_FOLDER = "configs"
 EXPORT_CONFIG, EXPORT_FOLDER = "config.json", "onnx"
 """Where Hugging Face's exports have what describes the model, and its ONNX files."""
 DEFAULT_MODEL_FILE = "model.onnx"
+MERGED_DECODER_FILE = "decoder_model_merged.onnx"
+"""What Hugging Face's exporters write instead for a decoder of two graphs in one, as that of an encoder is."""
 PYTHON_MODEL_FILE = "model.py"
-_MODEL_FILES = (DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE)
+_MODEL_FILES = (DEFAULT_MODEL_FILE, MERGED_DECODER_FILE, PYTHON_MODEL_FILE)
 _OTHER_FOLDERS = frozenset((CONFIGS_FOLDER, "warmup", "initial_state", "__pycache__"))
 """Folders in a model's folder that aren't versions: Triton's and Python's."""
 _LEFT_BEHIND = frozenset(("lost+found", "__MACOSX"))

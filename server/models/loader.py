@@ -45,7 +45,7 @@ from paceline.server.models.ensemble_config import (
     most_at_once,
     steps_of,
 )
-from paceline.server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
+from paceline.server.models.layout import DEFAULT_MODEL_FILE, MERGED_DECODER_FILE, PYTHON_MODEL_FILE, ModelFolder
 from paceline.server.models.model_config import (
     ServingPlan,
     backend_name,
@@ -386,11 +386,16 @@ def _plan(
 def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Path:
     if folder.file is not None:
         return folder.file
-    default = PYTHON_MODEL_FILE if backend_name(config) == _PYTHON else DEFAULT_MODEL_FILE
+    default, place = (
+        PYTHON_MODEL_FILE if backend_name(config) == _PYTHON else DEFAULT_MODEL_FILE,
+        folder.versions[version],
+    )
+    if default == DEFAULT_MODEL_FILE and not exists(place / default) and exists(place / MERGED_DECODER_FILE):
+        default = MERGED_DECODER_FILE
     name = Path(config.default_model_filename or default)
     if name.is_absolute() or ".." in name.parts:
         raise ConfigError(f"default_model_filename: expected a file inside the version folder, got '{name}'")
-    path = folder.versions[version] / name
+    path = place / name
     try:
         is_file(path)
     except OSError as error:

@@ -93,8 +93,16 @@ async def streamed(started: Served, request: pb.ModelInferRequest) -> tuple[list
 
 @pytest.mark.parametrize(
     "decoder",
-    [TINY, TINY_GPT2, HALVES, replace(TINY, places="counted"), replace(TINY_GPT2, places="index")],
-    ids=["llama", "gpt2", "halves", "counted", "index"],
+    [
+        TINY,
+        TINY_GPT2,
+        HALVES,
+        replace(TINY, places="counted"),
+        replace(TINY_GPT2, places="index"),
+        replace(TINY, merged="many"),
+        replace(TINY_GPT2, merged="one"),
+    ],
+    ids=["llama", "gpt2", "halves", "counted", "index", "merged", "merged-whole"],
 )
 async def test_answers_equal_the_naive_loop_in_company(tmp_path: Path, decoder: Decoder) -> None:
     requests = made_up(decoder, 24)
@@ -120,6 +128,17 @@ async def test_rows_that_padding_spoils_are_stepped_by_length(
             pass
     (line,) = [line for line in caplog.messages if "a decoder, generates up to 512 tokens" in line]
     assert ("those of equal length together" in line) == (places == "index")
+
+
+@pytest.mark.parametrize("takes", ["many", "one"])
+async def test_prompts_are_whole_where_pieces_would_differ(
+    tmp_path: Path, takes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with served(tmp_path, replace(TINY, merged=takes)):
+            pass
+    (line,) = [line for line in caplog.messages if "a decoder, generates up to 512 tokens" in line]
+    assert ("prompts aren't cut into pieces" in line) == (takes == "one")
 
 
 async def test_short_memory_for_keys_changes_no_answer(tmp_path: Path) -> None:

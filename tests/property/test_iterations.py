@@ -29,13 +29,21 @@ class World:
     base_ns: int
     row_ns: int
     pads: bool
+    in_pieces: bool
     rows: dict[int, Row] = field(default_factory=dict)
     waiting: list[tuple[int, int]] = field(default_factory=list)
     arrived: int = 0
 
     def __post_init__(self) -> None:
         self.costs = StepCosts()
-        self.iterations = Iterations(self.most_rows, self.most_tokens, self.piece_tokens, self.costs, pads=self.pads)
+        self.iterations = Iterations(
+            self.most_rows,
+            self.most_tokens,
+            self.piece_tokens,
+            self.costs,
+            pads=self.pads,
+            in_pieces=self.in_pieces,
+        )
 
     def arrive(self, prompt: int, wanted: int) -> None:
         wanted = min(wanted, self.most_tokens - prompt)
@@ -62,7 +70,11 @@ class World:
         grouped = [number for group in done.groups for number in group]
         pieces = dict(done.pieces)
         assert len(grouped) + len(pieces) == len({*grouped, *pieces})
-        assert sum(pieces.values()) <= self.piece_tokens
+        if self.in_pieces:
+            assert sum(pieces.values()) <= self.piece_tokens
+        else:
+            assert sum([*pieces.values()][:-1]) < self.piece_tokens
+            assert all((0, tokens) == (self.rows[one].held, self.rows[one].total) for one, tokens in pieces.items())
         assert oldest is None or oldest in {*grouped, *pieces}
         inside = sum(len(group) * (1 + max(self.rows[number].held for number in group)) for group in done.groups) + sum(
             self.rows[number].total for number in pieces
@@ -101,6 +113,7 @@ def worlds(draw: st.DrawFn) -> World:
         draw(st.integers(1, 16)),
         draw(st.sampled_from([0, 1_000, 100_000])),
         draw(st.sampled_from([0, 10, 1_000])),
+        draw(st.booleans()),
         draw(st.booleans()),
     )
 

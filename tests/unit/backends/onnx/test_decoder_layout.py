@@ -52,7 +52,7 @@ def test_tensors_of_a_decoder_are_put_in_order() -> None:
 def test_decoder_may_lack_positions() -> None:
     layout = find_layout(spec(position_ids=None), NONE)
     assert isinstance(layout, DecoderLayout)
-    assert not layout.has_positions
+    assert layout.leads == ("input_ids", "attention_mask")
     assert len(layout.pasts) == 4
 
 
@@ -64,7 +64,7 @@ def test_other_models_are_no_decoders() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"use_cache_branch": TensorSpec("use_cache_branch", "BOOL", (1,))}, "has an input 'use_cache_branch'"),
+        ({"use_cache_branch": TensorSpec("use_cache_branch", "BOOL", ())}, "'use_cache_branch' isn't of BOOL with one"),
         ({"seqlens_k": TensorSpec("seqlens_k", "INT32", (-1,))}, "has an input 'seqlens_k'"),
         ({"attention_mask": None}, "has no input 'attention_mask'"),
         ({"input_ids": TensorSpec("input_ids", "INT32", (-1, -1))}, "'input_ids' isn't of INT64"),

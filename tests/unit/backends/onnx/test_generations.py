@@ -16,6 +16,7 @@ from paceline.backends.base import Device
 from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, ModelRefused, OutOfMemory
 from paceline.backends.generation import GenerationLimits
 from paceline.backends.onnx.decoder_layout import DecoderLayout
+from paceline.backends.onnx.decoder_trial import Trial
 from paceline.backends.onnx.generations import GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest, Told
@@ -28,7 +29,7 @@ def layout() -> DecoderLayout:
     lead = [TensorSpec(name, "INT64", (-1, -1)) for name in ("input_ids", "attention_mask", "position_ids")]
     past = TensorSpec("past_key_values.0.key", "FP32", (-1, 1, -1, 1))
     outputs = (TensorSpec("logits", "FP32", (-1, -1, -1)), TensorSpec("present.0.key", "FP32", (-1, 1, -1, 1)))
-    return DecoderLayout(ModelSpec((*lead, past), outputs), has_positions=True)
+    return DecoderLayout(ModelSpec((*lead, past), outputs), tuple(one.name for one in lead))
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -119,7 +120,7 @@ def generating(decoder: Decoder, most_tokens: int = 200, **given: int) -> Iterat
     """An instance in whose memory `most_tokens` tokens fit."""
     limits = GenerationLimits(VOCABULARY, 60, (END,))
     settings = DecoderSettings(most_cache_bytes=most_tokens * layout().token_bytes, **given)
-    instance = GeneratingInstance("m", decoder, Device(), layout(), limits, settings, True)
+    instance = GeneratingInstance("m", decoder, Device(), layout(), limits, settings, Trial(VOCABULARY))
     try:
         yield instance
     finally:

@@ -83,6 +83,7 @@ def test_repository_broken_link_is_a_model_with_a_problem(tmp_path: Path) -> Non
     [
         "config.pbtxt",
         "model.onnx",
+        "decoder_model_merged.onnx",
         "1/model.onnx",
         "0/model.onnx",
         "12/model.onnx",
@@ -105,6 +106,12 @@ def test_model_folder_with_bare_file_is_version_1(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "model.onnx")
     model = found(tmp_path / "m")["m"]
     assert (model.versions, model.file) == ({1: tmp_path / "m"}, None)
+
+
+def test_folder_as_exporters_write_pairs_is_a_model(tmp_path: Path) -> None:
+    for name in ("encoder_model.onnx", "decoder_model.onnx", "decoder_model_merged.onnx", "config.json"):
+        touch(tmp_path / "translator" / name)
+    assert found(tmp_path / "translator")["translator"].versions == {1: tmp_path / "translator"}
 
 
 def test_model_folder_prefers_versions_to_bare_file(tmp_path: Path) -> None:

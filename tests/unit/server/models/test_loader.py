@@ -14,7 +14,7 @@ from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import LoadDefaults
-from paceline.server.models.layout import ModelFolder
+from paceline.server.models.layout import ModelFolder, model_folder
 from paceline.server.models.loader import load_model, wanted_versions
 from tests.unit.server.found import find_models
 from tests.unit.server.models.shelf import Model, VersionBackend, folder
@@ -117,6 +117,18 @@ def test_load_of_a_bare_file_opens_that_file(tmp_path: Path) -> None:
     (model,) = find_models([tmp_path / "res.net.onnx"])
     (loaded,) = load_model(model, shelf.of)
     assert (loaded.name, loaded.version, shelf.sources[0].path) == ("res.net", 1, tmp_path / "res.net.onnx")
+
+
+@pytest.mark.parametrize("other", ["encoder_model.onnx", "model.onnx"])
+def test_load_opens_merged_decoder_if_there_is_no_model(tmp_path: Path, other: str) -> None:
+    shelf = VersionBackend()
+    for name in (other, "decoder_model_merged.onnx"):
+        path = tmp_path / "m" / "1" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    load_model(model_folder("m", tmp_path / "m"), shelf.of)
+    opened = "model.onnx" if other == "model.onnx" else "decoder_model_merged.onnx"
+    assert shelf.sources[0].path == tmp_path / "m" / "1" / opened
 
 
 @pytest.mark.parametrize("name", ["other.onnx", "sub/model.onnx", "model.onnx/"])

@@ -1,0 +1,65 @@
+"""What a decoder is tried for before anybody relies on it: how its rows may be stepped.
+
+Lives here: some executions with made-up tokens, compared with each other. Must not: sessions, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.backends.errors import ExecutionError
+from paceline.backends.onnx.decoder_block import Block, Run
+from paceline.backends.onnx.decoder_layout import DecoderLayout
+from paceline.backends.spec import Array
+
+__all__ = ["Trial", "try_steps"]
+
+_CLOSE = {"FP32": 1e-3, "FP16": 2e-2}
+"""How far logits may be from what they are alone, in parts of the largest, by the datatype of the pasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """`vocabulary`: how many tokens the model knows. `pads`: rows of different lengths give together what they give
+    alone. `in_pieces`: a prompt in pieces gives what the whole gives."""
+
+    vocabulary: int
+    pads: bool = True
+    in_pieces: bool = True
+
+
+def try_steps(run: Run, layout: DecoderLayout, said: Mapping[str, Any]) -> Trial:
+    """`said` is what files beside the model say. Blocks for some executions. Raises ExecutionError, also if a token
+    after a prompt doesn't give what it gives as part of it."""
+    known, close = said.get("vocab_size"), _CLOSE[layout.pasts[0].datatype]
+    tokens = np.arange(1, 7) % (known if isinstance(known, int) and known > 0 else 8)
+    whole, stepped, pieces, short = (Block.empty(row, layout) for row in range(4))
+    in_one = whole.step(run, tokens[None], layout)
+    prompt = stepped.step(run, tokens[None, :5], layout)
+    pieces.step(run, tokens[None, :2], layout)
+    short.step(run, tokens[None, :3], layout)
+    in_pieces = _gives(prompt, pieces, run, tokens[None, 2:5], layout, close)
+    both = Block.of((1, 3), (stepped, short))
+    alone = [block.step(run, tokens[None, 5:], layout) for block in (stepped, short)]
+    if not _are_close(in_one, alone[0], close):
+        raise ExecutionError("a token after a prompt doesn't give what it gives as part of it")
+    pads = _gives(np.concatenate(alone), both, run, tokens[[5, 5], None], layout, close)
+    return Trial(in_one.shape[1], pads, in_pieces)
+
+
+def _gives(wanted: Array, block: Block, run: Run, tokens: Array, layout: DecoderLayout, close: float) -> bool:
+    """Whether stepping `block` gives logits close to `wanted`."""
+    try:
+        return _are_close(wanted, block.step(run, tokens, layout), close)
+    except ExecutionError:
+        return False
+
+
+def _are_close(one: Array, other: Array, close: float) -> bool:
+    if one.shape != other.shape or not np.isfinite(one).all():
+        return False
+    return bool(np.abs(one - other).max() <= close * max(1.0, float(np.abs(one).max())))
