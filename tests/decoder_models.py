@@ -1,14 +1,16 @@
-"""Small decoders, built on the fly, as Hugging Face's exporters write them: names, shapes, datatypes and axes are
-theirs, the weights random.
+"""Small decoders, built on the fly, as Hugging Face's exporters and onnxruntime-genai's builder write them: names,
+shapes, datatypes and axes are theirs, the weights random.
 
-Lives here: the graphs of two families, and folders of them. Must not: anything of the server, or run a model. Both
-apply their masks as given: a query sees a key that `attention_mask` leaves and that isn't behind it, by index, with the
-past in front. So rows padded on the left compute what they compute alone.
+Lives here: the graphs of two families, and folders of them. Must not: anything of the server, or run a model. The
+exporters' apply their masks as given: a query sees a key that `attention_mask` leaves and that isn't behind it, by
+index, with the past in front. So rows padded on the left compute what they compute alone. The builder's have the
+operator GroupQueryAttention, to which a row's mask only says how long it is: rows are padded on the right.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from numpy.typing import DTypeLike
 from onnx import TensorProto, helper, numpy_helper
 
 from tests import models
+from tests.grouped_decoders import MICROSOFT, genai_config, in_operators
 from tests.merged_decoders import merge, without_pasts
 
-__all__ = ["FIXED_COST", "LARGE", "TINY", "TINY_GPT2", "Decoder", "build", "write"]
+__all__ = ["FIXED_COST", "LARGE", "TINY", "TINY_GPT2", "TINY_GROUPED", "Decoder", "build", "write"]
 
 _WIDTH = 256
 """Of the square matrices that make up a fixed cost: a product takes about 0.7 ms on one thread."""
@@ -40,7 +43,12 @@ class Decoder:
     answer. `places`: where positions come from: "given" as `position_ids`; without that input, "counted" in the mask,
     or by "index" as in older exports, which padding spoils. `fixed_products`: products of matrices in each execution,
     whatever its rows, of which nothing remains. `merged`: two graphs in one, of which the one with pasts takes "many"
-    or "one" token."""
+    or "one" token.
+
+    `grouped`: a "llama" of onnxruntime-genai's builder, which rotates "counted" positions in its operator. `packed`:
+    queries, keys and values are one product there; `window`: how many tokens each sees, if not all, and with `slides`
+    the operator may keep no others; `lengths`: what tells those of rows, the "mask", or inputs of their own that are
+    "given" in its place."""
 
     family: str = "llama"
     layers: int = 2
@@ -56,6 +64,11 @@ class Decoder:
     places: str = "given"
     fixed_products: int = 0
     merged: str = ""
+    grouped: bool = False
+    packed: bool = False
+    window: int = -1
+    slides: bool = False
+    lengths: str = "mask"
     seed: int = 0
 
     @property
@@ -65,6 +78,7 @@ class Decoder:
 
 TINY = Decoder()
 TINY_GPT2 = Decoder(family="gpt2", kv_heads=4)
+TINY_GROUPED = Decoder(head_size=16, grouped=True, places="counted")
 FIXED_COST = Decoder(vocabulary=4096, end_tokens=(), fixed_products=8)
 """Its steps cost the same whatever their rows, or nearly so."""
 LARGE = Decoder(layers=3, heads=8, kv_heads=4, head_size=64, inner=1024, vocabulary=4096, positions=2048, end_tokens=())
@@ -72,13 +86,17 @@ LARGE = Decoder(layers=3, heads=8, kv_heads=4, head_size=64, inner=1024, vocabul
 
 
 def write(decoder: Decoder, folder: Path) -> Path:
-    """Write `model.onnx`, `config.json` and `generation_config.json`, making the folder; the folder again."""
+    """Write the model, and `config.json` and `generation_config.json`, or `genai_config.json` as the builder does,
+    making the folder; the folder again."""
     model = build(decoder)
     if decoder.merged:
         model = merge(model, without_pasts(model), takes_many=decoder.merged == "many")
     models.write(model, folder / ("decoder_model_merged.onnx" if decoder.merged else "model.onnx"))
     ends = list(decoder.end_tokens)
     tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    if decoder.grouped:
+        (folder / "genai_config.json").write_text(json.dumps(genai_config(decoder, tokens), indent=4))
+        return folder
     (folder / "config.json").write_text(json.dumps({**_config(decoder), **tokens}, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"_from_model_config": True, **tokens}, indent=2))
     return folder
@@ -119,7 +137,7 @@ def _config(decoder: Decoder) -> dict[str, Any]:
 
 
 def build(decoder: Decoder) -> onnx.ModelProto:
-    graph = _Graph(decoder)
+    graph = Graph(decoder)
     hidden = _gpt2(graph) if decoder.family == "gpt2" else _llama(graph)
     logits = graph.project(hidden, decoder.vocabulary, _LOGITS_DEVIATION)
     if decoder.fixed_products:
@@ -128,7 +146,9 @@ def build(decoder: Decoder) -> onnx.ModelProto:
     graph.node("Cast", logits, to=models.ELEMENT_TYPES[logits_type], output="logits")
 
     def caches(prefix: str, axis: str) -> list[onnx.ValueInfoProto]:
-        dims = ("batch_size", decoder.kv_heads, axis, decoder.head_size)
+        # The builder leaves the size free: it may be that of quantized caches.
+        size = "kv_cache_dim" if decoder.grouped else decoder.head_size
+        dims = ("batch_size", decoder.kv_heads, axis, size)
         names = (f"{prefix}.{layer}.{part}" for layer in range(decoder.layers) for part in ("key", "value"))
         return [models.tensor(name, decoder.datatype, dims) for name in names]
 
@@ -136,18 +156,24 @@ def build(decoder: Decoder) -> onnx.ModelProto:
         models.tensor(name, "INT64", ("batch_size", _NOW))
         for name in ("input_ids", *(["position_ids"] if decoder.places == "given" else []))
     )
-    mask = models.tensor("attention_mask", "INT64", ("batch_size", _ALL))
+    every = "total_sequence_length" if decoder.grouped else _ALL
+    masks = [models.tensor("attention_mask", "INT64", ("batch_size", every))]
+    if decoder.lengths == "given":
+        masks = [models.tensor("seqlens_k", "INT32", ("batch_size",)), models.tensor(every, "INT32", ())]
     past = caches("past_key_values", _PAST)
     # The exporters keep the order of the arguments in Python, which isn't the same in both families.
-    inputs = [ids, *past, mask, *positions] if decoder.family == "gpt2" else [ids, mask, *positions, *past]
+    inputs = [ids, *past, *masks, *positions] if decoder.family == "gpt2" else [ids, *masks, *positions, *past]
     outputs = [
         models.tensor("logits", logits_type, ("batch_size", _NOW, decoder.vocabulary)),
-        *caches("present", _ALL),
+        *caches("present", every),
     ]
-    return models.model(graph.nodes, inputs, outputs, graph.constants)
+    model = models.model(graph.nodes, inputs, outputs, graph.constants)
+    if decoder.grouped:
+        model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
+    return model
 
 
-class _Graph:
+class Graph:
     """Nodes and constants so far. Its functions add to them and return the name of what is computed."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -247,7 +273,7 @@ class _Graph:
         return self.cast(self.node("Mul", self.node("ReduceSum", product, keepdims=0), zero), self.type)
 
 
-def _llama(graph: _Graph) -> str:
+def _llama(graph: Graph) -> str:
     decoder = graph.decoder
 
     def norm(x: str) -> str:
@@ -256,29 +282,11 @@ def _llama(graph: _Graph) -> str:
         root = graph.node("Sqrt", graph.node("Add", mean, graph.constant(1e-5, np.float32)))
         return graph.node("Mul", graph.cast(graph.node("Div", x, root), graph.type), ones)
 
-    def rotated(x: str) -> str:
-        first, second = (
-            graph.node("Slice", x, *(graph.constant([at]) for at in (begin, end, 3)))
-            for begin, end in ((0, half), (half, decoder.head_size))
-        )
-        turned = graph.node("Concat", graph.node("Neg", second), first, axis=-1)
-        return graph.node("Add", graph.node("Mul", x, cosine), graph.node("Mul", turned, sine))
-
-    half = decoder.head_size // 2
     ones = graph.constant(np.ones(decoder.width), graph.type)
     x = graph.node("Gather", graph.weights(decoder.vocabulary, decoder.width), "input_ids")
-    bias = graph.bias()
-    frequencies = graph.constant(10_000.0 ** -(np.arange(half) / half), np.float32)
-    places = graph.node("Unsqueeze", graph.cast(graph.places(), np.float32), graph.constant([1, 3]))
-    angles = graph.node("Mul", places, frequencies)
-    angles = graph.node("Concat", angles, angles, axis=-1)
-    cosine, sine = (graph.cast(graph.node(kind, angles), graph.type) for kind in ("Cos", "Sin"))
+    attention = in_operators(graph) if decoder.grouped else _in_nodes(graph)
     for layer in range(decoder.layers):
-        inner = norm(x)
-        counts = (decoder.heads, decoder.kv_heads, decoder.kv_heads)
-        query, key, value = (graph.heads(graph.project(inner, count * decoder.head_size), count) for count in counts)
-        seen = graph.attention(layer, rotated(query), rotated(key), value, bias)
-        x = graph.node("Add", x, graph.project(seen, decoder.width))
+        x = graph.node("Add", x, graph.project(attention(layer, norm(x)), decoder.width))
         inner = norm(x)
         gate = graph.project(inner, decoder.inner)
         gated = graph.node(
@@ -288,7 +296,38 @@ def _llama(graph: _Graph) -> str:
     return norm(x)
 
 
-def _gpt2(graph: _Graph) -> str:
+_Attention = Callable[[int, str], str]
+"""What each query of a layer sees in [batch, now, width], by position."""
+
+
+def _in_nodes(graph: Graph) -> _Attention:
+    """As the exporters write it."""
+    decoder = graph.decoder
+
+    def rotated(x: str) -> str:
+        first, second = (
+            graph.node("Slice", x, *(graph.constant([at]) for at in (begin, end, 3)))
+            for begin, end in ((0, half), (half, decoder.head_size))
+        )
+        turned = graph.node("Concat", graph.node("Neg", second), first, axis=-1)
+        return graph.node("Add", graph.node("Mul", x, cosine), graph.node("Mul", turned, sine))
+
+    def attention(layer: int, x: str) -> str:
+        counts = (decoder.heads, decoder.kv_heads, decoder.kv_heads)
+        query, key, value = (graph.heads(graph.project(x, count * decoder.head_size), count) for count in counts)
+        return graph.attention(layer, rotated(query), rotated(key), value, bias)
+
+    half = decoder.head_size // 2
+    bias = graph.bias()
+    frequencies = graph.constant(10_000.0 ** -(np.arange(half) / half), np.float32)
+    places = graph.node("Unsqueeze", graph.cast(graph.places(), np.float32), graph.constant([1, 3]))
+    angles = graph.node("Mul", places, frequencies)
+    angles = graph.node("Concat", angles, angles, axis=-1)
+    cosine, sine = (graph.cast(graph.node(kind, angles), graph.type) for kind in ("Cos", "Sin"))
+    return attention
+
+
+def _gpt2(graph: Graph) -> str:
     decoder = graph.decoder
 
     def norm(x: str) -> str:

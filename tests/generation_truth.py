@@ -71,10 +71,13 @@ class NaiveLoop:
         self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self._inputs = {one.name: one for one in self.session.get_inputs()}
         self._outputs = [one.name for one in self.session.get_outputs()]
-        config, generation = (
-            json.loads((folder / f"{name}.json").read_text()) for name in ("config", "generation_config")
-        )
-        self.positions: int = config.get("max_position_embeddings") or config["n_positions"]
+        files = ("config", "generation_config", "genai_config")
+        said = {name: json.loads(one.read_text()) for name in files if (one := folder / f"{name}.json").exists()}
+        built = said.get("genai_config", {}).get("model", {})
+        config, generation = said.get("config", built), said.get("generation_config", built)
+        self._size: int | None = built["decoder"]["head_size"] if built else None
+        lengths = ("max_position_embeddings", "n_positions", "context_length")
+        self.positions: int = next(config[key] for key in lengths if key in config)
         ends = generation.get("eos_token_id", config.get("eos_token_id"))
         self.end_tokens = [ends] if isinstance(ends, int) else list(ends or [])
 
@@ -85,7 +88,7 @@ class NaiveLoop:
     def empty_past(self, rows: int = 1) -> dict[str, Array]:
         """Keys and values of nothing."""
         return {
-            name: np.zeros((rows, one.shape[1], 0, one.shape[3]), _DTYPES[one.type])
+            name: np.zeros((rows, one.shape[1], 0, self._size or one.shape[3]), _DTYPES[one.type])
             for name, one in self._inputs.items()
             if name.startswith("past_key_values.")
         }
@@ -103,6 +106,8 @@ class NaiveLoop:
             positions = np.broadcast_to(np.arange(before, before + now), ids.shape)
         feeds: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **past}
         feeds["use_cache_branch"] = np.array([before > 0])
+        feeds["seqlens_k"] = (mask.sum(1) - 1).astype(np.int32)
+        feeds["total_sequence_length"] = np.array(mask.shape[1], np.int32)
         found = self.session.run(self._outputs, {name: feeds[name] for name in self._inputs})
         outputs = dict(zip(self._outputs, found, strict=True))
         logits = outputs.pop("logits")

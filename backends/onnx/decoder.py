@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError
 from paceline.backends.generation import MAX_TOKENS, SPEC, GenerationLimits, read_request
-from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, read_settings
+from paceline.backends.onnx.decoder_block import StepsModel
+from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, is_decoder, read_settings
 from paceline.backends.onnx.decoder_trial import Trial, try_steps
-from paceline.backends.onnx.generations import GeneratingInstance, StepsModel
+from paceline.backends.onnx.generations import GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings, decoder_settings
 from paceline.backends.onnx.spec import check_served
 from paceline.backends.open_request import Parameters
@@ -25,7 +26,7 @@ __all__ = ["DecoderModel", "decoder_of"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
-_LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
+_LIMITS = ("context_length", "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
 
 
 class _Stepped(Protocol):
@@ -91,25 +92,25 @@ class DecoderModel:
 def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderModel | None:
     """`model` as one that generates. None if it is no decoder, or is to be served as it is; the log says why. Blocks
     for some executions. Raises LoadError for files beside it that can't be read."""
-    settings = decoder_settings(source)
-    layout = find_layout(model.spec, model.operators)
-    if layout is None:
+    if not is_decoder(model.spec):
         return None
-    why_not = layout if isinstance(layout, str) else source.why_raw
-    if not settings.generates:
-        why_not = "paceline.generate is off"
+    settings = decoder_settings(source)
+    why_not = source.why_raw if settings.generates else "paceline.generate is off"
     if not why_not:
-        assert isinstance(layout, DecoderLayout)
         said = read_settings(source.name, source.path)
-        steps = model.stepped(layout.executed, device)
-        try:
-            tried = try_steps(steps.run, layout, said)
-            limits = _limits_of(source.name, said, tried.vocabulary, settings.most_cache_bytes // layout.token_bytes)
-            return DecoderModel(source.name, model, layout, limits, settings, tried)
-        except ExecutionError as error:
-            why_not = f"steps with made-up tokens fail: {error}"
-        finally:
-            steps.close()
+        layout = find_layout(model.spec, model.operators, said)
+        if isinstance(layout, DecoderLayout):
+            steps = model.stepped(layout.executed, device)
+            try:
+                tried = try_steps(steps, layout, said)
+                fits = settings.most_cache_bytes // layout.token_bytes
+                limits = _limits_of(source.name, said, tried.vocabulary, fits)
+                return DecoderModel(source.name, model, layout, limits, settings, tried)
+            except ExecutionError as error:
+                layout = f"steps with made-up tokens fail: {error}"
+            finally:
+                steps.close()
+        why_not = layout
     text = "model '%s' has the inputs of a decoder and is served as it is, a step a request: %s"
     _log.info(text, source.name, why_not)
     return None

@@ -8,6 +8,7 @@ leaves is the past of the next one, without a copy, as long as the rows stay the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -15,10 +16,24 @@ from paceline.backends.errors import UnfitOutputs
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array, Tensors
 
-__all__ = ["Block", "Run"]
+__all__ = ["Block", "Run", "StepsModel"]
 
 Run = Callable[[Sequence[Array]], Tensors]
-"""The model's outputs for its inputs, in the order of `DecoderLayout.executed`. Raises ExecutionError."""
+
+
+class StepsModel(Protocol):
+    """What executes the model itself, with tensors in the order of `DecoderLayout.executed`."""
+
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        """Its outputs. Blocks; raises ExecutionError."""
+
+    def keeping(self, kept: Sequence[Array]) -> Run:
+        """`run` with `kept` for the last inputs, where the last outputs are written: it takes and returns the
+        others."""
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Block:
@@ -32,7 +47,7 @@ class Block:
         self.pasts = pasts
 
     @classmethod
-    def empty(cls, row: int, layout: DecoderLayout) -> Block:
+    def empty(cls, row: int, layout: DecoderLayout) -> Self:
         """Of one row that has no past yet."""
         pasts = [
             np.zeros((1, one.dims[1], 0, one.dims[3]), np.float16 if one.datatype == "FP16" else np.float32)
@@ -41,8 +56,9 @@ class Block:
         return cls((row,), np.zeros(1, np.int64), pasts)
 
     @classmethod
-    def of(cls, rows: tuple[int, ...], blocks: Sequence[Block]) -> Block:
-        """One of `rows`, each of which is in one of `blocks`. Copies them, unless one of these has just those."""
+    def of(cls, rows: tuple[int, ...], blocks: Sequence[Self]) -> Self:
+        """One of `rows`, in any order, each of which is in one of `blocks`, from where it may be taken. Copies them,
+        unless one of these has just those."""
         if len(blocks) == 1 and blocks[0].rows == rows:
             return blocks[0]
         where = {row: (block, place) for block in blocks for place, row in enumerate(block.rows)}
@@ -61,7 +77,10 @@ class Block:
     def longest(self) -> int:
         return int(self.pasts[0].shape[2])
 
-    def step(self, run: Run, tokens: Array, layout: DecoderLayout) -> Array:
+    def drop(self, row: int) -> None:
+        """It has left, if it was here. Whoever steps the others makes a block of them."""
+
+    def step(self, model: StepsModel, tokens: Array, layout: DecoderLayout) -> Array:
         """Add `tokens`, [rows, some], to the rows. Returns the last ones' logits as FP32, [rows, vocabulary]. If this
         raises, nothing has changed."""
         more, longest = tokens.shape[1], self.longest
@@ -76,7 +95,7 @@ class Block:
                 inputs.append(self.lengths[:, None] + np.arange(more))
             else:
                 inputs.append(np.array([longest > 0]))
-        logits, *presents = run([*inputs, *self.pasts])
+        logits, *presents = model.run([*inputs, *self.pasts])
         wanted = [(*past.shape[:2], longest + more, past.shape[3]) for past in self.pasts]
         if logits.ndim != 3 or logits.shape[:2] != tokens.shape or [one.shape for one in presents] != wanted:
             got = [list(one.shape) for one in (logits, *presents[:1])]

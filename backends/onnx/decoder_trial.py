@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.onnx.decoder_block import Block, Run
+from paceline.backends.onnx.decoder_block import Block, StepsModel
+from paceline.backends.onnx.decoder_in_place import block_type
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array
 
@@ -32,29 +33,32 @@ class Trial:
     in_pieces: bool = True
 
 
-def try_steps(run: Run, layout: DecoderLayout, said: Mapping[str, Any]) -> Trial:
+def try_steps(model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any]) -> Trial:
     """`said` is what files beside the model say. Blocks for some executions. Raises ExecutionError, also if a token
     after a prompt doesn't give what it gives as part of it."""
     known, close = said.get("vocab_size"), _CLOSE[layout.pasts[0].datatype]
     tokens = np.arange(1, 7) % (known if isinstance(known, int) and known > 0 else 8)
-    whole, stepped, pieces, short = (Block.empty(row, layout) for row in range(4))
-    in_one = whole.step(run, tokens[None], layout)
-    prompt = stepped.step(run, tokens[None, :5], layout)
-    pieces.step(run, tokens[None, :2], layout)
-    short.step(run, tokens[None, :3], layout)
-    in_pieces = _gives(prompt, pieces, run, tokens[None, 2:5], layout, close)
-    both = Block.of((1, 3), (stepped, short))
-    alone = [block.step(run, tokens[None, 5:], layout) for block in (stepped, short)]
+    kind = block_type(layout)
+    whole, stepped, pieces, short, *beside = (kind.empty(row, layout) for row in range(6))
+    in_one = whole.step(model, tokens[None], layout)
+    prompt = stepped.step(model, tokens[None, :5], layout)
+    pieces.step(model, tokens[None, :2], layout)
+    short.step(model, tokens[None, :3], layout)
+    in_pieces = _gives(prompt, pieces, model, tokens[None, 2:5], layout, close)
+    for block, length in zip(beside, (5, 3), strict=True):
+        block.step(model, tokens[None, :length], layout)
+    both = kind.of((4, 5), beside)
+    alone = [block.step(model, tokens[None, 5:], layout) for block in (stepped, short)]
     if not _are_close(in_one, alone[0], close):
         raise ExecutionError("a token after a prompt doesn't give what it gives as part of it")
-    pads = _gives(np.concatenate(alone), both, run, tokens[[5, 5], None], layout, close)
+    pads = _gives(np.concatenate(alone), both, model, tokens[[5, 5], None], layout, close)
     return Trial(in_one.shape[1], pads, in_pieces)
 
 
-def _gives(wanted: Array, block: Block, run: Run, tokens: Array, layout: DecoderLayout, close: float) -> bool:
+def _gives(wanted: Array, block: Block, model: StepsModel, tokens: Array, layout: DecoderLayout, close: float) -> bool:
     """Whether stepping `block` gives logits close to `wanted`."""
     try:
-        return _are_close(wanted, block.step(run, tokens, layout), close)
+        return _are_close(wanted, block.step(model, tokens, layout), close)
     except ExecutionError:
         return False
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from threading import Condition, Event, Thread
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,8 @@ from paceline.backends.base import Device, Execution
 from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory
 from paceline.backends.generation import GenerationLimits, read_request
 from paceline.backends.growing_answer import GrowingAnswer
-from paceline.backends.onnx.decoder_block import Block
+from paceline.backends.onnx.decoder_block import Block, StepsModel
+from paceline.backends.onnx.decoder_in_place import block_type
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
 from paceline.backends.onnx.options import DecoderSettings
@@ -29,20 +30,9 @@ from paceline.backends.sampling import NONE, choose
 from paceline.backends.spec import Array, Tensors
 from paceline.scheduler.iterations import Iteration, Iterations, StepCosts
 
-__all__ = ["GeneratingInstance", "StepsModel"]
+__all__ = ["GeneratingInstance"]
 
 _log = logging.getLogger("paceline.backends.onnx")
-
-
-class StepsModel(Protocol):
-    """What executes the model itself."""
-
-    def run(self, inputs: Sequence[Array]) -> Tensors:
-        """Blocks; raises ExecutionError."""
-
-    def abandon(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class GeneratingInstance:
@@ -62,6 +52,7 @@ class GeneratingInstance:
         self._name = name
         self._model = model
         self._layout = layout
+        self._kind = block_type(layout)
         self._limits = limits
         self._costs = StepCosts()
         most_tokens = settings.most_cache_bytes // layout.token_bytes
@@ -182,7 +173,7 @@ class GeneratingInstance:
 
     def _iterate(self, iteration: Iteration) -> None:
         for number in iteration.put_out:
-            self._blocks.pop(number, None)
+            self._forget(number)
         for group in iteration.groups:
             self._execute(group, 1)
         for number, tokens in iteration.pieces:
@@ -192,7 +183,7 @@ class GeneratingInstance:
     def _execute(self, rows: tuple[int, ...], more: int) -> None:
         """Compute `more` tokens of each of `rows`."""
         blocks = list({id(one): one for one in map(self._blocks.get, rows) if one is not None}.values())
-        block = Block.of(rows, blocks) if blocks else Block.empty(rows[0], self._layout)
+        block = self._kind.of(rows, blocks) if blocks else self._kind.empty(rows[0], self._layout)
         began_ns = monotonic_ns()
         done = self._step(block, more)
         if more == 1 and len(done) == 1 and done[0][0] is block:
@@ -213,7 +204,7 @@ class GeneratingInstance:
         for row, length in zip(block.rows, block.lengths.tolist(), strict=True):
             tokens.append(self._generations[row].tokens[length : length + more])
         try:
-            return [(block, block.step(self._model.run, np.array(tokens, np.int64), self._layout))]
+            return [(block, block.step(self._model, np.array(tokens, np.int64), self._layout))]
         except ExecutionError as error:
             if len(block.rows) == 1 or (isinstance(error, InstanceError) and not isinstance(error, OutOfMemory)):
                 if isinstance(error, InstanceLost):
@@ -221,7 +212,7 @@ class GeneratingInstance:
                 self._fail(block.rows, error)
                 return []
         half = len(block.rows) // 2
-        halves = [Block.of(rows, (block,)) for rows in (block.rows[:half], block.rows[half:])]
+        halves = [self._kind.of(rows, (block,)) for rows in (block.rows[:half], block.rows[half:])]
         return [done for one in halves for done in self._step(one, more)]
 
     def _choose(self, rows: Sequence[int], logits: Array) -> None:
@@ -253,9 +244,13 @@ class GeneratingInstance:
     def _leave(self, number: int) -> None:
         """A generation has ended; with the lock."""
         del self._generations[number]
-        self._blocks.pop(number, None)
+        self._forget(number)
         self._iterations.leave(number)
         self._changed.notify_all()
+
+    def _forget(self, number: int) -> None:
+        if (block := self._blocks.pop(number, None)) is not None:
+            block.drop(number)
 
 
 class _MadeUp(OpenRequest):

@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from paceline.backends.base import Device, Execution
+from paceline.backends.base import Device, DeviceKind, Execution
 from paceline.backends.cuda.accelerator import Streams
-from paceline.backends.errors import DeviceError, ExecutionError
+from paceline.backends.errors import DeviceError, ExecutionError, UnfitOutputs
 from paceline.backends.onnx.failures import device_failure, failure
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.sessions import OpenSession, run_options
@@ -72,6 +72,35 @@ class OnnxInstance:
             self._enter(self._streams)
         return self._run(inputs)
 
+    def keeping(self, kept: Sequence[Array]) -> Callable[[Sequence[Array]], Tensors]:
+        """`run` with `kept` for the last inputs, contiguous arrays that the last outputs are written to: it takes and
+        returns the others. On a CPU they are the same memory to the model, which may leave there what stays."""
+        names, left = self.input_names[: -len(kept)], self.output_names[: -len(kept)]
+        if self.device.kind is not DeviceKind.CPU:
+            return lambda inputs: self._run_keeping(inputs, kept)
+        session = self._opened().session
+        binding = session.io_binding()
+        for name, output, array in zip(
+            self.input_names[len(names) :], self.output_names[len(left) :], kept, strict=True
+        ):
+            value = ort.OrtValue.ortvalue_from_numpy(array)
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(output, value)
+
+        def run(inputs: Sequence[Array], kept: Sequence[Array] = kept) -> Tensors:
+            """Holds `kept`, of which the binding only knows the addresses."""
+            try:
+                for name, array in zip(names, inputs, strict=True):
+                    binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+                for name in left:  # in memory of its own each time
+                    binding.bind_output(name)
+                session.run_with_iobinding(binding, self._run_options)
+                return [value.numpy() for value in binding.get_outputs()[-len(left) :]]
+            except Exception as error:  # its exceptions share no base class below this one
+                raise failure(error) from error
+
+        return run
+
     def abandon(self) -> None:
         # Checked between operators; other instances of the session have run options of their own.
         self._run_options.terminate = True
@@ -90,6 +119,14 @@ class OnnxInstance:
             streams.accelerator.enter()
         except DeviceError as error:
             raise device_failure(error) from error
+
+    def _run_keeping(self, inputs: Sequence[Array], kept: Sequence[Array]) -> Tensors:
+        outputs = self.run([*inputs, *kept])
+        for array, output in zip(kept, outputs[-len(kept) :], strict=True):
+            if array.shape != output.shape:
+                raise UnfitOutputs(f"expected what it keeps in shape {list(array.shape)}, got {list(output.shape)}")
+            array[:] = output
+        return outputs[: -len(kept)]
 
     def _runner(self) -> Callable[[Sequence[Array]], Tensors]:
         datatypes = {tensor.datatype for tensor in (*self._inputs, *self._spec.outputs)}

@@ -13,11 +13,14 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from onnxruntime.capi.onnxruntime_pybind11_state import (  # type: ignore[import-untyped,unused-ignore]
+    get_all_operator_schema,
+)
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests import decoder_models
-from tests.decoder_models import TINY, TINY_GPT2, Decoder
+from tests.decoder_models import TINY, TINY_GPT2, TINY_GROUPED, Decoder
 from tests.generation_truth import Asked, Generation, NaiveLoop, is_same
 from tests.integration.controlling import explicit, unload
 from tests.integration.regions import register
@@ -28,6 +31,12 @@ from tests.shared_objects import add_shared_input, shared_object
 from tests.wire import infer
 
 HALVES = Decoder(datatype="FP16", end_tokens=(2, 9))
+GROUPED = {
+    "grouped": replace(TINY_GROUPED, packed=True),
+    "grouped-halves": replace(TINY_GROUPED, datatype="FP16", window=9),
+    "grouped-rotated": replace(TINY_GROUPED, places="given"),
+    "grouped-lengths": replace(TINY_GROUPED, lengths="given", end_tokens=(2, 9)),
+}
 
 
 @asynccontextmanager
@@ -101,8 +110,9 @@ async def streamed(started: Served, request: pb.ModelInferRequest) -> tuple[list
         replace(TINY_GPT2, places="index"),
         replace(TINY, merged="many"),
         replace(TINY_GPT2, merged="one"),
+        *GROUPED.values(),
     ],
-    ids=["llama", "gpt2", "halves", "counted", "index", "merged", "merged-whole"],
+    ids=["llama", "gpt2", "halves", "counted", "index", "merged", "merged-whole", *GROUPED],
 )
 async def test_answers_equal_the_naive_loop_in_company(tmp_path: Path, decoder: Decoder) -> None:
     requests = made_up(decoder, 24)
@@ -141,11 +151,30 @@ async def test_prompts_are_whole_where_pieces_would_differ(
     assert ("prompts aren't cut into pieces" in line) == (takes == "one")
 
 
-async def test_short_memory_for_keys_changes_no_answer(tmp_path: Path) -> None:
-    token_bytes = 2 * 2 * TINY.kv_heads * TINY.head_size * 4
+async def test_operator_that_may_forget_has_room_for_its_window(tmp_path: Path) -> None:
+    """Its own memory is as long as its window at least, and here as long as the text, so that it forgets nothing."""
+    if not has_attribute("GroupQueryAttention", "sliding_window_cache"):
+        pytest.skip("this onnxruntime's attention has no window of its own")
+    slides = replace(TINY_GROUPED, window=20, slides=True)
+    loop = NaiveLoop(decoder_models.write(replace(slides, slides=False), tmp_path / "whole"))
+    requests = [(prompt, asked) for prompt, asked in made_up(slides, 8)]
+    async with served(tmp_path / "served", slides) as started:
+        calls = [started.infer(asking(prompt, **asdict(asked)), 60) for prompt, asked in requests]
+        for (prompt, asked), response in zip(requests, await asyncio.gather(*calls), strict=True):
+            truth = loop.generate(prompt, asked)
+            is_same(truth, tokens_of(response), response.parameters["finish_reason"].string_param)
+
+
+def has_attribute(operator: str, attribute: str) -> bool:
+    return any(one.name == operator and attribute in one.attributes for one in get_all_operator_schema())
+
+
+@pytest.mark.parametrize("decoder", [TINY, TINY_GROUPED], ids=["llama", "grouped"])
+async def test_short_memory_for_keys_changes_no_answer(tmp_path: Path, decoder: Decoder) -> None:
+    token_bytes = 2 * 2 * decoder.kv_heads * decoder.head_size * 4
     config = f'parameters {{ key: "paceline.max_cache_bytes" value {{ string_value: "{200 * token_bytes}" }} }}'
-    requests = [(prompt[:40], asked) for prompt, asked in made_up(TINY, 20)]
-    async with served(tmp_path, TINY, config) as started:
+    requests = [(prompt[:40], asked) for prompt, asked in made_up(decoder, 20)]
+    async with served(tmp_path, decoder, config) as started:
         calls = [started.infer(asking(prompt, **asdict(asked)), 60) for prompt, asked in requests]
         answers = [tokens_of(one) for one in await asyncio.gather(*calls)]
     loop = NaiveLoop(tmp_path / "m" / "1")
@@ -223,9 +252,10 @@ async def test_prompt_in_shared_memory_is_checked_as_any(tmp_path: Path) -> None
             assert (code, "got 128" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-async def test_cancelled_generation_gives_its_place_to_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("decoder", [TINY, TINY_GROUPED], ids=["llama", "grouped"])
+async def test_cancelled_generation_gives_its_place_to_the_next(tmp_path: Path, decoder: Decoder) -> None:
     config = 'parameters { key: "paceline.max_generations" value { string_value: "1" } }'
-    endless = Decoder(end_tokens=(), positions=100_000)
+    endless = replace(decoder, end_tokens=(), positions=100_000)
     async with served(tmp_path, endless, config) as started:
         stream = Stream(started)
         await stream.send(asking([5], max_tokens=99_000))

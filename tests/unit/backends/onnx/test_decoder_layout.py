@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.backends.errors import LoadError
-from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, read_settings
+from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, is_decoder, read_settings
 from paceline.backends.spec import ModelSpec, TensorSpec
 
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
 NONE: frozenset[str] = frozenset()
+GROUPED = frozenset({"GroupQueryAttention"})
 
 
 def spec(**changed: TensorSpec | None) -> ModelSpec:
@@ -36,7 +38,7 @@ def spec(**changed: TensorSpec | None) -> ModelSpec:
 
 
 def test_tensors_of_a_decoder_are_put_in_order() -> None:
-    layout = find_layout(spec(), NONE)
+    layout = find_layout(spec(), NONE, {})
     assert isinstance(layout, DecoderLayout)
     names = [one.name for one in layout.executed.inputs]
     assert names[:3] == ["input_ids", "attention_mask", "position_ids"]
@@ -50,7 +52,7 @@ def test_tensors_of_a_decoder_are_put_in_order() -> None:
 
 
 def test_decoder_may_lack_positions() -> None:
-    layout = find_layout(spec(position_ids=None), NONE)
+    layout = find_layout(spec(position_ids=None), NONE, {})
     assert isinstance(layout, DecoderLayout)
     assert layout.leads == ("input_ids", "attention_mask")
     assert len(layout.pasts) == 4
@@ -58,7 +60,8 @@ def test_decoder_may_lack_positions() -> None:
 
 def test_other_models_are_no_decoders() -> None:
     tensor = TensorSpec("input_ids", "INT64", (-1, -1))
-    assert find_layout(ModelSpec((tensor,), (replace(tensor, name="logits"),)), NONE) is None
+    assert not is_decoder(ModelSpec((tensor,), (replace(tensor, name="logits"),)))
+    assert is_decoder(spec())
 
 
 @pytest.mark.parametrize(
@@ -86,12 +89,77 @@ def test_other_models_are_no_decoders() -> None:
     ],
 )
 def test_decoder_of_another_layout_is_told_apart(changed: Mapping[str, TensorSpec | None], why: str) -> None:
-    with pytest.raises(AssertionError, match=why):
-        assert find_layout(spec(**changed), NONE) is None
+    refused = find_layout(spec(**changed), NONE, {})
+    assert isinstance(refused, str)
+    assert re.search(why, refused)
 
 
-def test_attention_that_pads_right_is_told_apart() -> None:
-    assert find_layout(spec(), frozenset({"GroupQueryAttention"})) == "its attention is GroupQueryAttention"
+LENGTHS = {
+    "seqlens_k": TensorSpec("seqlens_k", "INT32", (-1,)),
+    "total_sequence_length": TensorSpec("total_sequence_length", "INT32", ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "leads"),
+    [
+        ({"position_ids": None}, ("input_ids", "attention_mask")),
+        ({"attention_mask": None, "position_ids": None, **LENGTHS}, ("input_ids", *LENGTHS)),
+        (LENGTHS, ("input_ids", "attention_mask", "position_ids", *LENGTHS)),
+    ],
+    ids=["mask", "lengths", "both"],
+)
+def test_grouped_attention_is_stepped_in_place(
+    changed: Mapping[str, TensorSpec | None], leads: tuple[str, ...]
+) -> None:
+    layout = find_layout(spec(**changed), GROUPED, {"sliding_window": 9})
+    assert isinstance(layout, DecoderLayout)
+    assert (layout.in_place, layout.least_past, layout.leads) == (True, 9, leads)
+    assert layout.token_bytes == 4 * 4 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "operators", "why"),
+    [
+        ({}, {"If"}, "has an If"),
+        ({"attention_mask": None}, {}, "has no input 'attention_mask'"),
+        ({"attention_mask": None, "seqlens_k": LENGTHS["seqlens_k"]}, {}, "has no input 'attention_mask'"),
+        ({"seqlens_k": TensorSpec("seqlens_k", "INT64", (-1,))}, {}, "'seqlens_k' isn't of INT32"),
+        ({"use_cache_branch": TensorSpec("use_cache_branch", "BOOL", (1,))}, {}, "has an input 'use_cache_branch'"),
+    ],
+)
+def test_grouped_attention_of_another_kind_is_told_apart(
+    changed: Mapping[str, TensorSpec | None], operators: Collection[str], why: str
+) -> None:
+    refused = find_layout(spec(**changed), GROUPED | {*operators}, {})
+    assert isinstance(refused, str)
+    assert why in refused
+
+
+@pytest.mark.parametrize("said", [{}, {"head_size": 8}, {"head_size": "8"}], ids=["unsaid", "said", "text"])
+def test_free_size_is_that_of_the_configuration(said: Mapping[str, object]) -> None:
+    free = {
+        PAST.format(layer, part).replace(".", "_"): TensorSpec(PAST.format(layer, part), "FP16", (-1, 4, -1, -1))
+        for layer in (0, 1)
+        for part in ("key", "value")
+    }
+    layout = find_layout(spec(**free), GROUPED, said)
+    if said == {"head_size": 8}:
+        assert isinstance(layout, DecoderLayout)
+        assert layout.token_bytes == 4 * 4 * 8 * 2
+    else:
+        assert "with fixed heads and size" in str(layout)
+
+
+def test_settings_of_the_builder_have_the_same_names(tmp_path: Path) -> None:
+    decoder = {"head_size": 8, "sliding_window": {"window_size": 7, "layers": [0]}}
+    model = {"context_length": 99, "eos_token_id": [1, 2], "decoder": decoder}
+    (tmp_path / "genai_config.json").write_text(json.dumps({"model": model, "search": {"max_length": 5}}))
+    said = read_settings("m", tmp_path / "model.onnx")
+    wanted = {"context_length": 99, "eos_token_id": [1, 2], "head_size": 8, "sliding_window": 7}
+    assert {key: said[key] for key in wanted} == wanted
+    (tmp_path / "genai_config.json").write_text(json.dumps({"model": 3}))
+    assert read_settings("m", tmp_path / "model.onnx") == {}
 
 
 def test_settings_beside_the_model_come_first(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 VOCABULARY, END, FAULTY, NO_NUMBER = 97, 7, 90, 91
 
 
-def layout() -> DecoderLayout:
+def layout(in_place: bool = False) -> DecoderLayout:
     lead = [TensorSpec(name, "INT64", (-1, -1)) for name in ("input_ids", "attention_mask", "position_ids")]
     past = TensorSpec("past_key_values.0.key", "FP32", (-1, 1, -1, 1))
     outputs = (TensorSpec("logits", "FP32", (-1, -1, -1)), TensorSpec("present.0.key", "FP32", (-1, 1, -1, 1)))
-    return DecoderLayout(ModelSpec((*lead, past), outputs), tuple(one.name for one in lead))
+    return DecoderLayout(ModelSpec((*lead, past), outputs), tuple(one.name for one in lead), in_place)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -64,20 +64,39 @@ class Decoder:
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
         tokens, mask, positions, past = inputs
+        present = np.concatenate([past, self.computed(tokens, positions)], axis=2)
+        return [self.logits(tokens, [row[0, one == 1, 0] for row, one in zip(present, mask, strict=True)]), present]
+
+    def keeping(self, kept: Sequence[Array]) -> Callable[[Sequence[Array]], Tensors]:
+        (past,) = kept
+
+        def run(inputs: Sequence[Array]) -> Tensors:
+            tokens, mask, positions = inputs
+            more, after = tokens.shape[1], mask.sum(1).tolist()
+            assert len(tokens) == 1 or more == 1 or max(after) == more
+            for row, new, end in zip(past, self.computed(tokens, positions), after, strict=True):
+                row[:, end - more : end] = new
+            return [self.logits(tokens, [row[0, :end, 0] for row, end in zip(past, after, strict=True)])]
+
+        return run
+
+    def computed(self, tokens: Array, positions: Array) -> Array:
         self.before(len(tokens))
         self.most_rows = max(self.most_rows, len(tokens))
         if self.faulty in tokens:
             raise self.fault
         new = np.where(tokens == NO_NUMBER, np.nan, (positions + 1) * tokens).astype(np.float32)
-        present = np.concatenate([past, new[:, None, :, None]], axis=2)
+        return new[:, None, :, None]
+
+    def logits(self, tokens: Array, kept: Sequence[Array]) -> Array:
         logits = np.zeros((*tokens.shape, VOCABULARY), np.float32)
-        for row in range(len(tokens)):
-            total = present[row, 0, mask[row] == 1, 0].sum()
+        for row, values in enumerate(kept):
+            total = values.sum()
             if np.isnan(total):
                 logits[row, -1] = np.nan
             else:
                 logits[row, -1, int(total) % 80] = 1
-        return [logits, present]
+        return logits
 
     def abandon(self) -> None:
         pass
@@ -116,11 +135,13 @@ class Asked(OpenRequest):
 
 
 @contextmanager
-def generating(decoder: Decoder, most_tokens: int = 200, **given: int) -> Iterator[GeneratingInstance]:
+def generating(
+    decoder: Decoder, most_tokens: int = 200, *, in_place: bool = False, **given: int
+) -> Iterator[GeneratingInstance]:
     """An instance in whose memory `most_tokens` tokens fit."""
     limits = GenerationLimits(VOCABULARY, 60, (END,))
     settings = DecoderSettings(most_cache_bytes=most_tokens * layout().token_bytes, **given)
-    instance = GeneratingInstance("m", decoder, Device(), layout(), limits, settings, Trial(VOCABULARY))
+    instance = GeneratingInstance("m", decoder, Device(), layout(in_place), limits, settings, Trial(VOCABULARY))
     try:
         yield instance
     finally:
@@ -150,12 +171,13 @@ def truth(request: Asked) -> tuple[list[int], str]:
     return tokens, "length" if len(tokens) == wanted else "stop"
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("most_tokens", [2_000, 90])
 @pytest.mark.parametrize("one", [True, False])
-def test_each_answer_is_its_own_whatever_the_company(one: bool, most_tokens: int) -> None:
+def test_each_answer_is_its_own_whatever_the_company(one: bool, most_tokens: int, in_place: bool) -> None:
     requests = many(40, one=one)
     decoder = Decoder()
-    with generating(decoder, most_tokens, prefill_tokens=8) as instance:
+    with generating(decoder, most_tokens, in_place=in_place, prefill_tokens=8) as instance:
         hand_over(instance, *requests)
         assert [request.tokens() for request in requests] == [*map(truth, requests)]
     assert {truth(request)[1] for request in requests} == {"length", "stop"}
@@ -182,9 +204,10 @@ def test_end_tokens_are_not_chosen_before_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("fault", [ExecutionError("a faulty row"), OutOfMemory("too little")])
-def test_faulty_rows_end_alone_whoever_is_beside_them(fault: ExecutionError) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_faulty_rows_end_alone_whoever_is_beside_them(in_place: bool, fault: ExecutionError) -> None:
     requests = many(30)
-    with generating(Decoder(fault, faulty=13), 2_000) as instance:
+    with generating(Decoder(fault, faulty=13), 2_000, in_place=in_place) as instance:
         hand_over(instance, *requests)
         failed = 0
         for request in requests:
@@ -223,9 +246,10 @@ def test_cancelled_generation_leaves_within_a_step() -> None:
     assert len(request.answers) == 0
 
 
-def test_cancelled_generations_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_cancelled_generations_leave_nothing_behind(in_place: bool) -> None:
     decoder = Decoder()
-    with generating(decoder, 2_000, most_generations=4) as instance:
+    with generating(decoder, 2_000, in_place=in_place, most_generations=4) as instance:
         left = []
         for request in many(200):
             request.parameters = {"max_tokens": 1_000}

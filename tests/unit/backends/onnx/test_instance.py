@@ -13,10 +13,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from paceline.backends.errors import ExecutionError, LoadError
+from paceline.backends.base import Device, DeviceKind
+from paceline.backends.errors import ExecutionError, LoadError, UnfitOutputs
+from paceline.backends.onnx.instance import OnnxInstance
+from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from paceline.protos.datatypes import DATATYPES
-from tests import models
+from tests import decoder_models, models
 from tests.unit.backends.onnx_models import (
     CPU,
     batched,
@@ -251,3 +254,30 @@ def test_execute_writing_to_a_result_leaves_the_models_constants_unchanged(tmp_p
     run_one(instance, x)[1][...] = 99
 
     assert run_one(instance, x)[1].tolist() == [1.0, 2.0]
+
+
+@pytest.fixture(params=[CPU, Device(DeviceKind.GPU)], ids=["shared", "copied"])
+def keeping(request: pytest.FixtureRequest, tmp_path: Path) -> OnnxInstance:
+    """A decoder that adds to what it is given in place, where it has the same memory."""
+    model = open_model(decoder_models.build(decoder_models.TINY_GROUPED), tmp_path)
+    return OnnxInstance(model._session(CPU), model.spec, request.param, OnnxOptions())
+
+
+def test_kept_arrays_are_what_comes_in_and_goes_out(keeping: OnnxInstance) -> None:
+    tokens, mask = np.array([[5, 6, 7]]), np.ones((1, 3), np.int64)
+    pasts = [np.zeros((1, 2, 0, 16), np.float32)] * 4
+    kept = [np.full((1, 2, 8, 16), np.nan, np.float32) for _ in pasts]
+    run = keeping.keeping(kept)
+    first, *pasts = keeping.run([tokens, mask, *pasts])
+    (same,) = run([tokens, mask])
+    assert (same == first).all()
+    second, *pasts = keeping.run([tokens[:, :1], np.ones((1, 4), np.int64), *pasts])
+    assert (run([tokens[:, :1], np.ones((1, 4), np.int64)])[0] == second).all()
+    assert (same == first).all()
+    assert all((one[:, :, :4] == past).all() for one, past in zip(kept, pasts, strict=True))
+
+
+def test_kept_arrays_that_are_too_small_are_refused(keeping: OnnxInstance) -> None:
+    run = keeping.keeping([np.zeros((1, 2, 2, 16), np.float32) for _ in range(4)])
+    with pytest.raises((ExecutionError, UnfitOutputs)):
+        run([np.array([[5, 6, 7]]), np.ones((1, 3), np.int64)])
