@@ -30,6 +30,7 @@ from paceline.clients.errors import (
     Unavailable,
     Unimplemented,
 )
+from paceline.clients.generations import GenerationChunk
 from paceline.clients.messages import IndexEntry, InferResult, ModelMetadata, ServerMetadata, TensorMetadata
 from paceline.clients.sequences import AsyncInferenceSequence, InferenceSequence
 from paceline.clients.sync import InferenceClient
@@ -42,6 +43,7 @@ __all__ = [
     "ClientClosed",
     "ClientError",
     "DeadlineExceeded",
+    "GenerationChunk",
     "IndexEntry",
     "InferResult",
     "InferenceClient",

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 import grpc
 import grpc.aio
+import numpy.typing as npt
 
 from paceline.clients import base
 from paceline.clients.answers import Answers
@@ -32,6 +33,7 @@ from paceline.clients.errors import (
     rpc_failure,
     unreadable,
 )
+from paceline.clients.generations import GenerationChunk, GenerationParameter, generation_chunk, generation_request
 from paceline.clients.messages import (
     IndexEntry,
     InferResult,
@@ -181,6 +183,30 @@ class InferenceClient(BaseClient):
         except asyncio.CancelledError as error:
             self._raise_if_closed(error)
             raise
+
+    async def generate(
+        self,
+        model: str,
+        prompt: str | npt.ArrayLike,
+        *,
+        version: str = "",
+        request_id: str = "",
+        timeout_s: Timeout = ...,
+        metadata: Metadata = (),
+        **parameters: GenerationParameter,
+    ) -> AsyncGenerator[GenerationChunk, None]:
+        """Generates what follows `prompt`, and yields each token as it comes; arguments and errors as in the blocking
+        client, with `async for`, and with `contextlib.aclosing` as for `stream_infer`."""
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()
+        known = await self._datatypes_of(model, version, timeout_s, metadata)
+        request = generation_request(prompt, parameters, known)
+        left_s = self._left_s(timeout_s, now_s() - began_s)
+        given = {"version": version, "request_id": request_id, "metadata": metadata, **request._asdict()}
+        results = self.stream_infer(model, timeout_s=left_s, **given)
+        async with aclosing(results):
+            async for result in results:
+                yield generation_chunk(result)
 
     def sequence(
         self,

@@ -26,6 +26,7 @@ from paceline.clients import overview, report
 from paceline.clients.base import DEFAULT_TIMEOUT_S
 from paceline.clients.connection import checked_target
 from paceline.clients.errors import InferenceError, Unimplemented
+from paceline.clients.generations import GenerationChunk
 from paceline.clients.inputs import InputError, RandomInputs, TypedInputs, parse_shape, prepare, read_inputs, read_steps
 from paceline.clients.messages import InferResult, ParameterValue
 from paceline.clients.options import ConnectionOptions, Seconds, Unusable, access_options, one_line, one_line_errors
@@ -38,6 +39,7 @@ T = TypeVar("T")
 
 _SERVING = "SERVING"
 _MOST_REASONS = 20
+_NOT_FOR_TEXT = "--input, --random, --output, --sequence, --repeat or --save"
 _DECOUPLED = "decoupled"
 """In what servers say of a call to a model that may answer any number of times."""
 
@@ -94,6 +96,8 @@ def _connected(server: str, timeout_s: float, access: ConnectionOptions) -> Iter
     "--shape", "shapes", multiple=True, metavar="NAME=1,2,3", help="With --random: the whole shape. Repeatable."
 )
 @click.option("--seed", type=click.IntRange(min=0), help="With --random: the same seed gives the same inputs.")
+@click.option("--text", metavar="TEXT", help="Generate what follows this text, and print it.")
+@click.option("--stream", is_flag=True, help="Print each answer as it comes; with --text, the text.")
 @click.option("--output", "outputs", multiple=True, metavar="NAME", help="Ask for this output only. Repeatable.")
 @_timeout_option(DEFAULT_TIMEOUT_S, "Longest wait for each answer.")
 @click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="Request parameter. Repeatable.")
@@ -125,6 +129,8 @@ def infer(
     rows: int | None,
     shapes: tuple[str, ...],
     seed: int | None,
+    text: str | None,
+    stream: bool,
     outputs: tuple[str, ...],
     timeout_s: float,
     parameters: tuple[str, ...],
@@ -139,10 +145,20 @@ def infer(
 ) -> None:
     """Run MODEL on a server and print the answer; of a decoupled model, each answer as it comes.
 
-    Numbers are converted to the model's datatypes, as long as no value is lost.
+    Numbers are converted to the model's datatypes, as long as no value is lost. Parameters of --text may be JSON lists.
     """
     with _connected(server, timeout_s, access) as client:
-        _refuse_contradictions(repeat, concurrency, save, steps is not None)
+        _refuse_contradictions(repeat, concurrency, save, steps is not None, stream)
+        if text is not None:
+            if inputs or make_up or outputs or steps is not None or repeat > 1 or save is not None:
+                raise InputError(f"--text can't be combined with {_NOT_FOR_TEXT}")
+            asked = dict(_parameter(one, ParameterValue | list) for one in parameters)
+            try:
+                chunks = client.generate(model, text, version=version, **asked)
+                _print_generation(chunks, stream=stream, as_json=form == "json")
+            except TypeError as error:
+                raise InputError(f"--parameter: {error}") from error
+            return
         if sequence_id is not None and steps is None:
             raise InputError("--sequence-id needs --sequence")
         if not make_up and (rows is not None or shapes or seed is not None):
@@ -152,13 +168,13 @@ def infer(
         options = dict(map(_parameter, parameters))
         metadata = client.model_metadata(model, version)
         most_values = sys.maxsize if full else report.FEW_VALUES
-        text = report.result_json if form == "json" else partial(report.result_text, most_values=most_values)
+        written = report.result_json if form == "json" else partial(report.result_text, most_values=most_values)
         if steps is not None:
             own_id = int(sequence_id) if sequence_id is not None and sequence_id.isdecimal() else sequence_id
             ready_steps = (prepare(metadata, step, random) for step in read_steps(steps, given))
             with client.sequence(model, own_id, version=version, outputs=outputs, parameters=options) as sequence:
                 for answer in _step_answers(sequence, ready_steps):
-                    click.echo(text(answer))
+                    click.echo(written(answer))
             return
         if metadata.inputs and not given and random is None:
             raise InputError("no input: give --input or --random")
@@ -176,16 +192,28 @@ def infer(
                 raise click.exceptions.Exit(click.ClickException.exit_code)
             return
         try:
-            answers: Iterable[InferResult] = [call(client.infer)]
+            answers: Iterable[InferResult] = call(client.stream_infer) if stream else [call(client.infer)]
         except Unimplemented as error:
             # Nothing was executed: the server says so before it looks at the request.
             if _DECOUPLED not in error.message or save is not None:
                 raise
             answers = call(client.stream_infer)
         for answer in answers:
-            click.echo(text(answer))
+            click.echo(written(answer))
             if save is not None:
                 report.save_npz(save, answer.outputs)
+
+
+def _print_generation(chunks: Iterable[GenerationChunk], *, stream: bool, as_json: bool) -> None:
+    """The text as it comes, or all of it; in JSON, a line for each."""
+    is_open = False
+    try:
+        for some in ([chunk] for chunk in chunks) if stream else [[*chunks]]:
+            click.echo(report.generation_json(some) if as_json else report.generation_text(some), nl=as_json)
+            is_open = not as_json
+    finally:
+        if is_open:
+            click.echo()
 
 
 def _step_answers(sequence: InferenceSequence, steps: Iterator[TypedInputs]) -> Iterator[InferResult]:
@@ -197,11 +225,15 @@ def _step_answers(sequence: InferenceSequence, steps: Iterator[TypedInputs]) -> 
         step = following
 
 
-def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None, is_sequence: bool) -> None:
+def _refuse_contradictions(
+    repeat: int, concurrency: int, save: Path | None, is_sequence: bool, is_stream: bool
+) -> None:
     if repeat > 1 and save is not None:
         raise InputError("--save can't be combined with --repeat: it saves a single answer")
     if is_sequence and (repeat > 1 or save is not None):
         raise InputError("--sequence can't be combined with --repeat or --save")
+    if is_stream and (is_sequence or repeat > 1 or save is not None):
+        raise InputError("--stream can't be combined with --sequence, --repeat or --save")
     if repeat == 1 and concurrency > 1:
         raise InputError("--concurrency needs --repeat")
     if save is not None and save.suffix != ".npz":
@@ -211,8 +243,8 @@ def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None, is_
         raise InputError(f"--save {save}: expected a file that can be written, in an existing folder")
 
 
-def _parameter(text: str) -> tuple[str, ParameterValue]:
-    """KEY=VALUE as key and value: JSON booleans, numbers and strings are parsed, everything else is text."""
+def _parameter(text: str, kinds: Any = ParameterValue) -> tuple[str, Any]:
+    """KEY=VALUE as key and value: JSON of these `kinds` is parsed, everything else is text."""
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise InputError(f"--parameter {text!r}: expected KEY=VALUE")
@@ -220,7 +252,7 @@ def _parameter(text: str) -> tuple[str, ParameterValue]:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
         return key, value
-    return key, parsed if isinstance(parsed, bool | int | float | str) else value
+    return key, parsed if isinstance(parsed, kinds) else value
 
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -12,19 +12,21 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, TextIO
+from unicodedata import category
 from zipfile import ZipFile
 
 import numpy as np
 
 from paceline.clients.casting import Array
 from paceline.clients.errors import InferenceError
+from paceline.clients.generations import GenerationChunk
 from paceline.clients.messages import InferResult
 from paceline.clients.options import printable
 
@@ -32,6 +34,8 @@ __all__ = [
     "FEW_VALUES",
     "Outcome",
     "Report",
+    "generation_json",
+    "generation_text",
     "outcome_json",
     "outcome_text",
     "progress_line",
@@ -87,6 +91,23 @@ def result_json(result: InferResult) -> str:
         ],
     }
     return json.dumps(document, allow_nan=False)
+
+
+def generation_text(chunks: Sequence[GenerationChunk]) -> str:
+    """The text of these chunks, with a question mark for each control character but tabs and ends of lines."""
+    return "".join(
+        letter if letter in "\t\n" or category(letter) != "Cc" else "?" for chunk in chunks for letter in chunk.text
+    )
+
+
+def generation_json(chunks: Sequence[GenerationChunk]) -> str:
+    """What these chunks say together."""
+    document = {
+        "text": "".join(chunk.text for chunk in chunks),
+        "token_ids": [token for chunk in chunks for token in chunk.token_ids],
+        "finish_reason": chunks[-1].finish_reason if chunks else None,
+    }
+    return json.dumps(document)
 
 
 def _readable(array: Array) -> Array:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from types import ModuleType
 from typing import ClassVar, Self, TypeVar
 
 import grpc
+import numpy.typing as npt
 
 from paceline.clients import base
 from paceline.clients.answers import Answers
@@ -21,6 +22,7 @@ from paceline.clients.base import BaseClient, Call, ReadyWait, Timeout
 from paceline.clients.connection import Metadata
 from paceline.clients.description import ModelDescription, described
 from paceline.clients.errors import DeadlineExceeded, InferenceError, Unavailable, Unimplemented, rpc_failure
+from paceline.clients.generations import GenerationChunk, GenerationParameter, generation_chunk, generation_request
 from paceline.clients.messages import (
     IndexEntry,
     InferResult,
@@ -133,6 +135,38 @@ class InferenceClient(BaseClient):
             self._forget_datatypes(model, version, error)
             raise
 
+    def generate(
+        self,
+        model: str,
+        prompt: str | npt.ArrayLike,
+        *,
+        version: str = "",
+        request_id: str = "",
+        timeout_s: Timeout = ...,
+        metadata: Metadata = (),
+        **parameters: GenerationParameter,
+    ) -> Generator[GenerationChunk, None, None]:
+        """Generates what follows `prompt`, text or token ids, and yields each token as it comes, or what the server
+        sends at once. The last chunk has a `finish_reason`.
+
+        Other keywords are parameters: `max_tokens`, `min_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop` (text
+        or several), `repetition_penalty`, `logprobs`, and whatever else the model knows. One that is named as an input
+        of the model is sent as that. If the model has the input `sampling_parameters`, as that of Triton's vLLM
+        backend, the others are sent there, as a JSON object; else as parameters of the request, which `priority`,
+        `timeout` (of the server, in microseconds) and those that begin with `paceline_` are in any case. The first call
+        asks for the model's inputs, within the same timeout. Otherwise as `stream_infer`: `timeout_s` is for the whole
+        answer, and closing the iterator, or dropping it, ends the generation.
+        """
+        began_s = time.monotonic()
+        known = self._datatypes_of(model, version, timeout_s, metadata)
+        request = generation_request(prompt, parameters, known)
+        left_s = self._left_s(timeout_s, time.monotonic() - began_s)
+        given = {"version": version, "request_id": request_id, "metadata": metadata, **request._asdict()}
+        results = self.stream_infer(model, timeout_s=left_s, **given)
+        with closing(results):
+            for result in results:
+                yield generation_chunk(result)
+
     def sequence(
         self,
         model: str,
@@ -228,6 +262,14 @@ class InferenceClient(BaseClient):
         if channel is not None:
             channel.close()
 
+    def _datatypes_of(self, model: str, version: str, timeout_s: Timeout, metadata: Metadata) -> Mapping[str, str]:
+        """Of the model's inputs, by name."""
+        known = self._datatypes.get((model, version))
+        if known is None:
+            described = self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
+            known = self._datatypes[model, version] = {tensor.name: tensor.datatype for tensor in described.inputs}
+        return known
+
     def _request(
         self,
         model: str,
@@ -243,10 +285,7 @@ class InferenceClient(BaseClient):
         """The request for `infer`'s arguments, and what is left of the timeout."""
         if plain := plain_inputs(inputs, datatypes):
             began_s = time.monotonic()
-            known = self._datatypes.get((model, version))
-            if known is None:
-                described = self.model_metadata(model, version, timeout_s=timeout_s, metadata=metadata)
-                known = self._datatypes[model, version] = {tensor.name: tensor.datatype for tensor in described.inputs}
+            known = self._datatypes_of(model, version, timeout_s, metadata)
             datatypes = {**{name: known[name] for name in plain if name in known}, **(datatypes or {})}
             timeout_s = self._left_s(timeout_s, time.monotonic() - began_s)
         request = infer_request(

@@ -27,6 +27,7 @@ __all__ = [
     "ClientClosed",
     "ClientError",
     "DeadlineExceeded",
+    "GenerationChunk",
     "IndexEntry",
     "InferResult",
     "InferenceClient",
