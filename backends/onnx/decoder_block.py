@@ -16,7 +16,10 @@ from paceline.backends.errors import UnfitOutputs
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array, Tensors
 
-__all__ = ["Block", "Run", "StepsModel"]
+__all__ = ["NO_TOKEN", "Block", "Run", "StepsModel"]
+
+NO_TOKEN = -1
+"""In place of a token: the row has fewer than others."""
 
 Run = Callable[[Sequence[Array]], Tensors]
 

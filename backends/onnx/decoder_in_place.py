@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from paceline.backends.errors import UnfitOutputs
-from paceline.backends.onnx.decoder_block import Block, Run, StepsModel
+from paceline.backends.onnx.decoder_block import NO_TOKEN, Block, Run, StepsModel
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array
 
@@ -70,7 +70,9 @@ class InPlaceBlock(Block):
         self.rows, self.lengths, self._run = tuple(others), self.lengths[:-1], None
 
     def step(self, model: StepsModel, tokens: Array, layout: DecoderLayout) -> Array:
+        """As `Block`, also if rows without a past have fewer tokens, after so many NO_TOKEN."""
         more, count = tokens.shape[1], len(self.rows)
+        after = self.lengths + (tokens != NO_TOKEN).sum(axis=1)
         self._fit(count, self.longest + more)
         if more > 1 and count > 1 and self.lengths.any():
             # GroupQueryAttention takes some tokens after a past, or some rows.
@@ -79,30 +81,9 @@ class InPlaceBlock(Block):
         else:
             self._run = self._run or model.keeping([past[:count] for past in self.pasts])
             runs = [(self._run, slice(0, count))]
-        last = [self._last_logits(run, tokens[at], self.lengths[at], layout) for run, at in runs]
-        self.lengths = self.lengths + more
+        last = [_last_logits(run, tokens[at], self.lengths[at], after[at], layout) for run, at in runs]
+        self.lengths = after
         return np.concatenate(last) if len(last) > 1 else last[0]
-
-    def _last_logits(self, run: Run, tokens: Array, lengths: Array, layout: DecoderLayout) -> Array:
-        after = lengths + tokens.shape[1]
-        longest = int(after.max())
-        inputs = list[Array]()
-        for one in layout.executed.inputs[: len(layout.leads)]:
-            if one.name == "input_ids":
-                inputs.append(tokens)
-            elif one.name == "attention_mask":
-                inputs.append((np.arange(longest) < after[:, None]).astype(np.int64))
-            elif one.name == "position_ids":
-                inputs.append(lengths[:, None] + np.arange(tokens.shape[1]))
-            else:
-                lengths_told = after - 1 if one.name == "seqlens_k" else np.array(longest)
-                inputs.append(lengths_told.astype(np.int32).reshape(one.dims))
-        (logits,) = run(inputs)
-        # Some exports leave out all but the last token's.
-        if logits.ndim != 3 or logits.shape[0] != len(tokens) or logits.shape[1] not in (1, tokens.shape[1]):
-            raise UnfitOutputs(f"expected logits of shape {[*tokens.shape, -1]}, got {list(logits.shape)}")
-        found: Array = logits[:, -1].astype(np.float32, copy=False)
-        return found
 
     def _take(self, rows: set[int], blocks: Sequence[Self]) -> None:
         found = [(block, row) for block in blocks for row in block.rows if row in rows]
@@ -133,6 +114,33 @@ class InPlaceBlock(Block):
                 larger[place, :, :length] = past[place, :, :length]
             pasts.append(larger)
         self.pasts, self._run = pasts, None
+
+
+def _last_logits(run: Run, tokens: Array, lengths: Array, after: Array, layout: DecoderLayout) -> Array:
+    """Those of the last tokens of rows that have `lengths` before and `after`."""
+    counts, more = after - lengths, tokens.shape[1]
+    if is_filled := bool((counts < more).any()):
+        # On the left; here rows begin there.
+        tokens = np.array([np.roll(row, own) for row, own in zip(tokens, counts, strict=True)])
+    inputs, longest = list[Array](), int(after.max())
+    for one in layout.executed.inputs[: len(layout.leads)]:
+        if one.name == "input_ids":
+            inputs.append(np.maximum(tokens, 0))
+        elif one.name == "attention_mask":
+            inputs.append((np.arange(longest) < after[:, None]).astype(np.int64))
+        elif one.name == "position_ids":
+            inputs.append(lengths[:, None] + np.arange(more))
+        else:
+            told = after - 1 if one.name == "seqlens_k" else np.array(longest)
+            inputs.append(told.astype(np.int32).reshape(one.dims))
+    (logits,) = run(inputs)
+    # Some exports leave out all but the last one's.
+    wanted = [more] if is_filled else [more, 1]
+    if logits.ndim != 3 or logits.shape[0] != len(tokens) or logits.shape[1] not in wanted:
+        raise UnfitOutputs(f"expected logits of shape {[*tokens.shape, -1]}, got {list(logits.shape)}")
+    last = logits[np.arange(len(tokens)), counts - 1] if is_filled else logits[:, -1]
+    found: Array = last.astype(np.float32, copy=False)
+    return found
 
 
 def block_type(layout: DecoderLayout) -> type[Block]:

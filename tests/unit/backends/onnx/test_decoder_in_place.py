@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError, UnfitOutputs
+from paceline.backends.onnx.decoder_block import NO_TOKEN
 from paceline.backends.onnx.decoder_in_place import InPlaceBlock
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
@@ -52,13 +53,13 @@ class Model:
         assert total.tolist() == [after.max()]
         more = tokens.shape[1]
         self.executed.append(tokens.shape)
-        assert len(tokens) == 1 or more == 1 or (after == more).all()
+        begins = after * 0 if total[0] == more else after - more
+        assert len(tokens) == 1 or more == 1 or not begins.any()
         sums = np.zeros((*tokens.shape, 1), np.float32)
-        for row, (new, end) in enumerate(zip(tokens, after.tolist(), strict=True)):
+        for row, (new, begin) in enumerate(zip(tokens, begins.tolist(), strict=True)):
             for one in kept:
-                one[row, :, end - more : end] = new[:, None]
-            values = kept[0][row, 0, :end, 0]
-            sums[row, :, 0] = np.cumsum(values)[end - more :]
+                one[row, :, begin : begin + more] = new[:, None]
+            sums[row, :, 0] = np.cumsum(kept[0][row, 0, : begin + more, 0])[begin:]
         if self.fails:
             raise ExecutionError("after it was written")
         return [sums[:, -1:] if self.only_last else sums.reshape(sums.shape[: self.logits_rank])]
@@ -151,6 +152,19 @@ def test_some_tokens_after_pasts_are_stepped_row_by_row() -> None:
     model.executed.clear()
     logits = block.step(model, np.array([[1, 2], [3, 4]]), layout())
     assert (model.executed, logits.tolist()) == ([(1, 2), (1, 2)], [[4], [9]])
+
+
+def begun_together(model: Model) -> InPlaceBlock:
+    block = InPlaceBlock.of((0, 1), [InPlaceBlock.empty(row, layout()) for row in range(2)])
+    logits = block.step(model, np.array([[NO_TOKEN, NO_TOKEN, 1], [2, 3, 4]]), layout())
+    assert logits.tolist() == [[1], [9]]
+    return block
+
+
+def test_prompts_of_different_lengths_begin_together() -> None:
+    assert kept(begun_together(Model())) == {0: [1], 1: [2, 3, 4]}
+    with pytest.raises(UnfitOutputs, match="expected logits of shape"):
+        begun_together(Model(only_last=True))
 
 
 def test_failed_step_changes_nothing() -> None:
