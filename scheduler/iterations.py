@@ -1,13 +1,14 @@
 """Which generations an instance steps together, and how many tokens of prompts it computes in between.
 
 A *row* is a generation that has a place. It has `total` tokens, its prompt's and those chosen since, of which the
-keys and values of `held` are kept. An iteration executes each group of rows that lack one token once, and then pieces
-of the prompts of others, each by itself. Rows that share a group are filled up to the longest of them.
+keys and values of `held` are kept. An iteration executes pieces of the prompts of some, and then each group of rows
+that lack one token once. Rows that share an execution are filled up to the longest of them. Those that lack more share
+one only if nothing is held of them and they are computed whole.
 
 Lives here: who has a place, who shares a group, who is put out when keys and values need too much memory, and when that
 comes back. Must not: tensors, clocks, threads. The rules: the oldest row always goes on, so something always ends; a
-row is put out only if older ones need its memory; no iteration computes more tokens of prompts than it may, unless
-these can't be cut.
+row is put out only if older ones need its memory; no iteration computes more tokens of prompts than it may, fill
+included, unless these can't be cut.
 """
 
 from __future__ import annotations
@@ -15,19 +16,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paceline.scheduler.latency import LatencyModel
+
 __all__ = ["Iteration", "Iterations", "StepCosts"]
 
 _SLACK_TOKENS = 16
 """For each row, so many more tokens have to fit before another one has a place: else that would soon be put out."""
 
+_MOST_PUT_OFF = 2
+"""For so many iterations, prompts wait for others: the first token comes within three steps besides its prompt's."""
+_LEARN = 0.05
+"""What the last iteration counts, of how many rows begin in one."""
+
 
 class Iteration(NamedTuple):
-    """What to do next: forget what is kept of rows that were `put_out`, compute the next token of each of `groups`, and
-    then `pieces`: so many further tokens of one row each."""
+    """What to do next: forget what is kept of rows that were `put_out`, execute each of `pieces`, rows with the numbers
+    of their further tokens, and then compute the next token of each of `groups`."""
 
     put_out: Sequence[int]
+    pieces: Sequence[Sequence[tuple[int, int]]]
     groups: Sequence[tuple[int, ...]]
-    pieces: Sequence[tuple[int, int]]
 
 
 class _Row:
@@ -45,9 +53,9 @@ class _Row:
 
 class Iterations:
     """At most `most_rows` rows, which keep at most `most_tokens` tokens, fill included, unless one alone needs more;
-    `piece_tokens` tokens of prompts an iteration. `pads`: rows of different lengths may share a group. `in_pieces`:
-    prompts may be computed in pieces, else the last one that begins in an iteration may have more than `piece_tokens`.
-    `costs` is told by others what groups cost."""
+    `piece_tokens` tokens of prompts an iteration. `pads`: rows of different lengths may share a group; `pads_prompts`:
+    they may begin together. `in_pieces`: prompts may be computed in pieces, else the last one that begins in an
+    iteration may have more than `piece_tokens`. `costs` is told by others what executions cost."""
 
     def __init__(
         self,
@@ -57,6 +65,7 @@ class Iterations:
         costs: StepCosts,
         *,
         pads: bool = True,
+        pads_prompts: bool = True,
         in_pieces: bool = True,
     ) -> None:
         self._most_rows = most_rows
@@ -64,11 +73,14 @@ class Iterations:
         self._piece_tokens = piece_tokens
         self._costs = costs
         self._pads = pads
+        self._pads_prompts = pads and pads_prompts
         self._in_pieces = in_pieces
         # The oldest first; those that are out keep their age.
         self._rows: dict[int, _Row] = {}
-        # Of all that aren't out. One that lacks more than a token is alone in its group.
+        # Of all that aren't out. One that lacks more than a token is alone in its group, or executed with it now.
         self._groups: list[list[int]] = []
+        # How many rows begin in an iteration, in the mean; in how many the present ones have been put off.
+        self._entered, self._entering, self._put_off = 0, 0.0, 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -83,6 +95,7 @@ class Iterations:
 
     def enter(self, row: int, tokens: int) -> None:
         self._rows[row] = _Row(tokens)
+        self._entered += 1
         self._groups.append([row])
 
     def leave(self, row: int) -> None:
@@ -108,13 +121,48 @@ class Iterations:
         self._split()
         self._join()
         groups = [tuple(group) for group in self._groups if self._rows[group[0]].lacks_one]
-        pieces, left = list[tuple[int, int]](), self._piece_tokens
-        for number, row in self._rows.items():
-            if left and not (row.is_out or row.lacks_one):
-                lacking = row.total - row.held
-                pieces.append((number, min(left, lacking) if self._in_pieces else lacking))
-                left = max(0, left - lacking)
-        return Iteration(put_out, groups, pieces)
+        return Iteration(put_out, self._pieces(max(groups, key=len, default=())), groups)
+
+    def _pieces(self, largest: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """What is computed of prompts, the oldest first. Those that begin may be put off while the `largest` group goes
+        on, so that several come together."""
+        self._entering += _LEARN * (self._entered - self._entering)
+        self._entered = 0
+        rows = [(number, row) for number, row in self._rows.items() if not (row.is_out or row.lacks_one)]
+        begin = sum(not row.held for _, row in rows)
+        puts_off = begin and largest and self._put_off < _MOST_PUT_OFF
+        if puts_off and self._costs.gathers(self._entering, begin, len(largest), self._longest(largest)):
+            self._put_off += 1
+            rows = [(number, row) for number, row in rows if row.held]
+        else:
+            self._put_off = 0
+        pieces, shared, left = list[list[tuple[int, int]]](), list[list[tuple[int, int]]](), self._piece_tokens
+        for number, row in rows:
+            if left <= 0:
+                break
+            lacking = row.total - row.held
+            tokens = min(left, lacking) if self._in_pieces else lacking
+            added = self._share(number, tokens, shared, left) if tokens == row.total else 0
+            if not added:
+                pieces.append([(number, tokens)])
+                shared += pieces[-1:] if tokens == row.total else []
+            left -= added or tokens
+        return pieces
+
+    def _share(self, row: int, tokens: int, shared: Sequence[list[tuple[int, int]]], left: int) -> int:
+        """Have it begin in one of the executions `shared`, if that costs less than one of its own. Returns how many
+        tokens that adds, fill included; 0 if it doesn't."""
+        for execution in shared:
+            width, rows = max(own for _, own in execution), len(execution)
+            added = max(width, tokens) * (rows + 1) - width * rows
+            pays = added == tokens or (self._pads_prompts and added - tokens <= self._costs.worth_tokens)
+            group = next(one for one in self._groups if execution[0][0] in one)
+            if added <= left and pays and self._fits_joined(group, [row]):
+                execution.append((row, tokens))
+                self._ungroup(row)
+                group.append(row)
+                return added
+        return 0
 
     def _needed(self) -> int:
         """How many tokens have to be kept after the next step, with the whole prompts of those that have begun."""
@@ -204,15 +252,22 @@ _SHORTEST = 5
 
 
 class StepCosts:
-    """What a step of a group costs each of its rows, by the number of rows and the longest past, both up to the next
-    power of two. Graphs copy their whole past in each step, so that beyond a size that depends on the machine, more
-    rows cost each of them more. It is found by climbing: a size is tried from the one below or above it, if that is
-    known, and what was worse is left for long."""
+    """What executions cost. Of a step, what it costs each row, by the number of rows and the longest past, both up to
+    the next power of two. Graphs copy their whole past in each step, so that beyond a size that depends on the
+    machine, more rows cost each of them more. It is found by climbing: a size is tried from the one below or above it,
+    if that is known, and what was worse is left for long. Of beginning, what it costs by tokens, fill included."""
 
     def __init__(self) -> None:
         self._costs: dict[tuple[int, int], _Cost] = {}
+        self._beginning = LatencyModel(1)
         self._now = 0
         self._apart_at = -1
+
+    @property
+    def worth_tokens(self) -> float:
+        """An execution in which rows begin costs as much as that many more tokens in another one, whatever its own
+        number; 0 as long as it isn't known."""
+        return self._beginning.worth(None)
 
     def tick(self) -> None:
         """Another iteration begins."""
@@ -230,6 +285,18 @@ class StepCosts:
         cost.row_ns += weight * (row_ns - cost.row_ns)
         cost.count += 1
         cost.last = self._now
+
+    def observe_begin(self, rows: int, longest: int, took_ns: int, now_ns: int) -> None:
+        """`rows` began together, the longest with so many tokens."""
+        tokens = rows * longest
+        step = max(0, tokens.bit_length() - 3)  # four sizes between a power of two and the next
+        self._beginning.observe(None, tokens >> step << step, took_ns, now_ns)
+
+    def gathers(self, entering: float, begin: int, rows: int, longest: int) -> bool:
+        """Whether it pays that `begin` rows lose a step, as another one may come, of which there are `entering` in an
+        iteration, and save an execution. `rows` and `longest` are those of the group that goes on."""
+        alone, together = self._row_ns(0, longest), self._row_ns(_level(rows), longest)
+        return alone is not None and together is not None and begin * together < entering * alone
 
     def joins(self, rows: int, longest: int, more_rows: int, more_longest: int) -> bool:
         """Whether two groups are to be one, which is so if that costs less, or to find out."""

@@ -65,14 +65,23 @@ class Block:
         if len(blocks) == 1 and blocks[0].rows == rows:
             return blocks[0]
         where = {row: (block, place) for block in blocks for place, row in enumerate(block.rows)}
-        found = [where[row] for row in rows]
-        lengths = np.array([block.lengths[place] for block, place in found])
+        # Rows that are beside each other in their block are copied at once.
+        parts = list[tuple[Self, int, int]]()
+        for block, place in map(where.__getitem__, rows):
+            if parts and parts[-1][0] is block and parts[-1][2] == place:
+                parts[-1] = (block, parts[-1][1], place + 1)
+            else:
+                parts.append((block, place, place + 1))
+        lengths = np.concatenate([block.lengths[first:end] for block, first, end in parts])
         longest, pasts = int(lengths.max()), list[Array]()
         for number, like in enumerate(blocks[0].pasts):
             # What is masked must be finite all the same: it is multiplied by 0.
-            joined = np.zeros((len(rows), like.shape[1], longest, like.shape[3]), like.dtype)
-            for row, (block, place), length in zip(joined, found, lengths, strict=True):
-                row[:, longest - length :] = block.pasts[number][place][:, block.longest - length :]
+            joined, at = np.zeros((len(rows), like.shape[1], longest, like.shape[3]), like.dtype), 0
+            for block, first, end in parts:
+                width = min(longest, block.longest)
+                own = block.pasts[number][first:end, :, block.longest - width :]
+                joined[at : at + end - first, :, longest - width :] = own
+                at += end - first
             pasts.append(joined)
         return cls(rows, lengths, pasts)
 
@@ -84,18 +93,19 @@ class Block:
         """It has left, if it was here. Whoever steps the others makes a block of them."""
 
     def step(self, model: StepsModel, tokens: Array, layout: DecoderLayout) -> Array:
-        """Add `tokens`, [rows, some], to the rows. Returns the last ones' logits as FP32, [rows, vocabulary]. If this
-        raises, nothing has changed."""
+        """Add `tokens`, [rows, some], to the rows. If none has a past, rows may have fewer, after so many NO_TOKEN.
+        Returns the last ones' logits as FP32, [rows, vocabulary]. If this raises, nothing has changed."""
         more, longest = tokens.shape[1], self.longest
+        lengths = self.lengths + (tokens != NO_TOKEN).sum(axis=1)
         inputs = list[Array]()
         for name in layout.leads:
             if name == "input_ids":
-                inputs.append(tokens)
+                inputs.append(np.maximum(tokens, 0))
             elif name == "attention_mask":
-                begins = (longest - self.lengths)[:, None]
+                begins = (longest + more - lengths)[:, None]
                 inputs.append((np.arange(longest + more) >= begins).astype(np.int64))
             elif name == "position_ids":
-                inputs.append(self.lengths[:, None] + np.arange(more))
+                inputs.append(np.maximum((lengths - more)[:, None] + np.arange(more), 0))
             else:
                 inputs.append(np.array([longest > 0]))
         logits, *presents = model.run([*inputs, *self.pasts])
@@ -105,6 +115,6 @@ class Block:
             raise UnfitOutputs(
                 f"expected logits and present of shapes {[*tokens.shape, -1]} and {list(wanted[0])}, got {got}"
             )
-        self.pasts, self.lengths = presents, self.lengths + more
+        self.pasts, self.lengths = presents, lengths
         last: Array = logits[:, -1].astype(np.float32, copy=False)
         return last

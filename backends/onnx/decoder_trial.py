@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.onnx.decoder_block import Block, StepsModel
+from paceline.backends.onnx.decoder_block import NO_TOKEN, Block, StepsModel
 from paceline.backends.onnx.decoder_in_place import block_type
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array
@@ -26,10 +26,11 @@ _CLOSE = {"FP32": 1e-3, "FP16": 2e-2}
 @dataclass(frozen=True, slots=True)
 class Trial:
     """`vocabulary`: how many tokens the model knows. `pads`: rows of different lengths give together what they give
-    alone. `in_pieces`: a prompt in pieces gives what the whole gives."""
+    alone; `pads_prompts`: also where they begin. `in_pieces`: a prompt in pieces gives what the whole gives."""
 
     vocabulary: int
     pads: bool = True
+    pads_prompts: bool = True
     in_pieces: bool = True
 
 
@@ -39,20 +40,24 @@ def try_steps(model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any])
     known, close = said.get("vocab_size"), _CLOSE[layout.pasts[0].datatype]
     tokens = np.arange(1, 7) % (known if isinstance(known, int) and known > 0 else 8)
     kind = block_type(layout)
-    whole, stepped, pieces, short, *beside = (kind.empty(row, layout) for row in range(6))
+    whole, stepped, pieces, short, *beside = (kind.empty(row, layout) for row in range(8))
     in_one = whole.step(model, tokens[None], layout)
     prompt = stepped.step(model, tokens[None, :5], layout)
+    begun = np.concatenate([prompt, short.step(model, tokens[None, :3], layout)])
     pieces.step(model, tokens[None, :2], layout)
-    short.step(model, tokens[None, :3], layout)
     in_pieces = _gives(prompt, pieces, model, tokens[None, 2:5], layout, close)
-    for block, length in zip(beside, (5, 3), strict=True):
+    for block, length in zip(beside, (5, 3), strict=False):
         block.step(model, tokens[None, :length], layout)
-    both = kind.of((4, 5), beside)
+    both, prompts = kind.of((4, 5), beside[:2]), kind.of((6, 7), beside[2:])
     alone = [block.step(model, tokens[None, 5:], layout) for block in (stepped, short)]
     if not _are_close(in_one, alone[0], close):
         raise ExecutionError("a token after a prompt doesn't give what it gives as part of it")
     pads = _gives(np.concatenate(alone), both, model, tokens[[5, 5], None], layout, close)
-    return Trial(in_one.shape[1], pads, in_pieces)
+    filled = np.array([tokens[:5], [NO_TOKEN, NO_TOKEN, *tokens[:3]]])
+    pads_prompts = _gives(begun, prompts, model, filled, layout, close) and _gives(
+        np.concatenate(alone), prompts, model, tokens[[5, 5], None], layout, close
+    )
+    return Trial(in_one.shape[1], pads, pads_prompts, in_pieces)
 
 
 def _gives(wanted: Array, block: Block, model: StepsModel, tokens: Array, layout: DecoderLayout, close: float) -> bool:

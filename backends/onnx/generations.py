@@ -9,7 +9,7 @@ have places, so that others wait in the queue, by its rules.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Condition, Event, Thread
 from time import monotonic_ns
 from typing import Any
@@ -20,7 +20,7 @@ from paceline.backends.base import Device, Execution
 from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory
 from paceline.backends.generation import GenerationLimits, read_request
 from paceline.backends.growing_answer import GrowingAnswer
-from paceline.backends.onnx.decoder_block import Block, StepsModel
+from paceline.backends.onnx.decoder_block import NO_TOKEN, Block, StepsModel
 from paceline.backends.onnx.decoder_in_place import block_type
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
@@ -62,6 +62,7 @@ class GeneratingInstance:
             settings.prefill_tokens,
             self._costs,
             pads=tried.pads,
+            pads_prompts=tried.pads_prompts,
             in_pieces=tried.in_pieces,
         )
         # By the numbers of their requests: those with a place, and the blocks of those that have a past.
@@ -174,37 +175,43 @@ class GeneratingInstance:
     def _iterate(self, iteration: Iteration) -> None:
         for number in iteration.put_out:
             self._forget(number)
+        # First those that begin, so that they wait for nobody's step.
+        for pieces in iteration.pieces:
+            self._execute(dict(pieces))
         for group in iteration.groups:
-            self._execute(group, 1)
-        for number, tokens in iteration.pieces:
-            if number in self._generations:
-                self._execute((number,), tokens)
+            self._execute(dict.fromkeys(group, 1))
 
-    def _execute(self, rows: tuple[int, ...], more: int) -> None:
-        """Compute `more` tokens of each of `rows`."""
-        blocks = list({id(one): one for one in map(self._blocks.get, rows) if one is not None}.values())
-        block = self._kind.of(rows, blocks) if blocks else self._kind.empty(rows[0], self._layout)
+    def _execute(self, more: Mapping[int, int]) -> None:
+        """Compute so many more tokens of each of these rows."""
+        rows = tuple(more)
+        own = [self._blocks.get(row) or self._kind.empty(row, self._layout) for row in rows]
+        block = self._kind.of(rows, list({id(one): one for one in own}.values()))
+        longest, most = block.longest, max(more.values())
         began_ns = monotonic_ns()
         done = self._step(block, more)
-        if more == 1 and len(done) == 1 and done[0][0] is block:
-            self._costs.observe(len(rows), block.longest, monotonic_ns() - began_ns)
+        if len(done) == 1 and done[0][0] is block:
+            now_ns = monotonic_ns()
+            if not longest:
+                self._costs.observe_begin(len(rows), most, now_ns - began_ns, now_ns)
+            elif most == 1:
+                self._costs.observe(len(rows), longest + 1, now_ns - began_ns)
         for one, logits in done:
             for row in one.rows:
                 self._blocks[row] = one
-            # Those of a group have the same state, and pieces are of one row.
+            # Those that share an execution have the same state.
             with self._changed:
-                complete = [self._iterations.computed(row, more) for row in one.rows]
+                complete = [self._iterations.computed(row, more[row]) for row in one.rows]
             if all(complete):
                 self._choose(one.rows, logits)
 
-    def _step(self, block: Block, more: int) -> list[tuple[Block, Array]]:
+    def _step(self, block: Block, more: Mapping[int, int]) -> list[tuple[Block, Array]]:
         """Step the rows of `block`, or if that fails, halves of it, until it is known whose fault that is: those end.
         Returns what was stepped, with the logits."""
-        tokens = []
-        for row, length in zip(block.rows, block.lengths.tolist(), strict=True):
-            tokens.append(self._generations[row].tokens[length : length + more])
+        tokens = np.full((len(block.rows), max(more[row] for row in block.rows)), NO_TOKEN, np.int64)
+        for own, row, length in zip(tokens, block.rows, block.lengths.tolist(), strict=True):
+            own[-more[row] :] = self._generations[row].tokens[length : length + more[row]]
         try:
-            return [(block, block.step(self._model, np.array(tokens, np.int64), self._layout))]
+            return [(block, block.step(self._model, tokens, self._layout))]
         except ExecutionError as error:
             if len(block.rows) == 1 or (isinstance(error, InstanceError) and not isinstance(error, OutOfMemory)):
                 if isinstance(error, InstanceLost):

@@ -17,6 +17,7 @@ class Row:
     total: int
     held: int = 0
     chosen: int = 0
+    is_out: bool = False
 
 
 @dataclass
@@ -29,10 +30,12 @@ class World:
     base_ns: int
     row_ns: int
     pads: bool
+    pads_prompts: bool
     in_pieces: bool
     rows: dict[int, Row] = field(default_factory=dict)
     waiting: list[tuple[int, int]] = field(default_factory=list)
     arrived: int = 0
+    put_off: int = 0
 
     def __post_init__(self) -> None:
         self.costs = StepCosts()
@@ -42,6 +45,7 @@ class World:
             self.piece_tokens,
             self.costs,
             pads=self.pads,
+            pads_prompts=self.pads_prompts,
             in_pieces=self.in_pieces,
         )
 
@@ -66,20 +70,29 @@ class World:
         for number in done.put_out:
             assert number != oldest
             assert all(self.rows[other].held for other in self.rows if other < number)
-            self.rows[number].held = 0
+            self.rows[number].held, self.rows[number].is_out = 0, True
         grouped = [number for group in done.groups for number in group]
-        pieces = dict(done.pieces)
+        pieces = {number: tokens for execution in done.pieces for number, tokens in execution}
         assert len(grouped) + len(pieces) == len({*grouped, *pieces})
+        filled = [len(one) * max(tokens for _, tokens in one) for one in done.pieces]
         if self.in_pieces:
-            assert sum(pieces.values()) <= self.piece_tokens
+            assert sum(filled) <= self.piece_tokens
         else:
-            assert sum([*pieces.values()][:-1]) < self.piece_tokens
-            assert all((0, tokens) == (self.rows[one].held, self.rows[one].total) for one, tokens in pieces.items())
+            assert sum(filled[:-1]) < self.piece_tokens
+        for execution in done.pieces:
+            if len(execution) > 1 or not self.in_pieces:
+                assert all((0, tokens) == (self.rows[one].held, self.rows[one].total) for one, tokens in execution)
+            assert (self.pads and self.pads_prompts) or len({tokens for _, tokens in execution}) == 1
+        begin = any(not (row.held or row.is_out) for row in self.rows.values())
+        self.put_off = self.put_off + 1 if begin and not pieces else 0
+        assert self.put_off <= 2
         assert oldest is None or oldest in {*grouped, *pieces}
-        inside = sum(len(group) * (1 + max(self.rows[number].held for number in group)) for group in done.groups) + sum(
-            self.rows[number].total for number in pieces
-        )
+        together = [*done.groups, *([number for number, _ in execution] for execution in done.pieces)]
+        inside = sum(len(rows) * max(self.rows[number].total for number in rows) for rows in together)
         assert inside <= self.most_tokens or len(grouped) + len(pieces) == 1
+        for execution, tokens in zip(done.pieces, filled, strict=True):
+            rows, longest = len(execution), tokens // len(execution)
+            self.costs.observe_begin(rows, longest, self.base_ns + self.row_ns * tokens, 1)
         for group in done.groups:
             held = [self.rows[number].held for number in group]
             assert len(group) <= self.most_rows
@@ -93,7 +106,7 @@ class World:
 
     def compute(self, number: int, tokens: int) -> None:
         row = self.rows[number]
-        row.held += tokens
+        row.held, row.is_out = row.held + tokens, False
         assert row.held <= row.total
         assert self.iterations.computed(number, tokens) == (row.held == row.total)
         if row.held == row.total:
@@ -113,6 +126,7 @@ def worlds(draw: st.DrawFn) -> World:
         draw(st.integers(1, 16)),
         draw(st.sampled_from([0, 1_000, 100_000])),
         draw(st.sampled_from([0, 10, 1_000])),
+        draw(st.booleans()),
         draw(st.booleans()),
         draw(st.booleans()),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paceline.scheduler.iterations import Iterations, StepCosts
 
 
@@ -10,10 +12,17 @@ def running(rows: int, *, held: int = 40, most_tokens: int = 10_000, costs: Step
     iterations = Iterations(rows, most_tokens, held * rows, costs or StepCosts())
     for row in range(rows):
         iterations.enter(row, held)
-    for row, tokens in iterations.next().pieces:
+    begin(iterations)
+    return iterations
+
+
+def begin(iterations: Iterations) -> list[list[tuple[int, int]]]:
+    """Compute what the next iteration computes of prompts, which is all that is left of them; returns that."""
+    pieces = [[*one] for one in iterations.next().pieces]
+    for row, tokens in [own for one in pieces for own in one]:
         assert iterations.computed(row, tokens)
         iterations.extended(row)
-    return iterations
+    return pieces
 
 
 def groups_after(iterations: Iterations, costs: StepCosts, row_ns: dict[int, int], times: int = 40) -> list[int]:
@@ -49,7 +58,7 @@ def test_piece_of_long_prompt_keeps_to_the_budget() -> None:
     iterations = Iterations(4, 1_000, 16, StepCosts())
     iterations.enter(1, 10)
     iterations.enter(2, 100)
-    assert iterations.next().pieces == [(1, 10), (2, 6)]
+    assert iterations.next().pieces == [[(1, 10)], [(2, 6)]]
 
 
 def test_youngest_row_is_put_out_and_comes_back() -> None:
@@ -60,14 +69,14 @@ def test_youngest_row_is_put_out_and_comes_back() -> None:
         for row in [row for group in iteration.groups for row in group]:
             assert iterations.computed(row, 1)
             iterations.extended(row)
-        for row, tokens in iteration.pieces:
+        for row, tokens in [own for one in iteration.pieces for own in one]:
             assert iterations.computed(row, tokens)
             iterations.extended(row)
     assert iteration.put_out == [2]
     assert iteration.groups == [(1,)]
     assert not iterations.has_room(1)
     iterations.leave(1)
-    assert iterations.next().pieces == [(2, 51)]
+    assert iterations.next().pieces == [[(2, 51)]]
 
 
 def test_rows_of_other_lengths_stay_apart_without_fill() -> None:
@@ -75,9 +84,53 @@ def test_rows_of_other_lengths_stay_apart_without_fill() -> None:
     iterations = Iterations(4, 1_000, 200, costs, pads=False)
     for row, tokens in enumerate((40, 40, 41)):
         iterations.enter(row, tokens)
-    for row, tokens in iterations.next().pieces:
-        iterations.computed(row, tokens)
-        iterations.extended(row)
+    assert begin(iterations) == [[(0, 40), (1, 40)], [(2, 41)]]
     for _ in range(3):
         costs.observe(1, 40, 10)
     assert sorted(map(len, iterations.next().groups)) == [1, 2]
+
+
+def costly_executions() -> StepCosts:
+    """A step of a row costs 100, a token of a prompt 1 besides that."""
+    costs = StepCosts()
+    for tokens in (16, 64, 16, 64):
+        costs.observe_begin(1, tokens, 100 + tokens, 1)
+    for rows in (1, 2, 4, 8):
+        for _ in range(3):
+            costs.observe(rows, 40, 100)
+    return costs
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_prompts_begin_together_where_fill_costs_less(pads: bool) -> None:
+    iterations = Iterations(8, 10_000, 600, costly_executions(), pads_prompts=pads)
+    for row, tokens in enumerate((20, 90, 20, 250)):
+        iterations.enter(row, tokens)
+    apart = [[(0, 20), (2, 20)], [(1, 90)], [(3, 250)]]
+    assert begin(iterations) == ([[(0, 20), (1, 90), (2, 20)], [(3, 250)]] if pads else apart)
+
+
+def test_prompts_wait_two_iterations_for_others() -> None:
+    costs = costly_executions()
+    iterations, together = running(8, costs=costs), list[int]()
+    for row in range(8, 60):
+        iterations.leave(row - 8)
+        iterations.enter(row, 30)
+        _, pieces, groups = iterations.next()
+        together += map(len, pieces)
+        for one, tokens in [
+            *(own for execution in pieces for own in execution),
+            *((one, 1) for one in sum(groups, ())),
+        ]:
+            assert iterations.computed(one, tokens)
+            iterations.extended(one)
+    assert together[-10:] == [3] * 10
+
+
+def test_prompts_of_few_callers_wait_for_nobody() -> None:
+    iterations = running(2, costs=costly_executions())
+    iterations.leave(0)
+    for row in (2, 3):
+        iterations.enter(row, 30)
+        assert begin(iterations) == [[(row, 30)]]
+        iterations.leave(row)

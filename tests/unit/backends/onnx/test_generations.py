@@ -74,9 +74,12 @@ class Decoder:
             tokens, mask, positions = inputs
             more, after = tokens.shape[1], mask.sum(1).tolist()
             assert len(tokens) == 1 or more == 1 or max(after) == more
-            for row, new, end in zip(past, self.computed(tokens, positions), after, strict=True):
+            # Rows that begin together are filled up on the right.
+            ends = [max(end, more) for end in after]
+            for row, new, end in zip(past, self.computed(tokens, positions), ends, strict=True):
                 row[:, end - more : end] = new
-            return [self.logits(tokens, [row[0, :end, 0] for row, end in zip(past, after, strict=True)])]
+            kept = [row[0, :end, 0] for row, end in zip(past, after, strict=True)]
+            return [self.logits(tokens, kept, [end - longest for end, longest in zip(after, ends, strict=True)])]
 
         return run
 
@@ -88,14 +91,15 @@ class Decoder:
         new = np.where(tokens == NO_NUMBER, np.nan, (positions + 1) * tokens).astype(np.float32)
         return new[:, None, :, None]
 
-    def logits(self, tokens: Array, kept: Sequence[Array]) -> Array:
+    def logits(self, tokens: Array, kept: Sequence[Array], fill: Sequence[int] | None = None) -> Array:
+        """`fill`: minus how many tokens each row has behind its last one."""
         logits = np.zeros((*tokens.shape, VOCABULARY), np.float32)
-        for row, values in enumerate(kept):
+        for row, (values, behind) in enumerate(zip(kept, fill or [0] * len(kept), strict=True)):
             total = values.sum()
             if np.isnan(total):
-                logits[row, -1] = np.nan
+                logits[row, behind - 1] = np.nan
             else:
-                logits[row, -1, int(total) % 80] = 1
+                logits[row, behind - 1, int(total) % 80] = 1
         return logits
 
     def abandon(self) -> None:
