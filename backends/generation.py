@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from paceline.backends.errors import ModelRefused
+from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.open_request import Parameters
 from paceline.backends.sampling import Sampling
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
@@ -39,6 +40,8 @@ MAX_TOKENS: Final = 16
 @runtime_checkable
 class Generates(Protocol):
     """A model whose answers grow token by token. Its instances answer openly (`backends.open_request`)."""
+
+    totals: GenerationTotals
 
     @property
     def in_words(self) -> str:

@@ -50,11 +50,11 @@ class OpenRequest(ABC):
     """A request with its `inputs`, as the model sees them, and what its caller said besides. `outputs` are the indices
     of those that are wanted. `step`: what it is in its sequence, if it says so; `row`: where that is in a batch, -1 for
     anywhere. `execution`: by which of its process's executions the model got it. `takes_one`: its caller takes a single
-    answer."""
+    answer. `arrived_ns`: when it came; 0 for one that is made up."""
 
     __slots__ = (
-        "_channel", "_number", "cancelled", "execution", "id", "inputs", "outputs", "parameters", "row", "step",
-        "takes_one", "timeout_us",
+        "_channel", "_number", "arrived_ns", "cancelled", "execution", "id", "inputs", "outputs", "parameters", "row",
+        "step", "takes_one", "timeout_us",
     )  # fmt: skip
 
     def __init__(self, inputs: Tensors, outputs: Sequence[int], id: str = "", parameters: Parameters | None = None):
@@ -62,6 +62,7 @@ class OpenRequest(ABC):
         self.outputs = outputs
         self.id = id
         self.parameters = parameters or {}
+        self.arrived_ns = 0
         self.step: Step | None = None
         self.execution = 0
         self.timeout_us = 0

@@ -85,6 +85,11 @@ class Iterations:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def usage(self) -> float:
+        """Share of the tokens that may be kept, fill included, 0 to 1; more than that if one alone needs more."""
+        return self._needed() / self._most_tokens
+
     def has_room(self, tokens: int) -> bool:
         """Whether a generation whose prompt has so many may have a place. Whoever was put out comes first."""
         return (

@@ -50,6 +50,7 @@ from paceline.server.rpc.service import InferenceService, RpcGroup
 from paceline.server.rpc.shared_memory import SharedMemory
 from paceline.server.rpc.streaming import Streaming
 from paceline.server.rpc.unary_inference import UnaryInference
+from paceline.server.telemetry.generation_metrics import generation_families
 from paceline.server.telemetry.gpu_metrics import GpuCollector, open_nvml
 from paceline.server.telemetry.metrics import LIMITS, REFUSED_CALLS, Families, LimitShown, Metrics
 from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
@@ -318,6 +319,7 @@ class Server:
             limits_shown["response_cache_bytes"] = LimitShown(lambda: pool.max_bytes, lambda: pool.used_bytes)
         shown = [({"limit": name}, one) for name, one in limits_shown.items()]
         self._metrics.add_collector(Families(LIMITS, lambda: shown))
+        self._metrics.add_collector(generation_families(self._metrics))
         self._metrics.add_collector(Families([REFUSED_CALLS], lambda: [({}, self._grpc.usage.refused_by_reason)]))
 
     def _open_metrics(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError
 from paceline.backends.generation import MAX_TOKENS, SPEC, GenerationLimits, read_request
+from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_block import StepsModel
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, is_decoder, read_settings
 from paceline.backends.onnx.decoder_trial import Trial, try_steps
@@ -65,6 +66,7 @@ class DecoderModel:
         self._limits = limits
         self._settings = settings
         self._tried = tried
+        self.totals = GenerationTotals()
 
     @property
     def in_words(self) -> str:
@@ -83,7 +85,8 @@ class DecoderModel:
     def instance(self, spec: ModelSpec, device: Device) -> GeneratingInstance:
         check_served(self._name, spec, self.spec)
         steps = self._model.stepped(self._layout.executed, device)
-        return GeneratingInstance(self._name, steps, device, self._layout, self._limits, self._settings, self._tried)
+        settings = self._settings, self._tried, self.totals
+        return GeneratingInstance(self._name, steps, device, self._layout, self._limits, *settings)
 
     def close(self) -> None:
         self._model.close()

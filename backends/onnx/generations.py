@@ -19,6 +19,7 @@ import numpy as np
 from paceline.backends.base import Device, Execution
 from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory
 from paceline.backends.generation import GenerationLimits, read_request
+from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.growing_answer import GrowingAnswer
 from paceline.backends.onnx.decoder_block import NO_TOKEN, Block, StepsModel
 from paceline.backends.onnx.decoder_in_place import block_type
@@ -47,6 +48,7 @@ class GeneratingInstance:
         limits: GenerationLimits,
         settings: DecoderSettings,
         tried: Trial,
+        totals: GenerationTotals,
     ) -> None:
         self.device = device
         self._name = name
@@ -75,6 +77,7 @@ class GeneratingInstance:
         self._closed = False
         self._lost: InstanceLost | None = None
         self._thread: Thread | None = None
+        self._watch = totals.watch(self._cache_usage)
 
     # ---- on any thread ----
 
@@ -85,6 +88,10 @@ class GeneratingInstance:
 
     def sent(self, number: int, answers: int) -> None:
         """Answers are small, and `max_tokens` bounds how many there are."""
+
+    def _cache_usage(self) -> float:
+        with self._changed:
+            return self._iterations.usage
 
     # ---- on the thread that executes ----
 
@@ -117,6 +124,7 @@ class GeneratingInstance:
         return Execution(results, 0, monotonic_ns() - began_ns, 0)
 
     def abandon(self) -> None:
+        self._watch.end()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -128,6 +136,7 @@ class GeneratingInstance:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self._watch.end()
         self._model.close()
 
     def _take(self, request: OpenRequest, generation: GrowingAnswer) -> None:
@@ -145,6 +154,8 @@ class GeneratingInstance:
                 return
             self._generations[number] = generation
             self._iterations.enter(number, prompt)
+            if request.arrived_ns:
+                self._watch.entered(number, prompt, request.arrived_ns)
             if self._thread is None:
                 self._thread = Thread(target=self._live, name=f"{self._name}_generations", daemon=True)
                 self._thread.start()
@@ -173,6 +184,8 @@ class GeneratingInstance:
         self._fail(failed, InstanceError("the instance was closed"))
 
     def _iterate(self, iteration: Iteration) -> None:
+        if iteration.put_out:
+            self._watch.put_out(len(iteration.put_out))
         for number in iteration.put_out:
             self._forget(number)
         # First those that begin, so that they wait for nobody's step.
@@ -225,6 +238,7 @@ class GeneratingInstance:
     def _choose(self, rows: Sequence[int], logits: Array) -> None:
         generations = [self._generations[row] for row in rows]
         tokens = choose(logits, [one.sampler for one in generations])
+        self._watch.chose([row for row, token in zip(rows, tokens, strict=True) if token != NONE], monotonic_ns())
         ended: list[int] = []
         for row, generation, token in zip(rows, generations, tokens, strict=True):
             if token == NONE:
@@ -253,6 +267,7 @@ class GeneratingInstance:
         del self._generations[number]
         self._forget(number)
         self._iterations.leave(number)
+        self._watch.left(number)
         self._changed.notify_all()
 
     def _forget(self, number: int) -> None:

@@ -121,7 +121,8 @@ class ServedModel:
             if silent
             else codec_for(self.name, self.version, self.spec, self.max_request_rows, loaded.labels, regions)
         )
-        self.statistics = VersionStatistics(tuple(length.name for length in self.spec.lengths))
+        generations = loaded.opened.totals if isinstance(loaded.opened, Generates) else None
+        self.statistics = VersionStatistics(tuple(length.name for length in self.spec.lengths), generations)
         # What is kept of answers; None if nothing is.
         self.responses: KeptResponses | None = None
         if response_pool is not None and loaded.plan.keeps_responses:
@@ -194,6 +195,7 @@ class ServedModel:
             tags=loaded.plan.metric_tags,
             open_requests=self.open_requests,
             keeps_responses=self.responses is not None,
+            generations=generations,
         )
 
     def _failed_note(self, error: BaseException | None) -> str:

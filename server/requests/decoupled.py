@@ -180,6 +180,8 @@ class Decoupled:
             assert flight.options is not None
             flight.options = of_those_there(flight.options, answer)
             opened.count_answer(None)
+            if type(answer) is Told:
+                opened.count_finish(answer)
             flight.succeed(answer)
 
     def _hand_on(self, answer: _NextAnswer) -> None:
@@ -262,7 +264,7 @@ class _Opened(OpenRequest):
         self._unsaid = self._unsaid_bytes = 0
         self._answers = self._held = 0
         self._waits_for_room = False
-        self._answered_ns = flight.arrived_ns
+        self._answered_ns = self.arrived_ns = flight.arrived_ns
 
     def check(self) -> None:
         """Raise InvalidRequest or NotSupported if its model can tell by now that it can't be had. What lies in clients'
@@ -333,6 +335,13 @@ class _Opened(OpenRequest):
             self.flight.model.statistics.first_answers.add(now_ns - self.flight.arrived_ns)
         self._answers += 1
         self._answered_ns = now_ns
+
+    def count_finish(self, answer: Told) -> None:
+        """The request has its last answer, which says why it is that."""
+        generations = self.flight.model.statistics.generations
+        if generations is not None:
+            duration_ns = monotonic_ns() - self.flight.arrived_ns
+            generations.on_finish(str(answer.parameters.get("finish_reason", "")), duration_ns)
 
     def let_go(self) -> None:
         """The request has ended."""

@@ -18,9 +18,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from paceline.backends.durations import DurationHistogram
+from paceline.backends.generation_totals import GenerationTotals
 from paceline.server.telemetry.host_metrics import HostCollector
 from paceline.server.telemetry.log_output import lost_lines
-from paceline.server.telemetry.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
+from paceline.server.telemetry.model_statistics import VersionStatistics
 
 __all__ = [
     "LIMITS",
@@ -31,6 +33,7 @@ __all__ = [
     "LimitShown",
     "Metrics",
     "VersionMetrics",
+    "buckets",
     "exposition",
 ]
 
@@ -136,7 +139,8 @@ class BatcherGauges(Protocol):
 class VersionMetrics:
     """One loaded version of a model, as far as metrics go. `tags` become labels, each with `_` in front of its name.
     `priority_levels` is 0 where all requests are equal. `open_requests` are those of a decoupled model.
-    `keeps_responses`: it has a response cache."""
+    `keeps_responses`: it has a response cache. `generations`: those of a model that generates, with what goes on
+    now."""
 
     model: str
     version: str
@@ -147,6 +151,7 @@ class VersionMetrics:
     tags: Mapping[str, str] = field(default_factory=dict)
     open_requests: Sized | None = None
     keeps_responses: bool = False
+    generations: GenerationTotals | None = None
 
     @property
     def labels(self) -> Labels:
@@ -195,7 +200,7 @@ class Metrics:
         self._health = (False, 0)
         self._versions: dict[tuple[str, str], _Line] = {}
         self._registry = CollectorRegistry()
-        self.add_collector(Families(_OF_MODELS, lambda: [line.shown() for line in self._versions.copy().values()]))
+        self.add_collector(Families(_OF_MODELS, self.shown))
         self.add_collector(Families(_OF_HEALTH, lambda: [({}, self._health)]))
         self.add_collector(Families([_LOST_LINES], lambda: [({}, lost_lines())]))
         self.add_collector(HostCollector())
@@ -223,6 +228,10 @@ class Metrics:
     def set_health(self, ready: bool, failed_models: int) -> None:
         """Show whether the server is ready, and how many models should serve and don't."""
         self._health = (ready, failed_models)
+
+    def shown(self) -> list[tuple[Labels, VersionMetrics]]:
+        """The versions that are shown, with their labels."""
+        return [line.shown() for line in self._versions.copy().values()]
 
     def add_collector(self, collector: Collector) -> None:
         """Show what it collects."""
@@ -267,7 +276,7 @@ def _batch_rows(statistics: VersionStatistics) -> Samples:
         bucket = next((number for number, bound in enumerate(_ROW_BUCKETS) if rows <= bound), len(_ROW_BUCKETS))
         counts[bucket] += totals.count
         total += rows * totals.count
-    return _buckets(_ROW_BUCKETS, counts, total)
+    return buckets(_ROW_BUCKETS, counts, total)
 
 
 def _padded_sizes(statistics: VersionStatistics) -> Samples:
@@ -275,12 +284,12 @@ def _padded_sizes(statistics: VersionStatistics) -> Samples:
     for name in statistics.lengths:
         counts = [executions[name, bound] for bound in _SIZE_BUCKETS]
         beyond = sum(count for (one, bound), count in executions.items() if one == name and bound > _SIZE_BUCKETS[-1])
-        yield from _buckets(_SIZE_BUCKETS, [*counts, beyond], statistics.padded_size_sums[name], length=name)
+        yield from buckets(_SIZE_BUCKETS, [*counts, beyond], statistics.padded_size_sums[name], length=name)
 
 
 def _durations(histogram: DurationHistogram, **labels: str) -> Samples:
-    bounds_us = [bound_ns / 1_000 for bound_ns in DURATION_BOUNDS_NS]
-    return _buckets(bounds_us, list(histogram.counts), histogram.total_ns / 1_000, **labels)
+    bounds_us = [bound_ns / 1_000 for bound_ns in histogram.bounds_ns]
+    return buckets(bounds_us, list(histogram.counts), histogram.total_ns / 1_000, **labels)
 
 
 def _of_cache(name: str, help: str, value: Callable[[VersionStatistics], int]) -> Family[VersionMetrics]:
@@ -290,8 +299,8 @@ def _of_cache(name: str, help: str, value: Callable[[VersionStatistics], int]) -
 def _first_answers(version: VersionMetrics) -> Samples:
     if version.open_requests is not None:
         histogram = version.statistics.first_answers
-        bounds_ms = [bound_ns / 1e6 for bound_ns in DURATION_BOUNDS_NS]
-        yield from _buckets(bounds_ms, list(histogram.counts), histogram.total_ns / 1e6)
+        bounds_ms = [bound_ns / 1e6 for bound_ns in histogram.bounds_ns]
+        yield from buckets(bounds_ms, list(histogram.counts), histogram.total_ns / 1e6)
 
 
 def _executions(statistics: VersionStatistics) -> Samples:
@@ -299,7 +308,8 @@ def _executions(statistics: VersionStatistics) -> Samples:
         yield from _durations(histogram, up_to_rows=str(size))
 
 
-def _buckets(bounds: Sequence[float], counts: Sequence[int], total: float, **labels: str) -> Samples:
+def buckets(bounds: Sequence[float], counts: Sequence[int], total: float, **labels: str) -> Samples:
+    """Of a histogram, with one count more than bounds."""
     sums = list(accumulate(counts))
     for bound, count in zip([*map(floatToGoString, bounds), "+Inf"], sums, strict=True):
         yield "_bucket", {**labels, "le": bound}, count

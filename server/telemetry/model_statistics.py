@@ -2,7 +2,7 @@
 
 Lives here: the numbers that ModelStatistics and the metrics both read, and the two ways in: client requests, counted
 once each by `server.requests.inference`, and the batcher's reports. Must not: names of messages or metrics. The rule:
-written on the event loop alone; other threads may read, and copy what they iterate over.
+written on the event loop alone, but for `generations`; other threads may read, and copy what they iterate over.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from paceline.backends.base import Execution
+from paceline.backends.durations import DurationHistogram
 from paceline.backends.errors import BackendError, OutOfMemory
+from paceline.backends.generation_totals import GenerationTotals
 from paceline.scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
 from paceline.scheduler.observer import BatchReport, Drop
 from paceline.scheduler.sequence import SequenceEnd
 from paceline.server.errors import AnswerTooLarge, ModelNotReady, StepFailed
 
-__all__ = ["AnswerTotals", "BatchTotals", "DurationHistogram", "FailureReason", "VersionStatistics", "reason_of"]
+__all__ = ["DURATION_BOUNDS_NS", "AnswerTotals", "BatchTotals", "FailureReason", "VersionStatistics", "reason_of"]
 
 _US = 1_000
 _MOST_ANSWERS = 256
@@ -32,6 +33,10 @@ DURATION_BOUNDS_NS = tuple(
     us * _US
     for us in (100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000, 10_000_000)
 )
+
+
+def _durations() -> DurationHistogram:
+    return DurationHistogram(DURATION_BOUNDS_NS)
 
 
 class FailureReason(Enum):
@@ -61,34 +66,6 @@ def reason_of(error: BaseException) -> FailureReason:
     if isinstance(error.__cause__, StepFailed):
         return FailureReason.OTHER
     return next((_REASON_OF[kind] for kind in type(error).__mro__ if kind in _REASON_OF), FailureReason.OTHER)
-
-
-class DurationHistogram:
-    """How many durations were up to each of `DURATION_BOUNDS_NS`, or above all of them, and their sum."""
-
-    __slots__ = ("counts", "total_ns")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(DURATION_BOUNDS_NS) + 1)
-        self.total_ns = 0
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def add(self, duration_ns: int) -> None:
-        self.counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
-        self.total_ns += duration_ns
-
-    def add_all(self, durations_ns: Sequence[int]) -> None:
-        counts = self.counts
-        for duration_ns in durations_ns:
-            counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
-        self.total_ns += sum(durations_ns)
-
-    def merge(self, other: DurationHistogram) -> None:
-        self.counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
-        self.total_ns += other.total_ns
 
 
 @dataclass(slots=True)
@@ -164,15 +141,17 @@ class VersionStatistics:
     model saw besides. `padded_sizes` has executions by length and the power of two that covers the size that it was
     filled up to, `padded_size_sums` these sizes' sums. `ended_sequences` are those that are over, by why. `cache_hit`:
     requests that were answered without an execution of their own, with the time that looking took; `cache_miss`: all
-    others that looked, also with the time that keeping their answers took.
+    others that looked, also with the time that keeping their answers took. `generations`: of a model that generates,
+    what its instances have counted.
     """
 
-    def __init__(self, lengths: tuple[str, ...] = ()) -> None:
-        self.requests = DurationHistogram()
+    def __init__(self, lengths: tuple[str, ...] = (), generations: GenerationTotals | None = None) -> None:
+        self.generations = generations
+        self.requests = _durations()
         self.failures = Counter(dict.fromkeys(FailureReason, 0))
         self.failure_ns = 0
         self.drops = Counter(dict.fromkeys(Drop, 0))
-        self.queue = DurationHistogram()
+        self.queue = _durations()
         self.input_ns = self.infer_ns = self.output_ns = 0
         self.padding_rows = self.unfinished_rows = 0
         self.lengths = lengths
@@ -182,10 +161,10 @@ class VersionStatistics:
         self.ended_sequences: Counter[SequenceEnd] = Counter()
         self.hung_executions = self.lost_instances = self.shortages = 0
         self.cache_hit, self.cache_miss = Total(), Total()
-        self.first_answers = DurationHistogram()
+        self.first_answers = _durations()
         self.answers: defaultdict[int, AnswerTotals] = defaultdict(AnswerTotals)
         self.batches: defaultdict[int, BatchTotals] = defaultdict(BatchTotals)
-        self.executions: defaultdict[int, DurationHistogram] = defaultdict(DurationHistogram)
+        self.executions: defaultdict[int, DurationHistogram] = defaultdict(_durations)
         self.last_inference_ms = 0
 
     @property
@@ -241,6 +220,9 @@ class VersionStatistics:
         self.cache_hit.merge(other.cache_hit)
         self.cache_miss.merge(other.cache_miss)
         self.first_answers.merge(other.first_answers)
+        if other.generations is not None:
+            self.generations = self.generations or GenerationTotals()
+            self.generations.merge(other.generations)
         for number, answers in other.by_answer().items():
             self.answers[number].merge(answers)
         self.last_inference_ms = max(self.last_inference_ms, other.last_inference_ms)

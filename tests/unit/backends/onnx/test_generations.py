@@ -15,6 +15,7 @@ import pytest
 from paceline.backends.base import Device
 from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, ModelRefused, OutOfMemory
 from paceline.backends.generation import GenerationLimits
+from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
 from paceline.backends.onnx.generations import GeneratingInstance
@@ -145,7 +146,9 @@ def generating(
     """An instance in whose memory `most_tokens` tokens fit."""
     limits = GenerationLimits(VOCABULARY, 60, (END,))
     settings = DecoderSettings(most_cache_bytes=most_tokens * layout().token_bytes, **given)
-    instance = GeneratingInstance("m", decoder, Device(), layout(in_place), limits, settings, Trial(VOCABULARY))
+    instance = GeneratingInstance(
+        "m", decoder, Device(), layout(in_place), limits, settings, Trial(VOCABULARY), GenerationTotals()
+    )
     try:
         yield instance
     finally:
