@@ -10,6 +10,8 @@ import pytest
 
 from paceline.server.telemetry.log import debugging
 from paceline.server.tuning import excluded_from_gc
+from tests.children import started_as_usual
+from tests.nursery import fork_what_is_started
 
 try:
     from hypothesis import Phase, settings
@@ -30,6 +32,8 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 # children go through before they become another program, then kill one in five of them. Nothing here needs them: no
 # child keeps running without becoming another program.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+fork_what_is_started()
 
 _FRONTENDS = "PACELINE_FRONTENDS"
 
@@ -65,6 +69,13 @@ def logging_as_before() -> Iterator[None]:
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)
     debugging.on = was_debugging
+
+
+@pytest.fixture
+def processes_as_usual() -> Iterator[None]:
+    """What the product starts is started as it says, instead of being forked."""
+    with started_as_usual():
+        yield
 
 
 @pytest.fixture

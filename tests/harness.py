@@ -21,14 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.children import READ_WHEN_USED
 from tests.nursery import Forked
 
 __all__ = ["REPO", "ServerProcess", "has_ipv6", "run_command", "write_identity"]
 
 REPO = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG = 1
-_READ_WHEN_USED = re.compile("PACELINE_|OTEL_|TESTS_|(TMPDIR|STORAGE_URI|INFERENCE_SERVICE_NAME)$")
-"""Environment variables that Python and the libraries don't read when they start."""
 _SERVES = re.compile(
     r"(?:ready|serving, not ready: .*): gRPC on (?:unix:.*?|.*:(\d+))(?:, metrics on port (\d+))?$", re.DOTALL
 )
@@ -59,7 +58,7 @@ class ServerProcess:
         self._command = [*(program or (sys.executable, "-m", module)), *self._arguments]
         self._env = {**os.environ, **(env or {})}
         self._cwd = cwd
-        self._fresh = fresh or bool(program) or not all(_READ_WHEN_USED.match(name) for name in env or ())
+        self._fresh = fresh or bool(program) or not all(READ_WHEN_USED.match(name) for name in env or ())
         self._ready = threading.Event()
         self._process: subprocess.Popen[str] | Forked
         self._reader: threading.Thread

@@ -1,10 +1,10 @@
-"""Commands, servers, and fronts of servers inside the test's process, forked by a process that has imported what they
-need.
+"""Commands, servers, fronts of servers inside the test's process, and what the product itself starts, forked by a
+process that has imported what they need.
 
 Starting Python and importing takes one or two seconds of CPU time for each, and hundreds of tests have some. A forked
 one calls the product's own main function, with descriptors, environment, folder and output as it would get them. That
-fronts are started as the product starts them is left to tests whose servers are separate processes, and that servers
-start as users start them to tests that ask the harness for a `fresh` one.
+servers start as users start them is left to tests that ask the harness for a `fresh` one, whose processes are started
+by the product; that the product starts its processes also to tests that ask for `processes_as_usual`.
 
 Lives here: that process, and what it forks. Must not: assertions about behaviour.
 """
@@ -27,10 +27,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-__all__ = ["Forked", "ForkedFront", "main", "start_front"]
+from tests.children import Command, become, fork_children
+
+__all__ = ["Forked", "ForkedFront", "fork_what_is_started", "main", "start_front"]
 
 _NUMBER = struct.Struct("i")
 _MAX_BYTES, _MAX_DESCRIPTORS = 2**20, 16
@@ -113,6 +115,11 @@ class ForkedFront:
         self._ended.set()
 
 
+def fork_what_is_started() -> None:
+    """Have the processes forked that the product starts in this one."""
+    fork_children(lambda *wanted: _fork_child(_nursery(), *wanted), dict(os.environ))
+
+
 _StartedAs = tuple[str, tuple[str, ...], dict[str, str], str]
 """The module that a server runs, or "" for a front; arguments, environment and folder."""
 
@@ -127,15 +134,25 @@ def _fork(started_as: _StartedAs, descriptors: Sequence[int]) -> tuple[int, sock
     return pid, told
 
 
+def _fork_child(nursery: socket.socket, command: Command, descriptors: Sequence[int]) -> int:
+    """The pid of the process, which is an orphan by now."""
+    told, tells = socket.socketpair()
+    with told:
+        with tells:
+            socket.send_fds(nursery, [pickle.dumps(command)], [tells.fileno(), *descriptors])
+        (pid,) = _NUMBER.unpack(told.recv(_NUMBER.size))
+    return int(pid)
+
+
 @cache
 def _nursery() -> socket.socket:
     """The connection to the forking process, which ends with this process, as the connection does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"import sys; path = sys.path[:]; sys.path[:] = {sys.path!r}; "
         # Starts this program again, as it would each server.
         "from paceline.server.memory import huge_pages; huge_pages.ask(); "
-        f"from tests.nursery import main; main({theirs.fileno()})"
+        f"from tests.nursery import main; main({theirs.fileno()}, path)"
     )
     with theirs:
         process = subprocess.Popen(
@@ -153,22 +170,29 @@ def _nursery() -> socket.socket:
 # ---- In that process -------------------------------------------------------------------------------------------------
 
 
-def main(descriptor: int) -> None:
-    """Fork a front or a server for each message, and report its end, until the connection ends. In a server's process,
-    return when it has ended: Python ends after it, as usual."""
+def main(descriptor: int, path: list[str]) -> None:
+    """Fork a process for each message, and report a front's or a server's end, until the connection ends. In a process
+    of a server or of a command, return when it has ended: Python ends after it, as usual. `path` is where Python itself
+    looks for modules."""
     import gc
 
+    import paceline.backends.onnx.backend
+    import paceline.backends.own_process.model
+    import paceline.backends.python.worker
     import paceline.server.app
     import paceline.server.cli
     import paceline.server.fronts.process  # noqa: F401
 
     gc.freeze()
+    _fork_each(socket.socket(fileno=descriptor), path)
+
+
+def _fork_each(asked: socket.socket, path: list[str]) -> None:
     children: dict[int, int] = {}
     ended, noticed = os.pipe()
     os.set_blocking(noticed, False)
     signal.set_wakeup_fd(noticed)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    asked = socket.socket(fileno=descriptor)
     while True:
         ready, _, _ = select.select([asked, ended], [], [])
         if ended in ready:
@@ -178,16 +202,42 @@ def main(descriptor: int) -> None:
             message, given, _, _ = socket.recv_fds(asked, _MAX_BYTES, _MAX_DESCRIPTORS)
             if not message:
                 return
-            started_as: _StartedAs = pickle.loads(message)
-            if not (pid := os.fork()):
+            wanted: _StartedAs | Command = pickle.loads(message)
+            if isinstance(wanted, Command):
+                if not (pid := _orphan()):
+                    break
+                os.write(given[0], _NUMBER.pack(pid))
+                for each in given:
+                    os.close(each)
+            elif pid := os.fork():
+                _note_child(pid, given, children)
+            else:
                 break
-            _note_child(pid, given, children)
-    module, arguments, environment, folder = started_as
     asked.detach()
-    if module:
-        _be_server(module, arguments, environment, folder, given[1:])
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if isinstance(wanted, Command):
+        sys.path[:] = path
+        become(wanted, given[1:])
+    elif wanted[0]:
+        _be_server(wanted, given[1:], path)
     else:
-        _be_front(environment, folder, given[1:])
+        _be_front(wanted, given[1:])
+
+
+def _orphan() -> int:
+    """In this process, the pid of a new one, which is the child of the nearest ancestor that adopts; in that, 0."""
+    reads, writes = os.pipe()
+    if not (between := os.fork()):
+        if not (pid := os.fork()):
+            return 0
+        os.write(writes, _NUMBER.pack(pid))
+        os._exit(0)
+    os.waitpid(between, 0)
+    (pid,) = _NUMBER.unpack(os.read(reads, _NUMBER.size))
+    os.close(reads)
+    os.close(writes)
+    return pid
 
 
 def _note_child(pid: int, given: list[int], children: dict[int, int]) -> None:
@@ -208,22 +258,30 @@ def _tell_ends(children: dict[int, int]) -> None:
         os.close(tell)
 
 
-def _be_server(
-    module: str, arguments: tuple[str, ...], environment: dict[str, str], folder: str, given: list[int]
-) -> None:
-    """Set up what a newly started process has, and run the module as a program, which also ends as one."""
+def _be_server(started_as: _StartedAs, given: list[int], path: list[str]) -> None:
+    """Set up what a newly started process has, and run the module as a program, which also ends as one. What it starts
+    is forked by a process of its own, as that has to be its child."""
+    module, arguments, environment, folder = started_as
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        os.setsid()
+        _close_all_but(theirs.fileno())
+        _fork_each(theirs, path)
+        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     tunables = {_TUNABLES: os.environ[_TUNABLES]} if _TUNABLES in os.environ else {}
-    _be_new(environment | tunables, folder, given)
+    _be_new(environment | tunables, folder, [*given, ours.fileno()])
+    fork_children(partial(_fork_child, ours), dict(os.environ))
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _be_front(environment: dict[str, str], folder: str, given: list[int]) -> None:
+def _be_front(started_as: _StartedAs, given: list[int]) -> None:
     """The same for a front. Doesn't return."""
     from paceline.server.fronts.process import main as front
 
+    _, _, environment, folder = started_as
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -237,15 +295,17 @@ def _be_front(environment: dict[str, str], folder: str, given: list[int]) -> Non
 
 
 def _be_new(environment: dict[str, str], folder: str, given: list[int]) -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     out, err, *others = given
     os.dup2(out, 1)
     os.dup2(err, 2)
-    for each in map(int, os.listdir("/proc/self/fd")):
-        if each > 2 and each not in others:
-            with contextlib.suppress(OSError):  # that of the list itself
-                os.close(each)
+    _close_all_but(*others)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+
+
+def _close_all_but(*kept: int) -> None:
+    for each in map(int, os.listdir("/proc/self/fd")):
+        if each > 2 and each not in kept:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(each)

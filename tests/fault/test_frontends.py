@@ -29,7 +29,7 @@ SLOW = 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }'
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("models")
     write_identity(folder, rows=4, extra=PATIENT + SLOW, dims="[ -1 ]")
-    with ServerProcess(folder, args=TWO) as server:
+    with ServerProcess(folder, args=TWO, fresh=True) as server:
         yield server
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGES = ("protos", "scheduler", "backends", "clients", "server")
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    """What `module` consists of."""
+    return ast.parse(modules()[module].read_text(encoding="utf-8"))
 
 
 @cache

@@ -8,9 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 
-import pytest
-
-from tests.unit.product_modules import PACKAGES, REPO, modules
+from tests.unit.product_modules import PACKAGES, REPO, modules, tree
 
 # What each package may import besides the standard library and itself: a top-level name, or a module and what it holds.
 ALLOWED = {
@@ -54,11 +52,11 @@ GATHERERS = {"server.config", "server.flags"}
 @cache
 def imports(module: str) -> frozenset[str]:
     """The modules that `module` imports anywhere in its text; for `from a import b` that is `a.b` if it is a module."""
-    return frozenset(_imports(ast.parse(modules()[module].read_text())))
+    return frozenset(_imports(tree(module)))
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imports(whole: ast.AST) -> Iterator[str]:
+    for node in ast.walk(whole):
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("paceline.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -80,33 +78,30 @@ def test_modules_are_found_at_all() -> None:
     assert "scheduler.policy" in imports("scheduler.batcher")
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_each_module_imports_only_what_its_package_may(module: str) -> None:
-    package = module.partition(".")[0]
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def strangers(module: str) -> set[str]:
+    package = package_of(module)
     allowed = ALLOWED[package] | EXCEPTIONS.get(module, set()) | {package}
-    strangers = {
-        imported
-        for imported in imports(module)
-        if imported.partition(".")[0] not in sys.stdlib_module_names
-        and not any(covers(name, imported) for name in allowed)
-    }
-    assert not strangers
+    others = {name for name in imports(module) if package_of(name) not in sys.stdlib_module_names}
+    return {imported for imported in others if not any(covers(name, imported) for name in allowed)}
 
 
-@pytest.mark.parametrize("module", sorted(EXCEPTIONS))
-def test_import_exceptions_are_still_needed(module: str) -> None:
-    assert all(any(covers(name, imported) for imported in imports(module)) for name in EXCEPTIONS[module])
+def test_each_module_imports_only_what_its_package_may() -> None:
+    assert {module: found for module in modules() if (found := strangers(module))} == {}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_other_package_imports_server_tests_or_bench(package: str) -> None:
-    importers = {
-        module: name
-        for module in modules()
-        for name in imports(module)
-        if module.partition(".")[0] == package and name.partition(".")[0] in {"server", "tests", "bench"} - {package}
-    }
-    assert not importers
+def test_import_exceptions_are_still_needed() -> None:
+    excepted = [(module, name) for module, names in EXCEPTIONS.items() for name in names]
+    assert [one for one in excepted if not any(covers(one[1], imported) for imported in imports(one[0]))] == []
+
+
+def test_no_other_package_imports_server_tests_or_bench() -> None:
+    wrong = {package: {"server", "tests", "bench"} - {package} for package in PACKAGES}
+    imported = [(module, name) for module in modules() for name in imports(module)]
+    assert [(module, name) for module, name in imported if package_of(name) in wrong[package_of(module)]] == []
 
 
 def test_modules_have_no_import_cycles() -> None:
@@ -132,12 +127,10 @@ def layer(module: str) -> int:
     return LAYERS.index(folder) if folder in LAYERS else -1
 
 
-@pytest.mark.parametrize(
-    "module", sorted(name for name in modules() if name.startswith("server") and name not in GATHERERS)
-)
-def test_modules_of_the_server_never_import_from_a_layer_above(module: str) -> None:
-    above = {name for name in imports(module) if name.startswith("server.") and layer(name) > layer(module)}
-    assert not above
+def test_modules_of_the_server_never_import_from_a_layer_above() -> None:
+    own = [module for module in modules() if module.startswith("server") and module not in GATHERERS]
+    imported = [(module, name) for module in own for name in imports(module) if name.startswith("server.")]
+    assert [(module, name) for module, name in imported if layer(name) > layer(module)] == []
 
 
 def test_each_folder_of_the_server_is_a_layer() -> None:
@@ -146,11 +139,10 @@ def test_each_folder_of_the_server_is_a_layer() -> None:
 
 def names(module: str, attribute: str) -> bool:
     """Whether `module` uses `grpc.<attribute>` or imports that name from grpc."""
-    tree = ast.parse(modules()[module].read_text())
     return any(
         (isinstance(node, ast.Attribute) and node.attr == attribute and ast.unparse(node.value) == "grpc")
         or (isinstance(node, ast.ImportFrom) and node.module == "grpc" and attribute in {a.name for a in node.names})
-        for node in ast.walk(tree)
+        for node in ast.walk(tree(module))
     )
 
 

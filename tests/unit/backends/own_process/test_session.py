@@ -94,8 +94,11 @@ def test_process_is_reused_while_it_lives(tmp_path: Path) -> None:
         assert process_of(apart) is not first
 
 
-def test_idle_process_keeps_nothing_of_the_last_session(tmp_path: Path) -> None:
-    """Weights of 64 MiB, which are read into memory."""
+def test_idle_process_keeps_nothing_of_the_last_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes_as_usual: None
+) -> None:
+    """Weights of 64 MiB, which are read into memory. A forked process keeps what it has freed, as servers do."""
+    monkeypatch.setattr("paceline.backends.own_process.session._idle", _Idle())
     saved = tmp_path / "model.onnx"
     weights = {"save_as_external_data": True, "location": "weights.bin", "size_threshold": 0}
     onnx.save_model(models.mlp((1024, 16384)), saved, **weights)

@@ -31,6 +31,8 @@ from tests.polling import eventually
 from tests.rlimits import without_threads
 from tests.unit.backends.python_models import CLASS, CPU, SPEC, is_alive, run, serving
 
+pytestmark = pytest.mark.usefixtures("processes_as_usual")
+
 
 def unread_bytes(link: BlockingLink) -> int:
     """How much of what was sent the other end hasn't read, according to the kernel."""
