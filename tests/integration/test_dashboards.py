@@ -17,6 +17,8 @@ import pytest
 
 from paceline.backends.errors import ExecutionError
 from paceline.server.config import Settings
+from tests import decoder_models
+from tests.decoder_models import TINY
 from tests.harness import REPO
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.wire import infer, rows_of_floats
@@ -25,7 +27,7 @@ DEPLOY = REPO / "deploy" / "observability"
 RULES, DASHBOARD = DEPLOY / "prometheus-rules.yaml", DEPLOY / "grafana-dashboard.json"
 OF_PROMETHEUS = {"up"}
 OF_SCRAPES = {"job", "instance"}
-_SERIES = re.compile(r"^(\w+)(?:\{(.*)\})? \S+$")
+_SERIES = re.compile(r"^([\w:]+)(?:\{(.*)\})? \S+$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _PLACEHOLDER = re.compile(r"\{\{ *(?:\$labels\.)?(\w+) *\}\}")
 
@@ -36,6 +38,7 @@ Series = dict[str, dict[str, set[str]]]
 async def exported(tmp_path: Path) -> Series:
     """Labels and their values by metric, from a server that has all metrics, after a success and a failure."""
     model = echo_model()
+    decoder_models.write(TINY, tmp_path / "decoder" / "1")
     settings = Settings(paths=(tmp_path,), frontends=2)
     async with serving(tmp_path, {"m": model}, settings=settings) as served:
         await served.infer(infer("m", {"a": rows_of_floats(3)}))
