@@ -6,9 +6,9 @@
         result = client.infer("scorer", {"x": np.zeros((1, 4), np.float32)})
         print(result["y"])
 
-The packages inside are folders at the top of the repository: `paceline.server` is `server/`. The public names are those
-of `paceline.clients`, imported when they are first used: the server doesn't need them, and `import paceline` loads
-neither gRPC nor numpy.
+`Engine` is for models in an application's own process. The packages inside are folders at the top of the repository:
+`paceline.server` is `server/`. The public names are those of `paceline.clients` and of the engine, imported when they
+are first used: the server doesn't need them, and `import paceline` loads neither gRPC nor numpy.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from __future__ import annotations
 TYPE_CHECKING = False  # `typing` is slow to import, and signals are lost until the command has begun
 if TYPE_CHECKING:
     from paceline.clients import *
+    from paceline.server.engine import *
+    from paceline.server.errors import StartError
 
 __all__ = [
     "AsyncInferenceClient",
     "AsyncInferenceSequence",
     "Batching",
+    "BlockingEngine",
     "Cancelled",
     "ClientClosed",
     "ClientError",
     "DeadlineExceeded",
+    "Engine",
     "GenerationChunk",
     "IndexEntry",
     "InferResult",
@@ -46,6 +50,7 @@ __all__ = [
     "SequenceLost",
     "Sequences",
     "ServerMetadata",
+    "StartError",
     "TensorMetadata",
     "Tls",
     "Unauthenticated",
@@ -53,13 +58,19 @@ __all__ = [
     "Unimplemented",
 ]
 
+_ELSEWHERE = {
+    "BlockingEngine": "paceline.server.engine",
+    "Engine": "paceline.server.engine",
+    "StartError": "paceline.server.errors",
+}
+
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
     from importlib import import_module
 
-    return getattr(import_module("paceline.clients"), name)
+    return getattr(import_module(_ELSEWHERE.get(name, "paceline.clients")), name)
 
 
 def __dir__() -> list[str]:

@@ -160,22 +160,22 @@ class Server:
         self._polling: asyncio.Task[None] | None = None
         upstream = settings.upstream
         self._upstream = Upstream(upstream, self.repository, settings.batching) if upstream else None
-        self._inference = Inference(self.repository, self._tracer)
-        self._calls = ModelCalls(self.repository, self._inference)
+        self.inference = Inference(self.repository, self._tracer)
+        self._calls = ModelCalls(self.repository, self.inference)
         self._cuda = CudaRegions(load)
         self._shared_memory = SharedMemory(self._regions, partial(count_gpus, load), self._cuda)
         forwarding, passing = header_rules(settings)
-        self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
+        self._streaming = Streaming(self.inference, settings.grpc_max_stream_requests, forwarding, passing)
         self._remote_settings = RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings)
         groups: list[RpcGroup] = [
             ModelRpcs(self.repository, self._layout, settings.model_control_mode),
             self._shared_memory,
             self._remote_settings,
-            UnaryInference(self._inference, forwarding, passing),
+            UnaryInference(self.inference, forwarding, passing),
             self._streaming,
         ]
         self._service = InferenceService(
-            self._inference,
+            self.inference,
             self.repository,
             settings.server_id,
             product_version(),
@@ -209,12 +209,12 @@ class Server:
             await self._show_gpus()
             await self._shared_memory.look_for_gpus()
             await self.load()
-            self._judge_loads()
+            self.judge_loads()
             # Set first: of several processes that open the port, one may have a caller before the last has opened it.
-            self._inference.serving = self._inference.ready = True
+            self.inference.serving = self.inference.ready = True
             self.grpc_port = await self._grpc.open(self._settings.grpc_port)
         except BaseException:
-            self._inference.serving = self._inference.ready = False
+            self.inference.serving = self.inference.ready = False
             # Nobody has been promised an answer. A cancellation meanwhile cuts this short; the first error is raised.
             with suppress(asyncio.CancelledError):
                 await self._stop_models(min(self._settings.exit_timeout_secs, _FAILED_START_S))
@@ -244,7 +244,7 @@ class Server:
         _log.info("stopping: accepted requests have up to %g s to finish", grace_s)
         for model in self.repository.models:
             model.batcher.take_announced()
-        self._inference.serving = False
+        self.inference.serving = False
         if self._polling is not None:
             self._polling.cancel()
         if self._upstream is not None:
@@ -271,7 +271,7 @@ class Server:
 
     async def _serve_out_drain_grace(self) -> None:
         """Report not ready, and serve on until those who watch readiness have stopped sending."""
-        self._inference.ready = False
+        self.inference.ready = False
         self._health.close()
         if (pause_s := self._settings.drain_grace_secs) > 0:
             _log.info("shutting down: reporting not ready, still accepting requests for %g s", pause_s)
@@ -281,14 +281,14 @@ class Server:
         """Refuse what still arrives for a moment, then have clients go elsewhere; accepted requests go on. Fronts wait
         for that moment themselves: this process doesn't know what has reached them."""
         if self._settings.frontends == 1:
-            await self._inference.refuse_until_quiet()
+            await self.inference.refuse_until_quiet()
         self._grpc.leave()
 
     def _fronts(self) -> FrontPool | None:
         """The processes that speak gRPC, if it isn't this one."""
         if self._settings.frontends == 1:
             return None
-        fronts = FrontPool(self._settings, self._inference, self.repository, self.handlers(), self._start_front)
+        fronts = FrontPool(self._settings, self.inference, self.repository, self.handlers(), self._start_front)
         self._metrics.add_collector(Families(FRONT_METRICS, lambda: [({}, fronts)]))
         self._remote_settings.on_log_change = fronts.tell_log_settings
         return fronts
@@ -372,7 +372,7 @@ class Server:
         except OSError as error:
             raise StartError(f"{error.filename}: {error.strerror}") from None
 
-    def _judge_loads(self) -> None:
+    def judge_loads(self) -> None:
         """Raise StartError if a failure is to end the start; log what else has failed."""
         if self._upstream is not None:
             return

@@ -17,7 +17,7 @@ from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpe
 from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.scheduler.request import SequenceStep
 from paceline.server.codec.answers import Answerable, Envelope
-from paceline.server.codec.array_request import NamedArray
+from paceline.server.codec.array_request import ArrayAnswer, NamedArray
 from paceline.server.codec.classification import Labels
 from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
@@ -121,7 +121,7 @@ class AdaptingCodec(ModelCodec):
                 seen[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
         return tuple(seen)
 
-    def outputs_of(self, request: Answerable) -> dict[str, Array]:
+    def outputs_of(self, request: Answerable) -> ArrayAnswer:
         return super().outputs_of(self._shown(request))
 
     def encode(self, requests: Sequence[Answerable]) -> list[AnyResponse | Exception]:

@@ -1,6 +1,7 @@
 """Requests from within the server, whose tensors are arrays: a step of an ensemble, or a model that calls another.
 
-Lives here: what stands in the place of a message for them. Must not: check anything; their model's codec does.
+Lives here: what stands in the place of a message for them, and of the answer's. Must not: check anything; their model's
+codec does.
 """
 
 from __future__ import annotations
@@ -8,16 +9,23 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from paceline.backends.open_request import Parameters
 from paceline.backends.spec import Array
 from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest
 from paceline.scheduler.request import SequenceStep
 
-__all__ = ["ArrayRequest", "NamedArray"]
+__all__ = ["ArrayAnswer", "ArrayRequest", "NamedArray"]
 
 NamedArray = tuple[str, str, Array]
 """Name, datatype and array of a tensor; one of texts has `bytes` as elements."""
 
 _NONE: Mapping[str, Any] = {}
+
+
+class ArrayAnswer(dict[str, Array]):
+    """Outputs by name, and the `parameters` that the model has added."""
+
+    parameters: Parameters = {}  # noqa: RUF012 - of those to which none were added; only read
 
 
 class ArrayRequest:

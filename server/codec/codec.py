@@ -12,6 +12,7 @@ import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 
+from paceline.backends.open_request import Told
 from paceline.backends.spec import MISSING, Array, ModelSpec
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -24,7 +25,7 @@ from paceline.protos.tensors import (
 )
 from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.answers import Answerable, AnswerPlans
-from paceline.server.codec.array_request import ArrayRequest, NamedArray
+from paceline.server.codec.array_request import ArrayAnswer, ArrayRequest, NamedArray
 from paceline.server.codec.classification import Labels, class_count
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, parse_parameters
@@ -346,13 +347,16 @@ class ModelCodec:
             arrays[index] = array
         return tuple(arrays)
 
-    def outputs_of(self, request: Answerable) -> dict[str, Array]:
+    def outputs_of(self, request: Answerable) -> ArrayAnswer:
         """What an answer to a request from within consists of: its share of the outputs that its `options` ask for, as
         a client would see them; views. What the model has left out is missing."""
         options, results = request.options, request.value
         assert options is not None
         named = ((self._spec.outputs[index].name, results[index]) for index in options.outputs)
-        return {name: array for name, array in named if array is not MISSING}
+        answer = ArrayAnswer({name: array for name, array in named if array is not MISSING})
+        if type(results) is Told:
+            answer.parameters = results.parameters
+        return answer
 
     def _invalid(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"model '{self._model}': {what}")

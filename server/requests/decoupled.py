@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -21,13 +21,14 @@ from typing import cast
 
 from paceline.backends.errors import ExecutionError, ModelRefused
 from paceline.backends.open_request import Answer, Channel, OpenRequest, Told
-from paceline.backends.spec import Array, Tensors
+from paceline.backends.spec import Tensors
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import DeadlineExceeded, ExecutionFailed, QueueFull
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import BatchFacts, OnAnswers, SequenceStep
 from paceline.server.codec.answers import Envelope
+from paceline.server.codec.array_request import ArrayAnswer
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions, is_reserved, of_those_there
@@ -374,7 +375,7 @@ class _NextAnswer:
             self.options = replace(self.options, plain=False)
         self.facts: BatchFacts | None = self.flight.facts
         self.answer: AnyResponse | None = None
-        self.outputs: Mapping[str, Array] = {}
+        self.outputs = ArrayAnswer()
 
     @property
     def message(self) -> AnyRequest:

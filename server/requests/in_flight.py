@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
 from paceline.backends.open_request import OpenRequest
 from paceline.backends.remote_messages import RemoteRequest
-from paceline.backends.spec import Array, Tensors
+from paceline.backends.spec import Tensors
 from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import BatchFacts, Request
 from paceline.server.call_facts import PassedHeaders, TraceParent
 from paceline.server.codec.answers import Answerable, Envelope
+from paceline.server.codec.array_request import ArrayAnswer
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions
@@ -97,7 +97,7 @@ class InFlight(Request[Payload, Tensors]):
     takes_more = False
     takes_arrays = False
     """Whether it is from within the server, and its answers are `outputs` instead of messages."""
-    outputs: Mapping[str, Array]
+    outputs: ArrayAnswer
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class NextAnswer(Protocol):
 class AnswerInMaking(Answerable, NextAnswer, Protocol):
     """One that is made of outputs; if it `takes_arrays`, it is in `outputs` and not in `answer`."""
 
-    outputs: Mapping[str, Array]
+    outputs: ArrayAnswer
 
     @property
     def takes_arrays(self) -> bool: ...

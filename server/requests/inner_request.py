@@ -1,21 +1,37 @@
-"""Requests from within the server: the steps of an ensemble, and what a model asks of another.
+"""Requests from within the process: the steps of an ensemble, what a model asks of another, what an application asks of
+the engine in it.
 
-Lives here: how their ends are told. Must not: their way, which is that of any request (`Inference.announce_to`): they
-share batches with everybody's, are refused like them, obey their deadlines, and are counted with their model.
+Lives here: how they are made of plain values, and how their ends are told. Must not: their way, which is that of any
+request (`Inference.announce_to`): they share batches with everybody's, are refused like them, obey their deadlines, and
+are counted with their model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
+
+import grpc
 
 from paceline.backends.base import Execution
 from paceline.backends.spec import Array
+from paceline.protos.datatypes import by_dtype, by_name
+from paceline.protos.inference_pb2 import InferParameter
+from paceline.protos.wire import STEP_KEYS
+from paceline.scheduler.errors import SchedulerError
 from paceline.server.call_facts import NO_PASSED_HEADERS, TraceParent
-from paceline.server.codec.array_request import ArrayRequest
+from paceline.server.codec.array_request import ArrayAnswer, ArrayRequest, NamedArray
+from paceline.server.codec.parameters import parse_parameters, step_of
+from paceline.server.errors import InvalidRequest, error_text, status_of
+from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
 
-__all__ = ["InnerRequest"]
+__all__ = ["InnerRequest", "array_request", "status_and_text"]
+
+_log = logging.getLogger("paceline.server.inference")
+
+_MOST_UNSIGNED = 2**64 - 1
 
 
 class InnerRequest(InFlight):
@@ -45,7 +61,7 @@ class InnerRequest(InFlight):
         self.on_end = on_end
         self.on_next = on_next
         self.takes_more = on_next is not None
-        self.outputs: Mapping[str, Array] = {}
+        self.outputs = ArrayAnswer()
         self.error: BaseException | None = None
         self.spent_ns = (0, 0, 0)
         """How long its batch took before, in and after the model, once it has ended."""
@@ -78,3 +94,66 @@ class InnerRequest(InFlight):
 
 def _nothing(request: InnerRequest) -> None:
     pass
+
+
+def array_request(
+    model: ServedModel,
+    inputs: Mapping[str, Array],
+    *,
+    version: str = "",
+    outputs: Sequence[str] = (),
+    id: str = "",
+    parameters: Mapping[str, bool | int | float | str],
+) -> ArrayRequest:
+    """A request for `model`, with parameters as clients may send them. Raises InvalidRequest."""
+    given = {key: _parameter(key, value) for key, value in parameters.items()}
+    parse_parameters(given)
+    return ArrayRequest(
+        model.name,
+        version,
+        _named(model, inputs),
+        outputs,
+        id=id,
+        step=step_of(given),
+        parameters={key: one for key, one in given.items() if key not in STEP_KEYS},
+    )
+
+
+def status_and_text(error: BaseException, model: str) -> tuple[grpc.StatusCode, str]:
+    """What whoever has asked `model` is told of `error`. One that isn't in the table is logged."""
+    status = status_of(error)
+    if status is None:
+        _log.error("a request to model '%s' failed with an internal error", model, exc_info=error)
+        return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error_text(error)}"
+    # The batcher's own errors don't know the model.
+    return status, f"model '{model}': {error_text(error)}" if isinstance(error, SchedulerError) else error_text(error)
+
+
+def _named(model: ServedModel, inputs: Mapping[str, Array]) -> list[NamedArray]:
+    """Arrays with datatypes: the model's own if that is how it has them, as bits of BF16 can't be told from UINT16."""
+    own = {tensor.name: tensor.datatype for tensor in model.spec.inputs}
+    named: list[NamedArray] = []
+    for name, array in inputs.items():
+        datatype = own.get(name, "")
+        if not datatype or by_name(datatype).dtype != array.dtype:
+            try:
+                datatype = by_dtype(array.dtype).name
+            except ValueError:
+                what = f"expected an array of a datatype such as {datatype or 'FP32'}, got {array.dtype}"
+                raise InvalidRequest(f"model '{model.name}': input '{name}': {what}") from None
+        named.append((name, datatype, array))
+    return named
+
+
+def _parameter(key: str, value: bool | int | float | str) -> InferParameter:
+    if isinstance(value, bool):
+        return InferParameter(bool_param=value)
+    if isinstance(value, str):
+        return InferParameter(string_param=value)
+    if isinstance(value, float):
+        return InferParameter(double_param=value)
+    if -(2**63) <= value < 2**63:
+        return InferParameter(int64_param=value)
+    if value <= _MOST_UNSIGNED:
+        return InferParameter(uint64_param=value)
+    raise InvalidRequest(f"parameter '{key}': expected a whole number of 64 bits, got {value}")

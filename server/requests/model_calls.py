@@ -11,30 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic_ns
 from typing import cast
 
 from paceline.backends.model_call import ModelCall
-from paceline.backends.spec import Array
-from paceline.protos.datatypes import by_dtype, by_name
-from paceline.protos.inference_pb2 import InferParameter
-from paceline.protos.wire import STEP_KEYS
-from paceline.scheduler.errors import SchedulerError
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import TraceParent
-from paceline.server.codec.array_request import ArrayRequest, NamedArray
-from paceline.server.codec.parameters import parse_parameters, step_of
-from paceline.server.errors import InvalidRequest, error_text, status_of
 from paceline.server.models.callers import Caller
 from paceline.server.models.model_lookup import ModelLookup
-from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.call_waits import CallWaits, MadeCall
 from paceline.server.requests.decoupled import flights_of
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
 from paceline.server.requests.inference import Inference
-from paceline.server.requests.inner_request import InnerRequest
+from paceline.server.requests.inner_request import InnerRequest, array_request, status_and_text
 
 __all__ = ["ModelCalls"]
 
@@ -43,7 +34,6 @@ _log = logging.getLogger("paceline.server.calls")
 _PATIENCE_S = 10.0
 """After this, a call by a thread of the model's own is looked at as one that an execution waits for. One that just
 begins may be answered when that execution ends, which it does by itself if it doesn't wait."""
-_MOST_UNSIGNED = 2**64 - 1
 _UNWANTED = "the call of model '{}' is withdrawn: nobody waits any more for what it was made for"
 _STUCK = (
     "model '{}' can't answer this call: all its instances wait, directly or through other models, for calls that wait "
@@ -106,7 +96,9 @@ class ModelCalls:
             deadline_ns = min(deadline_ns, monotonic_ns() + call.timeout_ns)
         under_way = _UnderWay(call, waiting, self._inference, self._on_end)
         flight = under_way.flight = InnerRequest(
-            _message(call, model),
+            array_request(
+                model, call.inputs, version=call.version, outputs=call.outputs, id=call.id, parameters=call.parameters
+            ),
             under_way.on_end,
             deadline_ns=deadline_ns,
             parent=_parent_of(waiting),
@@ -243,28 +235,8 @@ class _UnderWay:
             self._on_end(made)
 
 
-def _message(call: ModelCall, model: ServedModel) -> ArrayRequest:
-    parameters = {key: _parameter(key, value) for key, value in call.parameters.items()}
-    parse_parameters(parameters)
-    return ArrayRequest(
-        call.model,
-        call.version,
-        _named(model, call.inputs),
-        call.outputs,
-        id=call.id,
-        step=step_of(parameters),
-        parameters={key: one for key, one in parameters.items() if key not in STEP_KEYS},
-    )
-
-
 def _fail(call: ModelCall, error: BaseException, *, last: bool = True) -> None:
-    status = status_of(error)
-    if status is None:
-        _log.error("a call of model '%s' failed with an internal error", call.model, exc_info=error)
-        call.fail("INTERNAL", f"internal error: {type(error).__name__}: {error_text(error)}", last=last)
-        return
-    # The batcher's own errors don't know the model.
-    text = f"model '{call.model}': {error_text(error)}" if isinstance(error, SchedulerError) else error_text(error)
+    status, text = status_and_text(error, call.model)
     call.fail(status.name, text, last=last)
 
 
@@ -284,33 +256,3 @@ def _parent_of(waiting: Sequence[InFlight]) -> TraceParent | None:
     """What traces of the call belong to: the first of the requests that is traced."""
     parents = (one.trail.as_parent for one in waiting if one.trail is not None)
     return next((parent for parent in parents if parent is not None), None)
-
-
-def _named(model: ServedModel, inputs: Mapping[str, Array]) -> list[NamedArray]:
-    """Arrays with datatypes: the model's own if that is how it has them, as bits of BF16 can't be told from UINT16."""
-    own = {tensor.name: tensor.datatype for tensor in model.spec.inputs}
-    named: list[NamedArray] = []
-    for name, array in inputs.items():
-        datatype = own.get(name, "")
-        if not datatype or by_name(datatype).dtype != array.dtype:
-            try:
-                datatype = by_dtype(array.dtype).name
-            except ValueError:
-                what = f"expected an array of a datatype such as {datatype or 'FP32'}, got {array.dtype}"
-                raise InvalidRequest(f"model '{model.name}': input '{name}': {what}") from None
-        named.append((name, datatype, array))
-    return named
-
-
-def _parameter(key: str, value: bool | int | float | str) -> InferParameter:
-    if isinstance(value, bool):
-        return InferParameter(bool_param=value)
-    if isinstance(value, str):
-        return InferParameter(string_param=value)
-    if isinstance(value, float):
-        return InferParameter(double_param=value)
-    if -(2**63) <= value < 2**63:
-        return InferParameter(int64_param=value)
-    if value <= _MOST_UNSIGNED:
-        return InferParameter(uint64_param=value)
-    raise InvalidRequest(f"parameter '{key}': expected a whole number of 64 bits, got {value}")

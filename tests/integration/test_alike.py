@@ -58,7 +58,7 @@ class Sender:
         """Send requests like these often enough for the next ones to take the short way."""
         for _ in range(3):
             for one in requests:
-                await called(self.served.server._inference, one)
+                await called(self.served.server.inference, one)
 
     async def stream(self, *requests: AnyRequest | Exception) -> list[pb.ModelStreamInferResponse]:
         context = Context(requests)
@@ -158,7 +158,7 @@ async def test_calls_and_streams_share_batches_and_each_gets_answers_of_its_kind
         await sender.learn(sender.of(0))
         await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for more requests
         script.seen.clear()
-        calls = [asyncio.create_task(called(served.server._inference, sender.of(mark))) for mark in range(3)]
+        calls = [asyncio.create_task(called(served.server.inference, sender.of(mark))) for mark in range(3)]
         answers = await sender.stream(*(sender.of(mark) for mark in range(3, 6)))
         assert [mark for _, mark in _marks(answers)] == [3, 4, 5]
         for mark, call in enumerate(calls):
@@ -194,7 +194,7 @@ async def test_passed_deadline_fails_only_its_own_request(tmp_path: Path, script
         sender = Sender(served)
         await sender.learn(sender.of(0))
         await sender.stream(*(sender.of(0) for _ in range(8)))
-        inference = served.server._inference
+        inference = served.server.inference
         calls = [called(inference, sender.of(mark), None if mark % 2 else 0.0) for mark in range(6)]
         done = await asyncio.gather(*calls, return_exceptions=True)
         for mark, answer in enumerate(done):
@@ -212,7 +212,7 @@ async def test_cancelled_requests_are_not_executed_and_the_others_are(tmp_path: 
         await sender.learn(sender.of(0))
         await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for more requests
         script.seen.clear()
-        calls = [asyncio.create_task(called(served.server._inference, sender.of(mark))) for mark in range(6)]
+        calls = [asyncio.create_task(called(served.server.inference, sender.of(mark))) for mark in range(6)]
         await asyncio.sleep(0)
         calls[1].cancel()
         calls[4].cancel()

@@ -49,7 +49,7 @@ async def test_call_cancelled_before_it_is_started_is_counted_once_and_not_execu
     tmp_path: Path, script: Script
 ) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
-        call = asyncio.create_task(called(served.server._inference, request(1)))
+        call = asyncio.create_task(called(served.server.inference, request(1)))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -65,7 +65,7 @@ async def test_call_cancelled_in_the_queue_leaves_it_at_once(tmp_path: Path, scr
         gate = script.hold(1)
         first = asyncio.create_task(served.infer(request(1)))
         await asyncio.to_thread(gate.wait_entered, 1)
-        call = asyncio.create_task(called(served.server._inference, request(2)))
+        call = asyncio.create_task(called(served.server.inference, request(2)))
         await asyncio.sleep(0)
         assert served.waiting("m") == 1
         call.cancel()
@@ -83,14 +83,14 @@ async def test_call_refused_when_it_is_started_leaves_nothing_behind(tmp_path: P
         try:
             refused = request(1, 100)
             with pytest.raises(Exception, match="expected a batch of 1 to 32 rows") as raised:
-                await called(served.server._inference, refused)
+                await called(served.server.inference, refused)
             left = weakref.ref(raised.value)
             del raised
             assert left() is None
         finally:
             gc.enable()
         with pytest.raises(ModelNotFound):
-            await called(served.server._inference, request(1, model="nosuch"))
+            await called(served.server.inference, request(1, model="nosuch"))
 
 
 async def test_stream_request_withdrawn_before_it_is_started_is_answered_cancelled(
@@ -139,7 +139,7 @@ async def test_requests_that_arrived_before_an_unload_or_a_stop_are_answered(
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         # So that the batcher waits for more requests.
         await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))
-        calls = [asyncio.create_task(called(served.server._inference, request(mark))) for mark in range(3)]
+        calls = [asyncio.create_task(called(served.server.inference, request(mark))) for mark in range(3)]
         await asyncio.sleep(0)
         if end == "unload":
             await served.server.repository.unload("m")
@@ -158,8 +158,8 @@ async def test_refused_request_whose_caller_has_gone_keeps_no_other_call_alive(t
         gc.disable()
         others = _alive(Call)
         try:
-            calls = [asyncio.create_task(called(served.server._inference, request(mark))) for mark in range(3)]
-            refused = asyncio.create_task(called(served.server._inference, request(9, 100)))
+            calls = [asyncio.create_task(called(served.server.inference, request(mark))) for mark in range(3)]
+            refused = asyncio.create_task(called(served.server.inference, request(9, 100)))
             await asyncio.sleep(0)
             refused.cancel()
             await asyncio.wait([*calls, refused])

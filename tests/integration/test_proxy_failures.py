@@ -309,7 +309,7 @@ async def test_stop_answers_requests_that_the_upstream_still_computes(tmp_path: 
         (call,) = send(served, request(1))
         await eventually_async(lambda: stub.under_way == 1, "under way")
         stopping = asyncio.create_task(served.server.stop(20))
-        await eventually_async(lambda: not served.server._inference.serving, "stopping")
+        await eventually_async(lambda: not served.server.inference.serving, "stopping")
         stub.gates[1].set()
         assert tensors_of(await call)["x"][0, 0] == 2
         assert await stopping

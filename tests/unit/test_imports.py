@@ -36,6 +36,7 @@ EXCEPTIONS = {
     "backends.remote_messages": {"protos", "google.protobuf"},
     "server.check": {"clients"},
     "server.cli": {"clients"},
+    "server.engine": {"clients"},
     "server.models.upstream": {"clients"},
     "server.models.upstream_settings": {"clients"},
     "server.telemetry.spans": {"opentelemetry"},
@@ -44,7 +45,15 @@ EXCEPTIONS = {
 # The layers of the server, the lowest first: a module imports only from its own and from those below. Modules outside
 # the folders are below all of them, except for `TOP`, which joins the parts.
 LAYERS = ("memory", "codec", "telemetry", "models", "requests", "rpc", "fronts")
-TOP = {"server.app", "server.check", "server.cli", "server.health", "server.model_flags", "server.__main__"}
+TOP = {
+    "server.app",
+    "server.check",
+    "server.cli",
+    "server.engine",
+    "server.health",
+    "server.model_flags",
+    "server.__main__",
+}
 # They gather the settings of all parts, each of which declares its own.
 GATHERERS = {"server.config", "server.flags"}
 

@@ -1,0 +1,291 @@
+"""Models in an application's own process: what it asks, what it gets, what it may rely on at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import paceline
+from paceline import BlockingEngine, Engine
+from paceline.backends.base import Backend
+from paceline.backends.spec import ModelSpec, TensorSpec
+from tests import decoder_models
+from tests.decoder_models import TINY
+from tests.generation_truth import Asked, NaiveLoop
+from tests.integration.serving import echo_model, write_model
+from tests.memory_models import MemoryBackend, MemoryModel
+from tests.polling import eventually, eventually_async
+
+BATCHED = "max_batch_size: 8 dynamic_batching { }"
+PROMPT = [5, 6, 7]
+
+
+def backend_of(**models: MemoryModel) -> Callable[[str], Backend]:
+    return lambda _: MemoryBackend(models)
+
+
+@asynccontextmanager
+async def engine_of(root: Path, config: str = BATCHED, **models: MemoryModel) -> AsyncIterator[Engine]:
+    for name in models:
+        write_model(root, name, config)
+    async with Engine(root, backend_of=backend_of(**models)) as engine:
+        try:
+            yield engine
+        finally:
+            for model in models.values():
+                model.gate.open()
+
+
+@contextmanager
+def blocking_engine(root: Path, model: MemoryModel) -> Iterator[BlockingEngine]:
+    write_model(root, "m", BATCHED)
+    with BlockingEngine(root, backend_of=backend_of(m=model)) as engine:
+        try:
+            yield engine
+        finally:
+            model.gate.open()
+
+
+def row(value: float, width: int = 2) -> dict[str, Any]:
+    return {"a": np.full((1, width), value, np.float32)}
+
+
+async def failure(what: Coroutine[Any, Any, object]) -> paceline.InferenceError:
+    with pytest.raises(paceline.InferenceError) as raised:
+        await what
+    return raised.value
+
+
+async def test_concurrent_requests_share_batches_and_get_their_own(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, m=(model := echo_model())) as engine:
+        results = await asyncio.gather(*(engine.infer(row(value)) for value in range(16)))
+        for value, result in enumerate(results):
+            np.testing.assert_array_equal(result["x"], row(value)["a"])
+        assert max(map(len, model.batches)) == 8
+        assert engine.models == ["m"]
+        assert engine.describe().batching.max_rows == 8
+
+
+async def test_arrays_of_the_right_datatype_arrive_uncopied(tmp_path: Path) -> None:
+    seen: list[int] = []
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
+
+    def compute(inputs: Any) -> Any:
+        seen.append(inputs[0].__array_interface__["data"][0])
+        return inputs
+
+    async with engine_of(tmp_path, m=MemoryModel(spec, compute)) as engine:
+        given = row(3)
+        await engine.infer(given)
+        assert seen[-1] == given["a"].__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "given", "expected"),
+    [
+        ("FP32", [[1, 2.5]], np.array([[1, 2.5]], np.float32)),
+        ("FP32", np.array([[1.0, 2.5]]), np.array([[1, 2.5]], np.float32)),
+        ("INT32", [[1, 2]], np.array([[1, 2]], np.int32)),
+        ("BYTES", [["é", b"\0b\0"]], np.array([["é".encode(), b"\0b\0"]], object)),
+    ],
+    ids=["list", "doubles", "integers", "texts"],
+)
+async def test_values_are_converted_to_the_models_datatypes(
+    tmp_path: Path, datatype: str, given: Any, expected: Any
+) -> None:
+    async with engine_of(tmp_path, m=echo_model(datatype)) as engine:
+        got = (await engine.infer({"a": given}))["x"]
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "given", "error", "text"),
+    [
+        ("FP32", [[1e300]], ValueError, "input 'a': FP32 can't hold 1e+300"),
+        ("INT32", [[0.5]], ValueError, "input 'a': INT32 takes whole numbers"),
+        ("FP32", [["1"]], TypeError, "input 'a': FP32 takes numbers"),
+        ("BYTES", [[1]], paceline.InvalidArgument, "input 'a'"),
+        ("FP32", [[1.0], [2.0, 3.0]], ValueError, "input 'a'"),
+    ],
+    ids=["too large", "fraction", "text", "number", "ragged"],
+)
+async def test_values_that_would_be_lost_are_refused_by_name(
+    tmp_path: Path, datatype: str, given: Any, error: type[Exception], text: str
+) -> None:
+    async with engine_of(tmp_path, m=(model := echo_model(datatype))) as engine:
+        with pytest.raises(error) as raised:
+            await engine.infer({"a": given})
+        assert text in str(raised.value)
+        assert not model.batches
+
+
+async def test_errors_are_the_clients_and_name_the_fault(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, m=(model := echo_model()), n=echo_model()) as engine:
+        error = await failure(engine.infer({"b": [[1.0]]}, model="m"))
+        assert type(error) is paceline.InvalidArgument
+        assert "unexpected input 'b'" in error.message
+        error = await failure(engine.infer(row(1), model="o"))
+        assert type(error) is paceline.NotFound
+        error = await failure(engine.infer(row(1), model="m", parameters={"priority": 2**70}))
+        assert type(error) is paceline.InvalidArgument
+        model.faults.raise_next(ArithmeticError("it broke"))
+        error = await failure(engine.infer(row(1), model="m"))
+        assert type(error) is paceline.Internal
+        assert "it broke" in error.message
+        with pytest.raises(ValueError, match="expected model=, as there are several: m, n"):
+            await engine.infer(row(1))
+        with pytest.raises(ValueError, match="expected a timeout_s above 0, got 0"):
+            await engine.infer(row(1), model="m", timeout_s=0)
+
+
+async def test_row_at_fault_fails_alone(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, m=(model := echo_model())) as engine:
+        model.faults.raise_when(lambda inputs: bool((inputs[0] == 5).any()), ArithmeticError("five"))
+        results = await asyncio.gather(*(engine.infer(row(value)) for value in range(8)), return_exceptions=True)
+        assert [isinstance(one, paceline.Internal) for one in results] == [value == 5 for value in range(8)]
+
+
+async def test_late_and_cancelled_requests_are_withdrawn(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, m=(model := echo_model())) as engine:
+        model.gate.close()
+        executing = asyncio.create_task(engine.infer(row(0)))
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        batcher = engine._running.repository.get("m", "").batcher
+        late = await failure(engine.infer(row(1), timeout_s=0.01))
+        assert late.status is grpc.StatusCode.DEADLINE_EXCEEDED
+        cancelled = asyncio.create_task(engine.infer(row(2)))
+        await eventually_async(lambda: batcher.waiting_requests == 1, "waiting")
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        await eventually_async(lambda: not batcher.waiting_requests, "withdrawn")
+        model.gate.open()
+        await executing
+        assert model.batches == [(1,)]
+
+
+async def test_accepted_requests_are_answered_at_the_end(tmp_path: Path) -> None:
+    model = echo_model()
+    async with engine_of(tmp_path, m=model) as engine:
+        requests = [asyncio.create_task(engine.infer(row(value))) for value in range(20)]
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+    assert [(await one)["x"][0, 0] for one in requests] == [*range(20)]
+    assert not model.open_instances
+    with pytest.raises(RuntimeError, match="expected a running engine"):
+        await engine.infer(row(1))
+
+
+async def test_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    write_model(tmp_path, "good", BATCHED)
+    write_model(tmp_path, "bad", "max_batch_size: -1")
+    model = echo_model()
+    with pytest.raises(paceline.StartError, match=r"model 'bad': .*max_batch_size"):
+        async with Engine(tmp_path, backend_of=backend_of(good=model, bad=model)):
+            raise AssertionError("it started")
+    assert not model.open_instances
+    with pytest.raises(paceline.StartError, match="nosuch"):
+        async with Engine(tmp_path / "nosuch"):
+            raise AssertionError("it started")
+
+
+async def test_generation_is_streamed_and_told_why_it_ends(tmp_path: Path) -> None:
+    folder = decoder_models.write(TINY, tmp_path / "m" / "1")
+    truth = NaiveLoop(folder).generate(PROMPT, Asked(max_tokens=5)).tokens
+    async with Engine(tmp_path) as engine:
+        answers = engine.stream({"input_ids": PROMPT}, parameters={"max_tokens": 5})
+        steps = [(one["output_ids"].tolist(), dict(one.parameters)) async for one in answers]
+        assert [token for tokens, _ in steps for token in tokens] == truth
+        assert [told for _, told in steps] == [{}, {}, {}, {}, {"finish_reason": "length"}]
+        whole = await engine.infer({"input_ids": PROMPT}, parameters={"max_tokens": 5})
+        assert (whole["output_ids"].tolist(), dict(whole.parameters)) == (truth, {"finish_reason": "length"})
+
+
+async def test_stream_that_is_left_withdraws_its_request(tmp_path: Path) -> None:
+    decoder_models.write(TINY, tmp_path / "m" / "1")
+    async with Engine(tmp_path) as engine:
+        async with aclosing(engine.stream({"input_ids": PROMPT}, parameters={"max_tokens": 500})) as answers:
+            await anext(answers)
+        opened = engine._running.repository.get("m", "").open_requests
+        assert opened is not None
+        await eventually_async(lambda: not opened, "withdrawn")
+
+
+async def test_lone_answers_are_streamed_too(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, m=echo_model()) as engine:
+        answers = [one async for one in engine.stream(row(4))]
+        np.testing.assert_array_equal([one["x"] for one in answers], [row(4)["a"]])
+
+
+def test_threads_share_batches_of_a_blocking_engine(tmp_path: Path) -> None:
+    with blocking_engine(tmp_path, model := echo_model()) as engine, ThreadPoolExecutor(9) as threads:
+        model.gate.close()
+        first = threads.submit(engine.infer, row(0))
+        model.gate.wait_entered(1)
+        others = [threads.submit(engine.infer, row(value)) for value in range(1, 9)]
+        batcher = engine._engine._running.repository.get("m", "").batcher
+        eventually(lambda: batcher.waiting_requests == 8, "waiting")
+        model.gate.open()
+        assert [one.result()["x"][0, 0] for one in (first, *others)] == [*range(9)]
+        assert model.batches == [(1,), (1,) * 8]
+        assert [one["x"].tolist() for one in engine.stream(row(1))] == [[[1, 1]]]
+        assert engine.models == ["m"]
+        assert engine.describe("m").name == "m"
+
+
+def test_blocking_engine_ends_with_its_block(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with blocking_engine(tmp_path, echo_model()) as engine:
+        engine.infer(row(1))
+        with pytest.raises(paceline.NotFound):
+            engine.infer(row(1), model="nosuch")
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="expected a running engine"):
+        engine.infer(row(1))
+    with pytest.raises(paceline.StartError), BlockingEngine(tmp_path / "nosuch"):
+        raise AssertionError("it started")
+    assert threading.active_count() == before
+
+
+def test_paths_are_needed() -> None:
+    with pytest.raises(ValueError, match="at least one path"):
+        Engine()
+
+
+COUNTER = """
+import numpy as np
+
+
+class Model:
+    inputs = {"count": ("INT32", [1])}
+    outputs = {"number": ("INT32", [1])}
+
+    def execute(self, requests):
+        for request in requests:
+            for number in range(int(request.inputs["count"][0])):
+                request.send({"number": np.array([number], np.int32)})
+            request.fail("no more")
+"""
+
+
+async def test_decoupled_model_is_streamed_and_its_error_ends_it(tmp_path: Path) -> None:
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(COUNTER)
+    (folder.parent / "config.pbtxt").write_text('backend: "python" model_transaction_policy { decoupled: true }')
+    async with Engine(tmp_path, allow_python_models=True) as engine:
+        answers = engine.stream({"count": [100]})
+        assert [int((await anext(answers))["number"][0]) for _ in range(100)] == [*range(100)]
+        with pytest.raises(paceline.Internal, match="no more"):
+            await anext(answers)
+        error = await failure(engine.infer({"count": [1]}))
+        assert type(error) is paceline.Unimplemented
+        assert error.message == "model 'm' may answer more than once: expected stream, got infer"
