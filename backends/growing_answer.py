@@ -43,12 +43,18 @@ class GrowingAnswer:
                 self.sampler.not_yet = ()
             if count == self._wanted.max_tokens:
                 reason = "length"
-        if self.request.takes_one and not reason:
-            return False
-        ids = self.chosen if self.request.takes_one else [] if reason == "stop" else [token]
+        if reason or not self.request.takes_one:
+            self._tell([] if reason == "stop" else [token], reason)
+        return bool(reason)
+
+    def time_out(self) -> None:
+        """End with what there is."""
+        self._tell([], "timeout")
+
+    def _tell(self, new: list[int], reason: str) -> None:
+        ids = self.chosen if self.request.takes_one else new
         answer: tuple[Array, ...] = (np.array(ids, np.int64),)
         if reason:
             answer = Told(answer)
             answer.parameters = {"finish_reason": reason}
         self.request.on_answer(answer, last=bool(reason))
-        return bool(reason)

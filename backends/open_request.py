@@ -26,6 +26,9 @@ ELSEWHERE: Final[Tensors] = []
 AGAIN: Final[Tensors] = []
 """In place of a result of `execute_open`: the model wants the request once more. By identity."""
 
+NEVER: Final = (1 << 63) - 1
+"""A time that is never reached."""
+
 Step = tuple[int | str, bool, bool]
 """The id of a request's sequence, and whether it is the first and the last in it."""
 
@@ -50,11 +53,12 @@ class OpenRequest(ABC):
     """A request with its `inputs`, as the model sees them, and what its caller said besides. `outputs` are the indices
     of those that are wanted. `step`: what it is in its sequence, if it says so; `row`: where that is in a batch, -1 for
     anywhere. `execution`: by which of its process's executions the model got it. `takes_one`: its caller takes a single
-    answer. `arrived_ns`: when it came; 0 for one that is made up."""
+    answer. `arrived_ns`: when it came; 0 for one that is made up. `deadline_ns`: when its caller gives up; `ends_ns`:
+    when it is to end with what there is. All monotonic."""
 
     __slots__ = (
-        "_channel", "_number", "arrived_ns", "cancelled", "execution", "id", "inputs", "outputs", "parameters", "row",
-        "step", "takes_one", "timeout_us",
+        "_channel", "_number", "arrived_ns", "cancelled", "deadline_ns", "ends_ns", "execution", "id", "inputs",
+        "outputs", "parameters", "row", "step", "takes_one", "timeout_us",
     )  # fmt: skip
 
     def __init__(self, inputs: Tensors, outputs: Sequence[int], id: str = "", parameters: Parameters | None = None):
@@ -66,6 +70,7 @@ class OpenRequest(ABC):
         self.step: Step | None = None
         self.execution = 0
         self.timeout_us = 0
+        self.deadline_ns = self.ends_ns = NEVER
         self.row = -1
         self.takes_one = False
         self.cancelled = False

@@ -98,6 +98,12 @@ class Iterations:
             and not any(row.is_out for row in self._rows.values())
         )
 
+    def least_ns(self, tokens: int, now_ns: int) -> int:
+        """What a prompt of so many takes at least, as measured lately; 0 if nothing was."""
+        pieces, rest = divmod(tokens, self._piece_tokens) if self._in_pieces else (0, tokens)
+        whole_ns = pieces * self._costs.least_begin_ns(self._piece_tokens, now_ns) if pieces else 0
+        return whole_ns + (self._costs.least_begin_ns(rest, now_ns) if rest else 0)
+
     def enter(self, row: int, tokens: int) -> None:
         self._rows[row] = _Row(tokens)
         self._entered += 1
@@ -293,9 +299,11 @@ class StepCosts:
 
     def observe_begin(self, rows: int, longest: int, took_ns: int, now_ns: int) -> None:
         """`rows` began together, the longest with so many tokens."""
-        tokens = rows * longest
-        step = max(0, tokens.bit_length() - 3)  # four sizes between a power of two and the next
-        self._beginning.observe(None, tokens >> step << step, took_ns, now_ns)
+        self._beginning.observe(None, _about(rows * longest), took_ns, now_ns)
+
+    def least_begin_ns(self, tokens: int, now_ns: int) -> int:
+        """What beginning with so many takes; 0 if that isn't certain enough to refuse anybody for it."""
+        return self._beginning.proven_ns(None, _about(tokens), now_ns)
 
     def gathers(self, entering: float, begin: int, rows: int, longest: int) -> bool:
         """Whether it pays that `begin` rows lose a step, as another one may come, of which there are `entering` in an
@@ -337,3 +345,9 @@ def _level(rows: int) -> int:
 
 def _level_of_past(longest: int) -> int:
     return max(_SHORTEST, longest.bit_length())
+
+
+def _about(tokens: int) -> int:
+    """One of four sizes between a power of two and the next."""
+    step = max(0, tokens.bit_length() - 3)
+    return tokens >> step << step

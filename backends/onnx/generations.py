@@ -9,8 +9,8 @@ have places, so that others wait in the queue, by its rules.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from threading import Condition, Event, Thread
+from collections.abc import Callable, Mapping, Sequence
+from threading import TIMEOUT_MAX, Condition, Event, Thread
 from time import monotonic_ns
 from typing import Any
 
@@ -49,8 +49,10 @@ class GeneratingInstance:
         settings: DecoderSettings,
         tried: Trial,
         totals: GenerationTotals,
+        now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
         self.device = device
+        self._now_ns = now_ns
         self._name = name
         self._model = model
         self._layout = layout
@@ -96,21 +98,21 @@ class GeneratingInstance:
     # ---- on the thread that executes ----
 
     def execute_open(self, requests: Sequence[OpenRequest]) -> Execution:
-        began_ns = monotonic_ns()
+        began_ns = self._now_ns()
         results: list[Tensors | Exception] = []
         for request in requests:
             try:
                 wanted = read_request(request.inputs, request.parameters, self._limits)
+                self._take(request, GrowingAnswer(request, wanted, self._limits))
             except ModelRefused as error:
                 results.append(error.with_traceback(None))
-                continue
-            results.append(ELSEWHERE)
-            self._take(request, GrowingAnswer(request, wanted, self._limits))
-        return Execution(results, 0, 0, 0, waited_ns=monotonic_ns() - began_ns)
+            else:
+                results.append(ELSEWHERE)
+        return Execution(results, 0, 0, 0, waited_ns=self._now_ns() - began_ns)
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         """Their first tokens."""
-        began_ns = monotonic_ns()
+        began_ns = self._now_ns()
         made = [_MadeUp(inputs) for inputs in requests]
         refused = [one for one in self.execute_open(made).results if isinstance(one, Exception)]
         if refused:
@@ -121,7 +123,7 @@ class GeneratingInstance:
             if isinstance(one.answer, Exception):
                 raise one.answer
             results.append(one.answer or ())
-        return Execution(results, 0, monotonic_ns() - began_ns, 0)
+        return Execution(results, 0, self._now_ns() - began_ns, 0)
 
     def abandon(self) -> None:
         self._watch.end()
@@ -140,13 +142,21 @@ class GeneratingInstance:
         self._model.close()
 
     def _take(self, request: OpenRequest, generation: GrowingAnswer) -> None:
-        """Wait until there is a place, unless its caller goes before."""
-        prompt = len(generation.tokens)
+        """Wait until there is a place, unless its caller goes before. Raises ModelRefused if it can't be on time."""
+        prompt, ends_ns = len(generation.tokens), min(request.deadline_ns, request.ends_ns)
         with self._changed:
             number = self._numbers = self._numbers + 1
             request.open(self, number)
-            while not (request.cancelled or self._closed or self._iterations.has_room(prompt)):
-                self._changed.wait()
+            while not (request.cancelled or self._closed or self._lost):
+                now_ns = self._now_ns()
+                needed_ns = self._iterations.least_ns(prompt, now_ns)
+                spare_ns = ends_ns - now_ns - needed_ns
+                if spare_ns <= 0:
+                    request.close()
+                    raise _too_late(ends_ns - now_ns, needed_ns)
+                if self._iterations.has_room(prompt):
+                    break
+                self._changed.wait(min(spare_ns / 1e9, TIMEOUT_MAX))
             if self._lost is not None or self._closed:
                 raise self._lost or InstanceError("the instance is closed")
             if request.cancelled:
@@ -175,7 +185,13 @@ class GeneratingInstance:
                 if self._closed:
                     failed = [*self._generations]
                     break
+                now_ns = self._now_ns()
+                late = {number: one for number, one in self._generations.items() if one.request.ends_ns <= now_ns}
+                for number in late:
+                    self._leave(number)
                 iteration = self._iterations.next()
+            for one in late.values():
+                one.time_out()
             try:
                 self._iterate(iteration)
             except Exception as error:  # noqa: BLE001 - the instance goes on, and each request gets an answer
@@ -200,10 +216,10 @@ class GeneratingInstance:
         own = [self._blocks.get(row) or self._kind.empty(row, self._layout) for row in rows]
         block = self._kind.of(rows, list({id(one): one for one in own}.values()))
         longest, most = block.longest, max(more.values())
-        began_ns = monotonic_ns()
+        began_ns = self._now_ns()
         done = self._step(block, more)
         if len(done) == 1 and done[0][0] is block:
-            now_ns = monotonic_ns()
+            now_ns = self._now_ns()
             if not longest:
                 self._costs.observe_begin(len(rows), most, now_ns - began_ns, now_ns)
             elif most == 1:
@@ -238,7 +254,7 @@ class GeneratingInstance:
     def _choose(self, rows: Sequence[int], logits: Array) -> None:
         generations = [self._generations[row] for row in rows]
         tokens = choose(logits, [one.sampler for one in generations])
-        self._watch.chose([row for row, token in zip(rows, tokens, strict=True) if token != NONE], monotonic_ns())
+        self._watch.chose([row for row, token in zip(rows, tokens, strict=True) if token != NONE], self._now_ns())
         ended: list[int] = []
         for row, generation, token in zip(rows, generations, tokens, strict=True):
             if token == NONE:
@@ -273,6 +289,13 @@ class GeneratingInstance:
     def _forget(self, number: int) -> None:
         if (block := self._blocks.pop(number, None)) is not None:
             block.drop(number)
+
+
+def _too_late(left_ns: int, needed_ns: int) -> ModelRefused:
+    text = "its time is over, and it has no place yet"
+    if left_ns > 0:
+        text = f"{left_ns // 1_000} us are left, and its prompt and one token take about {needed_ns // 1_000} us"
+    return ModelRefused("DEADLINE_EXCEEDED", f"the generation can't be on time: {text}")
 
 
 class _MadeUp(OpenRequest):

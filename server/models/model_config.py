@@ -220,6 +220,14 @@ def plan(
         most_open = MANY
         # A request's execution only waits for a place, as long as others take, so that its time says nothing.
         policy = replace(policy, isolate_failures=False, deadline_aware=False, execution_limit_ns=0)
+        # A request's timeout is for its generation, of which that wait is a part.
+        policy = replace(
+            policy,
+            queue=replace(policy.queue, allow_timeout_override=True),
+            priority_queue={
+                level: replace(one, allow_timeout_override=True) for level, one in policy.priority_queue.items()
+            },
+        )
     tags, keeps = _metric_tags(config), config.response_cache.enable
     return ServingPlan(spec, max_rows, policy, splits, tags, most_open, decoupled, for_triton, keeps)
 

@@ -94,7 +94,7 @@ async def streamed(started: Served, request: pb.ModelInferRequest) -> tuple[list
         response = message.infer_response
         reason = response.parameters["finish_reason"].string_param if "finish_reason" in response.parameters else ""
         assert response.parameters["triton_final_response"].bool_param == bool(reason)
-        assert len(tokens_of(response)) == (0 if reason == "stop" else 1)
+        assert len(tokens_of(response)) == (0 if reason in ("stop", "timeout") else 1)
         tokens += tokens_of(response)
     await stream.end()
     return tokens, reason
@@ -340,3 +340,22 @@ async def serving_with(root: Path, generation_config: dict[str, object]) -> Asyn
     (root / "m" / "generation_config.json").write_text(json.dumps(generation_config))
     async with serving(root) as started:
         yield started
+
+
+async def test_timeout_ends_a_generation_with_what_there_is(tmp_path: Path) -> None:
+    endless = Decoder(end_tokens=(), positions=100_000)
+    config = 'parameters { key: "paceline.max_generations" value { string_value: "1" } }'
+    async with served(tmp_path, endless, config) as started:
+        tokens, reason = await streamed(started, asking([5], max_tokens=99_000, timeout=1_000_000))
+        assert (reason, len(tokens) > 0) == ("timeout", True)
+        whole = await started.infer(asking([5], max_tokens=99_000, timeout=1_000_000))
+        assert whole.parameters["finish_reason"].string_param == "timeout"
+        shorter = min(len(tokens), len(tokens_of(whole)))
+        assert tokens_of(whole)[:shorter] == tokens[:shorter]
+        stream = Stream(started)
+        await stream.send(asking([5], max_tokens=99_000))
+        await stream.message()
+        waiting = [started.infer(asking([6], max_tokens=2, timeout=50_000)) for _ in range(3)]
+        for code, text in await asyncio.gather(*map(failure_of, waiting)):
+            assert (code, "time" in text) == (grpc.StatusCode.DEADLINE_EXCEEDED, True), text
+        stream.call.cancel()

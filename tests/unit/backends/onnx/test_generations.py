@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
+from time import monotonic_ns
 
 import numpy as np
 import pytest
@@ -141,14 +142,18 @@ class Asked(OpenRequest):
 
 @contextmanager
 def generating(
-    decoder: Decoder, most_tokens: int = 200, *, in_place: bool = False, **given: int
+    decoder: Decoder,
+    most_tokens: int = 200,
+    *,
+    in_place: bool = False,
+    now_ns: Callable[[], int] = monotonic_ns,
+    **given: int,
 ) -> Iterator[GeneratingInstance]:
     """An instance in whose memory `most_tokens` tokens fit."""
     limits = GenerationLimits(VOCABULARY, 60, (END,))
     settings = DecoderSettings(most_cache_bytes=most_tokens * layout().token_bytes, **given)
-    instance = GeneratingInstance(
-        "m", decoder, Device(), layout(in_place), limits, settings, Trial(VOCABULARY), GenerationTotals()
-    )
+    tried, totals = Trial(VOCABULARY), GenerationTotals()
+    instance = GeneratingInstance("m", decoder, Device(), layout(in_place), limits, settings, tried, totals, now_ns)
     try:
         yield instance
     finally:
@@ -283,6 +288,68 @@ def test_request_without_a_place_waits_until_it_is_cancelled() -> None:
         assert not waiting.is_alive()
         gate.set()
     assert second.answers == []
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_generation_ends_in_time_with_what_there_is(one: bool) -> None:
+    steps = 0
+
+    def before(rows: int) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            request.ends_ns = 0
+
+    request, other = Asked([10], one=one, max_tokens=50), Asked([10], max_tokens=50)
+    with generating(Decoder(before=before), most_generations=1) as instance:
+        hand_over(instance, request, other)
+        assert request.tokens() == (answer_of([10], 3), "timeout")
+        assert other.tokens() == truth(other)
+
+
+def refused(instance: GeneratingInstance, request: Asked) -> str:
+    (result,) = instance.execute_open([request]).results
+    assert isinstance(result, ModelRefused)
+    assert result.status == "DEADLINE_EXCEEDED"
+    assert request.answers == []
+    return str(result)
+
+
+def test_request_that_gets_no_place_in_time_is_refused() -> None:
+    gate = Event()
+    first, second = Asked([10], max_tokens=50), Asked([10], max_tokens=50)
+    with generating(Decoder(before=lambda rows: assert_open(gate)), most_generations=1) as instance:
+        hand_over(instance, first)
+        second.ends_ns = monotonic_ns() + 1_000_000
+        assert "its time is over, and it has no place yet" in refused(instance, second)
+        gate.set()
+        assert first.tokens() == truth(first)
+
+
+def test_deadline_too_short_for_the_prompt_is_refused_if_known() -> None:
+    now_ns = 0
+
+    def before(rows: int) -> None:
+        nonlocal now_ns
+        now_ns += 20_000_000
+
+    with generating(Decoder(before=before), now_ns=lambda: now_ns, prefill_tokens=16) as instance:
+
+        def asked(tokens: int, within_ms: int) -> Asked:
+            request = Asked([10] * tokens, max_tokens=1)
+            request.deadline_ns = now_ns + within_ms * 1_000_000
+            return request
+
+        hand_over(instance, asked(16, 1))  # nothing is known yet
+        for request in (asked(16, 100) for _ in range(5)):
+            hand_over(instance, request)
+            request.tokens()
+        assert "10000 us are left, and its prompt and one token take about 20000 us" in refused(instance, asked(16, 10))
+        assert "30000 us are left, and its prompt and one token take about 40000 us" in refused(instance, asked(32, 30))
+        hand_over(instance, on_time := asked(32, 50))
+        assert on_time.tokens() == truth(on_time)
+        now_ns += 10_000_000_000
+        hand_over(instance, asked(16, 1))  # what was measured long ago refuses nobody
 
 
 def test_closing_ends_what_is_left() -> None:
