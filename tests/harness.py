@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.children import READ_WHEN_USED
-from tests.nursery import Forked
+from tests.nursery import LIBRARIES, Forked
 
 __all__ = ["REPO", "ServerProcess", "has_ipv6", "run_command", "write_identity"]
 
@@ -58,7 +58,9 @@ class ServerProcess:
         self._command = [*(program or (sys.executable, "-m", module)), *self._arguments]
         self._env = {**os.environ, **(env or {})}
         self._cwd = cwd
-        self._fresh = fresh or bool(program) or not all(READ_WHEN_USED.match(name) for name in env or ())
+        self._fresh = (
+            fresh or bool(program) or not all(READ_WHEN_USED.match(name) for name in {*(env or ())} - {LIBRARIES})
+        )
         self._ready = threading.Event()
         self._process: subprocess.Popen[str] | Forked
         self._reader: threading.Thread

@@ -32,12 +32,14 @@ from pathlib import Path
 
 from tests.children import Command, become, fork_children
 
-__all__ = ["Forked", "ForkedFront", "fork_what_is_started", "main", "start_front"]
+__all__ = ["LIBRARIES", "Forked", "ForkedFront", "fork_what_is_started", "main", "start_front"]
 
 _NUMBER = struct.Struct("i")
 _MAX_BYTES, _MAX_DESCRIPTORS = 2**20, 16
 _PR_SET_PDEATHSIG = 1
 _TUNABLES = "GLIBC_TUNABLES"
+LIBRARIES = "LD_LIBRARY_PATH"
+"""The variable that is read at a process's start, and of which each value has a forking process of its own."""
 
 
 async def start_front(descriptors: tuple[int, int, int]) -> ForkedFront:
@@ -55,7 +57,8 @@ class Forked:
     ) -> None:
         reads, writes = os.pipe()
         try:
-            self.pid, self._told = _fork((module, tuple(arguments), dict(environment), str(folder)), (out, writes))
+            started_as = (module, tuple(arguments), dict(environment), str(folder))
+            self.pid, self._told = _fork(started_as, (out, writes))
         finally:
             os.close(writes)
         self.stderr = os.fdopen(reads)
@@ -117,7 +120,8 @@ class ForkedFront:
 
 def fork_what_is_started() -> None:
     """Have the processes forked that the product starts in this one."""
-    fork_children(lambda *wanted: _fork_child(_nursery(), *wanted), dict(os.environ))
+    born_with = dict(os.environ)
+    fork_children(lambda *wanted: _fork_child(_nursery(born_with.get(LIBRARIES, "")), *wanted), born_with)
 
 
 _StartedAs = tuple[str, tuple[str, ...], dict[str, str], str]
@@ -129,7 +133,8 @@ def _fork(started_as: _StartedAs, descriptors: Sequence[int]) -> tuple[int, sock
     open under their numbers."""
     told, tells = socket.socketpair()
     with tells:
-        socket.send_fds(_nursery(), [pickle.dumps(started_as)], [tells.fileno(), *descriptors])
+        nursery = _nursery(started_as[2].get(LIBRARIES, ""))
+        socket.send_fds(nursery, [pickle.dumps(started_as)], [tells.fileno(), *descriptors])
     (pid,) = _NUMBER.unpack(told.recv(_NUMBER.size))
     return pid, told
 
@@ -145,7 +150,7 @@ def _fork_child(nursery: socket.socket, command: Command, descriptors: Sequence[
 
 
 @cache
-def _nursery() -> socket.socket:
+def _nursery(libraries: str) -> socket.socket:
     """The connection to the forking process, which ends with this process, as the connection does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = (
@@ -158,7 +163,8 @@ def _nursery() -> socket.socket:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code, "paceline-nursery"],
             stdin=subprocess.DEVNULL,
-            env={"GRPC_VERBOSITY": "NONE", **os.environ},  # which gRPC reads when it is imported
+            # The first is read by gRPC when it is imported, the last by the system when the process starts.
+            env={"GRPC_VERBOSITY": "NONE", **os.environ, **({LIBRARIES: libraries} if libraries else {})},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
