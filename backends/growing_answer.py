@@ -1,50 +1,84 @@
 """What becomes of a generation's tokens: when it ends, and what its caller is told of each.
 
-Lives here: `GrowingAnswer`. Must not: choose tokens (`sampling`), or know how they are computed.
+Lives here: `GrowingAnswer`, and the search for texts that end it. Must not: choose tokens (`sampling`), make texts of
+them (`text`), or know how they are computed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.generation import GenerationLimits, Wanted
+from paceline.backends.generation import OPTIONAL_OUTPUTS, GenerationLimits, Wanted
 from paceline.backends.open_request import OpenRequest, Told
-from paceline.backends.sampling import Sampler
-from paceline.backends.spec import Array
+from paceline.backends.sampling import Logprobs, Sampler
+from paceline.backends.spec import MISSING, Array
+from paceline.backends.text import GrowingText
 
-__all__ = ["GrowingAnswer"]
+__all__ = ["GrowingAnswer", "StoppedText"]
+
+_NO_OPTIONAL = (MISSING,) * len(OPTIONAL_OUTPUTS)
 
 
 class GrowingAnswer:
-    """Of a request that has a place. `tokens` are its prompt's and those chosen since."""
+    """Of a request that has a place. `tokens` are its prompt's and those chosen since. `logprobs`: of how many of the
+    likeliest tokens `add` wants them, besides the token's own; None: of none."""
 
-    __slots__ = ("_wanted", "request", "sampler", "tokens")
+    __slots__ = (
+        "_ends", "_logprobs", "_made", "_parts", "_prompt_length", "_sum", "_text", "_tokenizer", "_wanted", "_whole",
+        "logprobs", "request", "sampler", "tokens",
+    )  # fmt: skip
 
     def __init__(self, request: OpenRequest, wanted: Wanted, limits: GenerationLimits) -> None:
+        assert wanted.prompt is not None
         self.request = request
         self.tokens: list[int] = wanted.prompt.tolist()
         self.sampler = Sampler(wanted.sampling, limits.vocabulary, wanted.prompt)
         self.sampler.not_yet = limits.end_tokens if wanted.min_tokens else ()
+        self.logprobs = wanted.logprobs if "logprobs" in wanted.outputs else None
+        if self.logprobs is None and "cumulative_logprob" in wanted.outputs:
+            self.logprobs = 0
         self._wanted = wanted
+        self._ends = () if wanted.ignores_ends else limits.end_tokens
+        self._whole = request.takes_one or not wanted.streams
+        self._prompt_length = len(self.tokens)
+        self._tokenizer = limits.tokenizer
+        self._text: StoppedText | None = None
+        if self._tokenizer is not None and (wanted.stop or len(limits.spec.outputs) - 1 in request.outputs):
+            self._text = StoppedText(self._tokenizer.growing(self.tokens), wanted.stop)
+        # What isn't told yet: of a whole answer, all.
+        self._parts: list[str] = []
+        self._logprobs: list[str] = []
+        self._sum = 0.0
+        excludes = wanted.excludes_input
+        if wanted.text is not None and not ((wanted.streams or request.takes_one) if excludes is None else excludes):
+            self._parts.append(wanted.text)
 
-    @property
-    def chosen(self) -> list[int]:
-        return self.tokens[self._wanted.prompt.size :]
-
-    def add(self, token: int, ends: Sequence[int]) -> bool:
+    # hot path: see bench/
+    def add(self, token: int, logprobs: Logprobs | None = None) -> bool:
         """Take the next token, and answer. Returns whether it was the last."""
-        reason = "stop" if token in ends else ""
-        if not reason:
+        wanted, text = self._wanted, self._text
+        new: list[int] = []
+        reason = "stop"
+        if token not in self._ends:
+            reason = ""
+            new.append(token)
             self.tokens.append(token)
-            count = len(self.tokens) - self._wanted.prompt.size
-            if count >= self._wanted.min_tokens:
-                self.sampler.not_yet = ()
-            if count == self._wanted.max_tokens:
-                reason = "length"
-        if reason or not self.request.takes_one:
-            self._tell([] if reason == "stop" else [token], reason)
+            if logprobs is not None:
+                self._note(token, logprobs)
+        count = len(self.tokens) - self._prompt_length
+        if count == wanted.min_tokens:
+            self.sampler.not_yet = ()
+        if count == wanted.max_tokens:
+            reason = "length"
+        if new and text is not None:
+            self._parts.append(text.add(token, searches=count > wanted.min_tokens))
+            if text.stopped:
+                reason = "stop"
+        if reason or not self._whole:
+            self._tell(new, reason)
         return bool(reason)
 
     def time_out(self) -> None:
@@ -52,9 +86,92 @@ class GrowingAnswer:
         self._tell([], "timeout")
 
     def _tell(self, new: list[int], reason: str) -> None:
-        ids = self.chosen if self.request.takes_one else new
-        answer: tuple[Array, ...] = (np.array(ids, np.int64),)
+        tokens, text = self.tokens[self._prompt_length :] if self._whole else new, self._text
+        if reason and text is not None and not text.stopped:
+            searches = len(self.tokens) - self._prompt_length > self._wanted.min_tokens
+            self._parts.append(text.end(searches=searches))
+            if text.stopped:
+                reason = "stop"
+        outputs = [np.array(tokens, np.int64), *self._optional(len(tokens), reason)]
+        if self._tokenizer is not None:
+            outputs.append(MISSING if text is None else _text("".join(self._parts)))
+            self._parts.clear()
+        answer: tuple[Array, ...] = tuple(outputs)
         if reason:
             answer = Told(answer)
             answer.parameters = {"finish_reason": reason}
         self.request.on_answer(answer, last=bool(reason))
+
+    def _optional(self, count: int, reason: str) -> Sequence[Array]:
+        """Of an answer with `count` tokens."""
+        wanted = self._wanted.outputs
+        if not wanted:
+            return _NO_OPTIONAL
+        made = {
+            "logprobs": _text("null" if self._wanted.logprobs is None else f"[{', '.join(self._logprobs)}]"),
+            "cumulative_logprob": np.array([self._sum], np.float32),
+            "finish_reason": _text(reason or "None"),
+            "num_input_tokens": np.array([self._prompt_length], np.uint32),
+            "num_output_tokens": np.array([count], np.uint32),
+        }
+        self._logprobs.clear()
+        return [made[one.name] if one.name in wanted else MISSING for one in OPTIONAL_OUTPUTS]
+
+    def _note(self, token: int, found: Logprobs) -> None:
+        self._sum += found.chosen
+        if self._wanted.logprobs is None or "logprobs" not in self._wanted.outputs:
+            return
+        said: dict[int, dict[str, float | int | str]] = {token: {"logprob": found.chosen, "rank": found.rank}}
+        for place, (one, logprob) in enumerate(zip(found.best, found.logprobs, strict=True)):
+            said.setdefault(one, {"logprob": logprob, "rank": place + 1})
+        if self._tokenizer is not None:
+            for one, about in said.items():
+                about["decoded_token"] = self._tokenizer.piece(one)
+        self._logprobs.append(json.dumps(said))
+
+
+class StoppedText:
+    """A text that ends before the first of `stops` in it. What may be the beginning of one is held back."""
+
+    __slots__ = ("_growing", "_held", "_stops", "stopped")
+
+    def __init__(self, growing: GrowingText, stops: Sequence[str]) -> None:
+        self._growing = growing
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int, *, searches: bool = True) -> str:
+        """What is certain now. Unless it `searches`, what the token adds is no part of what is searched."""
+        new = self._growing.add(token)
+        return self._found(new) if self._stops and searches else new
+
+    def end(self, *, searches: bool = True) -> str:
+        """The rest."""
+        new = self._growing.end()
+        if self._stops and searches:
+            new = self._found(new)
+        held, self._held = self._held, ""
+        return new + held
+
+    def _found(self, new: str) -> str:
+        text = self._held + new
+        # The one that ends first, and of those that end there the longest: whatever parts the text comes in.
+        ends = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if ends:
+            self.stopped = True
+            place, self._held = min(ends)[1], ""
+        else:
+            places = (place for place in range(len(text)) if self._may_begin(text[place:]))
+            place = next(places, len(text))
+            self._held = text[place:]
+        return text[:place]
+
+    def _may_begin(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stops)
+
+
+def _text(text: str) -> Array:
+    array = np.empty(1, object)
+    array[0] = text.encode()
+    return array

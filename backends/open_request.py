@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from paceline.backends.base import Execution, ModelInstance
 from paceline.backends.errors import ExecutionError
@@ -54,11 +54,12 @@ class OpenRequest(ABC):
     of those that are wanted. `step`: what it is in its sequence, if it says so; `row`: where that is in a batch, -1 for
     anywhere. `execution`: by which of its process's executions the model got it. `takes_one`: its caller takes a single
     answer. `arrived_ns`: when it came; 0 for one that is made up. `deadline_ns`: when its caller gives up; `ends_ns`:
-    when it is to end with what there is. All monotonic."""
+    when it is to end with what there is. All monotonic. `wanted`: what a model that generates has read of it before it
+    was handed over, if anything."""
 
     __slots__ = (
         "_channel", "_number", "arrived_ns", "cancelled", "deadline_ns", "ends_ns", "execution", "id", "inputs",
-        "outputs", "parameters", "row", "step", "takes_one", "timeout_us",
+        "outputs", "parameters", "row", "step", "takes_one", "timeout_us", "wanted",
     )  # fmt: skip
 
     def __init__(self, inputs: Tensors, outputs: Sequence[int], id: str = "", parameters: Parameters | None = None):
@@ -74,6 +75,7 @@ class OpenRequest(ABC):
         self.row = -1
         self.takes_one = False
         self.cancelled = False
+        self.wanted: Any = None
         self._number = 0
         self._channel: Channel | None = None
 

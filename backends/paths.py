@@ -12,7 +12,7 @@ import errno
 import io
 import os
 import stat
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
@@ -80,6 +80,16 @@ def open_inside(folder: Path, name: str, beside: str = "") -> io.FileIO | None:
         os.close(opened)
         raise OSError(errno.EINVAL, "expected a file, got something else", name)
     return io.FileIO(opened)
+
+
+def open_beside(file: Path, name: str) -> io.FileIO | None:
+    """The file `name` in the folder of the model's `file`, or if that is one of a version, in the folder around it;
+    None if neither has it. Raises as `open_inside`."""
+    for folder in (file.parent, *([file.parent.parent] if file.parent.name.isdecimal() else [])):
+        with suppress(FileNotFoundError):
+            if (opened := open_inside(folder, name)) is not None:
+                return opened
+    return None
 
 
 def _follow(folder: Path, name: str, way: list[int], stack: ExitStack) -> str:

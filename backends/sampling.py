@@ -8,18 +8,21 @@ negative ones), and those that it mustn't choose yet are ruled out. With a `temp
 chosen, the first of equal ones. Otherwise logits are divided by the temperature, all but the `top_k` largest are ruled
 out, softmax makes probabilities of them, of which the largest are kept until they sum up to `top_p`, and one number
 from the row's own stream says which is chosen.
+
+Log probabilities are those of the model's own distribution, before any of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from paceline.backends.spec import Array
 
-__all__ = ["NONE", "Sampler", "Sampling", "choose"]
+__all__ = ["NONE", "Logprobs", "Sampler", "Sampling", "choose", "logprobs_of"]
 
 NONE = -1
 """In place of a token: the row's logits aren't numbers, or rule out everything."""
@@ -89,6 +92,39 @@ def choose(logits: Array, rows: Sequence[Sampler]) -> list[int]:
     for row, token in zip(rows, tokens, strict=True):
         row.chosen(token)
     return tokens
+
+
+class Logprobs(NamedTuple):
+    """The log probability of the token `chosen`, its rank from 1 on, and the `best` tokens with theirs, in order."""
+
+    chosen: float
+    rank: int
+    best: Sequence[int]
+    logprobs: Sequence[float]
+
+
+def logprobs_of(logits: Array, tokens: Sequence[int], counts: Sequence[int | None]) -> Sequence[Logprobs | None]:
+    """Of each row's token, and of so many of the likeliest; None where that isn't wanted, or no token was chosen."""
+    found: list[Logprobs | None] = [None] * len(tokens)
+    places = [place for place, count in enumerate(counts) if count is not None and tokens[place] != NONE]
+    if not places:
+        return found
+    wanted = [counts[place] or 0 for place in places]
+    own = logits[places].astype(np.float64)
+    own -= own.max(axis=1, keepdims=True)
+    own -= np.log(np.exp(own).sum(axis=1, keepdims=True))
+    chosen = own[np.arange(len(places)), [tokens[place] for place in places]]
+    ranks = (own > chosen[:, None]).sum(axis=1) + 1
+    most = min(max(wanted), own.shape[1])
+    among = np.sort(np.argpartition(-own, most - 1, axis=1)[:, :most], axis=1)  # by token, as equal ones are told
+    order = np.argsort(-np.take_along_axis(own, among, axis=1), axis=1, kind="stable")
+    best = np.take_along_axis(among, order, axis=1)
+    logprobs = np.take_along_axis(own, best, axis=1)
+    for row, (place, count) in enumerate(zip(places, wanted, strict=True)):
+        there = min(count, int(np.isfinite(logprobs[row]).sum()))
+        best_of_row, their_logprobs = best[row, :there].tolist(), logprobs[row, :there].tolist()
+        found[place] = Logprobs(float(chosen[row]), int(ranks[row]), best_of_row, their_logprobs)
+    return found
 
 
 def _drawn(logits: Array, rows: Sequence[Sampler]) -> Array:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError
-from paceline.backends.generation import MAX_TOKENS, SPEC, GenerationLimits, read_request
+from paceline.backends.generation import MAX_TOKENS, GenerationLimits, Wanted, read_request, with_prompt
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_block import StepsModel
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, is_decoder, read_settings
@@ -22,6 +23,7 @@ from paceline.backends.onnx.options import DecoderSettings, decoder_settings
 from paceline.backends.onnx.spec import check_served
 from paceline.backends.open_request import Parameters
 from paceline.backends.spec import ModelSpec, Tensors
+from paceline.backends.text import Tokenizer, open_tokenizer
 
 __all__ = ["DecoderModel", "decoder_of"]
 
@@ -49,7 +51,6 @@ class DecoderModel:
     """`OpenModel` and `Generates`."""
 
     platform = "onnxruntime_onnx"
-    spec = SPEC
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class DecoderModel:
         settings: DecoderSettings,
         tried: Trial,
     ) -> None:
+        self.spec = limits.spec
         self._name = name
         self._model = model
         self._layout = layout
@@ -74,13 +76,17 @@ class DecoderModel:
         ends = f"ends at {', '.join(map(str, limits.end_tokens))}" if limits.end_tokens else "without an end token"
         lengths = "" if self._tried.pads else ", those of equal length together"
         whole = "" if self._tried.in_pieces else "; prompts aren't cut into pieces"
+        text = "; takes texts" if limits.tokenizer is not None else ""
         return (
-            f"a decoder, generates up to {limits.most_tokens} tokens of {limits.vocabulary}, {ends}; up to "
+            f"a decoder, generates up to {limits.most_tokens} tokens of {limits.vocabulary}, {ends}{text}; up to "
             f"{settings.most_generations} generations are stepped together{lengths}{whole}"
         )
 
-    def check(self, inputs: Tensors, parameters: Parameters) -> None:
-        read_request(inputs, parameters, self._limits)
+    def read(self, inputs: Tensors, parameters: Parameters) -> Wanted:
+        return read_request(inputs, parameters, self._limits)
+
+    def with_prompt(self, wanted: Wanted) -> Wanted:
+        return with_prompt(wanted, self._limits)
 
     def instance(self, spec: ModelSpec, device: Device) -> GeneratingInstance:
         check_served(self._name, spec, self.spec)
@@ -108,6 +114,7 @@ def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderM
                 tried = try_steps(steps, layout, said)
                 fits = settings.most_cache_bytes // layout.token_bytes
                 limits = _limits_of(source.name, said, tried.vocabulary, fits)
+                limits = replace(limits, tokenizer=_tokenizer_of(source, tried.vocabulary))
                 return DecoderModel(source.name, model, layout, limits, settings, tried)
             except ExecutionError as error:
                 layout = f"steps with made-up tokens fail: {error}"
@@ -117,6 +124,14 @@ def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderM
     text = "model '%s' has the inputs of a decoder and is served as it is, a step a request: %s"
     _log.info(text, source.name, why_not)
     return None
+
+
+def _tokenizer_of(source: ModelSource, vocabulary: int) -> Tokenizer | None:
+    found = open_tokenizer(source.path, vocabulary)
+    if isinstance(found, str):
+        _log.warning("model '%s' takes token ids, and no texts: %s", source.name, found)
+        return None
+    return found
 
 
 def _limits_of(name: str, said: Mapping[str, Any], vocabulary: int, fits: int) -> GenerationLimits:

@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.backends.base import Device, Execution
 from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory
-from paceline.backends.generation import GenerationLimits, read_request
+from paceline.backends.generation import GenerationLimits, read_request, with_prompt
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.growing_answer import GrowingAnswer
 from paceline.backends.onnx.decoder_block import NO_TOKEN, Block, StepsModel
@@ -27,8 +27,8 @@ from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest
-from paceline.backends.sampling import NONE, choose
-from paceline.backends.spec import Array, Tensors
+from paceline.backends.sampling import NONE, choose, logprobs_of
+from paceline.backends.spec import MISSING, Array, Tensors
 from paceline.scheduler.iterations import Iteration, Iterations, StepCosts
 
 __all__ = ["GeneratingInstance"]
@@ -102,7 +102,8 @@ class GeneratingInstance:
         results: list[Tensors | Exception] = []
         for request in requests:
             try:
-                wanted = read_request(request.inputs, request.parameters, self._limits)
+                wanted = request.wanted or read_request(request.inputs, request.parameters, self._limits)
+                wanted = with_prompt(wanted, self._limits)
                 self._take(request, GrowingAnswer(request, wanted, self._limits))
             except ModelRefused as error:
                 results.append(error.with_traceback(None))
@@ -255,13 +256,14 @@ class GeneratingInstance:
         generations = [self._generations[row] for row in rows]
         tokens = choose(logits, [one.sampler for one in generations])
         self._watch.chose([row for row, token in zip(rows, tokens, strict=True) if token != NONE], self._now_ns())
+        logprobs = logprobs_of(logits, tokens, [one.logprobs for one in generations])
         ended: list[int] = []
-        for row, generation, token in zip(rows, generations, tokens, strict=True):
+        for row, generation, token, found in zip(rows, generations, tokens, logprobs, strict=True):
             if token == NONE:
                 error = ExecutionError("the model's logits aren't numbers, or leave no token to choose")
                 generation.request.on_answer(error, last=True)
                 ended.append(row)
-            elif generation.request.cancelled or generation.add(token, self._limits.end_tokens):
+            elif generation.request.cancelled or generation.add(token, found):
                 ended.append(row)
         with self._changed:
             for row in rows:
@@ -304,7 +306,8 @@ class _MadeUp(OpenRequest):
     __slots__ = ("answer", "answered")
 
     def __init__(self, inputs: Tensors) -> None:
-        super().__init__(inputs, (0,), parameters={"max_tokens": 1})
+        prompt = np.zeros(1, np.int64) if all(one is MISSING for one in inputs) else inputs[0]
+        super().__init__((prompt, *inputs[1:]), (0,), parameters={"max_tokens": 1})
         self.takes_one = True
         self.answer: Any = None
         self.answered = Event()

@@ -17,7 +17,7 @@ from pathlib import Path
 from google.protobuf import text_format
 
 from paceline.backends.base import GroupKind, InstanceGroup, ModelSource
-from paceline.backends.generation import SPEC as PROMPTS
+from paceline.backends.generation import TEXT_SPEC as PROMPTS
 from paceline.backends.spec import ModelSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy
@@ -195,6 +195,8 @@ def plan(
     _check_batch_axis(config, own)
     clients = of_clients(config, own, batched=max_rows > 0)
     spec = replace(served_spec(config, clients, batched=max_rows > 0), fixed_rows=rows, sequence=sequence)
+    if generates:
+        spec = clients  # whatever of it the configuration names: the model knows its tensors by their places
     merges = max_rows > 0 and (sequenced or config.HasField("dynamic_batching") or not is_complete(config))
     queue = queueing(config, max_rows)
     policy = batch_policy(queue, max_rows, merges=merges, defaults=defaults, execution_limit_ns=execution_limit_ns)

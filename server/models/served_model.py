@@ -103,9 +103,9 @@ class ServedModel:
         # Whether a request may have any number of answers.
         self.decoupled = loaded.plan.decoupled
         self.for_triton = loaded.plan.for_triton
-        # Says what is wrong with a prompt and its parameters, if its requests are prompts: then they are answered as
-        # often as their callers take it.
-        self.check = loaded.opened.check if isinstance(loaded.opened, Generates) else None
+        # Reads prompts and their parameters, if its requests are prompts: then they are answered as often as their
+        # callers take it.
+        self.generates = loaded.opened if isinstance(loaded.opened, Generates) else None
         self.iterates = self.spec.sequence is not None and self.spec.sequence.iterative
         # Of a model that gets requests one by one; None for all others.
         self.open_requests = OpenRequests(loaded.plan.most_open) if loaded.plan.most_open else None

@@ -26,6 +26,7 @@ from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import DeadlineExceeded, ExecutionFailed, QueueFull
 from paceline.scheduler.observer import Drop
 from paceline.scheduler.policy import NEVER
+from paceline.scheduler.request import AnyRequest as Waiting
 from paceline.scheduler.request import BatchFacts, OnAnswers, SequenceStep
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.array_request import ArrayAnswer
@@ -34,7 +35,7 @@ from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions, is_reserved, of_those_there
 from paceline.server.codec.steps import step_in
 from paceline.server.codec.wire_request import AnyRequest
-from paceline.server.errors import InvalidRequest, NotSupported
+from paceline.server.errors import InvalidRequest, NotSupported, as_value
 from paceline.server.memory.region_tensors import RegionTensor
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight
@@ -88,10 +89,11 @@ class Decoupled:
         assert model.open_requests is not None
         refused: dict[InFlight, Exception] = {}
         timed: list[_Opened] = []
+        long: dict[InFlight, _Opened] = {}
         for flight in flights:
             opened = _Opened(self, flight)
             try:
-                opened.check()
+                opened.read()
                 model.open_requests.add(flight)
             except (InvalidRequest, NotSupported) as error:
                 refused[flight] = error
@@ -112,9 +114,12 @@ class Decoupled:
                 flight.key = ()
             if opened.streams:
                 flight.on_open()
-            if opened.streams or model.check is not None:
+            if opened.streams or model.generates is not None:
                 timed.append(opened)
-        taken = [flight for flight in flights if flight not in refused] if refused else flights
+            if opened.wanted is not None and opened.wanted.prompt is None:
+                long[flight] = opened
+        put_off = refused.keys() | long.keys()
+        taken = [flight for flight in flights if flight not in put_off] if put_off else flights
         for flight, refusal in zip(taken, model.batcher.submit(taken) if taken else (), strict=False):
             if refusal is not None:
                 model.open_requests.discard(flight)
@@ -122,7 +127,31 @@ class Decoupled:
         for opened in timed:
             if opened.flight not in refused:
                 self._start_timer(opened)
+        for flight, opened in long.items():
+            flight.batcher = self
+            model.in_parts(asyncio.ensure_future(self._submit_later(opened)))
         return [refused.get(flight) for flight in flights] if refused else ()
+
+    async def _submit_later(self, opened: _Opened) -> None:
+        """Make a prompt of a long text on a thread, and hand the request to the batcher. Until then, this stands for
+        that."""
+        flight, model = opened.flight, opened.flight.model
+        try:
+            opened.wanted = await asyncio.to_thread(model.generates.with_prompt, opened.wanted)
+            refusals: Sequence[Exception | None] = () if flight.ended else model.batcher.submit([flight])
+        except ModelRefused as error:
+            refusals = [opened.refused(error)]
+        except Exception as error:  # noqa: BLE001 - the caller must get an answer
+            refusals = [as_value(error)]
+        for refusal in refusals:
+            if refusal is not None and not flight.ended:
+                flight.fail(refusal)
+                notify([flight])
+
+    def on_cancel(self, request: Waiting) -> None:
+        """Learn that the caller of a request has gone, which the batcher hasn't got yet."""
+        cast("InFlight", request).model.statistics.on_drop(Drop.CANCELLED)
+        self._loop.call_soon(lambda: notify([request]))
 
     def _start_timer(self, opened: _Opened) -> None:
         """End a request in time that may be answered for ever, even if its caller doesn't."""
@@ -263,7 +292,7 @@ class _Opened(OpenRequest):
         self.flight = flight
         self.takes_one = not flight.takes_more
         # Whether it may be answered more than once.
-        self.streams = flight.model.decoupled or (flight.model.check is not None and flight.takes_more)
+        self.streams = flight.model.decoupled or (flight.model.generates is not None and flight.takes_more)
         self.timer: asyncio.TimerHandle | None = None
         self.on_ended: OnAnswers | None = None
         self._unsaid = self._unsaid_bytes = 0
@@ -271,17 +300,20 @@ class _Opened(OpenRequest):
         self._waits_for_room = False
         self._answered_ns = self.arrived_ns = flight.arrived_ns
 
-    def check(self) -> None:
-        """Raise InvalidRequest or NotSupported if its model can tell by now that it can't be had. What lies in clients'
-        shared memory, only its instance reads."""
+    def read(self) -> None:
+        """Have a prompt read. Raises InvalidRequest or NotSupported for what can't be had. What lies in clients' shared
+        memory, only the instance reads."""
         model = self.flight.model
-        if model.check is None or any(isinstance(one, RegionTensor) for one in self.inputs):
+        if model.generates is None or any(isinstance(one, RegionTensor) for one in self.inputs):
             return
         try:
-            model.check(self.inputs, self.parameters)
+            self.wanted = model.generates.read(self.inputs, self.parameters)
         except ModelRefused as error:
-            kind = NotSupported if error.status == "UNIMPLEMENTED" else InvalidRequest
-            raise kind(f"model '{model.name}': {error}") from None
+            raise self.refused(error) from None
+
+    def refused(self, error: ModelRefused) -> Exception:
+        kind = NotSupported if error.status == "UNIMPLEMENTED" else InvalidRequest
+        return kind(f"model '{self.flight.model.name}': {error}")
 
     def begin_sequence(self, number: int) -> None:
         """Make it the first step of a sequence of its own, the `number`th. What its caller calls that, others may, too:
@@ -357,6 +389,7 @@ class _Opened(OpenRequest):
             self.timer.cancel()
         self.cancel()
         self.inputs = self.own_inputs = ()
+        self.wanted = None
 
 
 def flights_of(requests: Sequence[object]) -> list[InFlight]:

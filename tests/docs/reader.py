@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from paceline.server.rpc.credentials import line_of
-from tests import models, state_models
+from tests import decoder_models, models, state_models, text_models
 from tests.certificates import Authority
 from tests.harness import REPO, ServerProcess
 
@@ -47,6 +47,8 @@ def make_clone(folder: Path) -> None:
     models.write(state_models.accumulator(dims=("batch", 4)), folder / "models" / "sums" / "1" / "model.onnx")
     state = 'state { input_name: "STATE" output_name: "STATE_OUT" }'
     (folder / "models" / "sums" / "config.pbtxt").write_text(f"max_batch_size: 8 sequence_batching {{ {state} }}")
+    speaks = decoder_models.Decoder(vocabulary=10_000)
+    text_models.write(text_models.byte_level(), decoder_models.write(speaks, folder / "models" / "tiny-llama" / "1"))
     Authority(folder, "ca").sign("me")
     (folder / "tokens").write_text(line_of("me", "secret"))
 

@@ -17,6 +17,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import (  # type: ignore[import
     get_all_operator_schema,
 )
 
+from paceline.backends.generation import OPTIONAL_OUTPUTS
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests import decoder_models
@@ -201,9 +202,9 @@ async def test_repeated_request_has_the_same_answer(tmp_path: Path) -> None:
         (asking([1] * 512), grpc.StatusCode.INVALID_ARGUMENT, "expected at most 511 tokens"),
         (asking([1], max_tokens="many"), grpc.StatusCode.INVALID_ARGUMENT, "'max_tokens': expected an integer"),
         (asking([1], top_p=2.0), grpc.StatusCode.INVALID_ARGUMENT, "parameter 'top_p': expected a number above 0"),
-        (asking([1], stop="."), grpc.StatusCode.UNIMPLEMENTED, "parameter 'stop' is not supported by this build"),
+        (asking([1], n=2), grpc.StatusCode.UNIMPLEMENTED, "parameter 'n' is not supported by this build"),
     ],
-    ids=["empty", "vocabulary", "long", "type", "range", "later"],
+    ids=["empty", "vocabulary", "long", "type", "range", "unsupported"],
 )  # fmt: skip
 async def test_bad_request_is_refused_before_it_waits(
     tmp_path: Path, request_: pb.ModelInferRequest, code: grpc.StatusCode, text: str
@@ -297,9 +298,10 @@ async def test_model_is_unloaded_when_its_generations_have_ended(tmp_path: Path)
 async def test_metadata_says_what_clients_send(tmp_path: Path) -> None:
     async with served(tmp_path) as started:
         metadata = await started.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
-        ((sent,), (got,)) = metadata.inputs, metadata.outputs
+        ((sent,), (got, *optional)) = metadata.inputs, metadata.outputs
         assert (sent.name, sent.datatype, list(sent.shape)) == ("input_ids", "INT64", [-1])
         assert (got.name, got.datatype, list(got.shape)) == ("output_ids", "INT64", [-1])
+        assert [one.name for one in optional] == [one.name for one in OPTIONAL_OUTPUTS]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from paceline.backends.generation import LATER, PARAMETERS
+from paceline.backends.generation import PARAMETERS, UNSUPPORTED
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import model_config_pb2
 from paceline.server.cli import serve
@@ -231,7 +231,7 @@ def test_protocol_has_each_rpc_once() -> None:
 def test_protocol_has_each_parameter_and_header() -> None:
     assert {"classification", "unload_dependents", "config", "triton_grpc_error", "trace_level"} <= keys_in_code()
     assert sorted((KNOWN.keys() | keys_in_code()) - NAMED) == []
-    assert set(below("Of inference requests")) - {"triton_", "paceline_"} == KNOWN.keys() | {*PARAMETERS, *LATER}
+    assert set(below("Of inference requests")) - {"triton_", "paceline_"} == KNOWN.keys() | {*PARAMETERS, *UNSUPPORTED}
 
 
 @pytest.mark.parametrize(("outcome", "fields"), [("works", READ), ("ignored", IGNORED), ("refused", REFUSED)])

@@ -31,6 +31,7 @@ EXCEPTIONS = {
     "backends.onnx.instance": {"onnxruntime"},
     "backends.onnx.providers": {"onnxruntime"},
     "backends.onnx.sessions": {"onnxruntime"},
+    "backends.text": {"tokenizers"},
     "clients.top_table": {"prometheus_client"},
     "backends.remote": {"grpc", "google.protobuf"},
     "backends.remote_messages": {"protos", "google.protobuf"},

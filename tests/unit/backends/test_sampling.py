@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.sampling import NONE, Sampler, Sampling, choose
+from paceline.backends.sampling import NONE, Sampler, Sampling, choose, logprobs_of
 from tests.generation_truth import TIE, Asked
 from tests.generation_truth import choose as choose_one
 
@@ -62,3 +62,23 @@ def test_logits_that_are_no_numbers_choose_nothing(row: list[float], temperature
 def test_smallest_temperature_chooses_the_largest() -> None:
     rows = [Sampler(Sampling(temperature=5e-324, seed=1), 3, np.array([0]))]
     assert choose(np.array([[1e30, -1e30, 9e29]], np.float32), rows) == [0]
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    logits = (4 * np.random.default_rng(1).standard_normal((4, VOCABULARY))).astype(np.float32)
+    logits[1, :48] = -np.inf
+    logits[2, 7] = logits[2, 9] = logits[2].max()  # as likely
+    tokens, counts = [3, 49, NONE, 5], [2, 20, 3, None]
+    found = logprobs_of(logits, tokens, counts)
+    assert found[2:] == [None, None]
+    for row, token, count, one in zip(logits.astype(np.float64)[:2], tokens, [2, 2], found, strict=False):
+        shares = np.exp(row - row.max())
+        truth = np.log(shares[np.flatnonzero(shares)] / shares.sum())
+        assert one is not None
+        assert one.chosen == pytest.approx(row[token] - row.max() - np.log(shares.sum()))
+        assert one.rank == 1 + (row > row[token]).sum()
+        assert one.best == np.argsort(-row, kind="stable")[:count].tolist()
+        assert one.logprobs == pytest.approx(np.sort(truth)[::-1][:count])
+    (equal,) = logprobs_of(logits[2:3], [9], [3])
+    assert equal is not None
+    assert (equal.best[:2], equal.rank) == ([7, 9], 1)

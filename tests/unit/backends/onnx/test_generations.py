@@ -373,7 +373,7 @@ def test_lost_device_ends_all_and_refuses_further_requests() -> None:
 
 def test_made_up_request_has_its_first_token() -> None:
     with generating(Decoder()) as instance:
-        ((tokens,),) = instance.execute([(np.array([8, 9], np.int64),)]).results
+        (((tokens, *_),)) = instance.execute([(np.array([8, 9], np.int64),)]).results
         assert tokens.tolist() == answer_of([8, 9], 1)
 
 
@@ -393,8 +393,12 @@ def test_made_up_request_has_its_first_token() -> None:
         ([1], {"top_p": 0.0}, "parameter 'top_p': expected a number above 0 up to 1, got 0.0"),
         ([1], {"seed": -1}, "parameter 'seed': expected an integer from 0 to"),
         ([1], {"repetition_penalty": 0}, "parameter 'repetition_penalty': expected a number above 0, got 0"),
-        ([1], {"stop": "x"}, "parameter 'stop' is not supported by this build"),
-        ([1], {"logprobs": 1}, "parameter 'logprobs' is not supported by this build"),
+        ([1], {"temperature": "nan"}, "parameter 'temperature': expected a number from 0 on, got nan"),
+        ([1], {"stop": "x"}, "parameter 'stop': expected none, as the model has no tokenizer"),
+        ([1], {"logprobs": 21}, "parameter 'logprobs': expected an integer from 0 to 20, got 21"),
+        ([1], {"stream": "yes"}, "parameter 'stream': expected true or false, got 'yes'"),
+        ([1], {"exclude_input_in_output": False}, "expected true, got false: the prompt came as tokens"),
+        ([1], {"n": 2}, "parameter 'n' is not supported by this build"),
     ],
 )
 def test_bad_request_is_refused_by_name(prompt: list[int], parameters: dict[str, int], expected: str) -> None:
