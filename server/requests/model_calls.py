@@ -32,8 +32,8 @@ __all__ = ["ModelCalls"]
 _log = logging.getLogger("paceline.server.calls")
 
 _PATIENCE_S = 10.0
-"""After this, a call by a thread of the model's own is looked at as one that an execution waits for. One that just
-begins may be answered when that execution ends, which it does by itself if it doesn't wait."""
+"""Each time that this has passed, a call by a thread of the model's own is looked at as one that its execution waits
+for. One that just begins may be answered when that ends, which it does by itself if it doesn't wait."""
 _UNWANTED = "the call of model '{}' is withdrawn: nobody waits any more for what it was made for"
 _STUCK = (
     "model '{}' can't answer this call: all its instances wait, directly or through other models, for calls that wait "
@@ -114,7 +114,7 @@ class ModelCalls:
                 under_way.refuse()
                 return
             if call.beside:
-                under_way.patience = self._loop.call_later(_PATIENCE_S, self._on_long_wait, made)
+                self._be_patient(under_way)
         if deadline_ns < NEVER:
             left_s = max(0, deadline_ns - monotonic_ns()) / 1e9
             under_way.timer = self._loop.call_later(left_s, under_way.on_late)
@@ -141,10 +141,16 @@ class ModelCalls:
             if not made.beside and self._waits.is_stuck(made):
                 made.refuse()
 
-    def _on_long_wait(self, made: MadeCall) -> None:
-        """A call that its execution may wait for hasn't ended for long. If that is why, nothing has changed since."""
-        if self._waits.is_stuck(made, beside=True):
-            made.refuse()
+    def _be_patient(self, under_way: _UnderWay) -> None:
+        under_way.patience = self._loop.call_later(_PATIENCE_S, self._on_long_wait, under_way)
+
+    def _on_long_wait(self, under_way: _UnderWay) -> None:
+        """A call that its execution may wait for hasn't ended for long. That may be why, or become the reason yet."""
+        assert under_way.made is not None
+        if self._waits.is_stuck(under_way.made, beside=True):
+            under_way.refuse()
+        else:
+            self._be_patient(under_way)
 
     def _on_end(self, made: MadeCall) -> None:
         """A call of an execution has ended; that may be all that the others have waited for."""

@@ -233,6 +233,27 @@ raise model.kept.pop()
         assert "model 'm' can't answer this call" in text
 
 
+async def test_cycle_that_closes_late_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.server.requests.model_calls._PATIENCE_S", 0)
+    write_caller(tmp_path, ALONE, calls="echo, m", name="other")
+    back = f"{ECHO}\nmodels['m'].infer({{'x': x, 'run': [[b'']]}})"
+    there = f"""
+def call():
+    models['other'].infer({{'x': x, 'run': [[{back.encode()!r}]]}})
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+y += 3
+"""
+    async with echoing(tmp_path, echo := echo_model(), ALONE, calls="other") as started:
+        echo.gate.close()
+        asked = asyncio.ensure_future(started.infer(asking(there)))
+        await asyncio.to_thread(echo.gate.wait_entered, 1)  # by now, the thread's call has been looked at
+        echo.gate.open()
+        assert numbers(await asked) == [3] * 4
+        assert started.failed("other") == 1
+
+
 async def test_call_ends_with_the_deadline_of_its_caller(tmp_path: Path) -> None:
     echo = echo_model()
     async with echoing(tmp_path, echo) as started:
