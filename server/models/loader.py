@@ -29,11 +29,11 @@ from paceline.backends.generation import Generates
 from paceline.backends.onnx.options import OWN_PROCESS
 from paceline.backends.paths import exists, is_file, open_inside
 from paceline.backends.remote import RemoteInstance, RemoteModel
-from paceline.backends.spec import ModelSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.codec.classification import Labels, read_labels
 from paceline.server.errors import ConfigError, LoadHangs
 from paceline.server.models.batch_policy import called_models, limit_of
+from paceline.server.models.batching_words import batching_in_words
 from paceline.server.models.config_json import config_json, with_completed
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.effective_config import effective_config
@@ -52,13 +52,12 @@ from paceline.server.models.model_config import (
     check_supported,
     ignored_settings,
     instance_groups,
-    is_complete,
     model_source,
     parse_config,
     plan,
 )
 from paceline.server.models.model_record import DUPLICATE_NAME
-from paceline.server.models.padding import Padding, says_only_padding, with_lengths
+from paceline.server.models.padding import says_only_padding, with_lengths
 from paceline.server.models.permissions import check_allowed, check_code
 from paceline.server.models.sequence_config import of_clients
 from paceline.server.models.sequence_states import InitialData, read_initial_data
@@ -68,7 +67,6 @@ from paceline.server.models.tensor_config import (
     doubts_outputs,
     fixed_rows,
     freed,
-    why_no_batch_axis,
     without_datatype,
 )
 from paceline.server.models.warmup import Supervisor, WarmUp
@@ -299,7 +297,7 @@ def _load_version(
     if padding.why_not and served.spec.lengths:
         differs = "model '%s': requests are filled up as paceline.pad says, though %s"
         _log.warning(differs, folder.name, padding.why_not)
-    text = opened.in_words if isinstance(opened, Generates) else _say(padding, config, tried)
+    text = opened.in_words if isinstance(opened, Generates) else batching_in_words(padding, config, tried)
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, text)
     found = Found(text, warm_up.in_words)
     return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), warm_up, took_ns, found)
@@ -418,43 +416,3 @@ def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> 
         )
 
     return tuple(map(find, config.model_operations.op_library_filename))
-
-
-def _why_no_rows_of_steps(config: pb.ModelConfig, tried: Trial) -> str:
-    """What else there is to say of a model whose requests are steps of sequences; "" if nothing."""
-    if (rows := fixed_rows(config, tried.spec)) > 1:
-        return f"all its tensors have a fixed first dimension of {rows}, and a batch may have steps of fewer sequences"
-    states = {one.input_name for one in config.sequence_batching.state}
-    fixed = any(one.name in states and not (one.any_rank or -1 in one.dims) for one in tried.spec.inputs)
-    if fixed or not can_batch(config, of_clients(config, tried.spec, batched=True)):
-        return ""
-    return f"{why_no_batch_axis(config, tried) or tried.why_not}; to batch it, set max_batch_size in its config.pbtxt"
-
-
-def _found_of_steps(spec: ModelSpec) -> str:
-    """What isn't as in other models where requests are steps of sequences, in words."""
-    if spec.sequence is None:
-        return ""
-    axes = [f"axis {one.input.batch_axis} of {one.input.name}" for one in spec.sequence.states if one.input.batch_axis]
-    shared = [one.name for one in spec.inputs if one.shape_tensor]
-    of_axes = f"the batch is {' and '.join(axes)}" if axes else ""
-    of_shared = f"steps share a batch if they have the same {' and '.join(shared)}" if shared else ""
-    return ", ".join(filter(None, (of_axes, of_shared)))
-
-
-def _say(padding: Padding, config: pb.ModelConfig, tried: Trial) -> str:
-    served = padding.plan
-    policy = served.policy
-    if not served.max_batch_rows:
-        why = "its configuration has input and output, and no max_batch_size"
-        if not is_complete(config):
-            why = why_no_batch_axis(config, tried) or tried.why_not or "the default for max_batch_size is 0"
-            if config.HasField("sequence_batching"):
-                why = _why_no_rows_of_steps(config, tried) or why
-        return f"no batch axis, requests run one by one ({why})"
-    if policy.max_batch_requests == 1:
-        return f"up to {served.max_batch_rows} rows a request, not batched: no dynamic_batching in its configuration"
-    preferred = f", preferred {sorted(policy.preferred_batch_rows)}" if policy.preferred_batch_rows else ""
-    preferred += ", padded to that many" if served.spec.fixed_rows else ""
-    batches = f"batches of up to {policy.max_batch_rows} rows{preferred}, delay {policy.max_queue_delay_ns // 1_000} us"
-    return "; ".join(filter(None, (batches, padding.in_words, _found_of_steps(served.spec))))
