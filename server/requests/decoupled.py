@@ -284,7 +284,7 @@ class _Opened(OpenRequest):
             step = flight.step or step_in(message)
             self.step = None if step is None else (*step,)
             self.timeout_us = flight.timeout_ns // 1_000
-        if flight.model.check is not None:
+        if flight.model.generates is not None:
             self.deadline_ns = flight.deadline_ns
             if flight.timeout_ns:
                 self.ends_ns = flight.arrived_ns + flight.timeout_ns
