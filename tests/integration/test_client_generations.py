@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from paceline.clients import (
     AsyncInferenceClient,
@@ -17,12 +19,15 @@ from paceline.clients import (
     InferenceClient,
     InvalidArgument,
 )
-from tests import decoder_models
+from paceline.clients.cli import infer
+from paceline.clients.report import generation_text
+from tests import decoder_models, text_models
 from tests.decoder_models import TINY, Decoder
 from tests.harness import ServerProcess
 from tests.polling import eventually_async
 
 ENDLESS = Decoder(end_tokens=(), positions=100_000)
+SPEAKS = replace(TINY, vocabulary=320)
 Generate = Callable[..., AsyncGenerator[GenerationChunk, None]]
 
 
@@ -31,6 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("models")
     decoder_models.write(TINY, folder / "tiny" / "1")
     decoder_models.write(ENDLESS, folder / "endless" / "1")
+    text_models.write(text_models.byte_level(), decoder_models.write(SPEAKS, folder / "speaks" / "1"))
     (folder / "endless" / "config.pbtxt").write_text(
         'parameters { key: "paceline.max_generations" value { string_value: "1" } }'
     )
@@ -93,3 +99,29 @@ async def test_timeout_and_refusal_are_errors_of_the_library(generate: Generate)
         _ = [chunk async for chunk in generate("tiny", [5], top_p=2.0)]
     with pytest.raises(InvalidArgument, match="expected tokens from 0 to 127, got 128"):
         _ = [chunk async for chunk in generate("tiny", [128])]
+
+
+async def test_text_of_chunks_is_that_of_the_whole_answer(server: ServerProcess, generate: Generate) -> None:
+    asked: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "seed": 5, "min_tokens": 10}
+    chunks = [chunk async for chunk in generate("speaks", "the cat", logprobs=1, **asked)]
+    with InferenceClient(server.target) as client:
+        whole = await asyncio.to_thread(client.infer, "speaks", {"text_input": ["the cat"]}, parameters=asked)
+    text = whole["text_output"][0].decode()
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole["output_ids"].tolist()
+    assert chunks[-1].finish_reason == whole.parameters["finish_reason"]
+    assert all(b"rank" in chunk.result["logprobs"][0] for chunk in chunks if chunk.token_ids)
+    stop = text[12:14]
+    cut = [chunk async for chunk in generate("speaks", "the cat", stop=["never there", stop], **asked)]
+    assert "".join(chunk.text for chunk in cut) == text[: text.index(stop, 10)]
+    assert cut[-1].finish_reason == "stop"
+
+
+def test_infer_command_prints_what_is_generated(server: ServerProcess) -> None:
+    asked = ["speaks", "--server", server.target, "--text", "the cat", "--parameter", "max_tokens=12"]
+    whole, streamed = CliRunner().invoke(infer, asked), CliRunner().invoke(infer, [*asked, "--stream"])
+    assert (whole.exit_code, whole.stderr, streamed.stderr) == (0, "", "")
+    assert whole.stdout == streamed.stdout
+    with InferenceClient(server.target) as client:
+        chunks = list(client.generate("speaks", "the cat", max_tokens=12))
+    assert whole.stdout == generation_text(chunks) + "\n"
