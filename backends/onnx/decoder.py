@@ -111,10 +111,13 @@ def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderM
         if isinstance(layout, DecoderLayout):
             steps = model.stepped(layout.executed, device)
             try:
-                tried = try_steps(steps, layout, said)
+                layout, tried = _tried(steps, layout, said)
                 fits = settings.most_cache_bytes // layout.token_bytes
                 limits = _limits_of(source.name, said, tried.vocabulary, fits)
                 limits = replace(limits, tokenizer=_tokenizer_of(source, tried.vocabulary))
+                if layout.least_past:
+                    most = min(settings.most_generations, max(1, fits // layout.least_past))
+                    settings = replace(settings, most_generations=most)
                 return DecoderModel(source.name, model, layout, limits, settings, tried)
             except ExecutionError as error:
                 layout = f"steps with made-up tokens fail: {error}"
@@ -132,6 +135,18 @@ def _tokenizer_of(source: ModelSource, vocabulary: int) -> Tokenizer | None:
         _log.warning("model '%s' takes token ids, and no texts: %s", source.name, found)
         return None
     return found
+
+
+def _tried(model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any]) -> tuple[DecoderLayout, Trial]:
+    try:
+        return layout, try_steps(model, layout, said)
+    except ExecutionError:
+        window = said.get("sliding_window")
+        if not layout.in_place or type(window) is not int or window < 1:
+            raise
+    # With its attribute sliding_window_cache, the operator refuses pasts that are shorter than its window.
+    layout = replace(layout, least_past=window)
+    return layout, try_steps(model, layout, said)
 
 
 def _limits_of(name: str, said: Mapping[str, Any], vocabulary: int, fits: int) -> GenerationLimits:

@@ -21,8 +21,10 @@ from paceline.backends.spec import Array
 
 __all__ = ["InPlaceBlock", "block_type"]
 
-_SPARE = 4
-"""Buffers that are so many times as large as they need be are changed for smaller ones."""
+_SPARE = 2
+"""Buffers that are more than so many times as large as they need be are changed for smaller ones."""
+_LEAST_TOKENS = 16
+"""What a place grows by, at least."""
 
 
 class InPlaceBlock(Block):
@@ -70,7 +72,6 @@ class InPlaceBlock(Block):
         self.rows, self.lengths, self._run = tuple(others), self.lengths[:-1], None
 
     def step(self, model: StepsModel, tokens: Array, layout: DecoderLayout) -> Array:
-        """As `Block`, also if rows without a past have fewer tokens, after so many NO_TOKEN."""
         more, count = tokens.shape[1], len(self.rows)
         after = self.lengths + (tokens != NO_TOKEN).sum(axis=1)
         self._fit(count, self.longest + more)
@@ -97,10 +98,11 @@ class InPlaceBlock(Block):
             block.drop(row)
 
     def _fit(self, rows: int, longest: int) -> None:
-        """Change the buffers if they have too little room, or far too much. They grow by doubling, so that each token
-        is copied once or twice for that."""
+        """Change the buffers if they have too little room, or far too much. Places that aren't taken need no memory
+        before they are; the rest of one may, so that grows by a quarter at most."""
         places, _, room, _ = self.pasts[0].shape
-        least_places, least_room = _power_of_two(rows), max(self._least, _power_of_two(longest))
+        grain = max(_LEAST_TOKENS, 1 << max(0, longest.bit_length() - 3))
+        least_places, least_room = 1 << (rows - 1).bit_length(), max(self._least, -(-longest // grain) * grain)
         if places * room > _SPARE * least_places * least_room:
             places, room = least_places, least_room
         places, room = max(places, least_places), max(room, least_room)
@@ -108,7 +110,6 @@ class InPlaceBlock(Block):
             return
         pasts = list[Array]()
         for past in self.pasts:
-            # Not touched, so what isn't needed yet takes no memory.
             larger = np.empty((places, past.shape[1], room, past.shape[3]), past.dtype)
             for place, length in enumerate(self.lengths.tolist()):
                 larger[place, :, :length] = past[place, :, :length]
@@ -145,7 +146,3 @@ def _last_logits(run: Run, tokens: Array, lengths: Array, after: Array, layout: 
 
 def block_type(layout: DecoderLayout) -> type[Block]:
     return InPlaceBlock if layout.in_place else Block
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length() if count > 0 else 0

@@ -108,10 +108,7 @@ def find_layout(spec: ModelSpec, operators: frozenset[str], said: Mapping[str, A
         return "output 'logits' isn't of FP32 or FP16"
     fed = tuple(inputs[name] for name in (*leads, *pasts))
     left = tuple(outputs[name] for name in ("logits", *presents.values()))
-    # With sliding_window_cache, the operator refuses a past that is shorter than its window.
-    window = said.get("sliding_window")
-    least_past = window if grouped and type(window) is int else 0
-    return DecoderLayout(ModelSpec(fed, left), leads, grouped, least_past)
+    return DecoderLayout(ModelSpec(fed, left), leads, grouped)
 
 
 def read_settings(model: str, path: Path) -> Mapping[str, Any]:

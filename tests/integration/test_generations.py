@@ -152,18 +152,24 @@ async def test_prompts_are_whole_where_pieces_would_differ(
     assert ("prompts aren't cut into pieces" in line) == (takes == "one")
 
 
-async def test_operator_that_may_forget_has_room_for_its_window(tmp_path: Path) -> None:
+async def test_operator_that_may_forget_has_room_for_its_window(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its own memory is as long as its window at least, and here as long as the text, so that it forgets nothing."""
     if not has_attribute("GroupQueryAttention", "sliding_window_cache"):
         pytest.skip("this onnxruntime's attention has no window of its own")
     slides = replace(TINY_GROUPED, window=20, slides=True)
     loop = NaiveLoop(decoder_models.write(replace(slides, slides=False), tmp_path / "whole"))
-    requests = [(prompt, asked) for prompt, asked in made_up(slides, 8)]
-    async with served(tmp_path / "served", slides) as started:
+    requests = made_up(slides, 8)
+    token_bytes = 2 * 2 * slides.kv_heads * slides.head_size * 4
+    config = f'parameters {{ key: "paceline.max_cache_bytes" value {{ string_value: "{128 * token_bytes}" }} }}'
+    caplog.set_level(logging.INFO)
+    async with served(tmp_path / "served", slides, config) as started:
         calls = [started.infer(asking(prompt, **asdict(asked)), 60) for prompt, asked in requests]
         for (prompt, asked), response in zip(requests, await asyncio.gather(*calls), strict=True):
             truth = loop.generate(prompt, asked)
             is_same(truth, tokens_of(response), response.parameters["finish_reason"].string_param)
+    assert any("up to 6 generations are stepped together" in line for line in caplog.messages)
 
 
 def has_attribute(operator: str, attribute: str) -> bool:

@@ -184,7 +184,7 @@ def test_buffers_shrink_when_little_is_left() -> None:
     assert block.pasts[0].shape == (2, 2, 1024, 3)
     block.drop(0)
     block.step(model, np.array([[1]]), layout())
-    assert block.pasts[0].shape == (1, 2, 2, 3)
+    assert block.pasts[0].shape == (1, 2, 16, 3)
 
 
 def test_pasts_are_never_shorter_than_a_window() -> None:
