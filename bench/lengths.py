@@ -107,7 +107,7 @@ def _files(folder: Path, model: str, sizes: Sequence[int]) -> tuple[Path, ...]:
 def _closed(target: str, requests: Sequence[Path], seconds: float) -> float:
     told = run_module(
         *("load", target, *map(str, requests), "--clients", str(CLIENTS)),
-        *("--seconds", str(seconds), "--warmup", "3"),
+        *("--seconds", str(seconds), "--warmup", str(min(3.0, seconds))),
         timeout_s=seconds + 120,
     )
     return float(told["requests_per_s"])

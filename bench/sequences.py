@@ -163,7 +163,7 @@ def _inside(model: str, file: Path, seconds: float) -> float:
 def _load(target: str, paths: Sequence[Path], seconds: float) -> dict[str, Any]:
     told = run_module(
         *("load", target, *map(str, paths), "--own", "--stream", "--clients", str(len(paths))),
-        *("--seconds", str(seconds), "--warmup", str(_WARMUP_S)),
+        *("--seconds", str(seconds), "--warmup", str(min(_WARMUP_S, seconds))),
         timeout_s=seconds + _WARMUP_S + _SPARE_S,
     )
     if told["errors"]:

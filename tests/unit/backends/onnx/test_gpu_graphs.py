@@ -159,7 +159,7 @@ def test_graphs_are_captured_while_threads_execute_another_model_for_the_first_t
 def test_graphs_are_captured_while_buffers_of_other_models_grow(
     tmp_path: Path, other: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(other, models.mlp((64, 256, 16)), MLP, accelerator)
+    pair = Pair(other, models.mlp((64, 8, 16)), MLP, accelerator)
     more = count(1, 10)
 
     def grow() -> None:
