@@ -266,9 +266,13 @@ class StepCosts:
     """What executions cost. Of a step, what it costs each row, by the number of rows and the longest past, both up to
     the next power of two. Graphs copy their whole past in each step, so that beyond a size that depends on the
     machine, more rows cost each of them more. It is found by climbing: a size is tried from the one below or above it,
-    if that is known, and what was worse is left for long. Of beginning, what it costs by tokens, fill included."""
+    if that is known, and what was worse is left for long. Of beginning, what it costs by tokens, fill included.
 
-    def __init__(self) -> None:
+    `doubt`: how many times as much a row may seem to cost in a larger group. Above 1 where nothing is copied: it costs
+    less there but for operators that are bad at it, and what seems otherwise is what else happens on the machine."""
+
+    def __init__(self, doubt: float = 1.0) -> None:
+        self._doubt = doubt
         self._costs: dict[tuple[int, int], _Cost] = {}
         self._beginning = LatencyModel(1)
         self._now = 0
@@ -320,7 +324,8 @@ class StepCosts:
         if whole is None:
             return self._row_ns(_level(together) - 1, past) is not None
         one, other = self._row_ns(_level(rows), longest), self._row_ns(_level(more_rows), more_longest)
-        return one is not None and other is not None and together * whole <= rows * one + more_rows * other
+        apart = None if one is None or other is None else rows * one + more_rows * other
+        return apart is not None and together * whole <= self._doubt * apart
 
     def splits(self, rows: int, longest: int) -> bool:
         """Whether a group is to be two, for the same reasons. The size below is tried only from the best known one."""
@@ -328,7 +333,7 @@ class StepCosts:
         now, above, below = (self._row_ns(one, longest) for one in (level, level + 1, level - 1))
         if now is None or (above is not None and above <= now):
             return False
-        return below is None or now > _WORSE * below
+        return below is None or now > max(_WORSE, self._doubt) * below
 
     def _row_ns(self, level: int, longest: int) -> float | None:
         """What is known, if need be of shorter pasts: less, so that with a longer one other sizes are tried."""

@@ -35,6 +35,10 @@ __all__ = ["GeneratingInstance"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
+_DOUBT_IN_PLACE = 2.0
+"""Of `StepCosts`. In 45 MB of weights on two busy cores, a row costs 1.5 ms among 7 and 0.7 ms among 32, and without it
+32 were halved twice."""
+
 
 class GeneratingInstance:
     """`AnswersOpenly`. Its thread runs from the first request until it is closed."""
@@ -58,7 +62,7 @@ class GeneratingInstance:
         self._layout = layout
         self._kind = block_type(layout)
         self._limits = limits
-        self._costs = StepCosts()
+        self._costs = StepCosts(_DOUBT_IN_PLACE if layout.in_place else 1.0)
         most_tokens = settings.most_cache_bytes // layout.token_bytes
         self._iterations = Iterations(
             settings.most_generations,

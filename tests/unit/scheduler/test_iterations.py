@@ -46,6 +46,12 @@ def test_groups_stay_as_small_as_costs_least() -> None:
     assert groups_after(running(8, costs=costs), costs, {1: 80, 2: 40, 4: 60, 8: 90}) == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize(("cost", "sizes"), [(30, [8]), (90, [4, 4])])
+def test_doubt_leaves_groups_together_that_seem_little_worse(cost: int, sizes: list[int]) -> None:
+    costs = StepCosts(doubt=2.0)
+    assert groups_after(running(8, costs=costs), costs, {1: 80, 2: 40, 4: 20, 8: cost}) == sizes
+
+
 def test_groups_shrink_when_larger_ones_cost_more() -> None:
     costs = StepCosts()
     iterations = running(8, costs=costs)
