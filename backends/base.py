@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from paceline.backends.errors import LoadError
+from paceline.backends.errors import LoadError, StepHangs
 from paceline.backends.model_call import OnCall
 from paceline.backends.spec import Array, ModelSpec, Tensors
 
@@ -162,6 +162,7 @@ class ModelSource:
     read again. `calls` are the models that its code calls, by `on_call` (`backends.model_call`). `config`: the whole
     configuration as JSON, with the names of `model_config.proto`, for models that look at it. `why_raw`: why a decoder
     isn't to generate (`backends.generation`) but to be executed as it is, as its configuration wants; "" if it may.
+    `supervise` runs what is executed while it is opened.
     """
 
     name: str
@@ -180,6 +181,7 @@ class ModelSource:
     on_call: OnCall | None = None
     config: str = ""
     why_raw: str = ""
+    supervise: Supervise = field(default_factory=lambda: unsupervised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,19 @@ class CanEnd(Protocol):
     def when_lost(self, call: Callable[[BaseException], None]) -> None:
         """Call `call` with an InstanceLost, on whichever thread, once the instance ends; before this returns if it
         already has; never if it was closed or abandoned. `close` is called in any case."""
+
+
+@runtime_checkable
+class StepsAlone(Protocol):
+    """An instance that executes on a thread of its own, whatever it is handed over meanwhile."""
+
+    @property
+    def began_ns(self) -> int:
+        """When the execution began that goes on now; 0 if there is none."""
+
+    def give_up(self, limit_ns: int) -> StepHangs:
+        """End everything with an error, which is returned, as an execution takes longer than `limit_ns`. On any
+        thread."""
 
 
 @runtime_checkable

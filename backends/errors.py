@@ -15,10 +15,15 @@ BackendError
         ├── InstanceLost    the instance won't execute anything any more; another one may
         │   ├── DeviceLost      the device is gone, or refuses everything from now on
         │   ├── StalePlan       its session has plans for another execution; nothing of this batch was computed
+        │   ├── StepHangs       a step of a model that generates takes longer than executions may
         │   └── ProcessError    the process that runs the model ended
         │       └── ProcessEndedBeforeBatch     and did so before it began this batch
         └── UpstreamFailed  another server, which executes, or a model that was called can't be had, or not in time
 """
+
+from __future__ import annotations
+
+from concurrent.futures import Future
 
 
 class BackendError(Exception):
@@ -68,6 +73,15 @@ class InstanceLost(InstanceError):
 
 class DeviceLost(InstanceLost):
     """The device is gone, or refuses everything from now on."""
+
+
+class StepHangs(InstanceLost):
+    """A step takes longer than executions may, so nobody waits for it any more. `ended` is done when it has ended after
+    all; until then, what it uses must not be closed."""
+
+    def __init__(self, limit_ns: int, ended: Future[None]) -> None:
+        super().__init__(f"a step took longer than the limit of executions, {limit_ns / 1e9:g} s")
+        self.ended = ended
 
 
 class StalePlan(InstanceLost):

@@ -45,6 +45,7 @@ from paceline.backends.errors import (
     ProcessEndedBeforeBatch,
     ProcessError,
     StalePlan,
+    StepHangs,
     Unequipped,
     UnfitOutputs,
     UpstreamFailed,
@@ -250,7 +251,7 @@ _CLASSES: Mapping[grpc.StatusCode, Sequence[type[BaseException]]] = {
         UpstreamRefused, ModelRefused,  # only if their own status isn't known, see status_of
         # Not a status that clients retry elsewhere: what makes one server hang would make the next hang too, tensors
         # that break a device would break the next one, and what ends one process would end the next.
-        ExecutionTimeout, InstanceLost, DeviceLost, ProcessError, ProcessEndedBeforeBatch,
+        ExecutionTimeout, InstanceLost, DeviceLost, StepHangs, ProcessError, ProcessEndedBeforeBatch,
         SchedulerError, BackendError, ServerError,  # the bases, for classes yet to come
     ),
 }  # fmt: skip

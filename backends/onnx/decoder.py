@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from paceline.backends.base import Device, ModelSource
@@ -111,7 +112,7 @@ def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderM
         if isinstance(layout, DecoderLayout):
             steps = model.stepped(layout.executed, device)
             try:
-                layout, tried = _tried(steps, layout, said)
+                layout, tried = source.supervise(partial(_tried, steps, layout, said))
                 fits = settings.most_cache_bytes // layout.token_bytes
                 limits = _limits_of(source.name, said, tried.vocabulary, fits)
                 limits = replace(limits, tokenizer=_tokenizer_of(source, tried.vocabulary))
@@ -121,6 +122,9 @@ def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderM
                 return DecoderModel(source.name, model, layout, limits, settings, tried)
             except ExecutionError as error:
                 layout = f"steps with made-up tokens fail: {error}"
+            except BaseException:
+                steps.abandon()
+                raise
             finally:
                 steps.close()
         why_not = layout

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from threading import TIMEOUT_MAX, Condition, Event, Thread
 from time import monotonic_ns
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from paceline.backends.base import Device, Execution
-from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory
+from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory, StepHangs
 from paceline.backends.generation import GenerationLimits, read_request, with_prompt
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.growing_answer import GrowingAnswer
@@ -81,6 +82,8 @@ class GeneratingInstance:
         self._cancelled = set[int]()
         self._numbers = 0
         self._closed = False
+        self._began_ns = 0
+        self._ended = Future[None]()
         self._lost: InstanceLost | None = None
         self._thread: Thread | None = None
         self._watch = totals.watch(self._cache_usage)
@@ -98,6 +101,21 @@ class GeneratingInstance:
     def _cache_usage(self) -> float:
         with self._changed:
             return self._iterations.usage
+
+    @property
+    def began_ns(self) -> int:
+        return self._began_ns
+
+    def give_up(self, limit_ns: int) -> StepHangs:
+        error = StepHangs(limit_ns, self._ended)
+        with self._changed:
+            self._closed, self._lost = True, error
+            requests = [one.request for one in self._generations.values()]
+            self._generations.clear()
+            self._changed.notify_all()
+        for request in requests:
+            request.on_answer(error, last=True)
+        return error
 
     # ---- on the thread that executes ----
 
@@ -203,6 +221,7 @@ class GeneratingInstance:
                 _log.exception("model '%s': stepping failed; all generations of this instance end", self._name)
                 self._fail([*self._generations], ExecutionError(f"stepping failed: {error!r}"))
         self._fail(failed, InstanceError("the instance was closed"))
+        self._ended.set_result(None)
 
     def _iterate(self, iteration: Iteration) -> None:
         if iteration.put_out:
@@ -223,6 +242,8 @@ class GeneratingInstance:
         longest, most = block.longest, max(more.values())
         began_ns = self._now_ns()
         done = self._step(block, more)
+        if self._closed:
+            return  # maybe given up meanwhile: then its rows have had their answers
         if len(done) == 1 and done[0][0] is block:
             now_ns = self._now_ns()
             if not longest:
@@ -244,6 +265,7 @@ class GeneratingInstance:
         tokens = np.full((len(block.rows), max(more[row] for row in block.rows)), NO_TOKEN, np.int64)
         for own, row, length in zip(tokens, block.rows, block.lengths.tolist(), strict=True):
             own[-more[row] :] = self._generations[row].tokens[length : length + more[row]]
+        self._began_ns = self._now_ns()
         try:
             return [(block, block.step(self._model, tokens, self._layout))]
         except ExecutionError as error:
@@ -252,6 +274,8 @@ class GeneratingInstance:
                     self._lost = error
                 self._fail(block.rows, error)
                 return []
+        finally:
+            self._began_ns = 0
         half = len(block.rows) // 2
         halves = [self._kind.of(rows, (block,)) for rows in (block.rows[:half], block.rows[half:])]
         return [done for one in halves for done in self._step(one, more)]
@@ -277,8 +301,9 @@ class GeneratingInstance:
                     self._iterations.extended(row)
 
     def _fail(self, rows: Sequence[int], error: ExecutionError) -> None:
-        requests = [self._generations[row].request for row in rows]
         with self._changed:
+            rows = [row for row in rows if row in self._generations]
+            requests = [self._generations[row].request for row in rows]
             for row in rows:
                 self._leave(row)
         for request in requests:

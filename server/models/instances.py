@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
-from paceline.backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted
-from paceline.backends.errors import DeviceLost, InstanceLost
+from paceline.backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted, StepsAlone
+from paceline.backends.errors import DeviceLost, InstanceLost, StepHangs
 from paceline.backends.model_call import MakesCalls
 from paceline.backends.remote import RemoteInstance, RemoteModel
 from paceline.backends.remote_messages import RemoteRequest
@@ -42,6 +42,8 @@ _log = logging.getLogger("paceline.server.instances")
 
 _MAX_HANGING = 16
 """Per version at a time. Each keeps a thread and maybe a device's memory; after this many, the next would hang too."""
+_LOOKS = 8
+"""At what executes by itself, in the time that it may take."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Between attempts to replace an instance."""
 _FIRST_PAUSE_S, _LONGEST_FIRST_PAUSE_S = 0.1, 10.0
@@ -141,7 +143,16 @@ class Instances:
             self._start_replacing(instance.device)
 
     def on_loss(self, runner: Runner, error: BaseException) -> None:
-        """Replace the instance. One whose device is lost is kept until the process ends."""
+        """Replace the instance. One whose device is lost is kept until the process ends, and one whose step hangs until
+        that ends."""
+        if isinstance(error, StepHangs):
+            self._statistics.hung_executions += 1
+            hanging = self._remove_live(runner, str(error))
+            assert not isinstance(hanging, (RemoteInstance, EnsembleInstance))
+            self._leave(hanging, error.ended)
+            if self._may_make_more():
+                self._start_replacing(hanging.device)
+            return
         self._statistics.lost_instances += 1
         instance = self._remove_live(runner, f"an instance is lost: {error}")
         if isinstance(error, DeviceLost):
@@ -196,6 +207,20 @@ class Instances:
             instance.calls_as(Caller(self.batcher, runner))
         if isinstance(instance, CanEnd):
             instance.when_lost(lambda error: call_soon(self._loop, partial(self.batcher.lose, runner, error)))
+        if isinstance(instance, StepsAlone) and self._loaded.plan.step_limit_ns:
+            self._look_after(runner, instance)
+
+    def _look_after(self, runner: Runner, instance: StepsAlone, began_ns: int = 0, looks: int = 0) -> None:
+        """Give it up if it executes the same at so many looks in a row as a limit has; while the whole process is
+        stopped, it isn't looked at."""
+        if self._closed or runner not in self.runners:
+            return
+        limit_ns, now_ns = self._loaded.plan.step_limit_ns, instance.began_ns
+        looks = looks + 1 if now_ns and now_ns == began_ns else 0
+        if looks > _LOOKS:
+            self.batcher.lose(runner, instance.give_up(limit_ns))
+        else:
+            self._loop.call_later(limit_ns / 1e9 / _LOOKS, self._look_after, runner, instance, now_ns, looks)
 
     def _start_giving_back(self, instance: Instance) -> None:
         self._users.add(instance)
@@ -279,7 +304,7 @@ class Instances:
         instance = opened.instance(plan.spec.executed, device)
         if self._stays_cold or self._loaded.warm_up is None:
             return instance
-        supervise = Supervisor(plan.policy.execution_limit_ns)
+        supervise = Supervisor(plan.policy.execution_limit_ns or plan.step_limit_ns)
         try:
             self._loaded.warm_up.run([instance], supervise)
         except LoadHangs as error:

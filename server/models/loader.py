@@ -259,14 +259,16 @@ def _load_version(
         initial_data = read_initial_data(config, folder.path)
         if folder.files is not None:
             source = replace(source, files=folder.files)
-        opened = backend.open(source, devices[0])
+        supervise = Supervisor(limit_of(config, defaults.execution_limit_ns))
+        undo.callback(supervise.close)
+        opened = backend.open(replace(source, supervise=supervise), devices[0])
         undo.callback(opened.close)
         if completes := isinstance(opened, CompletesConfig):
             config = with_completed(config, opened.completed_config)
             check_supported(config)
             opened.declare(declared_spec(config))
-        supervise = Supervisor(limit_of(config, defaults.execution_limit_ns))
-        undo.callback(supervise.close)
+            supervise = Supervisor(limit_of(config, defaults.execution_limit_ns))
+            undo.callback(supervise.close)
         try:
             tried = _tried(config, opened, supervise)
             if tried.deadly and OWN_PROCESS not in source.parameters:

@@ -77,7 +77,8 @@ class ServingPlan:
     a request with more rows than that is executed in parts, and the tags of its metrics. `most_open`: it gets requests
     one by one, and may have so many that haven't ended; 0: it gets batches. `decoupled`: it answers a request as often
     as it likes. `for_triton`: it is written for Triton's Python backend.
-    `keeps_responses`: equal requests are answered without another execution, if the server has a response cache."""
+    `keeps_responses`: equal requests are answered without another execution, if the server has a response cache.
+    `step_limit_ns`: of one that generates, how long a step may take; 0: any time."""
 
     spec: ModelSpec
     max_batch_rows: int
@@ -88,6 +89,7 @@ class ServingPlan:
     decoupled: bool = False
     for_triton: bool = False
     keeps_responses: bool = False
+    step_limit_ns: int = 0
 
 
 def parse_config(path: Path) -> pb.ModelConfig:
@@ -210,7 +212,7 @@ def plan(
     if sequence is not None and sequence.iterative and not for_triton:
         raise ConfigError(NOT_ITERATIVE)
     decoupled = config.model_transaction_policy.decoupled
-    most_open = 0
+    most_open = step_limit_ns = 0
     if decoupled or for_triton:
         check_requests(config, spec, policy, for_triton=for_triton)
         most_open = own_set.max_open_requests if decoupled else MANY
@@ -220,6 +222,7 @@ def plan(
     if generates:
         check_generating(config, policy)
         most_open = MANY
+        step_limit_ns = policy.execution_limit_ns
         # A request's execution only waits for a place, as long as others take, so that its time says nothing.
         policy = replace(policy, isolate_failures=False, deadline_aware=False, execution_limit_ns=0)
         # A request's timeout is for its generation, of which that wait is a part.
@@ -231,7 +234,7 @@ def plan(
             },
         )
     tags, keeps = _metric_tags(config), config.response_cache.enable
-    return ServingPlan(spec, max_rows, policy, splits, tags, most_open, decoupled, for_triton, keeps)
+    return ServingPlan(spec, max_rows, policy, splits, tags, most_open, decoupled, for_triton, keeps, step_limit_ns)
 
 
 def _why_raw(config: pb.ModelConfig) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.base import Device
-from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, ModelRefused, OutOfMemory
+from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, ModelRefused, OutOfMemory, StepHangs
 from paceline.backends.generation import GenerationLimits
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_layout import DecoderLayout
@@ -360,6 +360,29 @@ def test_closing_ends_what_is_left() -> None:
         instance.abandon()
         gate.set()
         assert isinstance(request.error(), InstanceError)
+
+
+def test_hanging_step_ends_all_and_refuses_further_requests() -> None:
+    begun, gate = Event(), Event()
+
+    def before(rows: int) -> None:
+        begun.set()
+        assert_open(gate)
+
+    request = Asked([10], max_tokens=50)
+    with generating(Decoder(before=before)) as instance:
+        assert instance.began_ns == 0
+        hand_over(instance, request)
+        assert begun.wait(20)
+        assert instance.began_ns > 0
+        error = instance.give_up(2 * 10**9)
+        assert str(request.error()) == "a step took longer than the limit of executions, 2 s"
+        assert not error.ended.done()
+        with pytest.raises(StepHangs):
+            instance.execute_open([Asked([8], max_tokens=1)])
+        gate.set()
+        assert error.ended.result(20) is None
+    assert len(request.answers) == 1
 
 
 def test_lost_device_ends_all_and_refuses_further_requests() -> None:

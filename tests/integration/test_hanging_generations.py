@@ -1,0 +1,87 @@
+"""Steps of a decoder that hang: what becomes of generations, and of the instance; and a trial that hangs at load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paceline.backends.base import Device, InstanceGroup, ModelSource
+from paceline.backends.onnx.decoder import DecoderModel, decoder_of
+from paceline.backends.spec import ModelSpec
+from paceline.server.errors import StartError
+from tests.integration.serving import failure_of, serving, write_model
+from tests.integration.streams import Stream
+from tests.integration.test_generations import asking, tokens_of
+from tests.memory_models import Gate
+from tests.polling import eventually_async
+from tests.unit.backends.onnx.test_generations import Decoder, answer_of, layout
+
+pytestmark = pytest.mark.usefixtures("without_minimum_execution_limit")
+
+LIMITED = """
+    parameters { key: "paceline.execution_timeout_ms" value { string_value: "200" } }
+    parameters { key: "paceline.max_generations" value { string_value: "2" } }
+"""
+
+
+class Stepped:
+    """A decoder whose executions pass a gate."""
+
+    spec = layout().executed
+    operators = frozenset[str]()
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    def stepped(self, spec: ModelSpec, device: Device) -> Decoder:
+        return Decoder(before=lambda rows: self.gate.enter())
+
+    def close(self) -> None:
+        pass
+
+
+class Backend:
+    def __init__(self) -> None:
+        self.model = Stepped()
+
+    def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
+        return (Device(),)
+
+    def open(self, source: ModelSource, device: Device) -> DecoderModel:
+        decoder = decoder_of(source, self.model, device)
+        assert decoder is not None
+        return decoder
+
+
+async def test_step_that_hangs_ends_its_generations_and_is_replaced(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", LIMITED)
+    backend = Backend()
+    async with serving(tmp_path, backends={"memory": backend}) as served:
+        assert tokens_of(await served.infer(asking([9, 8], max_tokens=3))) == answer_of([9, 8], 3)
+        backend.model.gate.close()
+        stream = Stream(served)
+        await stream.send(asking([5], max_tokens=20))
+        others = [failure_of(served.infer(asking([6], max_tokens=20))) for _ in range(2)]
+        for code, text in await asyncio.gather(*others):
+            assert (code, "took longer than the limit of executions, 0.2 s" in text) == (grpc.StatusCode.INTERNAL, True)
+        assert "took longer than the limit" in (await stream.message()).error_message
+        await stream.end()
+        assert await served.metric("paceline_hung_executions", 'model="m",version="1"') == 1
+        assert served.server.repository.hangs
+        backend.model.gate.open()
+        assert tokens_of(await served.infer(asking([9, 8], max_tokens=3))) == answer_of([9, 8], 3)
+        await eventually_async(lambda: not served.server.repository.hangs, "the end of what hung")
+
+
+async def test_trial_that_hangs_fails_the_load(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", LIMITED)
+    backend = Backend()
+    backend.model.gate.close()
+    with pytest.raises(StartError, match=r"took longer than its limit: 0.2 s"):
+        async with serving(tmp_path, backends={"memory": backend}):
+            pass
+    backend.model.gate.open()
