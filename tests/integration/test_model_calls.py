@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -14,63 +12,15 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests import models, open_puppet
 from tests.calling_puppet import write_caller
+from tests.integration.calling import ALONE, BATCHED, ECHO, ENCODE, TELL, asking, echoing, numbers, served, statistics
 from tests.integration.controlling import explicit, load, unload
-from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.integration.serving import echo_model, failure_of, serving
 from tests.integration.streams import Stream
-from tests.memory_models import MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer
-
-ENCODE = "y = models['encoder'].infer({'INPUT0': x})['OUTPUT0']"
-ECHO = "y = models['echo'].infer({'a': x})['x'][:, :4]"
-TELL = """
-try:
-    %s
-except models.CallFailed as error:
-    raise ValueError(f'{error.status}: {error}')
-"""
-BATCHED = "max_batch_size: 8 dynamic_batching { }"
-ALONE = "max_batch_size: 1"
-
-
-@asynccontextmanager
-async def served(
-    root: Path, config: str = BATCHED, *, calls: str = "encoder", settings: Settings | None = None
-) -> AsyncIterator[Served]:
-    """Model `m`, which calls `encoder`."""
-    models.write(models.mlp(), root / "encoder" / "1" / "model.onnx")
-    write_caller(root, config, calls=calls)
-    async with serving(root, settings=settings or Settings(paths=(root,), allow_python_models=True)) as started:
-        yield started
-
-
-@asynccontextmanager
-async def echoing(root: Path, echo: MemoryModel, config: str = BATCHED, calls: str = "echo") -> AsyncIterator[Served]:
-    """Model `m`, which calls `echo`, a model of the test's."""
-    write_caller(root, config, calls=calls)
-    settings = Settings(paths=(root,), allow_python_models=True)
-    async with serving(root, {"echo": echo}, config=BATCHED, settings=settings) as started:
-        yield started
-
-
-def asking(code: str, first: float = 0, rows: int = 1, model: str = "m") -> pb.ModelInferRequest:
-    """A request by which the model runs `code`."""
-    x = np.full((rows, 16), first, np.float32)
-    return infer(model, {"run": np.full((rows, 1), code.encode(), object), "x": x})
-
-
-def numbers(response: pb.ModelInferResponse) -> list[float]:
-    listed: list[float] = np.frombuffer(response.raw_output_contents[0], np.float32).tolist()
-    return listed
-
-
-async def statistics(started: Served, name: str) -> pb.ModelStatistics:
-    reply = await started.stub.ModelStatistics(pb.ModelStatisticsRequest(name=name), timeout=20)
-    return reply.model_stats[0]
 
 
 async def test_call_gives_what_a_client_gets(tmp_path: Path) -> None:
@@ -151,107 +101,6 @@ async def test_failure_of_the_called_model_reaches_the_code(tmp_path: Path) -> N
         assert text == "model 'm': ValueError: INTERNAL: model 'echo': no luck"
         assert started.failed("echo") == 1
         assert numbers(await started.infer(asking(ECHO, 3))) == [3] * 4
-
-
-async def test_model_that_waits_for_itself_is_told(tmp_path: Path) -> None:
-    again = "y = models['m'].infer({'x': x, 'run': [[b'y += 5']]})['y']"
-    async with served(tmp_path, ALONE, calls="m") as started:
-        _, text = await failure_of(started.infer(asking(TELL % again)))
-        assert "RESOURCE_EXHAUSTED: model 'm' can't answer this call: all its instances wait" in text
-        assert numbers(await started.infer(asking("y += 1"))) == [1] * 4
-
-
-async def test_model_that_calls_itself_is_answered_by_another_instance(tmp_path: Path) -> None:
-    again = "y = models['m'].infer({'x': x, 'run': [[b'y += 5']]})['y']"
-    async with served(tmp_path, f"{ALONE} instance_group {{ count: 2 }}", calls="m") as started:
-        assert numbers(await started.infer(asking(again))) == [5] * 4
-        deeper = f"y = models['m'].infer({{'x': x, 'run': [[{again.encode()!r}]]}})['y']"
-        assert "can't answer this call" in (await failure_of(started.infer(asking(TELL % deeper))))[1]
-        assert numbers(await started.infer(asking(again))) == [5] * 4
-
-
-async def test_cycle_of_models_is_told_where_it_closes(tmp_path: Path) -> None:
-    back = TELL % "models['m'].infer({'x': x, 'run': [[b'']]})"
-    there = TELL % f"models['other'].infer({{'x': x, 'run': [[{back.encode()!r}]]}})"
-    write_caller(tmp_path, ALONE, calls="m", name="other")
-    async with served(tmp_path, ALONE, calls="other") as started:
-        _, text = await failure_of(started.infer(asking(there)))
-        assert "model 'other': ValueError: RESOURCE_EXHAUSTED: model 'm' can't answer this call" in text
-        assert numbers(await started.infer(asking("y += 1"))) == [1] * 4
-
-
-async def test_concurrent_calls_to_itself_end_all(tmp_path: Path) -> None:
-    again = "y = models['m'].infer({'x': x, 'run': [[b'y += 5']]})['y']"
-    async with served(tmp_path, f"{ALONE} instance_group {{ count: 2 }}", calls="m") as started:
-        ended = await asyncio.gather(*(started.infer(asking(again)) for _ in range(16)), return_exceptions=True)
-        good = [numbers(one) for one in ended if isinstance(one, pb.ModelInferResponse)]
-        assert good == [[5] * 4] * len(good)
-        assert all("can't answer this call" in str(one) for one in ended if isinstance(one, BaseException))
-        assert numbers(await started.infer(asking(again))) == [5] * 4
-
-
-async def test_cycle_through_an_ensemble_is_told(tmp_path: Path) -> None:
-    back = TELL % "models['both'].infer({'run': [[b'']], 'x': x})"
-    (tmp_path / "both" / "1").mkdir(parents=True)
-    (tmp_path / "both" / "config.pbtxt").write_text("""
-platform: "ensemble" max_batch_size: 1
-input { name: "run" data_type: TYPE_STRING dims: [ 1 ] }
-input { name: "x" data_type: TYPE_FP32 dims: [ 16 ] }
-output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }
-ensemble_scheduling { step {
-  model_name: "m"
-  input_map { key: "run" value: "run" }
-  input_map { key: "x" value: "x" }
-  output_map { key: "y" value: "y" }
-} }
-""")
-    async with served(tmp_path, ALONE, calls="both") as started:
-        for model in ("m", "both"):
-            _, text = await failure_of(started.infer(asking(back, model=model)))
-            assert "ValueError: RESOURCE_EXHAUSTED: model 'both' can't answer this call" in text
-        assert numbers(await started.infer(asking("y += 1", model="both"))) == [1] * 4
-
-
-async def test_thread_that_execute_waits_for_is_told_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.server.requests.model_calls._PATIENCE_S", 0.1)
-    again = """
-def call():
-    try:
-        models['m'].infer({'x': x, 'run': [[b'']]})
-    except models.CallFailed as error:
-        model.kept.append(error)
-thread = threading.Thread(target=call)
-thread.start()
-thread.join()
-raise model.kept.pop()
-"""
-    async with served(tmp_path, ALONE, calls="m") as started:
-        status, text = await failure_of(started.infer(asking(again)))
-        assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "model 'm' can't answer this call" in text
-
-
-async def test_cycle_that_closes_late_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.server.requests.model_calls._PATIENCE_S", 0)
-    write_caller(tmp_path, ALONE, calls="echo, m", name="other")
-    back = f"{ECHO}\nmodels['m'].infer({{'x': x, 'run': [[b'']]}})"
-    there = f"""
-def call():
-    models['other'].infer({{'x': x, 'run': [[{back.encode()!r}]]}})
-thread = threading.Thread(target=call)
-thread.start()
-thread.join()
-y += 3
-"""
-    async with echoing(tmp_path, echo := echo_model(), ALONE, calls="other") as started:
-        echo.gate.close()
-        asked = asyncio.ensure_future(started.infer(asking(there)))
-        await asyncio.to_thread(echo.gate.wait_entered, 1)  # by now, the thread's call has been looked at
-        echo.gate.open()
-        assert numbers(await asked) == [3] * 4
-        assert started.failed("other") == 1
 
 
 async def test_call_ends_with_the_deadline_of_its_caller(tmp_path: Path) -> None:
@@ -417,7 +266,7 @@ asyncio.run(all_at_once())
 """
     async with echoing(tmp_path, echo) as started:
         echo.gate.close()
-        _, text = await failure_of(started.infer(asking(code)))
+        _, text = await failure_of(started.infer(asking(code), timeout_s=None))
         assert "RESOURCE_EXHAUSTED: model 'echo' isn't called: 1024 calls of this process are under way" in text
         echo.gate.open()
         assert numbers(await started.infer(asking(ECHO, 2))) == [2] * 4
