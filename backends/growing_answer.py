@@ -56,7 +56,7 @@ class GrowingAnswer:
         if wanted.text is not None and not ((wanted.streams or request.takes_one) if excludes is None else excludes):
             self._parts.append(wanted.text)
 
-    # hot path: see bench/
+    # hot path: 3 us for tokens; 1 to 4 us for their text, and 0.7 us for each stop text
     def add(self, token: int, logprobs: Logprobs | None = None) -> bool:
         """Take the next token, and answer. Returns whether it was the last."""
         wanted, text = self._wanted, self._text

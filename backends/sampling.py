@@ -109,21 +109,20 @@ def logprobs_of(logits: Array, tokens: Sequence[int], counts: Sequence[int | Non
     places = [place for place, count in enumerate(counts) if count is not None and tokens[place] != NONE]
     if not places:
         return found
-    wanted = [counts[place] or 0 for place in places]
-    own = logits[places].astype(np.float64)
-    own -= own.max(axis=1, keepdims=True)
-    own -= np.log(np.exp(own).sum(axis=1, keepdims=True))
-    chosen = own[np.arange(len(places)), [tokens[place] for place in places]]
-    ranks = (own > chosen[:, None]).sum(axis=1) + 1
-    most = min(max(wanted), own.shape[1])
-    among = np.sort(np.argpartition(-own, most - 1, axis=1)[:, :most], axis=1)  # by token, as equal ones are told
-    order = np.argsort(-np.take_along_axis(own, among, axis=1), axis=1, kind="stable")
-    best = np.take_along_axis(among, order, axis=1)
-    logprobs = np.take_along_axis(own, best, axis=1)
-    for row, (place, count) in enumerate(zip(places, wanted, strict=True)):
-        there = min(count, int(np.isfinite(logprobs[row]).sum()))
-        best_of_row, their_logprobs = best[row, :there].tolist(), logprobs[row, :there].tolist()
-        found[place] = Logprobs(float(chosen[row]), int(ranks[row]), best_of_row, their_logprobs)
+    own = logits[places]
+    most = own.max(axis=1, keepdims=True)
+    totals = np.log(np.exp(own - most).sum(axis=1, dtype=np.float64, keepdims=True)) + most
+    chosen = own[np.arange(len(places)), [tokens[place] for place in places], None]
+    ranks = (own > chosen).sum(axis=1) + 1
+    of_chosen = chosen - totals
+    for row, place in enumerate(places):
+        count = min(counts[place] or 0, own.shape[1])
+        # By token, then by logit, so that of equal ones the first tokens come first.
+        among = np.sort(np.argpartition(own[row], -count)[-count:]) if count else np.empty(0, np.intp)
+        best = among[np.argsort(-own[row, among], kind="stable")]
+        best = best[np.isfinite(own[row, best])]
+        logprobs = own[row, best] - totals[row]
+        found[place] = Logprobs(float(of_chosen[row, 0]), int(ranks[row]), best.tolist(), logprobs.tolist())
     return found
 
 

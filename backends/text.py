@@ -126,7 +126,7 @@ class _OfBytes:
 class _OfWords:
     """By decoding the tokens since the last part, behind those of the last part: what a token adds depends on whether
     one is before it, as a text's first blank is left out, and maybe on which. `before` is such a token, -1 for none.
-    5 us a token."""
+    3 us a token."""
 
     def __init__(self, tokenizer: Tokenizer, before: int) -> None:
         self._tokenizer = tokenizer

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple, cast
 
 from paceline.backends.batching import Packed
@@ -21,7 +20,7 @@ from paceline.server.codec.array_request import ArrayAnswer, NamedArray
 from paceline.server.codec.classification import Labels
 from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
-from paceline.server.codec.parameters import RequestOptions
+from paceline.server.codec.parameters import RequestOptions, of_those_there
 from paceline.server.codec.steps import Steps
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import InvalidRequest
@@ -129,17 +128,22 @@ class AdaptingCodec(ModelCodec):
             requests = [self._shown(request) for request in requests]
         return super().encode(requests)
 
-    def _shown(self, request: Answerable) -> _Shown:
-        """The request with results as its client sees them."""
-        options, shown = request.options, list(request.value)
+    def _shown(self, request: Answerable) -> Answerable:
+        """The request with results as its client sees them; itself if nothing is to be changed."""
+        options, results = request.options, request.value
         assert options is not None
-        for index in self._reshaped_outputs:
-            tensor, array = self._spec.outputs[index], shown[index]
-            if array is not MISSING:
-                lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
-                shown[index] = array.reshape(to_client(tensor, array.shape, lead))
-        there = tuple(index for index in options.outputs if shown[index] is not MISSING)
-        return _Shown(request.message, replace(options, outputs=there), shown, request.targets, request.envelope)
+        if self._reshaped_outputs:
+            shown = list(results)
+            for index in self._reshaped_outputs:
+                tensor, array = self._spec.outputs[index], shown[index]
+                if array is not MISSING:
+                    lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
+                    shown[index] = array.reshape(to_client(tensor, array.shape, lead))
+            results = shown
+        there = of_those_there(options, results)
+        if results is request.value and there is options:
+            return request
+        return _Shown(request.message, there, results, request.targets, request.envelope)
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         if not self._max_batch_rows:
