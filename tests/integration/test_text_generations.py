@@ -17,13 +17,17 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from paceline.backends.generation import TEXT_SPEC
 from paceline.protos import inference_pb2 as pb
+from paceline.server.config import Settings
 from tests import decoder_models, text_models
 from tests.decoder_models import TINY
 from tests.generation_truth import Asked, NaiveLoop
+from tests.integration.regions import register
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
+from tests.shared_objects import add_shared_input, shared_object
 from tests.wire import infer
 
 SPEAKS = replace(TINY, vocabulary=320, end_tokens=(2,))
@@ -222,3 +226,43 @@ async def test_long_text_ends_with_its_caller_or_its_time(tmp_path: Path) -> Non
         await held
         assert not len(model.open_requests)
         assert (await started.metrics()).get('nv_inference_count{model="m",version="1"}') == 1
+
+
+async def test_text_in_shared_memory_is_checked_as_any(tmp_path: Path) -> None:
+    text_models.write(text_models.byte_level(), decoder_models.write(SPEAKS, tmp_path / "m" / "1"))
+    with shared_object(64) as memory:
+        async with serving(tmp_path, settings=Settings(paths=(tmp_path,), allow_client_shm=True)) as started:
+            await register(started, "r", memory.key, 64)
+            request = pb.ModelInferRequest(model_name="m")
+            add_shared_input(request, "text_input", "BYTES", [1], "r", 11, 0)
+            memory.put(np.frombuffer(b"\x07\0\0\0the cat", np.uint8))
+            assert outputs_of(await started.infer(request)) == outputs_of(await started.infer(asking("the cat")))
+            memory.put(np.frombuffer(b"\x07\0\0\0the \xff\xff\xff", np.uint8))
+            code, text = await failure_of(started.infer(request))
+            assert (code, "expected UTF-8" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+async def test_step_of_an_ensemble_takes_a_text(tmp_path: Path) -> None:
+    maps = 'input_map { key: "text_input" value: "P" } output_map { key: "text_output" value: "T" }'
+    tensor = "data_type: TYPE_STRING dims: [ 1 ]"
+    (tmp_path / "e" / "1").mkdir(parents=True)
+    (tmp_path / "e" / "config.pbtxt").write_text(
+        f'platform: "ensemble" input {{ name: "P" {tensor} }} output {{ name: "T" {tensor} }} '
+        f'ensemble_scheduling {{ step {{ model_name: "m" {maps} }} }}'
+    )
+    async with served(tmp_path) as started:
+        (raw,) = (await started.infer(infer("e", {"P": np.array([b"the cat"], object)}))).raw_output_contents
+        assert raw[4:].decode() == outputs_of(await started.infer(asking("the cat")))[1]
+
+
+async def test_configuration_that_names_some_tensors_leaves_all(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.pbtxt").write_text(
+        'input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } '
+        'input { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true } '
+        'output { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }'
+    )
+    async with served(tmp_path) as started:
+        assert outputs_of(await started.infer(asking("the cat", max_tokens=3)))[0]
+        config = (await started.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+        assert [one.name for one in config.input] == [one.name for one in TEXT_SPEC.inputs]
