@@ -26,6 +26,7 @@ __all__ = [
     "MAX_TOKENS",
     "OPTIONAL_OUTPUTS",
     "PARAMETERS",
+    "SHORT",
     "SPEC",
     "TEXT_SPEC",
     "UNSUPPORTED",
@@ -33,6 +34,7 @@ __all__ = [
     "GenerationLimits",
     "Wanted",
     "read_request",
+    "text_of",
     "with_tokens",
 ]
 
@@ -72,7 +74,7 @@ MAX_TOKENS: Final = 16
 
 _MOST = 2**63 - 1
 _MOST_LOGPROBS = 20
-_SHORT = 256
+SHORT = 256
 """Texts of so many characters have tokens in 150 us, no more than handing them to a thread and back costs."""
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 """Each token's text is searched for each."""
@@ -107,6 +109,10 @@ class Generates(Protocol):
     def in_words(self) -> str:
         """How, for the log."""
 
+    @property
+    def together(self) -> int:
+        """How many requests an instance takes at a time."""
+
     def read(self, inputs: Tensors, parameters: Parameters) -> Wanted:
         """Raises ModelRefused for what can't be had. The prompt of a long text isn't there yet."""
 
@@ -136,7 +142,8 @@ class Wanted(NamedTuple):
 
     `stop`: texts before which the answer ends. `outputs`: which of those that are optional. `logprobs`: of how many of
     the likeliest tokens, besides the one chosen; None: of none. `streams`: whether there is an answer for each token,
-    if its caller takes that. `excludes_input`: whether the prompt is left out of the text; None if it doesn't say."""
+    if its caller takes that. `excludes_input`: whether the prompt is left out of the text; None if it doesn't say.
+    `source`: what goes into the model's encoder, if it has one; a text until that has tokens."""
 
     prompt: Array | None
     sampling: Sampling
@@ -149,6 +156,7 @@ class Wanted(NamedTuple):
     streams: bool = True
     excludes_input: bool | None = None
     ignores_ends: bool = False
+    source: Array | str | None = None
 
 
 def read_request(inputs: Tensors, parameters: Parameters, limits: GenerationLimits) -> Wanted:
@@ -167,10 +175,10 @@ def read_request(inputs: Tensors, parameters: Parameters, limits: GenerationLimi
             raise ModelRefused("UNIMPLEMENTED", f"parameter '{name}' is not supported by this build")
     # vLLM's backend has an output of its own for them; who doesn't speak its language wants them if he asks for them.
     implied = {"return_logprobs": True} if sampling is MISSING and "logprobs" in said else {}
-    wanted = _wanted(implied | said, None if text is MISSING else _text(text[0], limits), limits)
+    wanted = _wanted(implied | said, None if text is MISSING else text_of(text[0], limits), limits)
     if wanted.text is None:
         return with_tokens(wanted, ids, limits)
-    return with_prompt(wanted, limits) if len(wanted.text) <= _SHORT else wanted
+    return with_prompt(wanted, limits) if len(wanted.text) <= SHORT else wanted
 
 
 def with_tokens(wanted: Wanted, tokens: Array, limits: GenerationLimits) -> Wanted:
@@ -237,7 +245,8 @@ def _wanted(said: Mapping[str, Any], text: str | None, limits: GenerationLimits)
     )
 
 
-def _text(text: bytes, limits: GenerationLimits) -> str:
+def text_of(text: bytes, limits: GenerationLimits) -> str:
+    """A prompt's text. Raises ModelRefused."""
     assert limits.tokenizer is not None
     most = limits.most_tokens * limits.tokenizer.most_bytes
     if len(text) > most:  # whatever its tokens are, they are too many

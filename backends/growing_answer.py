@@ -27,14 +27,15 @@ class GrowingAnswer:
     likeliest tokens `add` wants them, besides the token's own; None: of none."""
 
     __slots__ = (
-        "_ends", "_logprobs", "_made", "_parts", "_prompt_length", "_sum", "_text", "_tokenizer", "_wanted", "_whole",
-        "logprobs", "request", "sampler", "tokens",
+        "_ends", "_logprobs", "_made", "_parts", "_sum", "_text", "_tokenizer", "_wanted", "_whole", "logprobs",
+        "prompt_length", "request", "sampler", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: OpenRequest, wanted: Wanted, limits: GenerationLimits) -> None:
         assert wanted.prompt is not None
         self.request = request
         self.tokens: list[int] = wanted.prompt.tolist()
+        self.prompt_length = len(self.tokens)
         self.sampler = Sampler(wanted.sampling, limits.vocabulary, wanted.prompt)
         self.sampler.not_yet = limits.end_tokens if wanted.min_tokens else ()
         self.logprobs = wanted.logprobs if "logprobs" in wanted.outputs else None
@@ -43,7 +44,6 @@ class GrowingAnswer:
         self._wanted = wanted
         self._ends = () if wanted.ignores_ends else limits.end_tokens
         self._whole = request.takes_one or not wanted.streams
-        self._prompt_length = len(self.tokens)
         self._tokenizer = limits.tokenizer
         self._text: StoppedText | None = None
         if self._tokenizer is not None and (wanted.stop or len(limits.spec.outputs) - 1 in request.outputs):
@@ -68,7 +68,7 @@ class GrowingAnswer:
             self.tokens.append(token)
             if logprobs is not None:
                 self._note(token, logprobs)
-        count = len(self.tokens) - self._prompt_length
+        count = len(self.tokens) - self.prompt_length
         if count == wanted.min_tokens:
             self.sampler.not_yet = ()
         if count == wanted.max_tokens:
@@ -86,9 +86,9 @@ class GrowingAnswer:
         self._tell([], "timeout")
 
     def _tell(self, new: list[int], reason: str) -> None:
-        tokens, text = self.tokens[self._prompt_length :] if self._whole else new, self._text
+        tokens, text = self.tokens[self.prompt_length :] if self._whole else new, self._text
         if reason and text is not None and not text.stopped:
-            searches = len(self.tokens) - self._prompt_length > self._wanted.min_tokens
+            searches = len(self.tokens) - self.prompt_length > self._wanted.min_tokens
             self._parts.append(text.end(searches=searches))
             if text.stopped:
                 reason = "stop"
@@ -111,7 +111,7 @@ class GrowingAnswer:
             "logprobs": _text("null" if self._wanted.logprobs is None else f"[{', '.join(self._logprobs)}]"),
             "cumulative_logprob": np.array([self._sum], np.float32),
             "finish_reason": _text(reason or "None"),
-            "num_input_tokens": np.array([self._prompt_length], np.uint32),
+            "num_input_tokens": np.array([self.prompt_length], np.uint32),
             "num_output_tokens": np.array([count], np.uint32),
         }
         self._logprobs.clear()

@@ -83,9 +83,10 @@ def open_inside(folder: Path, name: str, beside: str = "") -> io.FileIO | None:
 
 
 def open_beside(file: Path, name: str) -> io.FileIO | None:
-    """The file `name` in the folder of the model's `file`, or if that is one of a version, in the folder around it;
-    None if neither has it. Raises as `open_inside`."""
-    for folder in (file.parent, *([file.parent.parent] if file.parent.name.isdecimal() else [])):
+    """The file `name` in the folder of the model's `file`, or if that is one of a version or an export's `onnx`, in
+    the folder around it; None if neither has it. Raises as `open_inside`."""
+    is_inside = file.parent.name.isdecimal() or file.parent.name == "onnx"
+    for folder in (file.parent, *([file.parent.parent] if is_inside else [])):
         with suppress(FileNotFoundError):
             if (opened := open_inside(folder, name)) is not None:
                 return opened

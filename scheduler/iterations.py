@@ -39,10 +39,12 @@ class Iteration(NamedTuple):
 
 
 class _Row:
-    __slots__ = ("held", "is_out", "total")
+    __slots__ = ("fixed", "held", "is_out", "kind", "total")
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, fixed: int, kind: int) -> None:
         self.total = total
+        self.fixed = fixed
+        self.kind = kind
         self.held = 0
         self.is_out = False
 
@@ -104,8 +106,9 @@ class Iterations:
         whole_ns = pieces * self._costs.least_begin_ns(self._piece_tokens, now_ns) if pieces else 0
         return whole_ns + (self._costs.least_begin_ns(rest, now_ns) if rest else 0)
 
-    def enter(self, row: int, tokens: int) -> None:
-        self._rows[row] = _Row(tokens)
+    def enter(self, row: int, tokens: int, fixed: int = 0, kind: int = 0) -> None:
+        """`fixed`: as many tokens as what it keeps besides takes. Only rows of the same `kind` share a group."""
+        self._rows[row] = _Row(tokens, fixed, kind)
         self._entered += 1
         self._groups.append([row])
 
@@ -168,7 +171,8 @@ class Iterations:
             added = max(width, tokens) * (rows + 1) - width * rows
             pays = added == tokens or (self._pads_prompts and added - tokens <= self._costs.worth_tokens)
             group = next(one for one in self._groups if execution[0][0] in one)
-            if added <= left and pays and self._fits_joined(group, [row]):
+            may = added <= left and pays and self._rows[group[0]].kind == self._rows[row].kind
+            if may and self._fits_joined(group, [row]):
                 execution.append((row, tokens))
                 self._ungroup(row)
                 group.append(row)
@@ -177,7 +181,12 @@ class Iterations:
 
     def _needed(self) -> int:
         """How many tokens have to be kept after the next step, with the whole prompts of those that have begun."""
-        return sum(len(group) * max(self._rows[row].total for row in group) for group in self._groups)
+        return sum(len(group) * self._width(group) for group in self._groups)
+
+    def _width(self, group: Sequence[int]) -> int:
+        """Of how many tokens the memory of each row of a group is."""
+        rows = [self._rows[row] for row in group]
+        return max(row.total for row in rows) + max(row.fixed for row in rows)
 
     def _fits(self, tokens: int) -> bool:
         """Whether another row of so many has room, and all have some for more. A lone one has, in any case."""
@@ -196,7 +205,7 @@ class Iterations:
     def _bring_back(self) -> None:
         for number, row in self._rows.items():
             if row.is_out:
-                if not self._fits(row.total):
+                if not self._fits(row.total + row.fixed):
                     return
                 row.is_out = False
                 self._groups.append([number])
@@ -224,13 +233,14 @@ class Iterations:
     def _join(self) -> None:
         """Join groups that cost less together. One pass over neighbours by length: what fill costs is then least."""
         going = [group for group in self._groups if self._rows[group[0]].lacks_one]
-        going.sort(key=self._longest)
+        going.sort(key=lambda group: (self._rows[group[0]].kind, self._longest(group)))
         kept = going[:1]
         for group in going[1:]:
             last = kept[-1]
             short, long = self._longest(last), self._longest(group)
             rows = len(last) + len(group)
             may = rows <= self._most_rows and (self._pads or short == long)
+            may = may and self._rows[last[0]].kind == self._rows[group[0]].kind
             if may and self._costs.joins(len(last), short, len(group), long) and self._fits_joined(last, group):
                 last += group
                 self._groups = [one for one in self._groups if one is not group]
@@ -239,8 +249,10 @@ class Iterations:
 
     def _fits_joined(self, one: Sequence[int], other: Sequence[int]) -> bool:
         """Whether what filling up adds can be kept."""
-        sizes = [max(self._rows[row].total for row in group) for group in (one, other)]
-        added = max(sizes) * (len(one) + len(other)) - sizes[0] * len(one) - sizes[1] * len(other)
+        counts = len(one), len(other)
+        added = (
+            self._width([*one, *other]) * sum(counts) - self._width(one) * counts[0] - self._width(other) * counts[1]
+        )
         return self._needed() + added <= self._most_tokens or not added
 
 

@@ -24,7 +24,7 @@ from tests import models
 from tests.grouped_decoders import MICROSOFT, genai_config, in_operators
 from tests.merged_decoders import merge, without_pasts
 
-__all__ = ["FIXED_COST", "LARGE", "TINY", "TINY_GPT2", "TINY_GROUPED", "Decoder", "build", "write"]
+__all__ = ["FIXED_COST", "LARGE", "TINY", "TINY_GPT2", "TINY_GROUPED", "Decoder", "Graph", "build", "write"]
 
 _WIDTH = 256
 """Of the square matrices that make up a fixed cost: a product takes about 0.7 ms on one thread."""

@@ -92,10 +92,14 @@ class OnnxBackend:
             return OwnProcessOnnxModel(
                 Job(source.name, _model_file(source), options, device, source.declared), source.files
             )
-        opener = Opener(source.name, _model_file(source), options, self._accelerators)
-        model = OnnxModel(source, device, opener)
+
+        def open_file(path: Path, source: ModelSource) -> OnnxModel:
+            return OnnxModel(source, device, Opener(source.name, path, options, self._accelerators))
+
+        model = open_file(_model_file(source), source)
         try:
-            return decoder_of(source, model, device) or model
+            open_beside = partial(open_file, source=replace(source, declared=None))
+            return decoder_of(source, model, open_beside, device) or model
         except BaseException:
             model.close()
             raise

@@ -1,15 +1,17 @@
 """A decoder that is stepped: a model of ONNX Runtime whose requests are prompts.
 
-Lives here: `DecoderModel`, around the model that executes its steps, and what is tried before anybody relies on them.
-Must not: how instances go on (`generations`).
+Lives here: `DecoderModel`, around the model that executes its steps, and maybe its encoder; what its requests have to
+be like. Must not: how instances go on (`generations`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.backends.base import Device, ModelSource
@@ -18,18 +20,26 @@ from paceline.backends.generation import MAX_TOKENS, GenerationLimits, Wanted, r
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_block import StepsModel
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, is_decoder, read_settings
-from paceline.backends.onnx.decoder_trial import Trial, try_steps
+from paceline.backends.onnx.decoder_trial import Trial, try_encoder, try_steps
+from paceline.backends.onnx.decoding_rules import DecodingRules, read_rules
+from paceline.backends.onnx.encoder import ENCODER_FILE, Encoder, EncoderLayout, find_encoder
+from paceline.backends.onnx.encoder_requests import EncoderRequests
 from paceline.backends.onnx.generations import GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings, decoder_settings
 from paceline.backends.onnx.spec import check_served
-from paceline.backends.open_request import Parameters
-from paceline.backends.spec import ModelSpec, Tensors
+from paceline.backends.open_request import OpenRequest, Parameters
+from paceline.backends.paths import is_file
+from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.backends.text import Tokenizer, open_tokenizer
 
 __all__ = ["DecoderModel", "decoder_of"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
+_ENCODED_TOGETHER = 8
+"""So many requests are handed over at a time, of those that wait."""
+_TARGET_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
+_SOURCE_LIMITS = ("max_encoder_position_embeddings", "max_position_embeddings")
 _LIMITS = ("context_length", "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
 
 
@@ -48,6 +58,16 @@ class _Stepped(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """A decoder's encoder. `pads`: it takes texts of different lengths together."""
+
+    model: _Stepped
+    layout: EncoderLayout
+    pads: bool
+    requests: EncoderRequests
+
+
 class DecoderModel:
     """`OpenModel` and `Generates`."""
 
@@ -61,8 +81,10 @@ class DecoderModel:
         limits: GenerationLimits,
         settings: DecoderSettings,
         tried: Trial,
+        rules: DecodingRules,
+        encoding: _Encoding | None = None,
     ) -> None:
-        self.spec = limits.spec
+        self.spec = limits.spec if encoding is None else encoding.requests.spec
         self._name = name
         self._model = model
         self._layout = layout
@@ -70,64 +92,97 @@ class DecoderModel:
         self._settings = settings
         self._tried = tried
         self.totals = GenerationTotals()
+        self._rules = rules
+        self._encoding = encoding
+
+    @property
+    def together(self) -> int:
+        return 1 if self._encoding is None else min(_ENCODED_TOGETHER, self._settings.most_generations)
 
     @property
     def in_words(self) -> str:
         limits, settings = self._limits, self._settings
         ends = f"ends at {', '.join(map(str, limits.end_tokens))}" if limits.end_tokens else "without an end token"
+        what = "a decoder" if self._encoding is None else f"an encoder of {self.spec.inputs[0].name} with a decoder"
         lengths = "" if self._tried.pads else ", those of equal length together"
+        if self._encoding is not None and self._encoding.layout.takes_tokens and not self._tried.pads_sources:
+            lengths += ", and with texts of equal length"
         whole = "" if self._tried.in_pieces else "; prompts aren't cut into pieces"
-        text = "; takes texts" if limits.tokenizer is not None else ""
+        takes_texts = limits.tokenizer is not None if self._encoding is None else self._encoding.requests.takes_texts
+        text = "; takes texts" if takes_texts else ""
         return (
-            f"a decoder, generates up to {limits.most_tokens} tokens of {limits.vocabulary}, {ends}{text}; up to "
+            f"{what}, generates up to {limits.most_tokens} tokens of {limits.vocabulary}, {ends}{text}; up to "
             f"{settings.most_generations} generations are stepped together{lengths}{whole}"
         )
 
     def read(self, inputs: Tensors, parameters: Parameters) -> Wanted:
+        if self._encoding is not None:
+            return self._encoding.requests.read(inputs, parameters)
         return read_request(inputs, parameters, self._limits)
 
     def with_prompt(self, wanted: Wanted) -> Wanted:
+        if self._encoding is not None:
+            return self._encoding.requests.with_source(wanted)
         return with_prompt(wanted, self._limits)
 
     def instance(self, spec: ModelSpec, device: Device) -> GeneratingInstance:
         check_served(self._name, spec, self.spec)
-        steps = self._model.stepped(self._layout.executed, device)
-        settings = self._settings, self._tried, self.totals
-        return GeneratingInstance(self._name, steps, device, self._layout, self._limits, *settings)
+        steps, encoder = self._model.stepped(self._layout.executed, device), None
+        if self._encoding is not None:
+            layout = self._encoding.layout
+            encoder = Encoder(self._encoding.model.stepped(layout.executed, device), layout, pads=self._encoding.pads)
+        return GeneratingInstance(
+            self._name,
+            steps,
+            device,
+            self._layout,
+            self._limits,
+            self._settings,
+            self._tried,
+            self.totals,
+            self._asked,
+            self._rules,
+            encoder,
+        )
 
     def close(self) -> None:
         self._model.close()
+        if self._encoding is not None:
+            self._encoding.model.close()
+
+    def _asked(self, request: OpenRequest) -> Wanted:
+        """Raises ModelRefused. Those in clients' shared memory weren't read before."""
+        return self.with_prompt(request.wanted or self.read(request.inputs, request.parameters))
 
 
-def decoder_of(source: ModelSource, model: _Stepped, device: Device) -> DecoderModel | None:
-    """`model` as one that generates. None if it is no decoder, or is to be served as it is; the log says why. Blocks
-    for some executions. Raises LoadError for files beside it that can't be read."""
+def decoder_of(
+    source: ModelSource, model: _Stepped, open_beside: Callable[[Path], _Stepped], device: Device
+) -> DecoderModel | None:
+    """`model` as one that generates. None if it is no decoder, or is to be served as it is; the log says why. Opens its
+    encoder by `open_beside`. Blocks for some executions. Raises LoadError for files beside it that can't be read, or
+    don't fit."""
     if not is_decoder(model.spec):
         return None
     settings = decoder_settings(source)
     why_not = source.why_raw if settings.generates else "paceline.generate is off"
     if not why_not:
         said = read_settings(source.name, source.path)
-        layout = find_layout(model.spec, model.operators, said)
-        if isinstance(layout, DecoderLayout):
-            steps = model.stepped(layout.executed, device)
+        layout, path = find_layout(model.spec, model.operators, said), source.path.parent / ENCODER_FILE
+        if isinstance(layout, str):
+            why_not = layout
+        elif layout.has_encoder and not is_file(path):
+            why_not = f"it has an encoder, and there is no {ENCODER_FILE} beside it"
+        else:
             try:
-                layout, tried = source.supervise(partial(_tried, steps, layout, said))
-                fits = settings.most_cache_bytes // layout.token_bytes
-                limits = _limits_of(source.name, said, tried.vocabulary, fits)
-                limits = replace(limits, tokenizer=_tokenizer_of(source, tried.vocabulary))
-                if layout.least_past:
-                    most = min(settings.most_generations, max(1, fits // layout.least_past))
-                    settings = replace(settings, most_generations=most)
-                return DecoderModel(source.name, model, layout, limits, settings, tried)
+                with ExitStack() as undo:
+                    encoder = open_beside(path) if layout.has_encoder else None
+                    if encoder is not None:
+                        undo.callback(encoder.close)
+                    made = _tried(source, model, layout, said, encoder, settings, device)
+                    undo.pop_all()
+                    return made
             except ExecutionError as error:
-                layout = f"steps with made-up tokens fail: {error}"
-            except BaseException:
-                steps.abandon()
-                raise
-            finally:
-                steps.close()
-        why_not = layout
+                why_not = f"steps with made-up tokens fail: {error}"
     text = "model '%s' has the inputs of a decoder and is served as it is, a step a request: %s"
     _log.info(text, source.name, why_not)
     return None
@@ -141,9 +196,11 @@ def _tokenizer_of(source: ModelSource, vocabulary: int) -> Tokenizer | None:
     return found
 
 
-def _tried(model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any]) -> tuple[DecoderLayout, Trial]:
+def _try_steps(
+    model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any], left: Sequence[Array]
+) -> tuple[DecoderLayout, Trial]:
     try:
-        return layout, try_steps(model, layout, said)
+        return layout, try_steps(model, layout, said, left)
     except ExecutionError:
         window = said.get("sliding_window")
         if not layout.in_place or type(window) is not int or window < 1:
@@ -153,9 +210,77 @@ def _tried(model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any]) ->
     return layout, try_steps(model, layout, said)
 
 
-def _limits_of(name: str, said: Mapping[str, Any], vocabulary: int, fits: int) -> GenerationLimits:
-    longest = next((said[key] for key in _LIMITS if key in said), fits)
+def _tried(
+    source: ModelSource,
+    model: _Stepped,
+    layout: DecoderLayout,
+    said: Mapping[str, Any],
+    encoder: _Stepped | None,
+    settings: DecoderSettings,
+    device: Device,
+) -> DecoderModel:
+    """A model whose steps with made-up tokens give what they should. Raises ExecutionError and LoadError."""
+    name, most_tokens = source.name, settings.most_cache_bytes // layout.token_bytes
+    found, left, pads = None, list[Array](), False
+    of_encoder, of_decoder = ({**said, **_of_part(said, "encoder")}, {**_of_part(said, "decoder"), **said})
+    if encoder is not None:
+        found = find_encoder(encoder.spec, of_encoder, layout)
+        if isinstance(found, str):
+            raise LoadError(f"model '{name}': {ENCODER_FILE} doesn't fit its decoder: {found}")
+        with _trying(encoder, found.executed, device) as steps:
+            left, pads = source.supervise(partial(try_encoder, steps, found, _vocabulary(of_encoder) or 8))
+        said = of_decoder
+    with _trying(model, layout.executed, device) as steps:
+        layout, tried = source.supervise(partial(_try_steps, steps, layout, said, left))
+    limits = _limits_of(name, said, tried.vocabulary, most_tokens, has_encoder=encoder is not None)
+    limits = replace(limits, tokenizer=_tokenizer_of(source, tried.vocabulary))
+    if layout.least_past:
+        most_generations = min(settings.most_generations, max(1, most_tokens // layout.least_past))
+        settings = replace(settings, most_generations=most_generations)
+    rules, encoding = read_rules(name, said, tried.vocabulary), None
+    if encoder is not None and isinstance(found, EncoderLayout):
+        positions = next((of_encoder[key] for key in _SOURCE_LIMITS if type(of_encoder.get(key)) is int), most_tokens)
+        # With its keys and values, there is room for an answer.
+        fits = (most_tokens - 2) * layout.token_bytes // layout.source_bytes
+        most = max(1, min(positions, fits))
+        requests = EncoderRequests(found, most, _vocabulary(of_encoder), rules, limits)
+        encoding = _Encoding(encoder, found, pads, requests)
+    return DecoderModel(name, model, layout, limits, settings, tried, rules, encoding)
+
+
+@contextmanager
+def _trying(model: _Stepped, spec: ModelSpec, device: Device) -> Iterator[StepsModel]:
+    steps = model.stepped(spec, device)
+    try:
+        yield steps
+    except ExecutionError:
+        raise
+    except BaseException:  # it may hang
+        steps.abandon()
+        raise
+    finally:
+        steps.close()
+
+
+def _vocabulary(said: Mapping[str, Any]) -> int:
+    """0 if it doesn't say."""
+    known = said.get("vocab_size")
+    return known if isinstance(known, int) and known > 0 else 0
+
+
+def _of_part(said: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """What is said of one of two models that were put together."""
+    found = said.get(part)
+    return found if isinstance(found, dict) else {}
+
+
+def _limits_of(
+    name: str, said: Mapping[str, Any], vocabulary: int, fits: int, *, has_encoder: bool
+) -> GenerationLimits:
+    longest = next((said[key] for key in (_TARGET_LIMITS if has_encoder else _LIMITS) if key in said), fits)
     max_tokens = said.get("max_new_tokens", MAX_TOKENS)
+    if has_encoder and "max_new_tokens" not in said and type(said.get("max_length")) is int:
+        max_tokens = max(1, said["max_length"] - 1)
     ends = said.get("eos_token_id", ())
     ends = tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
     numbers = (("its longest text", (longest,), 2), ("max_new_tokens", (max_tokens,), 1), ("eos_token_id", ends, 0))

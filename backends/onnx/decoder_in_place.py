@@ -39,8 +39,8 @@ class InPlaceBlock(Block):
         self._run: Run | None = None
 
     @classmethod
-    def empty(cls, row: int, layout: DecoderLayout) -> Self:
-        block = super().empty(row, layout)
+    def empty(cls, row: int, layout: DecoderLayout, source: Array | None = None) -> Self:
+        block = super().empty(row, layout, source)
         block._least = layout.least_past
         return block
 

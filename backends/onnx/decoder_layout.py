@@ -7,6 +7,7 @@ tokens. Must not: execute anything. Source of names: optimum's exporters, onnxru
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,10 @@ from paceline.backends.spec import ModelSpec, TensorSpec
 
 __all__ = ["DecoderLayout", "find_layout", "is_decoder", "read_settings"]
 
-_PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+_PAST = re.compile(r"past_key_values\.(\d+)\.(decoder\.)?(key|value)")
+_CROSS = re.compile(r"past_key_values\.(\d+)\.encoder\.(key|value)")
+_FLOATS = {"FP32": 4, "FP16": 2}
+"""Their bytes."""
 _IDS = ("INT64", ((-1, -1),), "two free axes")
 _LEADS: Mapping[str, tuple[str, Sequence[tuple[int, ...]], str]] = {
     "input_ids": _IDS,
@@ -28,6 +32,7 @@ _LEADS: Mapping[str, tuple[str, Sequence[tuple[int, ...]], str]] = {
     "position_ids": _IDS,
     # Of two graphs in one: whether it is the one that has pasts. The other one ignores them.
     "use_cache_branch": ("BOOL", ((1,),), "one element"),
+    "encoder_attention_mask": _IDS,
 }
 """Inputs that a decoder may have besides its pasts: datatype and possible dims, the latter also in words."""
 _GROUPED: Mapping[str, tuple[str, Sequence[tuple[int, ...]], str]] = {
@@ -37,6 +42,7 @@ _GROUPED: Mapping[str, tuple[str, Sequence[tuple[int, ...]], str]] = {
 }
 """The same for GroupQueryAttention. The last two may be there in place of the mask."""
 _GENAI = "genai_config.json"
+_SOURCE = "encoder_hidden_states"
 _LONGEST_BYTES = 2**24
 """Of a file beside the model."""
 
@@ -45,7 +51,9 @@ _LONGEST_BYTES = 2**24
 class DecoderLayout:
     """`executed`: what is fed, first the inputs of these names in this order, `leads`, then the pasts, each [rows,
     heads, past, size]; and what comes back, `logits` and for each past what it will be in the next step, in the same
-    order.
+    order. If it has an encoder, the last of `leads` is `encoder_hidden_states`, what that has left, [rows, length,
+    size]. The last `crosses` inputs are keys and values of that, [rows, heads, length, size], which are made by the
+    execution that has no past, as the last outputs, and stay.
 
     `in_place`: its attention may write to pasts that are longer than what it has read, and knows lengths of rows.
     `least_past`: pasts are never shorter."""
@@ -54,15 +62,34 @@ class DecoderLayout:
     leads: tuple[str, ...]
     in_place: bool = False
     least_past: int = 0
+    crosses: int = 0
 
     @property
     def pasts(self) -> tuple[TensorSpec, ...]:
-        return self.executed.inputs[len(self.leads) :]
+        inputs = self.executed.inputs
+        return inputs[len(self.leads) : len(inputs) - self.crosses]
+
+    @property
+    def of_source(self) -> tuple[TensorSpec, ...]:
+        """What a row has that doesn't grow: `encoder_hidden_states`, with its keys and values."""
+        inputs = self.executed.inputs
+        return inputs[len(self.leads) - 1 : len(self.leads)] + inputs[len(inputs) - self.crosses :]
+
+    @property
+    def has_encoder(self) -> bool:
+        return self.leads[-1] == _SOURCE
 
     @property
     def token_bytes(self) -> int:
         """What the keys and values of one token take."""
-        return sum(one.dims[1] * one.dims[3] * (2 if one.datatype == "FP16" else 4) for one in self.pasts)
+        return sum(one.dims[1] * one.dims[3] * _FLOATS[one.datatype] for one in self.pasts)
+
+    @property
+    def source_bytes(self) -> int:
+        """What a row has of each place of what its encoder has left."""
+        if not self.has_encoder:
+            return 0
+        return sum(math.prod(max(1, dim) for dim in one.dims) * _FLOATS[one.datatype] for one in self.of_source)
 
 
 def is_decoder(spec: ModelSpec) -> bool:
@@ -77,38 +104,57 @@ def find_layout(spec: ModelSpec, operators: frozenset[str], said: Mapping[str, A
     if grouped and "If" in operators:
         return "beside GroupQueryAttention it has an If, as where rotations depend on the longest row"
     known = _GROUPED if grouped else _LEADS
-    leads = tuple(name for name in known if name in inputs)
-    pasts = sorted(filter(_PAST.fullmatch, inputs), key=lambda name: (int(name.split(".")[1]), name))
-    if others := inputs.keys() - {*leads, *pasts}:
+    leads = tuple(name for name in (*known, *([] if grouped else [_SOURCE])) if name in inputs)
+    pasts, crosses = (
+        sorted(filter(pattern.fullmatch, inputs), key=lambda name: (int(name.split(".")[1]), name))
+        for pattern in (_PAST, _CROSS)
+    )
+    if others := inputs.keys() - {*leads, *pasts, *crosses}:
         return f"it has an input '{min(others)}'"
+    # Without a mask, rows of equal length share steps.
+    encoded = bool(crosses) or any(name in inputs for name in (_SOURCE, "encoder_attention_mask"))
     has_lengths = grouped and {"seqlens_k", "total_sequence_length"} <= inputs.keys()
-    for name in ("input_ids", "attention_mask"):
-        if name not in inputs and not (has_lengths and name == "attention_mask"):
+    needed = [_SOURCE] if encoded else [] if has_lengths else ["attention_mask"]
+    for name in ("input_ids", *needed, *(["use_cache_branch"] if crosses else [])):
+        if name not in inputs:
             return f"it has no input '{name}'"
-    presents = {name: name.replace("past_key_values", "present", 1) for name in pasts}
+    if not pasts:
+        return "it has keys and values of its encoder alone"
+    presents = {name: name.replace("past_key_values", "present", 1) for name in (*pasts, *crosses)}
     for name in ("logits", *presents.values()):
         if name not in outputs:
             return f"it has no output '{name}'"
     for name in leads:
+        if name == _SOURCE:
+            continue
         datatype, dims, in_words = known[name]
         if inputs[name].datatype != datatype or inputs[name].dims not in dims:
             return f"input '{name}' isn't of {datatype} with {in_words}"
-    datatype = inputs[pasts[0]].datatype
-    for name in pasts:
-        one, present = inputs[name], outputs[presents[name]]
-        if grouped and len(one.dims) == 4 and one.dims[3] == -1 and type(said.get("head_size")) is int:
+    for name in pasts if grouped and type(said.get("head_size")) is int else ():
+        if len(inputs[name].dims) == 4 and inputs[name].dims[3] == -1:
             # The builder leaves it free, and says it in its configuration.
-            inputs[name] = one = replace(one, dims=(*one.dims[:3], said["head_size"]))
+            inputs[name] = replace(inputs[name], dims=(*inputs[name].dims[:3], said["head_size"]))
+    if why_not := _why_unfit(inputs, outputs, presents):
+        return why_not
+    fed = tuple(inputs[name] for name in (*leads, *pasts, *crosses))
+    left = tuple(outputs[name] for name in ("logits", *presents.values()))
+    return DecoderLayout(ModelSpec(fed, left), leads, grouped, crosses=len(crosses))
+
+
+def _why_unfit(inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec], presents: Mapping[str, str]) -> str:
+    """What is wrong with a decoder's floats, of which `presents` are the names of pasts and of what these become."""
+    datatype = inputs[next(iter(presents))].datatype
+    for name, present in presents.items():
+        one = inputs[name]
         sizes = one.dims[1::2]
-        if one.datatype not in ("FP32", "FP16") or {datatype, present.datatype} != {one.datatype}:
-            return f"input '{name}' isn't of FP32 or FP16 like all others and output '{presents[name]}'"
+        if one.datatype not in _FLOATS or {datatype, outputs[present].datatype} != {one.datatype}:
+            return f"input '{name}' isn't of FP32 or FP16 like all others and output '{present}'"
         if len(one.dims) != 4 or one.dims[::2] != (-1, -1) or min(sizes) < 1:
             return f"input '{name}' isn't [free, heads, free, size] with fixed heads and size"
-    if outputs["logits"].datatype not in ("FP32", "FP16"):
-        return "output 'logits' isn't of FP32 or FP16"
-    fed = tuple(inputs[name] for name in (*leads, *pasts))
-    left = tuple(outputs[name] for name in ("logits", *presents.values()))
-    return DecoderLayout(ModelSpec(fed, left), leads, grouped)
+    source = inputs.get(_SOURCE)
+    if source is not None and (source.datatype not in _FLOATS or source.dims[:-1] != (-1, -1) or source.dims[-1] < 1):
+        return f"input '{_SOURCE}' isn't of FP32 or FP16, [free, free, size] with a fixed size"
+    return "" if outputs["logits"].datatype in _FLOATS else "output 'logits' isn't of FP32 or FP16"
 
 
 def read_settings(model: str, path: Path) -> Mapping[str, Any]:

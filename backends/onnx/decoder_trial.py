@@ -1,12 +1,12 @@
-"""What a decoder is tried for before anybody relies on it: how its rows may be stepped.
+"""What a decoder, and its encoder, are tried for before anybody relies on them: how requests may share executions.
 
 Lives here: some executions with made-up tokens, compared with each other. Must not: sessions, files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from paceline.backends.errors import ExecutionError
 from paceline.backends.onnx.decoder_block import NO_TOKEN, Block, StepsModel
 from paceline.backends.onnx.decoder_in_place import block_type
 from paceline.backends.onnx.decoder_layout import DecoderLayout
+from paceline.backends.onnx.encoder import Encoder, EncoderLayout
 from paceline.backends.spec import Array
 
-__all__ = ["Trial", "try_steps"]
+__all__ = ["Trial", "try_encoder", "try_steps"]
 
 _CLOSE = {"FP32": 1e-3, "FP16": 2e-2}
 """How far logits may be from what they are alone, in parts of the largest, by the datatype of the pasts."""
@@ -26,21 +27,27 @@ _CLOSE = {"FP32": 1e-3, "FP16": 2e-2}
 @dataclass(frozen=True, slots=True)
 class Trial:
     """`vocabulary`: how many tokens the model knows. `pads`: rows of different lengths give together what they give
-    alone; `pads_prompts`: also where they begin. `in_pieces`: a prompt in pieces gives what the whole gives."""
+    alone; `pads_prompts`: also where they begin. `in_pieces`: a prompt in pieces gives what the whole gives.
+    `pads_sources`: rows whose encoder has got texts of different lengths give together what they give alone."""
 
     vocabulary: int
     pads: bool = True
     pads_prompts: bool = True
     in_pieces: bool = True
+    pads_sources: bool = False
 
 
-def try_steps(model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any]) -> Trial:
-    """`said` is what files beside the model say. Blocks for some executions. Raises ExecutionError, also if a token
-    after a prompt doesn't give what it gives as part of it."""
+def try_steps(
+    model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any], sources: Sequence[Array] = ()
+) -> Trial:
+    """`said` is what files beside the model say, `sources` what its encoder has left of two requests, if it has one.
+    Blocks for some executions. Raises ExecutionError, also if a token after a prompt doesn't give what it gives as part
+    of it."""
     known, close = said.get("vocab_size"), _CLOSE[layout.pasts[0].datatype]
     tokens = np.arange(1, 7) % (known if isinstance(known, int) and known > 0 else 8)
+    source, other_source = sources or (None, None)
     kind = block_type(layout)
-    whole, stepped, pieces, short, *beside = (kind.empty(row, layout) for row in range(8))
+    whole, stepped, pieces, short, *beside = (kind.empty(row, layout, source) for row in range(8))
     in_one = whole.step(model, tokens[None], layout)
     prompt = stepped.step(model, tokens[None, :5], layout)
     begun = np.concatenate([prompt, short.step(model, tokens[None, :3], layout)])
@@ -57,7 +64,48 @@ def try_steps(model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any])
     pads_prompts = _gives(begun, prompts, model, filled, layout, close) and _gives(
         np.concatenate(alone), prompts, model, tokens[[5, 5], None], layout, close
     )
-    return Trial(in_one.shape[1], pads, pads_prompts, in_pieces)
+    trial = Trial(in_one.shape[1], pads, pads_prompts, in_pieces)
+    if other_source is None:
+        return trial
+    return replace(trial, pads_sources=_pads_sources(model, layout, sources, tokens, close))
+
+
+def _pads_sources(
+    model: StepsModel, layout: DecoderLayout, sources: Sequence[Array], tokens: Array, close: float
+) -> bool:
+    """Whether rows with these `sources` give together what they give alone, at their beginning and later."""
+    kind = block_type(layout)
+    alone = [kind.empty(row, layout, source) for row, source in enumerate(sources)]
+    both = kind.of((0, 1), [kind.empty(row, layout, source) for row, source in enumerate(sources)])
+    begun = np.concatenate([block.step(model, tokens[None, :5], layout) for block in alone])
+    if not _gives(begun, both, model, tokens[None, :5].repeat(2, axis=0), layout, close):
+        return False
+    both = kind.of((0, 1), alone)
+    last = np.concatenate([block.step(model, tokens[None, 5:], layout) for block in alone])
+    return _gives(last, both, model, tokens[[5, 5], None], layout, close)
+
+
+def try_encoder(model: StepsModel, layout: EncoderLayout, vocabulary: int) -> tuple[list[Array], bool]:
+    """What it leaves of two made-up requests, and whether it leaves that of texts of different lengths together. Blocks
+    for some executions. Raises ExecutionError, also if requests of equal size aren't left what they are left alone."""
+    encoder, close = Encoder(model, layout), _CLOSE[layout.executed.outputs[0].datatype]
+    made_up = layout.made_up(vocabulary)
+    alone = [encoder.execute([one])[0] for one in made_up]
+    if layout.has_mask and _are_left(alone, encoder, made_up, close):
+        return alone, True
+    length = min(map(len, made_up))
+    same = [one[:length] for one in made_up]
+    if not _are_left([encoder.execute([one])[0] for one in same], encoder, same, close):
+        raise ExecutionError("its encoder leaves something else of two requests together than of each alone")
+    return alone, False
+
+
+def _are_left(alone: Sequence[Array], encoder: Encoder, sources: Sequence[Array], close: float) -> bool:
+    try:
+        together = encoder.execute(sources)
+    except ExecutionError:
+        return False
+    return all(_are_close(one, other, close) for one, other in zip(alone, together, strict=True))
 
 
 def _gives(wanted: Array, block: Block, model: StepsModel, tokens: Array, layout: DecoderLayout, close: float) -> bool:

@@ -13,19 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import TIMEOUT_MAX, Condition, Event, Thread
 from time import monotonic_ns
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from paceline.backends.base import Device, Execution
 from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory, StepHangs
-from paceline.backends.generation import GenerationLimits, read_request, with_prompt
+from paceline.backends.generation import GenerationLimits, Wanted
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.growing_answer import GrowingAnswer
 from paceline.backends.onnx.decoder_block import NO_TOKEN, Block, StepsModel
 from paceline.backends.onnx.decoder_in_place import block_type
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
+from paceline.backends.onnx.decoding_rules import DecodingRules
+from paceline.backends.onnx.encoder import Encoder
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest
 from paceline.backends.sampling import NONE, choose, logprobs_of
@@ -42,7 +44,8 @@ _DOUBT_IN_PLACE = 2.0
 
 
 class GeneratingInstance:
-    """`AnswersOpenly`. Its thread runs from the first request until it is closed."""
+    """`AnswersOpenly`. Its thread runs from the first request until it is closed. `asked` says what a request asks
+    for, or raises ModelRefused; its source is for `encoder`, if there is one."""
 
     def __init__(
         self,
@@ -54,6 +57,9 @@ class GeneratingInstance:
         settings: DecoderSettings,
         tried: Trial,
         totals: GenerationTotals,
+        asked: Callable[[OpenRequest], Wanted],
+        rules: DecodingRules,
+        encoder: Encoder | None = None,
         now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
         self.device = device
@@ -63,6 +69,10 @@ class GeneratingInstance:
         self._layout = layout
         self._kind = block_type(layout)
         self._limits = limits
+        self._asked = asked
+        self._rules = rules
+        self._encoder = encoder
+        self._pads_sources = tried.pads_sources
         self._costs = StepCosts(_DOUBT_IN_PLACE if layout.in_place else 1.0)
         most_tokens = settings.most_cache_bytes // layout.token_bytes
         self._iterations = Iterations(
@@ -74,8 +84,10 @@ class GeneratingInstance:
             pads_prompts=tried.pads_prompts,
             in_pieces=tried.in_pieces,
         )
-        # By the numbers of their requests: those with a place, and the blocks of those that have a past.
+        # By the numbers of their requests: those with a place, what the encoder has left of each, and the blocks of
+        # those that have a past. Whoever is put out keeps what the encoder has left.
         self._generations: dict[int, GrowingAnswer] = {}
+        self._sources: dict[int, Array] = {}
         self._blocks: dict[int, Block] = {}
         # Guards places, and what other threads leave here. Who only steps doesn't hold it.
         self._changed = Condition()
@@ -121,17 +133,29 @@ class GeneratingInstance:
 
     def execute_open(self, requests: Sequence[OpenRequest]) -> Execution:
         began_ns = self._now_ns()
-        results: list[Tensors | Exception] = []
-        for request in requests:
+        results: list[Tensors | Exception] = [ELSEWHERE] * len(requests)
+        asked: dict[int, Wanted] = {}
+        for place, request in enumerate(requests):
+            if request.cancelled:
+                continue
             try:
-                wanted = request.wanted or read_request(request.inputs, request.parameters, self._limits)
-                wanted = with_prompt(wanted, self._limits)
-                self._take(request, GrowingAnswer(request, wanted, self._limits))
+                asked[place] = self._asked(request)
             except ModelRefused as error:
-                results.append(error.with_traceback(None))
-            else:
-                results.append(ELSEWHERE)
-        return Execution(results, 0, 0, 0, waited_ns=self._now_ns() - began_ns)
+                results[place] = error.with_traceback(None)
+        left: Sequence[Array | ExecutionError | None] = [None] * len(asked)
+        if self._encoder is not None:
+            # On this thread, so that those that have a place go on.
+            left = self._encoder.encode([cast("Array", wanted.source) for wanted in asked.values()])
+        encoded_ns = self._now_ns()
+        for (place, wanted), source in zip(asked.items(), left, strict=True):
+            if isinstance(source, ExecutionError):
+                results[place] = source
+                continue
+            try:
+                self._take(requests[place], GrowingAnswer(requests[place], wanted, self._limits), source)
+            except ModelRefused as error:
+                results[place] = error.with_traceback(None)
+        return Execution(results, 0, encoded_ns - began_ns, 0, waited_ns=self._now_ns() - encoded_ns)
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         """Their first tokens."""
@@ -154,6 +178,8 @@ class GeneratingInstance:
             self._closed = True
             self._changed.notify_all()
         self._model.abandon()
+        if self._encoder is not None:
+            self._encoder.abandon()
 
     def close(self) -> None:
         with self._changed:
@@ -163,10 +189,16 @@ class GeneratingInstance:
             self._thread.join()
         self._watch.end()
         self._model.close()
+        if self._encoder is not None:
+            self._encoder.close()
 
-    def _take(self, request: OpenRequest, generation: GrowingAnswer) -> None:
-        """Wait until there is a place, unless its caller goes before. Raises ModelRefused if it can't be on time."""
+    def _take(self, request: OpenRequest, generation: GrowingAnswer, source: Array | None) -> None:
+        """Wait until there is a place, unless its caller goes before. `source`: what the encoder has left of it. Raises
+        ModelRefused if it can't be on time."""
         prompt, ends_ns = len(generation.tokens), min(request.deadline_ns, request.ends_ns)
+        length = 0 if source is None else source.shape[1]
+        # As many tokens as what is kept of the source takes, and doesn't grow.
+        fixed = -(-length * self._layout.source_bytes // self._layout.token_bytes)
         with self._changed:
             number = self._numbers = self._numbers + 1
             request.open(self, number)
@@ -177,7 +209,7 @@ class GeneratingInstance:
                 if spare_ns <= 0:
                     request.close()
                     raise _too_late(ends_ns - now_ns, needed_ns)
-                if self._iterations.has_room(prompt):
+                if self._iterations.has_room(prompt + fixed):
                     break
                 self._changed.wait(min(spare_ns / 1e9, TIMEOUT_MAX))
             if self._lost is not None or self._closed:
@@ -186,7 +218,9 @@ class GeneratingInstance:
                 self._cancelled.discard(number)
                 return
             self._generations[number] = generation
-            self._iterations.enter(number, prompt)
+            if source is not None:
+                self._sources[number] = source
+            self._iterations.enter(number, prompt, fixed, 0 if self._pads_sources else length)
             if request.arrived_ns:
                 self._watch.entered(number, prompt, request.arrived_ns)
             if self._thread is None:
@@ -237,7 +271,7 @@ class GeneratingInstance:
     def _execute(self, more: Mapping[int, int]) -> None:
         """Compute so many more tokens of each of these rows."""
         rows = tuple(more)
-        own = [self._blocks.get(row) or self._kind.empty(row, self._layout) for row in rows]
+        own = [self._blocks.get(row) or self._kind.empty(row, self._layout, self._sources.get(row)) for row in rows]
         block = self._kind.of(rows, list({id(one): one for one in own}.values()))
         longest, most = block.longest, max(more.values())
         began_ns = self._now_ns()
@@ -282,7 +316,11 @@ class GeneratingInstance:
 
     def _choose(self, rows: Sequence[int], logits: Array) -> None:
         generations = [self._generations[row] for row in rows]
-        tokens = choose(logits, [one.sampler for one in generations])
+        allowed = logits.copy() if self._rules else logits
+        if self._rules:
+            lengths = [len(one.tokens) for one in generations]
+            self._rules.apply(allowed, lengths, [one.prompt_length for one in generations])
+        tokens = choose(allowed, [one.sampler for one in generations])
         self._watch.chose([row for row, token in zip(rows, tokens, strict=True) if token != NONE], self._now_ns())
         logprobs = logprobs_of(logits, tokens, [one.logprobs for one in generations])
         ended: list[int] = []
@@ -313,6 +351,7 @@ class GeneratingInstance:
         """A generation has ended; with the lock."""
         del self._generations[number]
         self._forget(number)
+        self._sources.pop(number, None)
         self._iterations.leave(number)
         self._watch.left(number)
         self._changed.notify_all()

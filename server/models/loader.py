@@ -277,8 +277,8 @@ def _load_version(
                 opened = backend.open(source, devices[0])
                 undo.callback(opened.close)
             rounds_by = opened.rounds_by if isinstance(opened, Rounding) else ""
-            generates = isinstance(opened, Generates)
-            served = _plan(config, tried, defaults, batching, rounds_by, initial_data, completes, generates)
+            prompts = opened.together if isinstance(opened, Generates) else 0
+            served = _plan(config, tried, defaults, batching, rounds_by, initial_data, completes, prompts)
             padding = with_lengths(config, served, opened, devices, supervise)
             served = padding.plan
             warm_up = WarmUp(config, served, folder.path)
@@ -345,7 +345,7 @@ def _plan(
     rounds_by: str,
     initial_data: InitialData,
     for_triton: bool,
-    generates: bool,
+    prompts: int,
 ) -> ServingPlan:
     """How to serve it; not batched if the trial spoke against that. Logs what the user may not expect: that, or that
     requests share batches of a model that rounds by all rows of a batch, as `rounds_by` does."""
@@ -361,7 +361,7 @@ def _plan(
             tried.fixed_rows,
             initial_data,
             for_triton=for_triton,
-            generates=generates,
+            prompts=prompts,
         )
     except ConfigError as error:
         if fixed_rows(config, tried.spec) > 1 and tried.why_not:  # so batch settings are refused

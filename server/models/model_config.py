@@ -176,7 +176,7 @@ def plan(
     initial_data: InitialData | None = None,
     *,
     for_triton: bool = False,
-    generates: bool = False,
+    prompts: int = 0,
 ) -> ServingPlan:
     """Join `config` with `own`, what the model says about itself (whole dims, batch axis included).
 
@@ -184,10 +184,11 @@ def plan(
     all, `max_batch_rows` holds if there is one without `max_batch_size`, and `execution_limit_ns` if it sets no limit.
     A model that always takes the same number of rows above 1 is served by rows if `max_batch_size` is that number, or
     left open and `confirmed_rows`, what a trial has confirmed, is; but not with steps of sequences. `initial_data` is
-    what was read for their initial states. `for_triton`: its code is written for Triton's Python backend. `generates`:
-    its requests are prompts. Raises ConfigError if the two contradict each other, naming tensor, expected and got.
+    what was read for their initial states. `for_triton`: its code is written for Triton's Python backend. `prompts`:
+    how many requests it takes at a time, if these are prompts. Raises ConfigError if the two contradict each other,
+    naming tensor, expected and got.
     """
-    default_rows = 0 if generates else defaults.max_batch_rows if defaults else max_batch_rows
+    default_rows = 0 if prompts else defaults.max_batch_rows if defaults else max_batch_rows
     sequenced = config.HasField("sequence_batching")
     rows = 0 if sequenced else _fixed_rows(config, own, confirmed_rows if default_rows else 0)
     if rows:
@@ -197,7 +198,7 @@ def plan(
     _check_batch_axis(config, own)
     clients = of_clients(config, own, batched=max_rows > 0)
     spec = replace(served_spec(config, clients, batched=max_rows > 0), fixed_rows=rows, sequence=sequence)
-    if generates:
+    if prompts:
         spec = clients  # whatever of it the configuration names: the model knows its tensors by their places
     merges = max_rows > 0 and (sequenced or config.HasField("dynamic_batching") or not is_complete(config))
     queue = queueing(config, max_rows)
@@ -219,7 +220,7 @@ def plan(
     if decoupled:
         # What was answered can't be taken back, so nothing runs again.
         policy = replace(policy, isolate_failures=False)
-    if generates:
+    if prompts:
         check_generating(config, policy)
         most_open = MANY
         step_limit_ns = policy.execution_limit_ns
@@ -233,8 +234,13 @@ def plan(
                 level: replace(one, allow_timeout_override=True) for level, one in policy.priority_queue.items()
             },
         )
+        policy = replace(policy, max_batch_rows=prompts, max_batch_requests=1 if prompts == 1 else 0)
     tags, keeps = _metric_tags(config), config.response_cache.enable
     return ServingPlan(spec, max_rows, policy, splits, tags, most_open, decoupled, for_triton, keeps, step_limit_ns)
+
+
+_OF_ENCODERS = {"decoder_input_ids", "input_features", "input_values", "pixel_values"}
+"""What else models may have whose prompts have an encoder."""
 
 
 def _why_raw(config: pb.ModelConfig) -> str:
@@ -242,7 +248,7 @@ def _why_raw(config: pb.ModelConfig) -> str:
     if config.HasField("sequence_batching"):
         return "its configuration has sequence_batching"
     named = {one.name for one in config.input} | {one.name for one in config.output}
-    if others := named - {one.name for one in (*PROMPTS.inputs, *PROMPTS.outputs)}:
+    if others := named - {one.name for one in (*PROMPTS.inputs, *PROMPTS.outputs)} - _OF_ENCODERS:
         return f"its configuration names '{min(others)}'"
     return "its configuration has max_batch_size" if config.max_batch_size > 0 else ""
 

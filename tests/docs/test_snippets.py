@@ -69,6 +69,7 @@ NOT_RUN = {
     "# Two texts in one request": "needs what was downloaded",
     "torch.onnx.export": "needs PyTorch",
     "from tokenizers": "needs Hugging Face's tokenizers",
+    "from transformers": "needs Hugging Face's transformers",
     "import numpy as np\nimport triton_python_backend_utils": "is a model's file: integration/test_triton_models.py",
 }
 """Beginnings of commands and of Python that aren't run, with the reason."""

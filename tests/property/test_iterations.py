@@ -15,6 +15,8 @@ from paceline.scheduler.iterations import Iterations, StepCosts
 class Row:
     wanted: int
     total: int
+    fixed: int
+    kind: int
     held: int = 0
     chosen: int = 0
     is_out: bool = False
@@ -33,7 +35,7 @@ class World:
     pads_prompts: bool
     in_pieces: bool
     rows: dict[int, Row] = field(default_factory=dict)
-    waiting: list[tuple[int, int]] = field(default_factory=list)
+    waiting: list[tuple[int, int, int]] = field(default_factory=list)
     arrived: int = 0
     put_off: int = 0
 
@@ -49,16 +51,18 @@ class World:
             in_pieces=self.in_pieces,
         )
 
-    def arrive(self, prompt: int, wanted: int) -> None:
+    def arrive(self, prompt: int, wanted: int, fixed: int) -> None:
         wanted = min(wanted, self.most_tokens - prompt)
-        self.waiting.append((prompt, wanted))
+        self.waiting.append((prompt, wanted, fixed))
 
     def let_in(self) -> None:
-        while self.waiting and self.iterations.has_room(self.waiting[0][0]):
-            prompt, wanted = self.waiting.pop(0)
+        while self.waiting and self.iterations.has_room(self.waiting[0][0] + self.waiting[0][2]):
+            prompt, wanted, fixed = self.waiting.pop(0)
             self.arrived += 1
-            self.iterations.enter(self.arrived, prompt)
-            self.rows[self.arrived] = Row(wanted, prompt)
+            # Half of them can be filled up to each other.
+            kind = fixed if self.arrived % 2 else 0
+            self.iterations.enter(self.arrived, prompt, fixed, kind)
+            self.rows[self.arrived] = Row(wanted, prompt, fixed, kind)
 
     def end(self, number: int) -> None:
         self.iterations.leave(number)
@@ -88,7 +92,12 @@ class World:
         assert self.put_off <= 2
         assert oldest is None or oldest in {*grouped, *pieces}
         together = [*done.groups, *([number for number, _ in execution] for execution in done.pieces)]
-        inside = sum(len(rows) * max(self.rows[number].total for number in rows) for rows in together)
+        inside = sum(
+            len(rows)
+            * (max(self.rows[number].total for number in rows) + max(self.rows[number].fixed for number in rows))
+            for rows in together
+        )
+        assert all(len({self.rows[number].kind for number in rows}) == 1 for rows in together)
         assert inside <= self.most_tokens or len(grouped) + len(pieces) == 1
         for execution, tokens in zip(done.pieces, filled, strict=True):
             rows, longest = len(execution), tokens // len(execution)
@@ -97,6 +106,7 @@ class World:
             held = [self.rows[number].held for number in group]
             assert len(group) <= self.most_rows
             assert self.pads or len(set(held)) == 1
+            assert len({self.rows[number].kind for number in group}) == 1
             self.costs.observe(len(group), max(held), self.base_ns + self.row_ns * len(group) * max(held))
             for number in group:
                 self.compute(number, 1)
@@ -134,9 +144,9 @@ def worlds(draw: st.DrawFn) -> World:
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("arrive"), st.integers(1, 10), st.integers(1, 40)),
-        st.tuples(st.just("iterate"), st.integers(1, 10), st.just(0)),
-        st.tuples(st.just("end"), st.integers(0, 8), st.just(0)),
+        st.tuples(st.just("arrive"), st.integers(1, 10), st.integers(1, 40), st.integers(0, 9)),
+        st.tuples(st.just("iterate"), st.integers(1, 10), st.just(0), st.just(0)),
+        st.tuples(st.just("end"), st.integers(0, 8), st.just(0), st.just(0)),
     ),
     max_size=60,
 )
@@ -144,10 +154,10 @@ STEPS = st.lists(
 
 @settings(deadline=None)
 @given(worlds(), STEPS)
-def test_every_row_computes_each_token_and_ends(world: World, steps: list[tuple[str, int, int]]) -> None:
-    for kind, one, other in steps:
+def test_every_row_computes_each_token_and_ends(world: World, steps: list[tuple[str, int, int, int]]) -> None:
+    for kind, one, other, fixed in steps:
         if kind == "arrive":
-            world.arrive(one, other)
+            world.arrive(one, other, fixed)
         elif kind == "end" and world.rows:
             world.end([*world.rows][one % len(world.rows)])
         elif kind == "iterate":

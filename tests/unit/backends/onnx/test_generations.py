@@ -15,10 +15,11 @@ import pytest
 
 from paceline.backends.base import Device
 from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, ModelRefused, OutOfMemory, StepHangs
-from paceline.backends.generation import GenerationLimits
+from paceline.backends.generation import GenerationLimits, read_request
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
+from paceline.backends.onnx.decoding_rules import DecodingRules
 from paceline.backends.onnx.generations import GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest, Told
@@ -152,8 +153,20 @@ def generating(
     """An instance in whose memory `most_tokens` tokens fit."""
     limits = GenerationLimits(VOCABULARY, 60, (END,))
     settings = DecoderSettings(most_cache_bytes=most_tokens * layout().token_bytes, **given)
-    tried, totals = Trial(VOCABULARY), GenerationTotals()
-    instance = GeneratingInstance("m", decoder, Device(), layout(in_place), limits, settings, tried, totals, now_ns)
+    instance = GeneratingInstance(
+        "m",
+        decoder,
+        Device(),
+        layout(in_place),
+        limits,
+        settings,
+        Trial(VOCABULARY),
+        GenerationTotals(),
+        lambda request: read_request(request.inputs, request.parameters, limits),
+        DecodingRules(),
+        None,
+        now_ns,
+    )
     try:
         yield instance
     finally:

@@ -72,12 +72,12 @@ def test_plan_bounds_open_requests_and_isolates_nothing() -> None:
 )
 def test_model_that_generates_refuses_what_needs_one_answer(text: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: expected false, as the model generates"):
-        plan(text_format.Parse(text, pb.ModelConfig()), SPEC, generates=True)
+        plan(text_format.Parse(text, pb.ModelConfig()), SPEC, prompts=1)
 
 
 def test_model_that_generates_has_requests_without_batch_axis() -> None:
     text = "dynamic_batching { priority_levels: 2 default_priority_level: 1 }"
-    made = plan(text_format.Parse(text, pb.ModelConfig()), SPEC, execution_limit_ns=9, generates=True)
+    made = plan(text_format.Parse(text, pb.ModelConfig()), SPEC, execution_limit_ns=9, prompts=1)
     assert (made.max_batch_rows, made.policy.max_batch_requests, made.policy.execution_limit_ns) == (0, 1, 0)
     assert made.policy.priority_levels == 2
     assert not made.policy.deadline_aware
