@@ -19,16 +19,18 @@ from paceline.backends.text import GrowingText
 
 __all__ = ["GrowingAnswer", "StoppedText"]
 
+_MOST_UNSENT = 64
+"""While so many answers wait for their caller, who reads slowly, tokens are gathered: the next one has all of them."""
 _NO_OPTIONAL = (MISSING,) * len(OPTIONAL_OUTPUTS)
 
 
 class GrowingAnswer:
     """Of a request that has a place. `tokens` are its prompt's and those chosen since. `logprobs`: of how many of the
-    likeliest tokens `add` wants them, besides the token's own; None: of none."""
+    likeliest tokens `add` wants them, besides the token's own; None: of none. `sent`: how many answers have left."""
 
     __slots__ = (
-        "_ends", "_logprobs", "_made", "_parts", "_sum", "_text", "_tokenizer", "_wanted", "_whole", "logprobs",
-        "prompt_length", "request", "sampler", "tokens",
+        "_answers", "_ends", "_logprobs", "_made", "_parts", "_sum", "_text", "_tokenizer", "_told", "_wanted",
+        "_whole", "logprobs", "prompt_length", "request", "sampler", "sent", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: OpenRequest, wanted: Wanted, limits: GenerationLimits) -> None:
@@ -44,6 +46,8 @@ class GrowingAnswer:
         self._wanted = wanted
         self._ends = () if wanted.ignores_ends else limits.end_tokens
         self._whole = request.takes_one or not wanted.streams
+        self._told = self.prompt_length
+        self._answers = self.sent = 0
         self._tokenizer = limits.tokenizer
         self._text: StoppedText | None = None
         if self._tokenizer is not None and (wanted.stop or len(limits.spec.outputs) - 1 in request.outputs):
@@ -60,11 +64,9 @@ class GrowingAnswer:
     def add(self, token: int, logprobs: Logprobs | None = None) -> bool:
         """Take the next token, and answer. Returns whether it was the last."""
         wanted, text = self._wanted, self._text
-        new: list[int] = []
         reason = "stop"
-        if token not in self._ends:
+        if is_new := token not in self._ends:
             reason = ""
-            new.append(token)
             self.tokens.append(token)
             if logprobs is not None:
                 self._note(token, logprobs)
@@ -73,20 +75,21 @@ class GrowingAnswer:
             self.sampler.not_yet = ()
         if count == wanted.max_tokens:
             reason = "length"
-        if new and text is not None:
+        if is_new and text is not None:
             self._parts.append(text.add(token, searches=count > wanted.min_tokens))
             if text.stopped:
                 reason = "stop"
-        if reason or not self._whole:
-            self._tell(new, reason)
+        if reason or not (self._whole or self._answers - self.sent >= _MOST_UNSENT):
+            self._tell(reason)
         return bool(reason)
 
     def time_out(self) -> None:
         """End with what there is."""
-        self._tell([], "timeout")
+        self._tell("timeout")
 
-    def _tell(self, new: list[int], reason: str) -> None:
-        tokens, text = self.tokens[self.prompt_length :] if self._whole else new, self._text
+    def _tell(self, reason: str) -> None:
+        tokens, text = self.tokens[self._told :], self._text
+        self._told, self._answers = len(self.tokens), self._answers + 1
         if reason and text is not None and not text.stopped:
             searches = len(self.tokens) - self.prompt_length > self._wanted.min_tokens
             self._parts.append(text.end(searches=searches))

@@ -108,7 +108,8 @@ class GeneratingInstance:
             self._changed.notify_all()
 
     def sent(self, number: int, answers: int) -> None:
-        """Answers are small, and `max_tokens` bounds how many there are."""
+        if (generation := self._generations.get(number)) is not None:
+            generation.sent += answers
 
     def _cache_usage(self) -> float:
         with self._changed:

@@ -220,6 +220,31 @@ def test_streamed_answers_have_a_token_each_but_a_stop() -> None:
     assert [len(one[0]) for one in request.answers if isinstance(one, tuple)] == [1, 1, 1]
 
 
+class Slow(Asked):
+    """Its caller reads nothing before the answer with `until` tokens in all."""
+
+    def __init__(self, until: int, **parameters: int) -> None:
+        super().__init__([10, 20], **parameters)
+        self._until = until
+
+    def on_answer(self, answer: Answer, *, last: bool) -> None:
+        super().on_answer(answer, last=last)
+        assert isinstance(answer, tuple)
+        if sum(len(one[0]) for one in self.answers if isinstance(one, tuple)) == self._until:
+            self.sent(len(self.answers))
+
+
+def test_slow_readers_tokens_are_gathered_after_many_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.backends.growing_answer._MOST_UNSENT", 4)
+    never, later = Slow(99, max_tokens=12), Slow(4, max_tokens=12)
+    with generating(Decoder(), 2_000) as instance:
+        hand_over(instance, never, later)
+        for request in (never, later):
+            assert request.tokens() == truth(request)
+    assert [len(one[0]) for one in never.answers if isinstance(one, tuple)] == [1, 1, 1, 1, 8]
+    assert [len(one[0]) for one in later.answers if isinstance(one, tuple)] == [1] * 8 + [4]
+
+
 def test_end_tokens_are_not_chosen_before_min_tokens() -> None:
     request = Asked([END], max_tokens=3, min_tokens=2)
     with generating(Decoder()) as instance:
