@@ -52,7 +52,7 @@ class Backend:
         return (Device(),)
 
     def open(self, source: ModelSource, device: Device) -> DecoderModel:
-        decoder = decoder_of(source, self.model, device)
+        decoder = decoder_of(source, self.model, lambda path: self.model, device)
         assert decoder is not None
         return decoder
 
