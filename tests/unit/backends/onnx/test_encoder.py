@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.backends.base import Device
 from paceline.backends.errors import DeviceLost, ExecutionError, OutOfMemory
+from paceline.backends.generation import GenerationLimits, Wanted, read_request
+from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout
-from paceline.backends.onnx.decoder_trial import try_encoder
+from paceline.backends.onnx.decoder_trial import Trial, try_encoder
+from paceline.backends.onnx.decoding_rules import DecodingRules
 from paceline.backends.onnx.encoder import Encoder, EncoderLayout, find_encoder
+from paceline.backends.onnx.generations import GeneratingInstance
+from paceline.backends.onnx.options import DecoderSettings
+from paceline.backends.open_request import OpenRequest
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 
 IDS, MASK, HIDDEN = (
@@ -67,6 +74,19 @@ class Sums:
 
     def close(self) -> None:
         pass
+
+
+class Steps(Sums):
+    """A decoder that likes 8 best, and then the length of its source, which it has to get in each step."""
+
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        ids, _, mask, hidden, *pasts = inputs
+        assert mask.shape == hidden.shape[:2]
+        logits = np.zeros((*ids.shape, 9), np.float32)
+        logits[np.arange(len(ids)), -1, mask.sum(axis=1)] = 1
+        logits[..., 8] = 2
+        sizes = [past.shape[2] + ids.shape[1] for past in pasts[:2]] + [hidden.shape[1]] * 2
+        return [logits, *(np.zeros((len(ids), 3, size, 4), np.float32) for size in sizes)]
 
 
 def text_encoder() -> EncoderLayout:
@@ -154,6 +174,36 @@ def test_texts_of_similar_length_share_an_execution() -> None:
         assert isinstance(one, np.ndarray)
         assert one.tolist() == [[[token, len(text)] for token in text]]
         assert one.base is None
+
+
+def test_requests_together_execute_their_encoder_once() -> None:
+    found, sums = decoder(), Sums()
+    assert isinstance(found, DecoderLayout)
+    limits = GenerationLimits(9, 20)
+
+    def asked(request: OpenRequest) -> Wanted:
+        return read_request((np.array([1]),), {"max_tokens": 3}, limits)._replace(source=request.inputs[0])
+
+    instance = GeneratingInstance(
+        "m",
+        Steps(),
+        Device(),
+        found,
+        limits,
+        DecoderSettings(),
+        Trial(9, pads=False),
+        GenerationTotals(),
+        asked,
+        DecodingRules(forced={2: 7}, never=[8]),
+        Encoder(sums, text_encoder(), pads=True),
+    )
+    try:
+        results = instance.execute([[text] for text in tokens(4, 4, 4)]).results
+    finally:
+        instance.close()
+    assert sums.rows == [3]
+    # The likeliest is 8, and then as the length of the source is.
+    assert [one[0].tolist() for one in results] == [[4, 7, 4]] * 3
 
 
 def test_texts_share_by_equal_length_if_padding_spoils() -> None:
