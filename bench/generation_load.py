@@ -1,4 +1,5 @@
-"""Clients of a decoder, each with a stream: one asks for its next answer when it has the last token of the one before.
+"""Clients of a decoder, each with a stream or, for whole answers, with calls: one asks for its next answer when it has
+the last token of the one before.
 
 Lives here: sending, counting tokens, timing them; the outcome is one line of JSON. Must not: build requests or look at
 tokens. What is under way when the time is over is cancelled.
@@ -21,7 +22,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from bench.load import STREAM_METHOD, open_channel, read_messages
+from bench.load import METHOD, STREAM_METHOD, open_channel, read_messages
 from bench.stats import percentile
 from paceline.protos import inference_pb2 as pb
 
@@ -69,7 +70,7 @@ class _Clients:
                 if read.error_message:
                     self.tally.errors[read.error_message] += 1
                     return
-                if tokens := sum(prod(one.shape) for one in read.infer_response.outputs if one.name == "output_ids"):
+                if tokens := _tokens_in(read.infer_response):
                     self.tally.tokens += tokens
                     if is_timed and last_ns:
                         self.tally.gaps_ns += [(now_ns - last_ns) / tokens] * tokens
@@ -80,16 +81,37 @@ class _Clients:
                     self.tally.answers += 1
                     break
 
+    async def run_whole(self, channel: grpc.aio.Channel, payloads: Sequence[bytes]) -> None:
+        call: Any = channel.unary_unary(METHOD, None, pb.ModelInferResponse.FromString)
+        for payload in cycle(payloads):
+            try:
+                self.tally.tokens += _tokens_in(await call(payload))
+            except grpc.aio.AioRpcError as error:
+                self.tally.errors[error.details() or error.code().name] += 1
+                return
+            self.tally.answers += 1
+            self.heard.set()
+
 
 async def drive(
-    target: str, payloads: Sequence[Sequence[bytes]], seconds: float, warmup_s: float, untimed: int = 0
+    target: str,
+    payloads: Sequence[Sequence[bytes]],
+    seconds: float,
+    warmup_s: float,
+    untimed: int = 0,
+    *,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """A client for each of these sequences of requests, in which it goes round; what came back within `seconds`. Times
-    are those of all but the last `untimed` clients."""
+    are those of all but the last `untimed` clients; there are none of `whole` answers."""
     clients = _Clients()
     async with open_channel(target) as channel:
         running = [
-            asyncio.create_task(clients.run(channel, own, number < len(payloads) - untimed))
+            asyncio.create_task(
+                clients.run_whole(channel, own)
+                if whole
+                else clients.run(channel, own, number < len(payloads) - untimed)
+            )
             for number, own in enumerate(payloads)
         ]
         try:
@@ -120,6 +142,10 @@ async def drive(
     }
 
 
+def _tokens_in(response: pb.ModelInferResponse) -> int:
+    return sum(prod(one.shape) for one in response.outputs if one.name == "output_ids")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.generation_load", description=__doc__.partition("\n")[0])
     parser.add_argument("target", help="HOST:PORT of a server")
@@ -127,9 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure (default: %(default)s)")
     parser.add_argument("--warmup", type=float, default=2.0, help="seconds before, not counted (default: %(default)s)")
     parser.add_argument("--untimed", type=int, default=0, help="so many clients, the last, aren't timed")
+    parser.add_argument("--whole", action="store_true", help="ask for whole answers")
     got = parser.parse_args(arguments)
     payloads = [read_messages(path) for path in got.requests]
-    print(json.dumps(uvloop.run(drive(got.target, payloads, got.seconds, got.warmup, got.untimed))), flush=True)
+    drives = drive(got.target, payloads, got.seconds, got.warmup, got.untimed, whole=got.whole)
+    print(json.dumps(uvloop.run(drives)), flush=True)
 
 
 if __name__ == "__main__":

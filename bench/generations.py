@@ -1,7 +1,7 @@
 """Generations: tokens per second of 32 clients whose answers are of different lengths, and how long they wait for them.
 
 Lives here: the loads, the ratios. Must not: assert. In each round all loads follow each other; every other round goes
-backwards. Prompts of 8 to 128 tokens, answers of 16 to 256, over streams.
+backwards. Prompts of 8 to 128 tokens, answers of 16 to 256, over streams; `whole`: in one response each.
 
 1. `fixed`: a decoder whose steps cost the same whatever their rows, or nearly so, on one thread.
 2. `large`: 45 MB of weights, FP32, and keys and values that are copied in each step, on all cores.
@@ -42,7 +42,7 @@ from tests.harness import ServerProcess
 
 __all__ = ["ARRIVING", "FIXED", "LARGE", "Part", "main", "measure", "measure_arriving", "ties"]
 
-_RATIOS = ("of_one", "of_static", "of_full", "gap_of_prefill")
+_RATIOS = ("of_one", "of_static", "of_full", "whole_of_static", "whole_of_full", "gap_of_prefill")
 _TIMES = ("first_p50_ms", "first_p99_ms", "token_p50_ms", "token_p99_ms")
 _REQUESTS = 16  # of each client, which goes round in them
 _COMPARED_TOKENS = 32
@@ -106,19 +106,24 @@ def measure(part: Part, rounds: int, seconds: float, report: Report) -> None:
         different = asyncio.run(ties(server.target, part.name, folder, short))
         loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
             ("together", lambda: _load(server, paths, seconds)),
+            ("whole", lambda: _load(server, paths, seconds, whole=True)),
             ("one", lambda: _load(server, paths[:1], seconds)),
             ("static", lambda: _direct(part, folder, generation_requests.batches(asked), seconds)),
             ("full", lambda: _direct(part, folder, [rows], seconds)),
         ]
         for number in range(rounds):
             found = {name: measured() for name, measured in (loads[::-1] if number % 2 else loads)}
-            together, others = found["together"], ("one", "static", "full")
+            together, others = found["together"], ("whole", "one", "static", "full")
             report(
                 {
                     "part": part.name,
                     "ties": different,
                     **{f"{name}_per_s": found[name]["tokens_per_s"] for name in ("together", *others)},
                     **{f"of_{name}": together["tokens_per_s"] / found[name]["tokens_per_s"] for name in others},
+                    **{
+                        f"whole_of_{name}": found["whole"]["tokens_per_s"] / found[name]["tokens_per_s"]
+                        for name in ("static", "full")
+                    },
                     **{key: together[key] for key in (*_TIMES, "server_cpu_us", "load_cores")},
                     **{f"one_{key}": found["one"][key] for key in _TIMES},
                 }
@@ -167,11 +172,14 @@ def _serving(part: Part, asked: Sequence[Sequence[Wanted]]) -> Iterator[tuple[Se
             yield server, folder, paths
 
 
-def _load(server: ServerProcess, paths: Sequence[Path], seconds: float, *, untimed: int = 0) -> dict[str, float]:
+def _load(
+    server: ServerProcess, paths: Sequence[Path], seconds: float, *, untimed: int = 0, whole: bool = False
+) -> dict[str, float]:
     before_s = cpu_s(server.pid) or 0.0
     told = run_module(
         *("generation_load", server.target, *map(str, paths)),
         *("--seconds", str(seconds), "--warmup", str(min(_WARMUP_S, seconds)), "--untimed", str(untimed)),
+        *(["--whole"] if whole else []),
         timeout_s=seconds + _WARMUP_S + _SPARE_S,
     )
     if told["errors"] or not told["tokens_per_s"]:

@@ -23,7 +23,7 @@ def test_all_answers_are_compared_and_loads_measured() -> None:
     found: list[dict[str, Any]] = []
     generations.measure(part, 1, 0.5, found.append)
     assert [(one["part"], one["ties"]) for one in found] == [("fixed", 0)]
-    assert all(one[key] > 0 for one in found for key in ("of_one", "of_static", "of_full", "first_p50_ms"))
+    assert all(one[key] > 0 for one in found for key in ("of_one", "of_full", "whole_of_full", "first_p50_ms"))
 
 
 def test_gaps_are_measured_while_prompts_arrive() -> None:
