@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -29,7 +30,7 @@ from paceline.server.errors import error_text, status_of
 from paceline.server.memory.region_tensors import NOWHERE, Inputs
 from paceline.server.models.pipeline_runner import Runnable
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
-from paceline.server.telemetry.tracing import RequestWatch
+from paceline.server.telemetry.tracing import Answered, RequestWatch
 
 if TYPE_CHECKING:  # fronts do without it
     from paceline.server.models.served_model import ServedModel
@@ -73,7 +74,8 @@ class InFlight(Request[Payload, Tensors]):
     or `on_failure` was called. If neither, `InferenceSteps.finish` makes the answer when it can leave, since it may be
     large.
     `counted`: its end is in the statistics. `trail` is set only if somebody wants to know about every request.
-    `number` is what another process knows it by, if it is from one or for one.
+    `number` is what another process knows it by, if it is from one or for one. `within`: what was answered in its
+    course, if it may be traced.
     """
 
     __slots__ = (
@@ -88,6 +90,7 @@ class InFlight(Request[Payload, Tensors]):
         "passed",
         "targets",
         "trail",
+        "within",
     )
 
     envelope: Envelope | None = None
@@ -95,6 +98,8 @@ class InFlight(Request[Payload, Tensors]):
     envelope_of_more: Envelope | None = None
     """The same for answers that aren't its last, if it `takes_more` than one."""
     takes_more = False
+    made_for: InFlight | None = None
+    """The request in whose course it is made, if it is from within the server and there is one."""
     takes_arrays = False
     """Whether it is from within the server, and its answers are `outputs` instead of messages."""
     outputs: ArrayAnswer
@@ -116,6 +121,7 @@ class InFlight(Request[Payload, Tensors]):
         self.targets: Targets = NOWHERE
         self.answer: AnyResponse | None = None
         self.trail: RequestWatch | None = None
+        self.within: Sequence[Answered] | None = None
         self.gone = self.counted = False
         self.number = 0
 
@@ -144,7 +150,7 @@ class InFlight(Request[Payload, Tensors]):
         """Nothing of it but its answer is needed any more, and nobody may ask for its result. Answers may be long in
         leaving, and results, facts and errors hold the tensors of a whole batch."""
         self.payload, self.value, self.targets = (), (), NOWHERE
-        self.options = self.batch_facts = self._error = None
+        self.options = self.batch_facts = self._error = self.within = None
 
     def count_failure(self, error: BaseException) -> None:
         """Count the request as ended by `error`; log the error if the model is at fault."""

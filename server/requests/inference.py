@@ -41,7 +41,7 @@ from paceline.server.requests.pipelines import Pipelines
 from paceline.server.requests.quiet import until_quiet
 from paceline.server.requests.response_cache import ResponseCache
 from paceline.server.telemetry.log import debugging
-from paceline.server.telemetry.tracing import RequestWatch, Tracer
+from paceline.server.telemetry.tracing import Answered, RequestWatch, Tracer
 
 __all__ = ["Inference", "encode"]
 
@@ -302,7 +302,12 @@ class Inference:
             if flight.trail is not None:
                 flight.trail.on_success(flight.facts)
             if self._tracer.active and (facts := flight.facts) is not None:
-                self._tracer.record(model.name, model.version, flight.message.id, flight.arrived_ns, facts)
+                within = flight.within or ()
+                one = Answered.now(model.name, model.version, flight.message.id, flight.arrived_ns, facts, within)
+                if (made_for := flight.made_for) is None:
+                    self._tracer.record(one)
+                elif not made_for.ended:
+                    made_for.within = [*(made_for.within or ()), one]
         except Exception:  # noqa: BLE001 - logged; the request has its answer
             _log.exception("recording a request failed; traces and logs may lack it")
 

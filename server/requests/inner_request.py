@@ -20,7 +20,7 @@ from paceline.protos.datatypes import by_dtype, by_name
 from paceline.protos.inference_pb2 import InferParameter
 from paceline.protos.wire import STEP_KEYS
 from paceline.scheduler.errors import SchedulerError
-from paceline.server.call_facts import NO_PASSED_HEADERS, TraceParent
+from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.array_request import ArrayAnswer, ArrayRequest, NamedArray
 from paceline.server.codec.parameters import parse_parameters, step_of
 from paceline.server.errors import InvalidRequest, error_text, status_of
@@ -44,7 +44,7 @@ class InnerRequest(InFlight):
     `sent` of each when it is used: until then its model may have to wait.
     """
 
-    __slots__ = ("error", "on_end", "on_next", "outputs", "spent_ns", "takes_more")
+    __slots__ = ("error", "made_for", "on_end", "on_next", "outputs", "spent_ns", "takes_more")
 
     takes_arrays = True
 
@@ -54,10 +54,12 @@ class InnerRequest(InFlight):
         on_end: Callable[[InnerRequest], None],
         *,
         deadline_ns: int,
-        parent: TraceParent | None = None,
+        made_for: InFlight | None = None,
         on_next: Callable[[InnerRequest, AnswerInMaking, Exception | None], None] | None = None,
     ) -> None:
+        parent = made_for.trail.as_parent if made_for is not None and made_for.trail is not None else None
         super().__init__(message, deadline_ns, parent, NO_PASSED_HEADERS)
+        self.made_for = made_for
         self.on_end = on_end
         self.on_next = on_next
         self.takes_more = on_next is not None
@@ -67,6 +69,7 @@ class InnerRequest(InFlight):
         """How long its batch took before, in and after the model, once it has ended."""
 
     def let_go(self) -> None:
+        self.made_for = None
         if self.batch_facts is not None and isinstance(executed := self.batch_facts.executed, Execution):
             self.spent_ns = executed.input_ns, executed.infer_ns, executed.output_ns
         super().let_go()

@@ -18,7 +18,6 @@ from typing import cast
 
 from paceline.backends.model_call import ModelCall
 from paceline.scheduler.policy import NEVER
-from paceline.server.call_facts import TraceParent
 from paceline.server.models.callers import Caller
 from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.requests.call_waits import CallWaits, MadeCall
@@ -101,7 +100,7 @@ class ModelCalls:
             ),
             under_way.on_end,
             deadline_ns=deadline_ns,
-            parent=_parent_of(waiting),
+            made_for=_made_for(waiting),
             on_next=under_way.on_next if call.takes_more else None,
         )
         # Who answers its requests later keeps no instance waiting.
@@ -258,7 +257,7 @@ def _executing(call: ModelCall) -> Sequence[InFlight]:
     return cast("Sequence[InFlight]", caller.executing()) if caller is not None else ()
 
 
-def _parent_of(waiting: Sequence[InFlight]) -> TraceParent | None:
-    """What traces of the call belong to: the first of the requests that is traced."""
-    parents = (one.trail.as_parent for one in waiting if one.trail is not None)
-    return next((parent for parent in parents if parent is not None), None)
+def _made_for(waiting: Sequence[InFlight]) -> InFlight | None:
+    """What traces of the call belong to: the first of the requests that has spans, or else the first."""
+    watched = (one for one in waiting if one.trail is not None and one.trail.as_parent is not None)
+    return next(watched, waiting[0] if waiting else None)

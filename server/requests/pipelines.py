@@ -207,9 +207,8 @@ class PipelineRun:
             parameters=self._parameters,
             step=self._step,
         )
-        parent = flight.trail.as_parent if flight.trail is not None else None
         more = self._on_next if model.decoupled else None
-        request = InnerRequest(message, self._on_end, deadline_ns=flight.deadline_ns, parent=parent, on_next=more)
+        request = InnerRequest(message, self._on_end, deadline_ns=flight.deadline_ns, made_for=flight, on_next=more)
         self._executing[request] = step, scope
         scope.executing += 1
         self._pipelines.announce_to(cast("ServedModel", model), request)

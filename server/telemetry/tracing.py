@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.backends.base import Execution
 from paceline.backends.installed import how_to_install
@@ -28,7 +28,7 @@ from paceline.server.telemetry.trace_writer import TraceWriter
 if TYPE_CHECKING:
     from paceline.server.telemetry.spans import RequestSpan, Spans
 
-__all__ = ["RequestWatch", "Tracer"]
+__all__ = ["Answered", "RequestWatch", "Tracer"]
 
 _access = logging.getLogger("paceline.access")
 
@@ -119,22 +119,28 @@ class Tracer:
         """Whether to trace a request that has arrived for `model`: one in `rate`, and `count` in all."""
         return self._sampler(model).sample()
 
-    def record(self, model: str, version: str, request_id: str, began_ns: int, facts: BatchFacts) -> None:
-        """Trace a request that arrived at `began_ns` and has just been answered, if it is its turn."""
-        sampler = self._sampler(model)
+    def record(self, answered: Answered) -> None:
+        """Trace a request that has just been answered, if it is its turn, and with it those that were made for it."""
+        sampler = self._sampler(answered.model)
         if self._writer is None or not sampler.sample():
             return
+        settings = sampler.settings
+        self._writer.put([*self._entries(answered)], settings.log_frequency, last=settings.count == 0)
+
+    def _entries(self, answered: Answered, parent: int = 0) -> Iterator[Mapping[str, object]]:
         self._traces += 1
+        own, version = self._traces, answered.version
         # Other servers' versions may have other names, or none.
         number = int(version) if version.isdecimal() else version
-        head: dict[str, object] = {"id": self._traces, "model_name": model, "model_version": number}
-        if request_id:
-            head["request_id"] = request_id[:_MAX_CHARACTERS]
-        times = [{"name": name, "ns": ns} for name, ns in _times(began_ns, facts, monotonic_ns()).items()]
-        settings = sampler.settings
-        self._writer.put(
-            (head, {"id": self._traces, "timestamps": times}), settings.log_frequency, last=settings.count == 0
-        )
+        head: dict[str, object] = {"id": own, "model_name": answered.model, "model_version": number}
+        if answered.request_id:
+            head["request_id"] = answered.request_id[:_MAX_CHARACTERS]
+        if parent:
+            head["parent_id"] = parent
+        yield head
+        yield {"id": own, "timestamps": [{"name": name, "ns": ns} for name, ns in answered.times.items()]}
+        for one in answered.within:
+            yield from self._entries(one, own)
 
     def _sampler(self, model: str) -> _Sampler:
         return self._samplers.get(model) or self._samplers[""]
@@ -151,6 +157,30 @@ class Tracer:
         self.active = self._writer is not None and any(
             sampler.settings.timestamps for sampler in self._samplers.values()
         )
+
+
+class Answered(NamedTuple):
+    """A request that was answered: its `times` by Triton's names, and what was made for it `within`, such as the steps
+    of an ensemble."""
+
+    model: str
+    version: str
+    request_id: str
+    times: Mapping[str, int]
+    within: Sequence[Answered]
+
+    @classmethod
+    def now(
+        cls,
+        model: str,
+        version: str,
+        request_id: str,
+        began_ns: int,
+        facts: BatchFacts,
+        within: Sequence[Answered],
+    ) -> Answered:
+        """One that arrived at `began_ns`."""
+        return cls(model, version, request_id, _times(began_ns, facts, monotonic_ns()), within)
 
 
 def _times(began_ns: int, facts: BatchFacts, ended_ns: int) -> dict[str, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
@@ -17,6 +18,8 @@ from paceline.server.app import Server
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
 from paceline.server.telemetry.trace_settings import TraceConfig, TraceSettings
+from tests.calling_puppet import write_caller
+from tests.ensembles import ensemble_config, write_ensemble
 from tests.integration.controlling import explicit, load
 from tests.integration.scripted import totals
 from tests.integration.serving import echo_model, failure_of, serving, write_model
@@ -55,6 +58,32 @@ async def test_failed_requests_are_not_traced_and_do_not_use_up_the_count(tmp_pa
         assert code is grpc.StatusCode.INTERNAL
         await served.infer(infer("m", {"a": rows_of_floats(1)}, id="good"))
     assert [name for name, _ in traces(tmp_path, "t.json.0")] == ["good"]
+
+
+async def test_steps_of_an_ensemble_are_children_of_its_trace(tmp_path: Path) -> None:
+    models = {name: echo_model() for name in "mn"}
+    steps = [("m", {"a": "in"}, {"x": "between"}), ("n", {"a": "between"}, {"x": "out"})]
+    write_ensemble(tmp_path / "models", "both", ensemble_config(steps))
+    config = "max_batch_size: 8 dynamic_batching { }"
+    async with serving(tmp_path / "models", models, config=config, settings=settings(tmp_path, count=2)) as served:
+        for id in "ab":
+            await served.infer(infer("both", {"in": rows_of_floats(1)}, id=id))
+        await served.infer(infer("m", {"a": rows_of_floats(1)}, id="c"))
+    heads = json.loads((tmp_path / "t.json.0").read_text())[::2]
+    assert [(one["id"], one.get("parent_id"), one["model_name"], one["request_id"]) for one in heads] == [
+        (1, None, "both", "a"), (2, 1, "m", "a"), (3, 1, "n", "a"),
+        (4, None, "both", "b"), (5, 4, "m", "b"), (6, 4, "n", "b"),
+    ]  # fmt: skip
+
+
+async def test_call_of_a_model_is_a_child_of_its_callers_trace(tmp_path: Path) -> None:
+    write_caller(tmp_path / "models", "max_batch_size: 1", calls="echo")
+    how = replace(settings(tmp_path), allow_python_models=True)
+    call = np.array([[b"y = models['echo'].infer({'a': x})['x'][:, :4]"]], object)
+    async with serving(tmp_path / "models", {"echo": echo_model()}, settings=how) as served:
+        await served.infer(infer("m", {"run": call, "x": np.zeros((1, 16), np.float32)}, id="a"))
+    heads = json.loads((tmp_path / "t.json").read_text())[::2]
+    assert [(one["id"], one.get("parent_id"), one["model_name"]) for one in heads] == [(1, None, "m"), (2, 1, "echo")]
 
 
 async def test_split_request_is_traced_once(tmp_path: Path) -> None:

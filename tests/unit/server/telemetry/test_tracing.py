@@ -16,7 +16,7 @@ from paceline.scheduler.request import BatchFacts
 from paceline.server.errors import StartError
 from paceline.server.telemetry.trace_settings import TraceConfig, TraceSettings
 from paceline.server.telemetry.trace_writer import TraceWriter
-from paceline.server.telemetry.tracing import Tracer
+from paceline.server.telemetry.tracing import Answered, Tracer
 
 FACTS = BatchFacts(1, 2, 2, 300, 1000, 5_000, Execution([()], 10, 900, 90))
 
@@ -37,7 +37,7 @@ class Traced:
 
     def record(self, *requests: str, model: str = "m") -> None:
         for request in requests:
-            self.tracer.record(model, "3", request, 4_000, FACTS)
+            self.tracer.record(Answered.now(model, "3", request, 4_000, FACTS, ()))
 
     def written(self) -> dict[str, list[Any]]:
         """By file, the ids of the requests that are traced in it."""
@@ -77,8 +77,8 @@ def test_trace_has_the_request_and_the_times_of_its_stages(everything: Traced) -
 
 
 def test_trace_of_a_non_numeric_version_has_its_name(everything: Traced) -> None:
-    everything.tracer.record("m", "v1.2", "r", 4_000, FACTS)
-    everything.tracer.record("m", "", "r", 4_000, FACTS)
+    everything.tracer.record(Answered.now("m", "v1.2", "r", 4_000, FACTS, ()))
+    everything.tracer.record(Answered.now("m", "", "r", 4_000, FACTS, ()))
     everything.tracer.close()
     told = json.loads((everything.folder / "t.json").read_text())
     assert [one["model_version"] for one in told[::2]] == ["v1.2", ""]
@@ -90,7 +90,7 @@ def test_trace_of_a_request_with_a_long_id_keeps_its_beginning(everything: Trace
 
 
 def test_trace_without_an_instances_times_leaves_its_stages_out(everything: Traced) -> None:
-    everything.tracer.record("m", "1", "r", 4_000, BatchFacts(1, 2, 2, 300, 1000, 5_000, None))
+    everything.tracer.record(Answered.now("m", "1", "r", 4_000, BatchFacts(1, 2, 2, 300, 1000, 5_000, None), ()))
     everything.tracer.close()
     _, times = json.loads((everything.folder / "t.json").read_text())
     names = [one["name"] for one in times["timestamps"]]
@@ -226,7 +226,7 @@ def test_tracer_without_a_file_is_never_active() -> None:
     tracer = Tracer()
     tracer.start()
     assert not tracer.active
-    tracer.record("m", "1", "r", 1, FACTS)
+    tracer.record(Answered.now("m", "1", "r", 1, FACTS, ()))
     tracer.close()
 
 
