@@ -6,17 +6,34 @@ not: names of metrics, or clocks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from threading import Lock
 
-from paceline.backends.durations import DurationHistogram
-
-__all__ = ["GENERATION_BOUNDS_NS", "GenerationTotals", "GenerationWatch"]
+__all__ = ["GENERATION_BOUNDS_NS", "GenerationTotals", "GenerationWatch", "TokenTimes"]
 
 GENERATION_BOUNDS_NS = tuple(
     us * 1_000 * 10**power for power in range(6) for us in (500, 1_000, 2_500)
 )  # from 0.5 ms to 250 s
+
+
+class TokenTimes:
+    """How many durations were up to each of `GENERATION_BOUNDS_NS`, or above all of them, and their sum."""
+
+    __slots__ = ("counts", "total_ns")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(GENERATION_BOUNDS_NS) + 1)
+        self.total_ns = 0
+
+    def add(self, duration_ns: int) -> None:
+        self.counts[bisect_left(GENERATION_BOUNDS_NS, duration_ns)] += 1
+        self.total_ns += duration_ns
+
+    def merge(self, other: TokenTimes) -> None:
+        self.counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
+        self.total_ns += other.total_ns
 
 
 class GenerationTotals:
@@ -31,9 +48,9 @@ class GenerationTotals:
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = self.preemptions = 0
-        self.first_token = DurationHistogram(GENERATION_BOUNDS_NS)
-        self.next_token = DurationHistogram(GENERATION_BOUNDS_NS)
-        self.whole = DurationHistogram(GENERATION_BOUNDS_NS)
+        self.first_token = TokenTimes()
+        self.next_token = TokenTimes()
+        self.whole = TokenTimes()
         self.finished = Counter({"length": 0, "stop": 0})
         self._lock = Lock()
         self._watches: tuple[GenerationWatch, ...] = ()

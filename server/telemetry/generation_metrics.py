@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.backends.durations import DurationHistogram
-from paceline.backends.generation_totals import GenerationTotals
+from paceline.backends.generation_totals import GENERATION_BOUNDS_NS, GenerationTotals, TokenTimes
 from paceline.server.telemetry.metrics import Families, Family, Labels, Metrics, Samples, VersionMetrics, buckets
 
 __all__ = ["generation_families"]
@@ -32,11 +31,11 @@ def _counter(name: str, help: str, value: Callable[[GenerationTotals], Samples |
     return Family(name, "counter", help, lambda version: value(_totals(version)))
 
 
-def _histogram(name: str, help: str, of: Callable[[GenerationTotals], DurationHistogram]) -> Family[VersionMetrics]:
+def _histogram(name: str, help: str, of: Callable[[GenerationTotals], TokenTimes]) -> Family[VersionMetrics]:
     def samples(version: VersionMetrics) -> Samples:
-        histogram = of(_totals(version))
-        bounds_s = [bound_ns / 1e9 for bound_ns in histogram.bounds_ns]
-        return buckets(bounds_s, list(histogram.counts), histogram.total_ns / 1e9)
+        times = of(_totals(version))
+        bounds_s = [bound_ns / 1e9 for bound_ns in GENERATION_BOUNDS_NS]
+        return buckets(bounds_s, list(times.counts), times.total_ns / 1e9)
 
     return Family(name, "histogram", help, samples)
 

@@ -18,11 +18,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from paceline.backends.durations import DurationHistogram
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.server.telemetry.host_metrics import HostCollector
 from paceline.server.telemetry.log_output import lost_lines
-from paceline.server.telemetry.model_statistics import VersionStatistics
+from paceline.server.telemetry.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
 __all__ = [
     "LIMITS",
@@ -288,7 +287,7 @@ def _padded_sizes(statistics: VersionStatistics) -> Samples:
 
 
 def _durations(histogram: DurationHistogram, **labels: str) -> Samples:
-    bounds_us = [bound_ns / 1_000 for bound_ns in histogram.bounds_ns]
+    bounds_us = [bound_ns / 1_000 for bound_ns in DURATION_BOUNDS_NS]
     return buckets(bounds_us, list(histogram.counts), histogram.total_ns / 1_000, **labels)
 
 
@@ -299,7 +298,7 @@ def _of_cache(name: str, help: str, value: Callable[[VersionStatistics], int]) -
 def _first_answers(version: VersionMetrics) -> Samples:
     if version.open_requests is not None:
         histogram = version.statistics.first_answers
-        bounds_ms = [bound_ns / 1e6 for bound_ns in histogram.bounds_ns]
+        bounds_ms = [bound_ns / 1e6 for bound_ns in DURATION_BOUNDS_NS]
         yield from buckets(bounds_ms, list(histogram.counts), histogram.total_ns / 1e6)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from paceline.backends.base import Execution
-from paceline.backends.durations import DurationHistogram
 from paceline.backends.errors import BackendError, OutOfMemory
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
@@ -24,7 +24,15 @@ from paceline.scheduler.observer import BatchReport, Drop
 from paceline.scheduler.sequence import SequenceEnd
 from paceline.server.errors import AnswerTooLarge, ModelNotReady, StepFailed
 
-__all__ = ["DURATION_BOUNDS_NS", "AnswerTotals", "BatchTotals", "FailureReason", "VersionStatistics", "reason_of"]
+__all__ = [
+    "DURATION_BOUNDS_NS",
+    "AnswerTotals",
+    "BatchTotals",
+    "DurationHistogram",
+    "FailureReason",
+    "VersionStatistics",
+    "reason_of",
+]
 
 _US = 1_000
 _MOST_ANSWERS = 256
@@ -35,8 +43,32 @@ DURATION_BOUNDS_NS = tuple(
 )
 
 
-def _durations() -> DurationHistogram:
-    return DurationHistogram(DURATION_BOUNDS_NS)
+class DurationHistogram:
+    """How many durations were up to each of `DURATION_BOUNDS_NS`, or above all of them, and their sum."""
+
+    __slots__ = ("counts", "total_ns")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(DURATION_BOUNDS_NS) + 1)
+        self.total_ns = 0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def add(self, duration_ns: int) -> None:
+        self.counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
+        self.total_ns += duration_ns
+
+    def add_all(self, durations_ns: Sequence[int]) -> None:
+        counts = self.counts
+        for duration_ns in durations_ns:
+            counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
+        self.total_ns += sum(durations_ns)
+
+    def merge(self, other: DurationHistogram) -> None:
+        self.counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
+        self.total_ns += other.total_ns
 
 
 class FailureReason(Enum):
@@ -147,11 +179,11 @@ class VersionStatistics:
 
     def __init__(self, lengths: tuple[str, ...] = (), generations: GenerationTotals | None = None) -> None:
         self.generations = generations
-        self.requests = _durations()
+        self.requests = DurationHistogram()
         self.failures = Counter(dict.fromkeys(FailureReason, 0))
         self.failure_ns = 0
         self.drops = Counter(dict.fromkeys(Drop, 0))
-        self.queue = _durations()
+        self.queue = DurationHistogram()
         self.input_ns = self.infer_ns = self.output_ns = 0
         self.padding_rows = self.unfinished_rows = 0
         self.lengths = lengths
@@ -161,10 +193,10 @@ class VersionStatistics:
         self.ended_sequences: Counter[SequenceEnd] = Counter()
         self.hung_executions = self.lost_instances = self.shortages = 0
         self.cache_hit, self.cache_miss = Total(), Total()
-        self.first_answers = _durations()
+        self.first_answers = DurationHistogram()
         self.answers: defaultdict[int, AnswerTotals] = defaultdict(AnswerTotals)
         self.batches: defaultdict[int, BatchTotals] = defaultdict(BatchTotals)
-        self.executions: defaultdict[int, DurationHistogram] = defaultdict(_durations)
+        self.executions: defaultdict[int, DurationHistogram] = defaultdict(DurationHistogram)
         self.last_inference_ms = 0
 
     @property

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from paceline.backends.durations import DurationHistogram
 from paceline.backends.errors import ExecutionError, InstanceError, OutOfMemory
 from paceline.scheduler.errors import (
     BatcherClosed,
@@ -22,6 +21,7 @@ from paceline.server.errors import AnswerTooLarge, InvalidRequest, ModelNotReady
 from paceline.server.rpc.model_rpcs import statistics_message
 from paceline.server.telemetry.model_statistics import (
     DURATION_BOUNDS_NS,
+    DurationHistogram,
     FailureReason,
     VersionStatistics,
     reason_of,
@@ -67,7 +67,7 @@ def test_failure_counts_under_the_reason_of_its_error_with_its_time(
 
 @pytest.mark.parametrize("bound", range(len(DURATION_BOUNDS_NS)))
 def test_duration_at_a_bound_is_in_its_bucket_and_beyond_it_in_the_next(bound: int) -> None:
-    histogram = DurationHistogram(DURATION_BOUNDS_NS)
+    histogram = DurationHistogram()
     histogram.add(DURATION_BOUNDS_NS[bound])
     histogram.add_all([DURATION_BOUNDS_NS[bound] + 1, DURATION_BOUNDS_NS[bound] + 1])
     assert histogram.counts[bound : bound + 2] == [1, 2]
