@@ -60,8 +60,13 @@ class Sampler:
 
     def change(self, logits: Array) -> None:
         if self._seen is not None:
-            seen, penalty = logits[self._seen], self.sampling.repetition_penalty
-            logits[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty)
+            seen, bounds = logits[self._seen], np.finfo(logits.dtype)
+            own_penalty = self.sampling.repetition_penalty
+            penalty = logits.dtype.type(min(max(own_penalty, float(bounds.tiny)), float(bounds.max)))
+            with np.errstate(over="ignore"):
+                penalized = np.where(seen > 0, seen / penalty, seen * penalty)
+            # What is a number stays one, however far the penalty is from 1.
+            logits[self._seen] = np.where(np.isfinite(seen), penalized.clip(bounds.min, bounds.max), seen)
         if self.not_yet:
             logits[list(self.not_yet)] = -np.inf
 

@@ -59,6 +59,15 @@ def test_logits_that_are_no_numbers_choose_nothing(row: list[float], temperature
     assert choose(np.array([[0, 5, 1], row], np.float32), [good, bad]) == [1, NONE]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("penalty", [1e-320, 1e-6, 1e6, 1e300])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_any_penalty_leaves_a_token_to_choose(penalty: float, dtype: type) -> None:
+    row = Sampler(Sampling(repetition_penalty=penalty), 5, np.array([0, 1, 2, 3]))
+    # A smaller one makes what was seen more likely, if it was likely at all.
+    assert choose(np.array([[5, -5, 0, -np.inf, 1]], dtype), [row]) == [0 if penalty < 1 else 4]
+
+
 def test_smallest_temperature_chooses_the_largest() -> None:
     rows = [Sampler(Sampling(temperature=5e-324, seed=1), 3, np.array([0]))]
     assert choose(np.array([[1e30, -1e30, 9e29]], np.float32), rows) == [0]
