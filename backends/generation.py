@@ -171,7 +171,9 @@ def read_request(inputs: Tensors, parameters: Parameters, limits: GenerationLimi
         said |= _sampling_parameters(sampling[0])
     said |= {name: bool(flag[0]) for name, flag in zip(_FLAGS, flags, strict=False) if flag is not MISSING}
     for name in UNSUPPORTED.keys() & said.keys():
-        if said[name] != UNSUPPORTED[name]:
+        changes_nothing = UNSUPPORTED[name]
+        value = said[name] if isinstance(changes_nothing, (bool, list)) else _plain(said[name], float)
+        if value != changes_nothing:
             raise ModelRefused("UNIMPLEMENTED", f"parameter '{name}' is not supported by this build")
     # vLLM's backend has an output of its own for them; who doesn't speak its language wants them if he asks for them.
     implied = {"return_logprobs": True} if sampling is MISSING and "logprobs" in said else {}
@@ -305,9 +307,12 @@ def _number(
     said: Mapping[str, Any], name: str, default: float, allows: Callable[[float], bool], expected: str
 ) -> float:
     value = _plain(said.get(name, default), float)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and allows(value)):
+    if isinstance(value, int) and not isinstance(value, bool):
+        with suppress(OverflowError):  # a whole number that is too large is none that is allowed
+            value = float(value)
+    if not isinstance(value, float) or not (math.isfinite(value) and allows(value)):
         raise _refused(f"parameter '{name}': expected {expected}, got {value!r}")
-    return float(value)
+    return value
 
 
 def _plain(value: object, kind: Callable[[str], object]) -> object:

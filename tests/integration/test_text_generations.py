@@ -196,6 +196,7 @@ def sampling(text: str) -> pb.ModelInferRequest:
         (sampling("[" * 100_000), "input 'sampling_parameters': expected a JSON object: "),
         (sampling('{"top": 1}'), "input 'sampling_parameters': expected some of"),
         (sampling('{"stop": [1]}'), "parameter 'stop': expected texts of 1 to 256 characters"),
+        (sampling('{"temperature": 1%s}' % ("0" * 400)), "parameter 'temperature': expected a number from 0 on, got 1"),
         (sampling('{"temperature": NaN}'), "parameter 'temperature': expected a number from 0 on, got nan"),
         (infer("m", {"text_input": np.array([b"a"], object), "image": np.array([b"a"], object)}), "'image'"),
     ],
@@ -206,6 +207,13 @@ async def test_bad_text_is_refused_before_it_waits(tmp_path: Path, request_: pb.
         assert (code, text in details) == (grpc.StatusCode.INVALID_ARGUMENT, True), details
         assert await started.metric("nv_inference_queue_duration_us") == 0
         assert outputs_of(await started.infer(asking("a", max_tokens=1)))[0]
+
+
+async def test_numbers_of_unsupported_parameters_may_be_texts_too(tmp_path: Path) -> None:
+    async with served(tmp_path) as started:
+        await started.infer(sampling('{"n": "1", "presence_penalty": "0.0", "stop_token_ids": null}'))
+        for other in ('{"n": "2"}', '{"min_p": "few"}', '{"skip_special_tokens": "True"}'):
+            assert (await failure_of(started.infer(sampling(other))))[0] == grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_long_text_ends_with_its_caller_or_its_time(tmp_path: Path) -> None:
