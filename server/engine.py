@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic_ns
@@ -110,8 +110,11 @@ class Engine:
         )
         self._backend_of = backend_of
         self._server: Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
+        if self._server is not None:
+            raise RuntimeError("expected an engine that isn't running: this one has been started already")
         server = Server(self._settings, self._backend_of)
         try:
             await server.load()
@@ -120,7 +123,7 @@ class Engine:
             await server.unload(0)
             raise
         server.inference.serving = True
-        self._server = server
+        self._server, self._loop = server, asyncio.get_running_loop()
         return self
 
     async def __aexit__(
@@ -154,6 +157,7 @@ class Engine:
         be converted. Cancelling it withdraws the request.
         """
         served = self._find(asked.get("model", ""), asked.get("version", ""))
+        inference = self._running.inference  # also while the engine ends
         if served.decoupled:
             what = f"model '{served.name}' may answer more than once: expected stream, got infer"
             raise _error(NotSupported(what), served.name)
@@ -171,13 +175,14 @@ class Engine:
             return await _within(answered, asked.get("timeout_s"))
         finally:
             if not request.ended:
-                self._running.inference.give_up(request)
+                inference.give_up(request)
 
     async def stream(self, inputs: Inputs, **asked: Unpack[Asked]) -> AsyncGenerator[ArrayAnswer, None]:
         """The same for models that may answer more than once, such as decoders: yields each answer as it comes. An
         error ends it. Closing it, as `contextlib.aclosing` does, withdraws the request. A model waits while too many
         of its answers haven't been taken."""
         served = self._find(asked.get("model", ""), asked.get("version", ""))
+        inference = self._running.inference  # also while the engine ends
         answers: asyncio.Queue[tuple[AnswerInMaking | None, ArrayAnswer | InferenceError]] = asyncio.Queue()
 
         def on_next(_: InnerRequest, answer: AnswerInMaking, error: Exception | None) -> None:
@@ -187,11 +192,11 @@ class Engine:
             answers.put_nowait((None, request.outputs if request.error is None else _error(request.error, served.name)))
 
         request = self._announce(served, inputs, asked, on_end, on_next)
-        ends_ns = request.deadline_ns
+        ends_ns, timeout_s = request.deadline_ns, asked.get("timeout_s")
         try:
             while True:
                 left_s = None if ends_ns >= NEVER else max(0.0, (ends_ns - monotonic_ns()) / 1e9)
-                answer, outputs = await _within(answers.get(), left_s)
+                answer, outputs = await _within(answers.get(), left_s, of_s=timeout_s)
                 if isinstance(outputs, InferenceError):
                     raise outputs
                 if outputs or answer is not None or not served.decoupled:
@@ -201,7 +206,7 @@ class Engine:
                 answer.sent(sum(array.nbytes for array in outputs.values()))
         finally:
             if not request.ended:
-                self._running.inference.give_up(request)
+                inference.give_up(request)
 
     @property
     def _running(self) -> Server:
@@ -229,6 +234,10 @@ class Engine:
         on_next: Callable[[InnerRequest, AnswerInMaking, Exception | None], None] | None = None,
     ) -> InnerRequest:
         """Start a request. Raises what is wrong with it before it is one."""
+        if asyncio.get_running_loop() is not self._loop:  # nothing would wake whoever waits there
+            raise RuntimeError(
+                "expected the event loop on which the engine was started; BlockingEngine is for all threads"
+            )
         own = {tensor.name: tensor.datatype for tensor in served.spec.inputs}
         arrays = {name: _converted(name, value, own.get(name, "")) for name, value in inputs.items()}
         timeout_s = asked.get("timeout_s")
@@ -269,6 +278,8 @@ class BlockingEngine:
         self._when_closed = ExitStack()
 
     def __enter__(self) -> Self:
+        if self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("expected an engine that isn't running: this one has been started already")
         with ExitStack() as undo:
             self._loop = _loop_on_a_thread(undo)
             self._do(self._engine.__aenter__())
@@ -305,7 +316,10 @@ class BlockingEngine:
             while (answer := self._do(following())) is not None:
                 yield answer
         finally:
-            self._do(answers.aclose())
+            # Not waited for: a garbage collection may end this, on any thread, also that of the engine.
+            if self._loop is not None:
+                with suppress(RuntimeError):  # the engine has ended, and so have all of its streams
+                    self._loop.call_soon_threadsafe(self._loop.create_task, answers.aclose())
 
     def _do(self, what: Coroutine[object, object, T]) -> T:
         if self._loop is None or self._loop.is_closed():
@@ -340,13 +354,13 @@ def _loop_on_a_thread(undo: ExitStack) -> asyncio.AbstractEventLoop:
     return loops[0]
 
 
-async def _within(what: Awaitable[T], timeout_s: float | None) -> T:
-    """Raises DeadlineExceeded."""
+async def _within(what: Awaitable[T], timeout_s: float | None, *, of_s: float | None = None) -> T:
+    """Raises DeadlineExceeded. `of_s`: the timeout of which this is what was left."""
     try:
         async with asyncio.timeout(timeout_s):
             return await what
     except TimeoutError:
-        raise no_answer(timeout_s or 0) from None
+        raise no_answer(of_s or timeout_s or 0) from None
 
 
 def _converted(name: str, value: npt.ArrayLike, datatype: str) -> Array:

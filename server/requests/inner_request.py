@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import grpc
+import numpy as np
 
 from paceline.backends.base import Execution
 from paceline.backends.spec import Array
@@ -148,15 +149,22 @@ def _named(model: ServedModel, inputs: Mapping[str, Array]) -> list[NamedArray]:
     return named
 
 
-def _parameter(key: str, value: bool | int | float | str) -> InferParameter:
+def _parameter(key: str, value: object) -> InferParameter:
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, bool):
         return InferParameter(bool_param=value)
     if isinstance(value, str):
-        return InferParameter(string_param=value)
+        try:
+            return InferParameter(string_param=value)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"parameter '{key}': expected text that UTF-8 can encode, got {error}") from None
     if isinstance(value, float):
         return InferParameter(double_param=value)
+    if not isinstance(value, int):
+        raise InvalidRequest(f"parameter '{key}': expected bool, int, float or str, got {type(value).__name__}")
     if -(2**63) <= value < 2**63:
         return InferParameter(int64_param=value)
-    if value <= _MOST_UNSIGNED:
+    if 0 < value <= _MOST_UNSIGNED:
         return InferParameter(uint64_param=value)
     raise InvalidRequest(f"parameter '{key}': expected a whole number of 64 bits, got {value}")

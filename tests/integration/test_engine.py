@@ -19,7 +19,7 @@ from paceline import BlockingEngine, Engine
 from paceline.backends.base import Backend
 from paceline.backends.spec import ModelSpec, TensorSpec
 from tests import decoder_models
-from tests.decoder_models import TINY
+from tests.decoder_models import FIXED_COST, TINY
 from tests.generation_truth import Asked, NaiveLoop
 from tests.integration.serving import echo_model, write_model
 from tests.memory_models import MemoryBackend, MemoryModel
@@ -148,6 +148,22 @@ async def test_errors_are_the_clients_and_name_the_fault(tmp_path: Path) -> None
             await engine.infer(row(1), model="m", timeout_s=0)
 
 
+async def test_parameters_are_plain_values_or_refused_by_name(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, m=echo_model()) as engine:
+        of_numpy: Any = {"priority": np.uint64(0), "other": np.float32(0.5)}
+        await engine.infer(row(1), parameters=of_numpy)
+        for value, got in (
+            (None, "NoneType"),
+            (["a"], "list"),
+            (-(2**70), "-1180591620717411303424"),
+            ("\ud800", "utf-8"),
+        ):
+            error = await failure(engine.infer(row(1), parameters={"p": value}))  # type: ignore[dict-item]
+            assert error.status is grpc.StatusCode.INVALID_ARGUMENT
+            assert "parameter 'p': expected " in str(error)
+            assert got in str(error)
+
+
 async def test_row_at_fault_fails_alone(tmp_path: Path) -> None:
     async with engine_of(tmp_path, m=(model := echo_model())) as engine:
         model.faults.raise_when(lambda inputs: bool((inputs[0] == 5).any()), ArithmeticError("five"))
@@ -182,6 +198,39 @@ async def test_accepted_requests_are_answered_at_the_end(tmp_path: Path) -> None
     assert not model.open_instances
     with pytest.raises(RuntimeError, match="expected a running engine"):
         await engine.infer(row(1))
+
+
+async def test_requests_may_be_withdrawn_while_the_engine_ends(tmp_path: Path) -> None:
+    decoder_models.write(TINY, tmp_path / "m" / "1")
+    asked: dict[str, Any] = {"parameters": {"max_tokens": 500, "ignore_eos": True}}
+
+    async def drain(answers: AsyncIterator[object]) -> None:
+        async for _ in answers:
+            pass
+
+    async with Engine(tmp_path) as engine:
+        opened = engine._running.repository.get("m", "").open_requests
+        streamed = asyncio.create_task(drain(engine.stream({"input_ids": PROMPT}, **asked)))
+        asked_once = asyncio.create_task(engine.infer({"input_ids": PROMPT}, **asked))
+        await eventually_async(lambda: len(opened or ()) == 2, "begun")
+        asyncio.get_running_loop().call_soon(streamed.cancel)
+        asyncio.get_running_loop().call_soon(asked_once.cancel)
+    await asyncio.wait([streamed, asked_once])
+    assert (streamed.cancelled(), asked_once.cancelled()) == (True, True)
+
+
+async def test_engine_that_runs_is_not_started_again(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, m=echo_model()) as engine:
+        with pytest.raises(RuntimeError, match="started already"):
+            await engine.__aenter__()
+        assert (await engine.infer(row(1)))["x"].tolist() == [[1, 1]]
+
+
+async def test_another_event_loop_is_refused(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, m=echo_model()) as engine:
+        with pytest.raises(RuntimeError, match="expected the event loop on which the engine was started"):
+            await asyncio.to_thread(asyncio.run, asyncio.wait_for(engine.infer(row(1)), 5))
+        assert (await engine.infer(row(1)))["x"].tolist() == [[1, 1]]
 
 
 async def test_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
@@ -219,6 +268,16 @@ async def test_stream_that_is_left_withdraws_its_request(tmp_path: Path) -> None
         await eventually_async(lambda: not opened, "withdrawn")
 
 
+async def test_stream_that_is_late_names_its_whole_timeout(tmp_path: Path) -> None:
+    decoder_models.write(FIXED_COST, tmp_path / "m" / "1")
+    asked: dict[str, Any] = {"parameters": {"max_tokens": 500, "ignore_eos": True}}
+    async with Engine(tmp_path) as engine:
+        answers = engine.stream({"input_ids": PROMPT}, timeout_s=0.25, **asked)
+        with pytest.raises(paceline.DeadlineExceeded, match=r"no answer within 0\.25 s"):
+            async for _ in answers:
+                pass
+
+
 async def test_lone_answers_are_streamed_too(tmp_path: Path) -> None:
     async with engine_of(tmp_path, m=echo_model()) as engine:
         answers = [one async for one in engine.stream(row(4))]
@@ -253,6 +312,24 @@ def test_blocking_engine_ends_with_its_block(tmp_path: Path) -> None:
     with pytest.raises(paceline.StartError), BlockingEngine(tmp_path / "nosuch"):
         raise AssertionError("it started")
     assert threading.active_count() == before
+
+
+def test_stream_that_is_dropped_ends_on_whatever_thread_finds_that(tmp_path: Path) -> None:
+    decoder_models.write(TINY, tmp_path / "m" / "1")
+    asked: dict[str, Any] = {"parameters": {"max_tokens": 500, "ignore_eos": True}}
+    with BlockingEngine(tmp_path) as engine, ThreadPoolExecutor(1) as threads:
+        opened = engine._engine._running.repository.get("m", "").open_requests
+        held: list[Any] = [engine.stream({"input_ids": PROMPT}, **asked)]
+        next(held[0])
+        assert engine._loop is not None
+        engine._loop.call_soon_threadsafe(held.clear)  # as a garbage collection there does
+        eventually(lambda: not (held or opened), "withdrawn")
+        assert threads.submit(engine.infer, {"input_ids": PROMPT}).result(20)["output_ids"].size
+        left = engine.stream({"input_ids": PROMPT}, parameters={"max_tokens": 4})
+        next(left)
+        with pytest.raises(RuntimeError, match="started already"):
+            engine.__enter__()
+    left.close()
 
 
 def test_paths_are_needed() -> None:
