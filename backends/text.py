@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from paceline.backends.errors import ModelRefused
+from paceline.backends.errors import ExecutionError, ModelRefused
 from paceline.backends.paths import open_beside
 
 __all__ = ["GrowingText", "Tokenizer", "open_tokenizer"]
@@ -66,7 +66,9 @@ class Tokenizer:
         ModelRefused."""
         try:
             (found,) = self._own.encode_batch_fast([text])
-        except Exception as error:  # noqa: BLE001 - the package raises nothing narrower
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - the package's panics are no Exceptions
             why = f"input 'text_input': the tokenizer can't read it: {error}"
             raise ModelRefused("INVALID_ARGUMENT", why) from None
         return list(found.ids)
@@ -96,7 +98,13 @@ class Tokenizer:
         return token in self._single_bytes
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._own.decode(tokens))
+        """Raises ExecutionError."""
+        try:
+            return str(self._own.decode(tokens))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - the package's panics are no Exceptions
+            raise ExecutionError(f"the tokenizer can't make a text of {list(tokens)}: {error}") from None
 
     def bytes_of(self, token: int) -> bytes:
         """What a token of a byte-level vocabulary adds to a text."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from threading import TIMEOUT_MAX, Condition, Event, Thread
 from time import monotonic_ns
 from typing import Any, cast
@@ -153,7 +154,12 @@ class GeneratingInstance:
                 results[place] = source
                 continue
             try:
-                self._take(requests[place], GrowingAnswer(requests[place], wanted, self._limits), source)
+                generation = GrowingAnswer(requests[place], wanted, self._limits)
+            except ExecutionError as error:
+                results[place] = error.with_traceback(None)
+                continue
+            try:
+                self._take(requests[place], generation, source)
             except ModelRefused as error:
                 results[place] = error.with_traceback(None)
         return Execution(results, 0, encoded_ns - began_ns, 0, waited_ns=self._now_ns() - encoded_ns)
@@ -249,7 +255,7 @@ class GeneratingInstance:
                     self._leave(number)
                 iteration = self._iterations.next()
             for one in late.values():
-                one.time_out()
+                _is_last(one, one.time_out)
             try:
                 self._iterate(iteration)
             except Exception as error:  # noqa: BLE001 - the instance goes on, and each request gets an answer
@@ -330,7 +336,7 @@ class GeneratingInstance:
                 error = ExecutionError("the model's logits aren't numbers, or leave no token to choose")
                 generation.request.on_answer(error, last=True)
                 ended.append(row)
-            elif generation.request.cancelled or generation.add(token, found):
+            elif generation.request.cancelled or _is_last(generation, partial(generation.add, token, found)):
                 ended.append(row)
         with self._changed:
             for row in rows:
@@ -360,6 +366,15 @@ class GeneratingInstance:
     def _forget(self, number: int) -> None:
         if (block := self._blocks.pop(number, None)) is not None:
             block.drop(number)
+
+
+def _is_last(generation: GrowingAnswer, answer: Callable[[], bool | None]) -> bool:
+    """Let it `answer`. Returns whether that was its last; it is if its tokens have no text."""
+    try:
+        return bool(answer())
+    except ExecutionError as error:
+        generation.request.on_answer(error.with_traceback(None), last=True)
+        return True
 
 
 def _too_late(left_ns: int, needed_ns: int) -> ModelRefused:

@@ -15,7 +15,7 @@ from threading import Event
 import grpc
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from paceline.backends.generation import TEXT_SPEC
 from paceline.protos import inference_pb2 as pb
@@ -214,6 +214,19 @@ async def test_numbers_of_unsupported_parameters_may_be_texts_too(tmp_path: Path
         await started.infer(sampling('{"n": "1", "presence_penalty": "0.0", "stop_token_ids": null}'))
         for other in ('{"n": "2"}', '{"min_p": "few"}', '{"skip_special_tokens": "True"}'):
             assert (await failure_of(started.infer(sampling(other))))[0] == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_tokenizer_that_panics_ends_its_generation_alone(tmp_path: Path) -> None:
+    tokenizer = text_models.sentence_pieces()
+    # Panics, which is no Exception, where nothing is left of a token.
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", ""), decoders.Strip(" ", 0, 1)])
+    text_models.write(tokenizer, decoder_models.write(SPEAKS, tmp_path / "m" / "1"))
+    async with serving(tmp_path) as started:
+        bad = asking("the", max_tokens=300, temperature=99.0, seed=1, ignore_eos=True)
+        good = asking("the", max_tokens=1)
+        code, details = await failure_of(started.stub.ModelInfer(bad, timeout=20))
+        assert (code, "the tokenizer can't make a text of" in details) == (grpc.StatusCode.INTERNAL, True), details
+        assert len(outputs_of(await started.stub.ModelInfer(good, timeout=20))[0]) == 1
 
 
 async def test_long_text_ends_with_its_caller_or_its_time(tmp_path: Path) -> None:
