@@ -230,7 +230,7 @@ def _wanted(said: Mapping[str, Any], text: str | None, limits: GenerationLimits)
     streams = _flag(said, "stream", text is None)
     excludes_input = _flag(said, "exclude_input_in_output", None)
     if excludes_input is False and (streams or text is None):
-        why = "the prompt came as tokens" if text is None else "false is not allowed when streaming"
+        why = "the prompt is no text" if text is None else "false is not allowed when streaming"
         raise _refused(f"'exclude_input_in_output': expected true, got false: {why}")
     return Wanted(
         None,

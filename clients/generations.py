@@ -22,7 +22,7 @@ from paceline.clients.messages import InferResult, Parameters, ParameterValue
 
 __all__ = ["GenerationChunk", "GenerationParameter", "generation_chunk", "generation_request"]
 
-GenerationParameter = ParameterValue | Sequence[str]
+GenerationParameter = ParameterValue | Sequence[str] | None
 
 _FOR_THE_SERVER: Final = ("priority", "timeout")
 """Parameters that say nothing about tokens, as those whose names begin with `paceline_` and `triton_`."""
@@ -61,6 +61,8 @@ def generation_request(
     of_request: dict[str, ParameterValue] = {}
     sampling: dict[str, GenerationParameter] = {}
     for name, value in {**{flag: True for flag in flags if flag in known}, **parameters}.items():
+        if value is None:
+            continue  # as if it weren't there
         one = value if isinstance(value, ParameterValue | np.generic) else None
         if name in known:
             inputs[name] = value if one is None else [one]

@@ -40,6 +40,8 @@ _ENCODED_TOGETHER = 8
 """So many requests are handed over at a time, of those that wait."""
 _TARGET_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
 _SOURCE_LIMITS = ("max_encoder_position_embeddings", "max_position_embeddings")
+_MOST_SOURCE = 4_096
+"""Tokens of a source where no file says how many: an encoder's attention takes memory by the square of them."""
 _LIMITS = ("context_length", "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
 
 
@@ -239,7 +241,7 @@ def _tried(
         settings = replace(settings, most_generations=most_generations)
     rules, encoding = read_rules(name, said, tried.vocabulary), None
     if encoder is not None and isinstance(found, EncoderLayout):
-        positions = next((of_encoder[key] for key in _SOURCE_LIMITS if type(of_encoder.get(key)) is int), most_tokens)
+        positions = next((of_encoder[key] for key in _SOURCE_LIMITS if type(of_encoder.get(key)) is int), _MOST_SOURCE)
         # With its keys and values, there is room for an answer.
         fits = (most_tokens - 2) * layout.token_bytes // layout.source_bytes
         most = max(1, min(positions, fits))

@@ -83,7 +83,8 @@ def sent(peer: Talking) -> tuple[dict[str, tuple[str, Any]], dict[str, Any]]:
 @pytest.mark.parametrize("prompt", [[1, 2], np.array([1, 2], np.int32)], ids=["list", "array"])
 async def test_token_ids_and_parameters_of_the_request(client: Client, peer: Talking, prompt: Any) -> None:
     peer.takes(**IDS)
-    (chunk,) = await generated(client, prompt, max_tokens=np.int64(3), temperature=0.5, stop=["a", "b"], priority=1)
+    options = {"max_tokens": np.int64(3), "temperature": 0.5, "stop": ["a", "b"], "priority": 1, "seed": None}
+    (chunk,) = await generated(client, prompt, **options)
     assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("", (7,), None)
     inputs, parameters = sent(peer)
     assert inputs == {"input_ids": ("INT64", np.array([1, 2], np.int64).tobytes())}

@@ -458,7 +458,7 @@ def test_made_up_request_has_its_first_token() -> None:
         ([1], {"stop": "x"}, "parameter 'stop': expected none, as the model has no tokenizer"),
         ([1], {"logprobs": 21}, "parameter 'logprobs': expected an integer from 0 to 20, got 21"),
         ([1], {"stream": "yes"}, "parameter 'stream': expected true or false, got 'yes'"),
-        ([1], {"exclude_input_in_output": False}, "expected true, got false: the prompt came as tokens"),
+        ([1], {"exclude_input_in_output": False}, "expected true, got false: the prompt is no text"),
         ([1], {"n": 2}, "parameter 'n' is not supported by this build"),
     ],
 )
