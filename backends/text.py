@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from paceline.backends.errors import ExecutionError, ModelRefused
+from paceline.backends.installed import how_to_install
 from paceline.backends.paths import open_beside
 
 __all__ = ["GrowingText", "Tokenizer", "open_tokenizer"]
@@ -174,7 +175,7 @@ def open_tokenizer(path: Path, vocabulary: int) -> Tokenizer | str | None:
     try:
         from tokenizers import Tokenizer as Own  # an extra
     except ImportError:
-        return f"{_FILE} needs the package tokenizers: pip install 'paceline[text]'"
+        return f"{_FILE} needs the package tokenizers: {how_to_install('text')}"
     try:
         tokenizer = Tokenizer(Own.from_buffer(content))
     except Exception as error:  # noqa: BLE001 - the package raises nothing narrower

@@ -149,7 +149,12 @@ def started_as_usual() -> Iterator[None]:
 
 
 def _is_ours(args: Any, environment: Mapping[str, str]) -> bool:
-    if _fork is None or not isinstance(args, list | tuple) or args[0] != _PYTHON or not _OURS.match(args[-1]):
+    if (
+        _fork is None
+        or not isinstance(args, list | tuple)
+        or args[0] != _PYTHON
+        or not _OURS.match(os.fsdecode(args[-1]))
+    ):
         return False
     changed = environment.items() ^ _born_with.items()
     return all(READ_WHEN_USED.match(name) for name, _ in changed)

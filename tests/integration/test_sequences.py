@@ -102,6 +102,7 @@ async def over_a_stream(served: Served, requests: Sequence[pb.ModelInferRequest]
     ids=["oldest", "own-process", "instances", "direct", "no-batches"],
 )  # fmt: skip
 async def test_interleaved_sequences_keep_their_states_apart(tmp_path: Path, config: str, send: object) -> None:
+    config = config.replace("sequence_batching {", "sequence_batching { max_sequence_idle_microseconds: 60000000")
     async with served_with(tmp_path, state_models.accumulator(), config) as served:
         given = [numbers(sequence, 12) for sequence in range(40)]
         requests = [steps(f"s{place}" if place % 2 else place + 1, inputs) for place, inputs in enumerate(given)]

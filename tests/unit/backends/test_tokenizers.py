@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Own
 from tokenizers import models
 
 from paceline.backends.errors import ModelRefused
+from paceline.backends.installed import how_to_install
 from paceline.backends.text import Tokenizer, open_tokenizer
 from tests import text_models
 
@@ -58,7 +59,7 @@ def test_missing_package_is_told_with_its_name(tmp_path: Path, monkeypatch: pyte
     text_models.write(text_models.byte_level(), folder_of(tmp_path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     why = open_tokenizer(tmp_path / "m" / "1" / "model.onnx", 400)
-    assert why == "tokenizer.json needs the package tokenizers: pip install 'paceline[text]'"
+    assert why == f"tokenizer.json needs the package tokenizers: {how_to_install('text')}"
 
 
 def test_prompts_are_neither_cut_nor_filled_up() -> None:

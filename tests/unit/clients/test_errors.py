@@ -10,6 +10,8 @@ import pytest
 import paceline
 from paceline import clients
 from paceline.clients import errors
+from paceline.server import engine
+from paceline.server.errors import StartError
 
 NAMED = {
     "CANCELLED": errors.Cancelled,
@@ -61,7 +63,9 @@ def test_all_names_in_the_package_exist() -> None:
     assert clients.__all__ == sorted(clients.__all__)
 
 
-def test_package_hands_out_the_names_of_the_client() -> None:
-    """The list stands twice, since type checkers read it and `import paceline` mustn't import the client."""
-    assert paceline.__all__ == clients.__all__
-    assert all(getattr(paceline, name) is getattr(clients, name) for name in paceline.__all__)
+def test_package_hands_out_the_names_of_the_client_and_the_engine() -> None:
+    """The list stands twice, since type checkers read it and `import paceline` mustn't import what has them."""
+    assert set(paceline.__all__) == {*clients.__all__, "Engine", "BlockingEngine", "StartError"}
+    assert all(getattr(paceline, name) is getattr(clients, name) for name in clients.__all__)
+    assert paceline.Engine is engine.Engine
+    assert paceline.StartError is StartError
