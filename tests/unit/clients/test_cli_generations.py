@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
 from click.testing import CliRunner, Result
 
 from paceline.clients.cli import infer
 from paceline.protos import inference_pb2 as pb
+from tests.harness import REPO
 from tests.unit.clients.peer import serving
 from tests.unit.clients.sequence_peer import Talking, answer, final
 from tests.unit.clients.test_generate import VLLM, message, sent
@@ -86,3 +92,24 @@ def test_error_after_some_text_is_on_a_line_of_its_own(run: Run, peer: Talking) 
     result = run("--text", "Tell", "--stream")
     assert (result.exit_code, result.stdout) == (1, "Once\n")
     assert "no more" in result.stderr
+
+
+def test_interrupt_ends_the_generation_on_the_server(peer: Talking) -> None:
+    ended = threading.Event()
+
+    def endless(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> Iterator[pb.ModelStreamInferResponse]:
+        context.add_callback(ended.set)
+        yield message(text_output=b"Once\n")
+        ended.wait(60)
+
+    peer.script = endless
+    command = [sys.executable, "-m", "paceline", "infer", "m", "--server", peer.target, "--text", "Tell", "--stream"]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "Once\n"
+        process.send_signal(signal.SIGINT)
+        while not ended.wait(10):  # Python may lose an interrupt, as in a destructor
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert errors.strip() == "Aborted!"
