@@ -113,7 +113,7 @@ lock: ## regenerate requirements.lock, the image's locks and the site's
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet uv
 	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-	    --no-annotate --no-header --override requirements.overrides --excludes requirements.excludes --extra bench --extra dev --extra demo --extra otel pyproject.toml -o requirements.lock
+	    --no-annotate --no-header --override requirements.overrides --excludes requirements.excludes --extra bench --extra bulk --extra dev --extra demo --extra otel --extra ray pyproject.toml -o requirements.lock
 	$(LOCK_IMAGE) --override deploy/container/cpu.overrides --no-emit-package onnxruntime-gpu \
 	    --extra otel pyproject.toml deploy/container/cpu.in -o deploy/container/cpu.lock
 	$(LOCK_IMAGE) --extra cuda --extra otel pyproject.toml -o deploy/container/cuda.lock

@@ -1,0 +1,142 @@
+"""What the parts of a bulk job hand to each other: files, units, chunks, rows at fault.
+
+Lives here: these values, and what a part has to be able to do for the others. Must not: read, compute or write
+anything.
+
+A job's input files are cut into units, consecutive rows of one file, each of which becomes one output file. A unit is
+done in chunks, so that memory is bounded whatever its rows contain. Both are the same whoever does them and how often:
+they depend on the input and on `Fixed` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from paceline.backends.lengths import Lengths
+from paceline.backends.spec import Array
+from paceline.clients.description import ModelDescription
+
+__all__ = [
+    "BadRow",
+    "BulkError",
+    "Chunk",
+    "Computes",
+    "FileIndex",
+    "Fixed",
+    "InputFile",
+    "Parameters",
+    "Places",
+    "Source",
+    "Unit",
+]
+
+Places = npt.NDArray[np.int64]
+"""Places of rows in a chunk, from 0."""
+Parameters = Mapping[str, bool | int | float | str]
+
+
+class BulkError(Exception):
+    """The job can't begin or go on: what is wrong, what was expected, what to do. Rows at fault are none of these."""
+
+
+class BadRow(NamedTuple):
+    """A row without outputs. `number` counts from 0 in its unit's input file."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """`path` is what the user would open it with: a path, or a URL. A folder whose files are rows is one of these."""
+
+    index: int
+    path: str
+    size_bytes: int
+    changed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileIndex:
+    """How many rows a file has, and at which byte each of its units begins, if its format needs that."""
+
+    rows: int
+    offsets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Rows `begin` to `end` of `file`, which become the output file `number`. `offset`: the byte at which they begin,
+    for formats that need it."""
+
+    number: int
+    file: InputFile
+    begin: int
+    end: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What is chosen once, at the first start of a job, and holds for all of its starts and shards, as the bytes that
+    it writes depend on it. A chunk ends after `chunk_rows`, or before the row with which it would have more than
+    `chunk_bytes`; a row that is larger than that by itself is at fault."""
+
+    unit_rows: int
+    chunk_rows: int
+    chunk_bytes: int
+    batch_rows: int
+    intra_op_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive rows of a unit: `table` has the columns that were asked for, and `numbers` which rows of the file
+    these are. Rows that couldn't be read at all are in `bad` instead. `read_rows` counts both."""
+
+    table: pa.RecordBatch
+    numbers: Places
+    bad: Sequence[BadRow] = field(default_factory=tuple)
+
+    @property
+    def read_rows(self) -> int:
+        return len(self.numbers) + len(self.bad)
+
+
+class Source(Protocol):
+    """The job's input: files of one format. Everything blocks, and may be called from any thread, also at once; what a
+    call opens is closed when it returns, or its iterator is."""
+
+    files: Sequence[InputFile]
+    schema: pa.Schema
+
+    def index(self, file: InputFile, unit_rows: int) -> FileIndex:
+        """How the file is cut into units of so many rows. Reads as little of it as the format allows. Raises BulkError
+        if it can't be read, or lacks a column of `schema` or has another type for it."""
+
+    def chunks(self, unit: Unit, columns: Sequence[str], fixed: Fixed) -> Iterator[Chunk]:
+        """The unit's rows, in order. Holds a few times `chunk_bytes` at most. Raises BulkError if the file has changed
+        since it was listed, or can't be read."""
+
+    def place(self, file: InputFile, number: int) -> tuple[str, int]:
+        """For people: in which file the row is, and which row of it."""
+
+
+class Computes(Protocol):
+    """A model that computes rows. `max_rows` is the most rows of a call, 0 if it has no batch axis: then a call is one
+    row without one. `at_once`: how many calls at a time keep it busy. `lengths`: the axes in which rows of a call may
+    have been filled up, if whoever calls has to do that."""
+
+    description: ModelDescription
+    max_rows: int
+    at_once: int
+    lengths: Lengths | None
+
+    async def infer(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> Mapping[str, Array]:
+        """The outputs of these names. Raises InferenceError, of which `NOT_THE_ROWS` aren't about the rows."""
