@@ -35,7 +35,7 @@ EXCEPTIONS = {
     "clients.top_table": {"prometheus_client"},
     "backends.remote": {"grpc", "google.protobuf"},
     "backends.remote_messages": {"protos", "google.protobuf"},
-    "server.bulk": {"clients", "pyarrow"},  # all of its modules
+    "server.bulk": {"clients", "pyarrow", "rich"},  # all of its modules
     "server.check": {"clients"},
     "server.cli": {"clients"},
     "server.engine": {"clients"},

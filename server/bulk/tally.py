@@ -1,0 +1,102 @@
+"""How far a job is and how fast: what its parts count, and what follows from that at a time.
+
+Lives here: the counts, pure arithmetic. Must not: clocks, output (progress.py, summary.py). The rule: what earlier
+starts have finished is progress, but never speed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+__all__ = ["Figures", "Pace", "Tally"]
+
+_WINDOW_NS = 30_000_000_000
+
+
+@dataclass(slots=True)
+class Tally:
+    """A job's counts so far, which those who do it raise, on the event loop's thread. All but the first four are this
+    start's own. A retried execution or a unit that is done again because nobody finished it is counted once."""
+
+    doing: str = "starting"
+    """What the job does now, for people."""
+    units: int = 0
+    """Those planned so far, of this shard, whoever does or did them; and `rows`: theirs."""
+    rows: int = 0
+    planned_share: float = 0.0
+    """Which share of the input's bytes the planned units come from. 1: there are no other units."""
+    units_before: int = 0
+    """Those of `units` that earlier starts have finished; and `rows_before`: theirs."""
+    rows_before: int = 0
+
+    units_done: int = 0
+    rows_read: int = 0
+    """With those at fault."""
+    rows_written: int = 0
+    rows_bad: int = 0
+
+    executions: int = 0
+    """Of the model, those that failed not among them."""
+    rows_executed: int = 0
+    """Raised as soon as an execution has ended, so that a job of few large units is seen to move."""
+    elements: int = 0
+    """Of inputs, as executed; and `filled_elements`: those of them that filled rows up to a common size."""
+    filled_elements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a tally says at a time. None: it can't be known yet."""
+
+    elapsed_s: float
+    rows_done: int
+    """Rows that have their outputs or a reason why not, with those of earlier starts."""
+    rows_total: int | None
+    rows_are_estimated: bool
+    """Whether `rows_total` is, because not all of the input has been looked at yet."""
+    rows_per_s: float | None
+    rows_per_batch: float | None
+    padding: float | None
+    """The share of the executed elements that only filled up."""
+    left_s: float | None
+
+    @property
+    def share(self) -> float | None:
+        if self.rows_total is None:
+            return None
+        return min(1.0, self.rows_done / self.rows_total) if self.rows_total else 1.0
+
+
+class Pace:
+    """How fast rows have been done lately. Look as often as you like: a look costs a microsecond."""
+
+    def __init__(self, now_ns: int) -> None:
+        self._began_ns = now_ns
+        # When how many rows were done, each time that a look found more. Speed is from the first of these to now, and
+        # so neither the time before the first row counts, nor is a unit that is told of as a whole a burst.
+        self._seen: deque[tuple[int, int]] = deque()
+
+    def figures(self, tally: Tally, now_ns: int) -> Figures:
+        # A row whose outputs turned out to be unusable was executed and is bad.
+        done = min(tally.rows_executed + tally.rows_bad, tally.rows_read)
+        last_ns, last_rows = self._seen[-1] if self._seen else (now_ns - 1, 0)
+        if done > last_rows and now_ns > last_ns:
+            self._seen.append((now_ns, done))
+        # At least two stay, so that a job whose rows are done in leaps further apart than the window has a speed too.
+        while len(self._seen) > 2 and self._seen[1][0] <= now_ns - _WINDOW_NS:
+            self._seen.popleft()
+        first_ns, first_rows = self._seen[0] if self._seen else (now_ns, 0)
+        rows_per_s = (done - first_rows) * 1e9 / (now_ns - first_ns) if len(self._seen) > 1 else None
+        total = round(tally.rows / tally.planned_share) if tally.planned_share else None
+        rows_done = tally.rows_before + done
+        return Figures(
+            elapsed_s=(now_ns - self._began_ns) / 1e9,
+            rows_done=rows_done,
+            rows_total=total,
+            rows_are_estimated=tally.planned_share < 1,
+            rows_per_s=rows_per_s,
+            rows_per_batch=tally.rows_executed / tally.executions if tally.executions else None,
+            padding=tally.filled_elements / tally.elements if tally.elements else None,
+            left_s=max(0, total - rows_done) / rows_per_s if rows_per_s and total is not None else None,
+        )

@@ -1,0 +1,97 @@
+"""Speed, time left and shares, from a job's counts at given times."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.server.bulk.tally import Figures, Pace, Tally
+
+SECOND_NS = 1_000_000_000
+
+
+def looked(pace: Pace, tally: Tally, at_s: float, executed: int) -> Figures:
+    """What the tally says at `at_s`, once `executed` rows have been."""
+    tally.rows_read = max(tally.rows_read, executed)
+    tally.rows_executed = executed
+    return pace.figures(tally, int(at_s * SECOND_NS))
+
+
+def test_time_before_first_row_is_not_slowness() -> None:
+    pace, tally = Pace(0), Tally(rows=1000, planned_share=1)
+    assert looked(pace, tally, 60, 100).rows_per_s is None
+    figures = looked(pace, tally, 62, 300)
+    assert (figures.rows_per_s, figures.left_s, figures.elapsed_s) == (100, 7, 62)
+
+
+def test_rows_of_earlier_starts_are_progress_not_speed() -> None:
+    pace, tally = Pace(0), Tally(rows=1000, planned_share=1, units_before=4, rows_before=800)
+    looked(pace, tally, 1, 10)
+    figures = looked(pace, tally, 2, 20)
+    assert (figures.rows_done, figures.share, figures.rows_per_s, figures.left_s) == (820, 0.82, 10, 18)
+
+
+def test_total_is_estimated_until_all_is_planned() -> None:
+    pace, tally = Pace(0), Tally(rows=500, planned_share=0.25)
+    looked(pace, tally, 1, 100)
+    figures = looked(pace, tally, 2, 200)
+    assert (figures.rows_total, figures.rows_are_estimated, figures.left_s) == (2000, True, 18)
+    tally.rows, tally.planned_share = 1600, 1
+    figures = looked(pace, tally, 3, 300)
+    assert (figures.rows_total, figures.rows_are_estimated, figures.left_s) == (1600, False, 13)
+
+
+def test_before_anything_is_planned_nothing_is_claimed() -> None:
+    figures = Pace(0).figures(Tally(), SECOND_NS)
+    assert (figures.rows_total, figures.share, figures.left_s, figures.rows_per_s) == (None, None, None, None)
+    assert (figures.rows_per_batch, figures.padding) == (None, None)
+
+
+def test_input_without_rows_is_done() -> None:
+    assert Pace(0).figures(Tally(planned_share=1), SECOND_NS).share == 1
+
+
+def test_speed_is_that_of_the_last_half_minute() -> None:
+    pace, tally = Pace(0), Tally(rows=10_000, planned_share=1)
+    for second in range(1, 61):
+        looked(pace, tally, second, 10 * second)
+    for second in range(61, 121):
+        figures = looked(pace, tally, second, 600 + 50 * (second - 60))
+    assert figures.rows_per_s == 50
+
+
+def test_speed_falls_while_nothing_is_done() -> None:
+    pace, tally = Pace(0), Tally(rows=10_000, planned_share=1)
+    looked(pace, tally, 10, 100)
+    assert looked(pace, tally, 20, 200).rows_per_s == 10
+    assert looked(pace, tally, 210, 200).rows_per_s == 0.5
+
+
+def test_leaps_further_apart_than_the_window_have_a_speed() -> None:
+    pace, tally = Pace(0), Tally(rows=10_000, planned_share=1)
+    for second in range(1, 601):
+        figures = looked(pace, tally, second, 1000 * (second // 100))
+    assert figures.rows_per_s == 10
+
+
+def test_two_looks_at_one_time_have_no_speed() -> None:
+    pace, tally = Pace(0), Tally(rows=10, planned_share=1)
+    assert looked(pace, tally, 1, 1).rows_per_s is None
+    assert looked(pace, tally, 1, 2).rows_per_s is None
+
+
+def test_executed_row_that_turned_out_bad_counts_once() -> None:
+    tally = Tally(rows=100, planned_share=1, rows_read=50, rows_executed=50, rows_bad=3)
+    assert Pace(0).figures(tally, SECOND_NS).rows_done == 50
+
+
+def test_rows_beyond_an_estimate_leave_no_time() -> None:
+    pace, tally = Pace(0), Tally(rows=100, planned_share=0.9, rows_before=90)
+    looked(pace, tally, 1, 20)
+    figures = looked(pace, tally, 2, 40)
+    assert (figures.share, figures.left_s) == (1, 0)
+
+
+def test_batches_and_padding_are_shares_of_what_executed() -> None:
+    tally = Tally(executions=4, rows_executed=100, elements=2000, filled_elements=150)
+    figures = Pace(0).figures(tally, SECOND_NS)
+    assert (figures.rows_per_batch, figures.padding) == (25, pytest.approx(0.075))
