@@ -86,13 +86,15 @@ class Unit:
 class Fixed:
     """What is chosen once, at the first start of a job, and holds for all of its starts and shards, as the bytes that
     it writes depend on it. A chunk ends after `chunk_rows`, or before the row with which it would have more than
-    `chunk_bytes`; a row that is larger than that by itself is at fault."""
+    `chunk_bytes`; a row that is larger than that by itself is at fault. `instances` of the model, of
+    `intra_op_threads` each, 0: ONNX Runtime decides."""
 
     unit_rows: int
     chunk_rows: int
     chunk_bytes: int
     batch_rows: int
     intra_op_threads: int
+    instances: int = 1
 
 
 @dataclass(frozen=True, slots=True)
