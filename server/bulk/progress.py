@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -20,7 +20,7 @@ from paceline.server.bulk.tally import Figures, Pace, Tally
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Progress", "ProgressKind", "duration"]
+__all__ = ["Progress", "ProgressKind", "amount", "duration"]
 
 
 class ProgressKind(StrEnum):
@@ -97,7 +97,8 @@ class _JsonLines:
         self._out = out
 
     def show(self, tally: Tally, figures: Figures) -> None:
-        numbers = asdict(figures) | asdict(tally)
+        counts = {one.name: getattr(tally, one.name) for one in fields(tally) if one.name != "reasons"}
+        numbers = asdict(figures) | counts
         rounded = {name: round(one, 4) if isinstance(one, float) else one for name, one in numbers.items()}
         self._out.write(json.dumps(rounded) + "\n")
         self._out.flush()
@@ -163,19 +164,20 @@ def _parts(tally: Tally, figures: Figures) -> list[str]:
         rows += " rows"
     parts = [rows]
     if figures.rows_per_s is not None:
-        parts.append(f"{_amount(figures.rows_per_s)} rows/s")
+        parts.append(f"{amount(figures.rows_per_s)} rows/s")
     if figures.left_s is not None:
         parts.append(f"{about}{duration(figures.left_s)} left")
     if figures.rows_per_batch is not None:
-        parts.append(f"{_amount(figures.rows_per_batch)} rows/batch")
+        parts.append(f"{amount(figures.rows_per_batch)} rows/batch")
     if tally.filled_elements and figures.padding is not None:
         parts.append(f"{100 * figures.padding:.1f} % padding")
-    if tally.rows_bad:
-        parts.append(f"{tally.rows_bad:,} bad")
+    if bad := tally.rows_bad + tally.rows_bad_before:
+        parts.append(f"{bad:,} bad")
     return parts
 
 
-def _amount(number: float) -> str:
+def amount(number: float) -> str:
+    """For people: a decimal where it says something."""
     return f"{number:.1f}" if number < 100 else f"{number:,.0f}"
 
 

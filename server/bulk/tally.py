@@ -1,23 +1,52 @@
 """How far a job is and how fast: what its parts count, and what follows from that at a time.
 
-Lives here: the counts, pure arithmetic. Must not: clocks, output (progress.py, summary.py). The rule: what earlier
+Lives here: the counts, and pure arithmetic. Must not: clocks, output (progress.py, summary.py). The rule: what earlier
 starts have finished is progress, but never speed.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-__all__ = ["Figures", "Pace", "Tally"]
+from paceline.server.bulk.values import BadRow
+
+__all__ = ["Figures", "Pace", "Reasons", "Tally"]
 
 _WINDOW_NS = 30_000_000_000
+_MOST_REASONS = 1_000
+_NUMBER = re.compile(r"\d+")
+
+
+class Reasons:
+    """Why rows are at fault, and how many of them for each reason. Reasons that differ in numbers alone are one, told
+    by its first. Of more than a thousand, the later ones are only counted, together."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int]] = {}
+        self._others = 0
+
+    def add(self, reason: str) -> None:
+        key = _NUMBER.sub("0", reason)
+        first, count = self._found.get(key, (reason, 0))
+        if count or len(self._found) < _MOST_REASONS:
+            self._found[key] = (first, count + 1)
+        else:
+            self._others += 1
+
+    def commonest(self, most: int) -> list[tuple[str, int]]:
+        """At most so many, with their numbers of rows, and what is left as one more of them: "other reasons"."""
+        ordered = sorted(self._found.values(), key=lambda one: -one[1])
+        others = self._others + sum(count for _, count in ordered[most:])
+        return [*ordered[:most], *([("other reasons", others)] if others else [])]
 
 
 @dataclass(slots=True)
 class Tally:
-    """A job's counts so far, which those who do it raise, on the event loop's thread. All but the first four are this
-    start's own. A retried execution or a unit that is done again because nobody finished it is counted once."""
+    """A job's counts so far, which those who do it raise, on the event loop's thread. Those after `rows_bad_before`
+    are this start's own. What is done again, because it wasn't finished, is counted once."""
 
     doing: str = "starting"
     """What the job does now, for people."""
@@ -27,14 +56,18 @@ class Tally:
     planned_share: float = 0.0
     """Which share of the input's bytes the planned units come from. 1: there are no other units."""
     units_before: int = 0
-    """Those of `units` that earlier starts have finished; and `rows_before`: theirs."""
+    """Those of `units` that earlier starts have finished; `rows_before` and `rows_bad_before`: theirs."""
     rows_before: int = 0
+    rows_bad_before: int = 0
 
     units_done: int = 0
     rows_read: int = 0
     """With those at fault."""
     rows_written: int = 0
+    """Of finished units."""
     rows_bad: int = 0
+    """Raised by `add_bad`."""
+    reasons: Reasons = field(default_factory=Reasons)
 
     executions: int = 0
     """Of the model, those that failed not among them."""
@@ -43,6 +76,20 @@ class Tally:
     elements: int = 0
     """Of inputs, as executed; and `filled_elements`: those of them that filled rows up to a common size."""
     filled_elements: int = 0
+
+    def add_bad(self, rows: Iterable[BadRow]) -> None:
+        for row in rows:
+            self.rows_bad += 1
+            self.reasons.add(row.reason)
+
+    @property
+    def rows_per_batch(self) -> float | None:
+        return self.rows_executed / self.executions if self.executions else None
+
+    @property
+    def padding(self) -> float | None:
+        """The share of the executed elements that only filled up."""
+        return self.filled_elements / self.elements if self.elements else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +105,6 @@ class Figures:
     rows_per_s: float | None
     rows_per_batch: float | None
     padding: float | None
-    """The share of the executed elements that only filled up."""
     left_s: float | None
 
     @property
@@ -96,7 +142,7 @@ class Pace:
             rows_total=total,
             rows_are_estimated=tally.planned_share < 1,
             rows_per_s=rows_per_s,
-            rows_per_batch=tally.rows_executed / tally.executions if tally.executions else None,
-            padding=tally.filled_elements / tally.elements if tally.elements else None,
+            rows_per_batch=tally.rows_per_batch,
+            padding=tally.padding,
             left_s=max(0, total - rows_done) / rows_per_s if rows_per_s and total is not None else None,
         )

@@ -11,6 +11,7 @@ import pytest
 from paceline.scheduler.testing import ManualClock
 from paceline.server.bulk.progress import Progress, ProgressKind, duration
 from paceline.server.bulk.tally import Tally
+from paceline.server.bulk.values import BadRow
 from tests.polling import eventually_async
 
 SECOND_NS = 1_000_000_000
@@ -24,26 +25,26 @@ class Terminal(io.StringIO):
 async def shown(kind: ProgressKind, out: io.StringIO) -> str:
     """What `out` has after a job of 4000 rows, of which 1000 were done before and 1500 now, at 500 rows/s."""
     clock, tally = ManualClock(), Tally(doing="running", units=4, rows=4000, planned_share=1)
-    tally.units_before, tally.rows_before = 1, 1000
+    tally.units_before, tally.rows_before, tally.rows_bad_before = 1, 1000, 4
     progress = Progress(tally, kind, out, clock.now_ns)
     async with progress:
         for _ in range(3):
             clock.advance(SECOND_NS)
             tally.rows_read += 500
             tally.rows_executed += 498
-            tally.rows_bad += 2
+            tally.add_bad([BadRow(number, "not a number") for number in (7, 8)])
             tally.executions += 20
             tally.elements, tally.filled_elements = tally.elements + 1000, tally.filled_elements + 50
             progress.draw()
     return out.getvalue()
 
 
-LAST = "running: 2,500 of 4,000 rows (62 %), 500 rows/s, 3 s left, 24.9 rows/batch, 5.0 % padding, 6 bad"
+LAST = "running: 2,500 of 4,000 rows (62 %), 500 rows/s, 3 s left, 24.9 rows/batch, 5.0 % padding, 10 bad"
 
 
 async def test_lines_say_how_far_and_how_fast() -> None:
     lines = (await shown(ProgressKind.LINES, io.StringIO())).splitlines()
-    assert lines[0] == "running: 1,000 of 4,000 rows (25 %)"
+    assert lines[0] == "running: 1,000 of 4,000 rows (25 %), 4 bad"
     assert lines[-1] == LAST
     assert len(lines) == 5
 
@@ -65,7 +66,7 @@ async def test_auto_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     assert text.endswith("\x1b[?25h")  # the cursor is back
     last = text.rpartition("running")[2]
     assert "2,500 of 4,000 rows (62 %)" in last
-    assert "500 rows/s, 3 s left, 24.9 rows/batch, 5.0 % padding, 6 bad" in last
+    assert "500 rows/s, 3 s left, 24.9 rows/batch, 5.0 % padding, 10 bad" in last
 
 
 async def test_bar_of_unknown_length_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +96,7 @@ async def test_json_lines_have_every_number() -> None:
         "units_done": 0,
         "rows": 4000,
         "rows_before": 1000,
+        "rows_bad_before": 4,
         "rows_read": 1500,
         "rows_written": 0,
         "rows_bad": 6,

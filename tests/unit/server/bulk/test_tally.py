@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.server.bulk.tally import Figures, Pace, Tally
+from paceline.server.bulk.tally import Figures, Pace, Reasons, Tally
 
 SECOND_NS = 1_000_000_000
 
@@ -95,3 +95,29 @@ def test_batches_and_padding_are_shares_of_what_executed() -> None:
     tally = Tally(executions=4, rows_executed=100, elements=2000, filled_elements=150)
     figures = Pace(0).figures(tally, SECOND_NS)
     assert (figures.rows_per_batch, figures.padding) == (25, pytest.approx(0.075))
+
+
+def test_reasons_that_differ_in_numbers_are_one() -> None:
+    reasons = Reasons()
+    for reason in ("expected 3 values, got 5", "no text", "expected 3 values, got 17"):
+        reasons.add(reason)
+    assert reasons.commonest(5) == [("expected 3 values, got 5", 2), ("no text", 1)]
+
+
+def test_rarer_reasons_are_counted_together() -> None:
+    reasons = Reasons()
+    for reason, times in (("a", 3), ("b", 2), ("c", 1), ("d", 1)):
+        for _ in range(times):
+            reasons.add(reason)
+    assert reasons.commonest(2) == [("a", 3), ("b", 2), ("other reasons", 2)]
+
+
+def test_reasons_that_never_repeat_take_bounded_memory() -> None:
+    reasons = Reasons()
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    for first in letters:
+        for second in letters:
+            reasons.add(first + second)
+            reasons.add(first + second.upper())
+    assert len(reasons.commonest(10_000)) == 1001
+    assert reasons.commonest(10_000)[-1] == ("other reasons", 2 * 26 * 26 - 1000)
