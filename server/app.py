@@ -112,6 +112,7 @@ def _load_defaults(settings: Settings, on_call: OnCall | None) -> LoadDefaults:
         allow_python_models=settings.allow_python_models,
         on_call=on_call,
         keeps_responses=settings.cache_bytes > 0,
+        offline=settings.offline,
     )
 
 

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from paceline.server.limits import Connections, Limits
-from paceline.server.models.defaults import BackendConfig, BatchDefaults
+from paceline.server.models.defaults import BackendConfig, BatchDefaults, Offline
 from paceline.server.models.upstream_settings import UpstreamSettings
 from paceline.server.rpc.credentials import Restriction
 from paceline.server.rpc.tls import TlsFiles
@@ -46,7 +46,8 @@ class Settings:
     `frontends` is the number of processes that speak gRPC; 1: the one with the models does. Up to `frontend_memory_mb`
     MiB of tensors may be in transit to each front, and as many from it. A front that is silent for
     `frontend_timeout_secs` is replaced (0: never). `load_models` are the models to load at the start in mode EXPLICIT;
-    "*" alone: all. With `upstream` there are no `paths`: that server's models are served."""
+    "*" alone: all. With `upstream` there are no `paths`: that server's models are served. `offline`: the models are for
+    work of that kind; None: for requests that share batches."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
@@ -86,6 +87,7 @@ class Settings:
     allow_python_models: bool = False
     trace: TraceConfig = field(default_factory=TraceConfig)
     upstream: UpstreamSettings | None = None
+    offline: Offline | None = None
     tls: TlsFiles | None = None
     token_file: Path | None = None
     restrictions: Mapping[str, Restriction] = field(default_factory=dict)

@@ -31,8 +31,9 @@ from paceline.server.app import Server
 from paceline.server.codec.array_request import ArrayAnswer
 from paceline.server.config import Settings
 from paceline.server.errors import NotSupported, ServerError
+from paceline.server.limits import Limits
 from paceline.server.model_flags import within_cpus
-from paceline.server.models.defaults import BackendConfig, BatchDefaults
+from paceline.server.models.defaults import BackendConfig, BatchDefaults, Offline
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import AnswerInMaking
 from paceline.server.requests.inner_request import InnerRequest, array_request, status_and_text
@@ -52,7 +53,7 @@ class EngineSettings(TypedDict, total=False):
     by default 32) and `max_queue_delay_us` (0) are for models without a `config.pbtxt`. `intra_op_threads`: threads of
     a session whose model doesn't say; 0: ONNX Runtime decides. `execution_timeout_s`: the longest execution before its
     instance is replaced; 0: no limit. `allow_python_models`: whether models may be Python code, which runs in processes
-    of its own."""
+    of its own. `offline`: each request is an execution by itself, so that its result doesn't depend on others."""
 
     model_name: str
     max_batch_size: int
@@ -60,6 +61,7 @@ class EngineSettings(TypedDict, total=False):
     intra_op_threads: int
     execution_timeout_s: float
     allow_python_models: bool
+    offline: Offline
 
 
 class Asked(TypedDict, total=False):
@@ -98,6 +100,7 @@ class Engine:
             raise ValueError("expected at least one path: a model repository, a model's folder or a .onnx file")
         threads = BackendConfig(intra_op_threads=settings.get("intra_op_threads", 0))
         rows = settings.get("max_batch_size", BatchDefaults().max_batch_rows)
+        offline = settings.get("offline")
         self._settings = Settings(
             tuple(map(Path, paths)),
             metrics_port=None,
@@ -107,6 +110,8 @@ class Engine:
             backend_config=within_cpus(threads),
             execution_timeout_secs=settings.get("execution_timeout_s", 0.0),
             allow_python_models=settings.get("allow_python_models", False),
+            offline=offline,
+            limits=Limits() if offline is None else Limits(queued_requests=0, queued_bytes=0),
         )
         self._backend_of = backend_of
         self._server: Server | None = None
@@ -142,7 +147,7 @@ class Engine:
 
     def describe(self, model: str = "", version: str = "") -> ModelDescription:
         """What a model takes and gives, and how it is batched. Raises NotFound."""
-        served = self._find(model, version)
+        served = self.find(model, version)
         return described(metadata_of(served.config, [served.version]), served.config)
 
     async def infer(self, inputs: Inputs, **asked: Unpack[Asked]) -> ArrayAnswer:
@@ -156,7 +161,7 @@ class Engine:
         Raises InferenceError, of the same classes as a client does, and ValueError or TypeError for values that can't
         be converted. Cancelling it withdraws the request.
         """
-        served = self._find(asked.get("model", ""), asked.get("version", ""))
+        served = self.find(asked.get("model", ""), asked.get("version", ""))
         inference = self._running.inference  # also while the engine ends
         if served.decoupled:
             what = f"model '{served.name}' may answer more than once: expected stream, got infer"
@@ -181,7 +186,7 @@ class Engine:
         """The same for models that may answer more than once, such as decoders: yields each answer as it comes. An
         error ends it. Closing it, as `contextlib.aclosing` does, withdraws the request. A model waits while too many
         of its answers haven't been taken."""
-        served = self._find(asked.get("model", ""), asked.get("version", ""))
+        served = self.find(asked.get("model", ""), asked.get("version", ""))
         inference = self._running.inference  # also while the engine ends
         answers: asyncio.Queue[tuple[AnswerInMaking | None, ArrayAnswer | InferenceError]] = asyncio.Queue()
 
@@ -214,7 +219,9 @@ class Engine:
             raise RuntimeError("expected a running engine: use it inside of `async with Engine(…) as engine:`")
         return self._server
 
-    def _find(self, model: str, version: str) -> ServedModel:
+    def find(self, model: str, version: str) -> ServedModel:
+        """What serves a model: for tools that stand on this engine. Raises NotFound, and ValueError if it isn't said
+        which of several."""
         repository = self._running.repository
         if not model:
             if len(self.models) != 1:

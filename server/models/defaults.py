@@ -12,11 +12,20 @@ from dataclasses import dataclass, field
 from paceline.backends.model_call import OnCall
 from paceline.backends.onnx.options import CACHE_DIRECTORY, OWN_PROCESS
 
-__all__ = ["BackendConfig", "BatchDefaults", "LoadDefaults", "as_boolean", "parse_backend_config", "parse_cache_config"]
+__all__ = [
+    "INTRA",
+    "BackendConfig",
+    "BatchDefaults",
+    "LoadDefaults",
+    "Offline",
+    "as_boolean",
+    "parse_backend_config",
+    "parse_cache_config",
+]
 
 _BACKEND = "onnxruntime"
 _CACHE = "local"
-_INTRA, _INTER = "intra_op_thread_count", "inter_op_thread_count"
+INTRA, _INTER = "intra_op_thread_count", "inter_op_thread_count"
 _MAX_NUMBER = 2**31 - 1
 _MAX_DIGITS = 40
 _MAX_THREADS = 1_024
@@ -38,13 +47,23 @@ class BatchDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class Offline:
+    """For work whose results mustn't depend on what else is asked at the time: each request is an execution by itself,
+    and none is refused or ends since too many wait, or for too long. `instances` and `intra_op_threads` are those of
+    each model, on each of its devices, whatever its configuration says; 0: as that says."""
+
+    instances: int = 0
+    intra_op_threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadDefaults:
     """`batching` is for models without any configuration. `max_batch_rows` is for those whose configuration leaves
     `max_batch_size` to the model; `parameters` are defaults for the configuration's own. Without `auto_complete`, a
     configuration has to spell out its tensors; without `allow_op_libraries`, models can't bring libraries of operators,
     and without `allow_python_models`, none may be Python code. `execution_limit_ns` limits executions of models that
     set no limit; 0: none. `on_call` takes the calls that models make. `keeps_responses`: the server has a response
-    cache, for models that ask for one."""
+    cache, for models that ask for one. `offline`: models are for work of that kind."""
 
     batching: BatchDefaults = field(default_factory=BatchDefaults)
     max_batch_rows: int = BatchDefaults().max_batch_rows
@@ -55,6 +74,7 @@ class LoadDefaults:
     allow_python_models: bool = False
     on_call: OnCall | None = None
     keeps_responses: bool = False
+    offline: Offline | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +95,7 @@ class BackendConfig:
     @property
     def parameters(self) -> dict[str, str]:
         """Defaults for what a model's own `parameters` don't say."""
-        threads = {_INTRA: self.intra_op_threads, _INTER: self.inter_op_threads}
+        threads = {INTRA: self.intra_op_threads, _INTER: self.inter_op_threads}
         counts = {} if self.shared_threads else {key: str(count) for key, count in threads.items() if count}
         cache = {CACHE_DIRECTORY: self.cache_directory} if self.cache_directory else {}
         process = {} if self.own_process is None else {OWN_PROCESS: str(self.own_process).lower()}
@@ -147,7 +167,7 @@ _MEMORY = _count(2**60)
 _KEYS: Mapping[str, tuple[str, Callable[[str], object], str]] = {
     "default-max-batch-size": ("max_batch_rows", *_count(_MAX_NUMBER)),
     "enable-global-threadpool": ("shared_threads", as_boolean, "0 or 1"),
-    _INTRA: ("intra_op_threads", *_count(_MAX_THREADS)),
+    INTRA: ("intra_op_threads", *_count(_MAX_THREADS)),
     _INTER: ("inter_op_threads", *_count(_MAX_THREADS)),
     "cache-directory": ("cache_directory", str, "a path"),
     "own-process": ("own_process", as_boolean, "0 or 1"),

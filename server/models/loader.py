@@ -57,6 +57,7 @@ from paceline.server.models.model_config import (
     plan,
 )
 from paceline.server.models.model_record import DUPLICATE_NAME
+from paceline.server.models.offline import configured_for, executed_alone
 from paceline.server.models.padding import says_only_padding, with_lengths
 from paceline.server.models.permissions import check_allowed, check_code
 from paceline.server.models.sequence_config import of_clients
@@ -139,7 +140,7 @@ def load_model(
     if tell_versions is not None:
         tell_versions(versions)
     if is_ensemble(config):
-        return [_load_ensemble(folder, version, config) for version in versions]
+        return [_load_ensemble(folder, version, config, defaults) for version in versions]
     if await_called is not None and (called := called_models(config)):
         await_called(called)
     backend = backend_of(backend_name(config))
@@ -149,6 +150,8 @@ def load_model(
     if config.response_cache.enable and not defaults.keeps_responses:
         text = "model '%s': response_cache has no effect, as the server has no cache: --cache-config local,size=BYTES"
         _log.warning(text, config.name)
+    if defaults.offline is not None:
+        config = configured_for(defaults.offline, config)
     loaded: list[LoadedVersion] = []
     with ExitStack() as undo:
         for version in versions:
@@ -222,7 +225,7 @@ def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
     return wanted
 
 
-def _load_ensemble(folder: ModelFolder, version: int, config: pb.ModelConfig) -> LoadedVersion:
+def _load_ensemble(folder: ModelFolder, version: int, config: pb.ModelConfig, defaults: LoadDefaults) -> LoadedVersion:
     """There is nothing to load, and the models that execute its steps aren't known here."""
     _tell_ignored(config, ())
     steps = steps_of(config)
@@ -235,6 +238,8 @@ def _load_ensemble(folder: ModelFolder, version: int, config: pb.ModelConfig) ->
     whole = effective_config(config, served, platform=ENSEMBLE, file="", groups=())
     instances = tuple(EnsembleInstance() for _ in range(most_at_once(config)))
     labels = read_labels(config, folder.path)
+    if defaults.offline is not None:
+        served = executed_alone(served)
     return LoadedVersion(folder.name, version, whole, served, labels, EnsembleModel(steps), instances)
 
 
@@ -302,6 +307,8 @@ def _load_version(
     text = opened.in_words if isinstance(opened, Generates) else batching_in_words(padding, config, tried)
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, text)
     found = Found(text, warm_up.in_words)
+    if defaults.offline is not None:
+        served = executed_alone(served)
     return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), warm_up, took_ns, found)
 
 
