@@ -1,0 +1,170 @@
+"""The job's input: which files there are, of which format, and their rows.
+
+Lives here: the choice of the format, and `FileSource`, which reads the files of one. Must not: know what is inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Protocol
+
+import pyarrow as pa
+
+from paceline.server.bulk.cutting import Walk, cut
+from paceline.server.bulk.listing import Location, find_locations
+from paceline.server.bulk.parquet_files import ParquetFormat
+from paceline.server.bulk.values import BulkError, Chunk, FileIndex, Fixed, InputFile, Source, Unit
+
+__all__ = ["FORMATS", "FileSource", "Format", "find_source"]
+
+
+class Format(Protocol):
+    """What a kind of file has inside. Raises OSError, ArrowException or BulkError if a file can't be read."""
+
+    def schema(self, place: Location) -> pa.Schema | None:
+        """The file's columns, None if it has nothing that tells."""
+
+    def index(self, place: Location, schema: pa.Schema, unit_rows: int) -> FileIndex:
+        """As `Source.index`."""
+
+    def start(self, unit: Unit) -> int:
+        """The row at which `pieces` begin."""
+
+    def pieces(
+        self, place: Location, schema: pa.Schema, columns: Sequence[str], unit: Unit, fixed: Fixed
+    ) -> Iterator[Chunk]:
+        """All rows from `start` to the file's end, in pieces of about `chunk_bytes` at most."""
+
+
+_SUFFIXES: Mapping[str, tuple[str, ...]] = {"parquet": (".parquet", ".pq", ".parq")}
+_MAKERS: Mapping[str, Callable[[], Format]] = {"parquet": ParquetFormat}
+FORMATS = tuple(_MAKERS)
+
+
+def find_source(patterns: Sequence[str], format: str | None = None, output: str | None = None) -> Source:
+    """The files that the patterns (paths, URLs, globs, folders) mean, in order, each once. Their suffix tells the
+    format unless `format` does. `output` is the job's own folder, which is never input. Blocks; raises BulkError if
+    there are no files, or several formats, or the first file can't be read."""
+    listed = find_locations(patterns, lambda name: _is_data(name, format), output)
+    places = [place for _, found in listed for place in found]
+    names = {format} if format is not None else {_format_of(place.name) for place in places}
+    if None in names:
+        unknown = next(place.shown for place in places if _format_of(place.name) is None)
+        raise BulkError(f"{unknown}: its name tells no format: give one by --format, of {', '.join(FORMATS)}")
+    if len(names) > 1:
+        raise BulkError(
+            f"the input has files of several formats, {', '.join(sorted(map(str, names)))}: choose by --format"
+        )
+    return FileSource(_MAKERS[str(names.pop())](), places)
+
+
+def _format_of(name: str) -> str | None:
+    return next((kind for kind, suffixes in _SUFFIXES.items() if name.lower().endswith(suffixes)), None)
+
+
+def _is_data(name: str, format: str | None) -> bool:
+    """Whether a file of a folder is input. Where the format is given, names without any suffix are, too."""
+    visible = not name.startswith((".", "_"))
+    return visible and (
+        _format_of(name) in ((format,) if format else FORMATS) or (format is not None and "." not in name)
+    )
+
+
+class FileSource:
+    """`Source` for files that have rows.
+
+    Reading on where another unit ended is much cheaper than beginning in the midst of a file if that has to be read
+    from its front, or from the front of a row group. So files stay open for the next unit, no more of them than units
+    have been read at once.
+    """
+
+    def __init__(self, format: Format, places: Sequence[Location]) -> None:
+        self.files: Sequence[InputFile] = tuple(
+            InputFile(index, place.shown, place.size_bytes, place.changed_ns) for index, place in enumerate(places)
+        )
+        self._format = format
+        self._places = tuple(places)
+        self._lock = Lock()
+        self._kept: list[tuple[tuple[object, ...], Walk]] = []  # guarded by the lock, as the two below
+        self._reading = 0
+        self._most_reading = 0
+        self.schema = self._first_schema()
+
+    def index(self, file: InputFile, unit_rows: int) -> FileIndex:
+        with self._unchanged(file) as place:
+            return self._format.index(place, self.schema, unit_rows)
+
+    def chunks(self, unit: Unit, columns: Sequence[str], fixed: Fixed) -> Iterator[Chunk]:
+        key = (unit.file.index, tuple(columns), fixed)
+        with self._counted(), self._unchanged(unit.file) as place:
+            walk = self._take(key, unit)
+            if walk is None:
+                pieces = self._format.pieces(place, self.schema, columns, unit, fixed)
+                walk = Walk(pieces, self._format.start(unit))
+            yield from cut(walk.rows(unit.begin, unit.end, place.shown), fixed)
+            self._keep(key, walk)
+
+    def place(self, file: InputFile, number: int) -> tuple[str, int]:
+        return file.path, number
+
+    def _first_schema(self) -> pa.Schema:
+        """The columns of the first file that tells any."""
+        for file in self.files:
+            with self._unchanged(file) as place:
+                schema = self._format.schema(place)
+            if schema is not None:
+                twice = [name for name in schema.names if schema.names.count(name) > 1]
+                if twice:
+                    raise BulkError(f"{place.shown}: there are several columns {twice[0]!r}")
+                return schema
+        return pa.schema([])
+
+    @contextmanager
+    def _unchanged(self, file: InputFile) -> Iterator[Location]:
+        """Where `file` is. Raises BulkError if it has changed before or meanwhile, or can't be read."""
+        place = self._places[file.index]
+        self._refuse_changed(file, place)
+        try:
+            yield place
+        except (OSError, pa.ArrowException) as error:
+            self._refuse_changed(file, place)
+            raise BulkError(f"{place.shown} can't be read: {error}") from None
+        self._refuse_changed(file, place)
+
+    def _refuse_changed(self, file: InputFile, place: Location) -> None:
+        now = place.current()
+        if (now.size_bytes, now.changed_ns) != (file.size_bytes, file.changed_ns):
+            raise BulkError(
+                f"{place.shown} has changed since the job began: it had {file.size_bytes} bytes, and has "
+                f"{now.size_bytes}" + (", written later" if now.size_bytes == file.size_bytes else "")
+            )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._lock:
+            self._reading += 1
+            self._most_reading = max(self._most_reading, self._reading)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reading -= 1
+
+    def _take(self, key: tuple[object, ...], unit: Unit) -> Walk | None:
+        """The open file that is closest before the unit, if that is closer than where a new one would begin."""
+        start = self._format.start(unit)
+        with self._lock:
+            usable = [kept for kept in self._kept if kept[0] == key and start <= kept[1].position <= unit.begin]
+            if not usable:
+                return None
+            best = max(usable, key=lambda kept: kept[1].position)
+            self._kept.remove(best)
+            return best[1]
+
+    def _keep(self, key: tuple[object, ...], walk: Walk) -> None:
+        """For the unit that goes on here. Those that have waited longest make way."""
+        with self._lock:
+            self._kept.append((key, walk))
+            del self._kept[: max(0, len(self._kept) + self._reading - 1 - self._most_reading)]

@@ -1,0 +1,93 @@
+"""What patterns mean: files, folders, globs and URLs, in which order, and what is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.server.bulk.listing import find_locations
+from paceline.server.bulk.values import BulkError
+
+FILES = ("b.parquet", "a.parquet", "deep/c.parquet", "deep/er/d.parquet", "note.txt", "_SUCCESS.parquet", ".a.parquet")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in (*FILES, "_temporary/e.parquet", ".hidden/f.parquet"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "in"
+
+
+def listed(*patterns: str, output: str | None = None) -> list[str]:
+    found = find_locations(patterns, lambda name: name.endswith(".parquet") and name[0] not in "._", output)
+    return [place.shown for _, places in found for place in places]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("in/a.parquet", ["in/a.parquet"]),
+        ("in", ["in/a.parquet", "in/b.parquet", "in/deep/c.parquet", "in/deep/er/d.parquet"]),
+        ("in/", ["in/a.parquet", "in/b.parquet", "in/deep/c.parquet", "in/deep/er/d.parquet"]),
+        ("in/*.parquet", ["in/a.parquet", "in/b.parquet"]),
+        ("in/[b-z].parquet", ["in/b.parquet"]),
+        ("*/?.parquet", ["in/a.parquet", "in/b.parquet"]),
+        ("in/deep/**/*.parquet", ["in/deep/c.parquet", "in/deep/er/d.parquet"]),
+        ("in/**", ["in/a.parquet", "in/b.parquet", "in/deep/c.parquet", "in/deep/er/d.parquet", "in/note.txt"]),
+        ("in/*/er", ["in/deep/er/d.parquet"]),
+        ("in/_*/*", ["in/_temporary/e.parquet"]),
+        ("in/_temporary", ["in/_temporary/e.parquet"]),
+        ("in/_SUCCESS.parquet", ["in/_SUCCESS.parquet"]),
+    ],
+)
+def test_pattern_means_sorted_visible_files(folder: Path, pattern: str, names: list[str]) -> None:
+    assert listed(pattern) == names
+
+
+def test_patterns_keep_order_and_files_come_once(folder: Path) -> None:
+    found = listed("in/b.parquet", "in/*.parquet", str(folder / "a.parquet"), "./in/deep", "in")
+    assert found == ["in/b.parquet", "in/a.parquet", "./in/deep/c.parquet", "./in/deep/er/d.parquet"]
+
+
+def test_url_shows_files_as_urls(folder: Path) -> None:
+    (folder / "x y.parquet").write_text("")
+    assert listed(f"file://{folder}/[x]*") == [f"file://{folder}/x%20y.parquet"]
+
+
+def test_name_with_wildcards_means_itself(folder: Path) -> None:
+    (folder / "a[1].parquet").write_text("")
+    assert listed("in/a[1].parquet") == ["in/a[1].parquet"]
+
+
+def test_output_folder_is_never_input(folder: Path) -> None:
+    assert listed("in", output="in/deep") == ["in/a.parquet", "in/b.parquet"]
+    assert listed("in/*", output="in/deep") == ["in/a.parquet", "in/b.parquet", "in/note.txt"]
+
+
+def test_links_that_lead_back_end(folder: Path) -> None:
+    (folder / "deep" / "back").symlink_to(folder)
+    assert len(listed("in")) == 4
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("in/none.parquet", "there is no such file"),
+        ("in/none/*", "there is no such file"),
+        ("in/*.csv", "there is no such file"),
+        ("nosuch://bucket/a", "nosuch://bucket/a"),
+        ("/dev/null", "neither file nor folder"),
+    ],
+)
+def test_pattern_without_files_is_refused(folder: Path, pattern: str, words: str) -> None:
+    with pytest.raises(BulkError, match=words):
+        listed(pattern)
+
+
+def test_folder_without_input_is_refused(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    with pytest.raises(BulkError, match="in/empty: no input file in there"):
+        listed("in/*.parquet", "in/empty")
