@@ -12,7 +12,7 @@ from typing import cast
 
 import grpc
 
-from paceline.backends.base import Backend
+from paceline.backends.base import Backend, DeviceKind
 from paceline.backends.lengths import Lengths
 from paceline.backends.spec import Array
 from paceline.clients.errors import Internal, InvalidArgument, ResourceExhausted
@@ -33,12 +33,17 @@ class EngineModel:
 
     def __init__(self, engine: Engine, name: str = "", parameters: Parameters = _NO_PARAMETERS) -> None:
         served = engine.find(name, "")
+        executing = _executing(served)
         if why := _why_not(served):
             raise BulkError(f"model '{served.name}' can't compute rows: {why}")
         self._engine, self._parameters = engine, parameters
         self.description = engine.describe(served.name)
         self.max_rows = served.max_batch_rows
-        self.at_once = _at_once(served)
+        self.max_elements = served.batcher.policy.max_batch_elements
+        self.batch_sizes: Sequence[int] = served.batcher.policy.batch_sizes
+        self.at_once = sum(map(_calls_for, executing))
+        instances = [one for each in executing for one in each.instances.runners.values()]
+        self.on_cpus = all(one.device.kind is DeviceKind.CPU for one in instances)
         self.lengths = Lengths(served.spec) if served.spec.lengths else None
 
     async def infer(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> Mapping[str, Array]:
@@ -92,11 +97,15 @@ def _why_not(served: ServedModel) -> str:
     return ""
 
 
-def _at_once(served: ServedModel) -> int:
-    """One call for each place that executes, and one for each instance that waits there, so that none is ever idle. A
-    pipeline keeps all models busy that execute its steps."""
-    if served.pipeline is not None:
-        return sum(_at_once(cast("ServedModel", model)) for model in served.pipeline.models)
+def _executing(served: ServedModel) -> Sequence[ServedModel]:
+    """The models that execute its requests: itself, unless it is a pipeline."""
+    if served.pipeline is None:
+        return [served]
+    return [cast("ServedModel", model) for model in served.pipeline.models if model.pipeline is None]
+
+
+def _calls_for(served: ServedModel) -> int:
+    """One call for each place that executes, and one for each instance that waits there, so that none is ever idle."""
     runners = served.instances.runners
     places = served.batcher.policy.max_batch_rows if served.generates is not None else 1
     return len(runners) * places + len(set(runners.values()))

@@ -132,11 +132,14 @@ class Source(Protocol):
 
 class Computes(Protocol):
     """A model that computes rows. `max_rows` is the most rows of a call, 0 if it has no batch axis: then a call is one
-    row without one. `at_once`: how many calls at a time keep it busy. `lengths`: the axes in which rows of a call may
-    have been filled up, if whoever calls has to do that."""
+    row without one. `batch_sizes`: what batches are filled up to, the last of them `max_rows`; empty: they aren't.
+    `max_elements`: the most that rows times common sizes should be, 0 for any. `at_once`: how many calls at a time keep
+    it busy. `lengths`: the axes in which rows of a call may have been filled up, if whoever calls has to do that."""
 
     description: ModelDescription
     max_rows: int
+    batch_sizes: Sequence[int]
+    max_elements: int
     at_once: int
     lengths: Lengths | None
 

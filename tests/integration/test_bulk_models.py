@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from paceline.backends.errors import ExecutionError, OutOfMemory
 from paceline.backends.spec import Tensors
 from paceline.clients.errors import InferenceError, Internal, InvalidArgument
+from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.models import EngineModel, engine_model
-from paceline.server.bulk.rows import Rows
-from paceline.server.bulk.values import BulkError
+from paceline.server.bulk.probe import Sample, choose, layouts
+from paceline.server.bulk.values import BulkError, Chunk
+from paceline.server.cpus import usable_cpus
 from paceline.server.models.defaults import Offline
 from tests import models
 from tests.integration.serving import echo_model, write_model
@@ -113,13 +116,35 @@ async def test_row_that_fails_alone_leaves_its_neighbours(tmp_path: Path) -> Non
     async with memory_model(tmp_path, memory := echo_model()) as model:
         memory.faults.raise_when(has_5, ExecutionError("5 is out of range"))
         batch = np.arange(8)
-        given = Rows(rows(*batch), batch, (), batched=True)
+        table = pa.record_batch({"a": pa.array([[number] for number in range(8)], pa.list_(pa.float32(), 1))})
+        given = Columns(model.description, table.schema).rows(Chunk(table, batch))
         results = await execute(Calls(model, ["x"]), 0, given, [batch])
     assert sorted(one.outputs["x"].ravel().tolist() for one in results.computed) == [[0, 1], [2, 3], [4], [6, 7]]
     (failed,) = results.failed
     assert failed.place == 5
     assert "5 is out of range" in failed.reason
     assert memory.batches[:5] == [(8,), (2,), (2,), (2,), (1,)]
+
+
+@pytest.mark.parametrize(("rows", "instances"), [(0, 0), (4, 2)], ids=["auto", "given"])
+async def test_probe_chooses_from_what_may_be(tmp_path: Path, rows: int, instances: int) -> None:
+    path = models.write(models.mlp(), tmp_path / "mlp.onnx")
+    table = pa.record_batch({"INPUT0": pa.array([[0.5] * 16] * 64, pa.list_(pa.float32(), 16))})
+    opened: list[Offline] = []
+
+    def open_model(offline: Offline) -> AbstractAsyncContextManager[EngineModel]:
+        opened.append(offline)
+        return engine_model(path, max_rows=32, offline=offline)
+
+    def sample_of(model: EngineModel) -> Sample:
+        given = Columns(model.description, table.schema).rows(Chunk(table, np.arange(64)))
+        return Sample(given, [], lambda size: [np.arange(size)])
+
+    choice = await choose(open_model, sample_of, batch_rows=rows, instances=instances)
+    assert choice.offline in opened
+    assert opened == layouts(instances, usable_cpus().count)
+    assert choice.measured.batch_rows in ([rows] if rows else [1, 2, 4, 8, 16, 32])
+    assert choice.measured.output_row_bytes == 16
 
 
 @pytest.mark.parametrize(

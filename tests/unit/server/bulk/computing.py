@@ -7,16 +7,27 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import grpc
 import numpy as np
+import pyarrow as pa
 
 from paceline.backends.spec import Array
-from paceline.clients.description import ModelDescription
+from paceline.clients.description import Batching, ModelDescription
 from paceline.clients.errors import inference_error
+from paceline.clients.messages import TensorMetadata
+from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.rows import Rows
-from paceline.server.bulk.values import Places
+from paceline.server.bulk.values import Chunk, Places
 
 __all__ = ["Doubling", "failing_on", "numbers", "places"]
 
-DESCRIPTION = ModelDescription("m", ("1",), "memory", (), ())
+DESCRIPTION = ModelDescription(
+    "m",
+    ("1",),
+    "memory",
+    (TensorMetadata("x", "INT64", (-1,)),),
+    (TensorMetadata("y", "INT64", (-1,)),),
+    is_configured=True,
+    batching=Batching(64, True, (), 0, 0, 0, ()),
+)
 
 
 def places(*numbers: int) -> Places:
@@ -25,8 +36,8 @@ def places(*numbers: int) -> Places:
 
 def numbers(begin: int, end: int) -> Rows:
     """Rows that are these numbers, as input `x`."""
-    values = np.arange(begin, end)
-    return Rows({"x": values}, np.arange(len(values)), (), batched=True)
+    table = pa.record_batch({"x": pa.array(range(begin, end), pa.int64())})
+    return Columns(DESCRIPTION, table.schema).rows(Chunk(table, np.arange(end - begin)))
 
 
 class Doubling:
@@ -34,6 +45,8 @@ class Doubling:
 
     description = DESCRIPTION
     lengths = None
+    batch_sizes: Sequence[int] = ()
+    max_elements = 0
 
     def __init__(
         self, before: Callable[[Sequence[int]], Awaitable[object] | None] = lambda _: None, *, at_once: int = 1

@@ -1,0 +1,198 @@
+"""How many rows a call had best have, and how many instances with how many threads: by trying it on real rows.
+
+Lives here: what is tried, for how long, and what is chosen. Must not: open models or read rows; it is given both. The
+rule: what is chosen is the least that is nearly the best, as memory, rows at fault and a job's end cost less then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from itertools import cycle, islice
+from time import monotonic_ns
+
+from paceline.backends.spec import Array
+from paceline.clients.errors import InferenceError
+from paceline.server.bulk.execution import Calls
+from paceline.server.bulk.models import EngineModel
+from paceline.server.bulk.rows import Rows
+from paceline.server.bulk.values import BulkError, Computes, Places
+from paceline.server.codec.codec import memory_bytes
+from paceline.server.cpus import usable_cpus
+from paceline.server.models.defaults import Offline
+
+__all__ = ["MOST_ROWS", "Choice", "Measured", "Sample", "best", "choose", "layouts", "measure", "sizes_of"]
+
+MOST_ROWS = 1_024
+"""Of a call to a model that sets no limit of its own."""
+
+_NEARLY = 0.95
+_LOSING = 0.8
+"""Larger batches aren't tried once one is so much slower than the best."""
+_MEASURE_NS = 250_000_000
+_LEAST_CALLS, _LONG_CALL_NS = 2, 1_000_000_000
+"""Of each that can be under way, unless calls are long. With fewer, the end of a measurement, when not all are, would
+count too much."""
+_MOST_NS = 15_000_000_000
+"""Nothing larger is tried after this."""
+_MOST_CALL_BYTES = 2**28
+
+Clock = Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The first rows of a job. `batches`: what calls they make if a call has so many rows at most."""
+
+    rows: Rows
+    outputs: Sequence[str]
+    batches: Callable[[int], Sequence[Places]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """With calls of up to `batch_rows`, the model gives `rows_per_s`, if it has as many calls at a time as it takes.
+    The outputs of a row have `output_row_bytes` on average."""
+
+    batch_rows: int
+    rows_per_s: float
+    output_row_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to run a job with."""
+
+    offline: Offline
+    measured: Measured
+
+
+async def choose(
+    open_model: Callable[[Offline], AbstractAsyncContextManager[EngineModel]],
+    sample_of: Callable[[EngineModel], Sample],
+    *,
+    batch_rows: int = 0,
+    instances: int = 0,
+    most_instances: int = 1_024,
+    clock: Clock = monotonic_ns,
+) -> Choice:
+    """Try the model as `open_model` opens it, one layout after the other. `batch_rows` and `instances`: as asked for;
+    0: to be found out, up to `most_instances`. Raises BulkError if all rows of the sample are at fault, or the model
+    can't be opened."""
+    choices: list[Choice] = []
+    for offline in layouts(instances, usable_cpus().count):
+        if offline.instances > most_instances and not instances:
+            continue
+        async with open_model(offline) as model:
+            sizes = [batch_rows] if batch_rows else sizes_of(model)
+            if choices:
+                first = choices[0].measured.batch_rows
+                sizes = [size for size in sizes if first <= 2 * size and size <= 2 * first]
+            choices.append(Choice(offline, best(await measure(model, sample_of(model), sizes, clock))))
+        if not model.on_cpus:
+            break
+    # The first unless others are better by more than chance.
+    most = max(choice.measured.rows_per_s for choice in choices)
+    return next(choice for choice in choices if choice.measured.rows_per_s >= _NEARLY * most)
+
+
+def layouts(instances: int, cpus: int) -> list[Offline]:
+    """What may be best on so many CPUs, the simplest first: the model as it is configured, which is one instance with
+    all of them if that says nothing; or several with a few threads each. `instances`: if they are given."""
+    if instances:
+        return [Offline(instances, max(1, cpus // instances) if instances > 1 else 0)]
+    # Of CPUs that are two halves of a core, only one may be of use.
+    shares = {(cpus // threads, threads) for threads in (1, 2, 4) if cpus // threads > 1} | {(max(1, cpus // 2), 1)}
+    return [Offline(), *(Offline(*share) for share in sorted(shares, reverse=True) if share[0] > 1)]
+
+
+def best(tried: Sequence[Measured]) -> Measured:
+    """The smallest batch within 5 % of the fastest."""
+    most = max(one.rows_per_s for one in tried)
+    return next(one for one in tried if one.rows_per_s >= _NEARLY * most)
+
+
+def sizes_of(model: Computes) -> Sequence[int]:
+    """Numbers of rows that a model may be best with: those that its batches are filled up to, or powers of two."""
+    if model.batch_sizes:
+        return model.batch_sizes
+    most = max(1, model.max_rows)
+    return sorted({*(1 << power for power in range(most.bit_length())), most})
+
+
+async def measure(
+    model: Computes, sample: Sample, sizes: Sequence[int], clock: Clock = monotonic_ns
+) -> Sequence[Measured]:
+    """Each of `sizes`, in ascending order, that is worth a try. Raises BulkError if no row can be computed."""
+    tried: list[Measured] = []
+    began_ns, largest, reason = clock(), 0, "there are none"
+    for size in sizes:
+        batches = sample.batches(size)
+        if (rows := max(map(len, batches), default=0)) <= largest:
+            break  # there are no more rows that could share a call
+        largest = rows
+        run = _Run(Calls(model, sample.outputs), sample.rows, batches, clock)
+        await run.execute(model.at_once)
+        reason = run.reason or reason
+        if run.computed_rows:
+            rate = run.computed_rows * 1e9 / max(1, run.took_ns)
+            tried.append(Measured(size, rate, run.output_bytes / run.computed_rows))
+            if rate < _LOSING * max(one.rows_per_s for one in tried):
+                break
+        if run.call_bytes > _MOST_CALL_BYTES or clock() - began_ns > _MOST_NS:
+            break
+    if not tried:
+        raise BulkError(f"none of the first {len(sample.rows.good)} rows could be computed: {reason}")
+    return tried
+
+
+class _Run:
+    """Calls with `batches`, again and again, but for those that have failed; `reason` says why the last of these has.
+    What is counted has succeeded."""
+
+    def __init__(self, calls: Calls, rows: Rows, batches: Sequence[Places], clock: Clock) -> None:
+        self._calls, self._rows, self._batches, self._clock = calls, rows, batches, clock
+        self._failed: set[int] = set()
+        self._numbers = cycle(range(len(batches)))
+        self.computed_rows = self.output_bytes = self.call_bytes = self.took_ns = 0
+        self.reason = ""
+
+    async def execute(self, at_once: int) -> None:
+        await asyncio.gather(*(self._call() for _ in range(at_once)))  # first calls allocate, and maybe compile
+        self.computed_rows = self.output_bytes = 0
+        began_ns = self._clock()
+        await asyncio.gather(*(self._work(began_ns + _MEASURE_NS) for _ in range(at_once)))
+        self.took_ns = self._clock() - began_ns
+
+    async def _work(self, until_ns: int) -> None:
+        calls, longest_ns = 0, 0
+        while len(self._failed) < len(self._batches):
+            began_ns = self._clock()
+            await self._call()
+            now_ns, calls = self._clock(), calls + 1
+            longest_ns = max(longest_ns, now_ns - began_ns)
+            if now_ns >= until_ns and (calls >= _LEAST_CALLS or longest_ns >= _LONG_CALL_NS):
+                return
+
+    async def _call(self) -> None:
+        left = (number for number in islice(self._numbers, len(self._batches)) if number not in self._failed)
+        if (number := next(left, None)) is None:
+            return
+        places, rows = self._batches[number], self._rows
+        inputs = rows.take(places, rows.common_sizes(places))
+        try:
+            outputs = await self._calls(0, lambda: inputs)
+        except InferenceError as error:
+            self._failed.add(number)
+            self.reason = error.message
+            return
+        output_bytes = _bytes_of(outputs)
+        self.call_bytes = max(self.call_bytes, _bytes_of(inputs) + output_bytes)
+        self.output_bytes += output_bytes
+        self.computed_rows += len(places)
+
+
+def _bytes_of(tensors: Mapping[str, Array]) -> int:
+    return sum(map(memory_bytes, tensors.values()))
