@@ -1,0 +1,51 @@
+"""Which units there are, and whose they are.
+
+Lives here: from files and their indexes to numbered units, and shards. Must not: touch a file; whoever asks brings the
+indexes. The rule: numbers depend on the list of files and on `unit_rows` alone, so all shards and starts agree on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from paceline.server.bulk.values import BulkError, FileIndex, InputFile, Unit
+
+__all__ = ["ALONE", "Shard", "units"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a job that one process does: of all units every `count`-th, from `number` (from 0) on."""
+
+    number: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise BulkError(f"shard {self.number} of {self.count}: expected a number from 0 to {self.count - 1}")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.number}-of-{self.count}"
+
+    def has(self, unit: int) -> bool:
+        return unit % self.count == self.number
+
+
+ALONE = Shard(0, 1)
+
+
+def units(files: Iterable[InputFile], index: Callable[[InputFile], FileIndex], unit_rows: int) -> Iterator[Unit]:
+    """All units in order, of all shards. Asks for a file's index when its first unit is; a file without rows has none,
+    and the last of a file may be short."""
+    number = 0
+    for file in files:
+        found = index(file)
+        for place, begin in enumerate(range(0, found.rows, unit_rows)):
+            offset = found.offsets[place] if found.offsets else 0
+            yield Unit(number, file, begin, min(begin + unit_rows, found.rows), offset)
+            number += 1
