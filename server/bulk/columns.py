@@ -6,20 +6,46 @@ call a model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from paceline.backends.lengths import Lengths
-from paceline.backends.spec import Array
+from paceline.backends.spec import fits
 from paceline.clients.description import ModelDescription
+from paceline.clients.messages import TensorMetadata
 from paceline.protos.datatypes import by_name
-from paceline.server.bulk.results import Results, Table
-from paceline.server.bulk.rows import Rows
-from paceline.server.bulk.values import BadRow, BulkError, Chunk
+from paceline.server.bulk.decoding import Dims, decode, takes
+from paceline.server.bulk.encoding import arrow_type, cut, encode
+from paceline.server.bulk.results import Computed, Results, Table
+from paceline.server.bulk.rows import Rows, Tensor
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, Places
 
 __all__ = ["Columns"]
+
+
+class _Fed(NamedTuple):
+    """An input, and the column that feeds it. `dims` are a row's. `lengths`: which axes of a row have which lengths."""
+
+    name: str
+    column: str
+    datatype: str
+    dims: Dims
+    lengths: tuple[tuple[int, int], ...]
+    fill: object
+
+
+class _Made(NamedTuple):
+    """A column, and the output that it is made of."""
+
+    column: str
+    name: str
+    datatype: str
+    dims: Dims
+    lengths: tuple[tuple[int, int], ...]
+    type: pa.DataType
 
 
 class Columns:
@@ -28,7 +54,7 @@ class Columns:
     `schema` is the input's. `description` is the model's: it has a batch axis if `description.batching` isn't None.
     `map` names the columns of inputs, {input: column}; others have their input's name, and optional inputs without such
     a column are left out. `keep` are columns that are written as they are, before the outputs. `outputs` are {column:
-    output}; empty: all outputs, by their own names. BYTES are written as text, but for those outputs that `binary`
+    output}; empty: all outputs, by their own names. BYTES are written as text, but for those columns that `binary`
     names. `lengths`: those of `Computes`.
 
     `names` are the columns to read. `outputs` are the names of the outputs to ask for. `output_schema` is that of all
@@ -51,54 +77,212 @@ class Columns:
         lengths: Lengths | None = None,
     ) -> None:
         self._batched, self._lengths = description.batching is not None, lengths
-        lead = 1 if self._batched else 0
-        mapped = map or {}
-        self._inputs = {one.name: (mapped.get(one.name, one.name), one) for one in description.inputs}
-        missing = [column for column, _ in self._inputs.values() if column not in schema.names]
-        if missing:
-            raise BulkError(f"expected a column '{missing[0]}', got {', '.join(schema.names)}")
-        self._kept = tuple(keep)
-        named = outputs or {one.name: one.name for one in description.outputs}
-        found = {one.name: one for one in description.outputs}
-        self._columns = {column: found[name] for column, name in named.items()}
-        self.names = tuple(dict.fromkeys([*(column for column, _ in self._inputs.values()), *keep]))
-        self.outputs = tuple(dict.fromkeys(named.values()))
-        fields = [schema.field(name) for name in keep]
-        for column, one in self._columns.items():
-            kind = pa.from_numpy_dtype(by_name(one.datatype).dtype)
-            for size in reversed(one.shape[lead:]):
-                kind = pa.list_(kind, size)
-            fields.append(pa.field(column, kind))
-        self.output_schema = pa.schema(fields)
+        self._fed = _fed(description, schema, map or {}, lengths)
+        self._made = _made(description, outputs or {one.name: one.name for one in description.outputs}, binary, lengths)
+        kept = tuple(dict.fromkeys(keep))
+        _check_columns(schema, [*kept, *(one.column for one in self._fed)])
+        for one in self._made:
+            if one.column in kept:
+                raise BulkError(
+                    f"column '{one.column}': expected one to be written under this name, got the input's column, which "
+                    f"is kept, and the model's output '{one.name}': name that another, --output NAME={one.name}"
+                )
+        self._kept = kept
+        self.names = tuple(dict.fromkeys([*(one.column for one in self._fed), *kept]))
+        self.outputs = tuple(dict.fromkeys(one.name for one in self._made))
+        made = [pa.field(one.column, one.type) for one in self._made]
+        self.output_schema = pa.schema([*(schema.field(name) for name in kept), *made])
 
     def rows(self, chunk: Chunk) -> Rows:
         """The chunk's rows as the model takes them. Those that it can't be given are `bad`, with the reasons."""
-        inputs: dict[str, Array] = {}
-        for name, (column, one) in self._inputs.items():
-            values = chunk.table.column(column)
-            while hasattr(values, "flatten"):
-                values = values.flatten()
-            shape = (len(chunk.numbers), *one.shape[1 if self._batched else 0 :])
-            inputs[name] = values.to_numpy().astype(by_name(one.datatype).dtype, copy=False).reshape(shape)
-        return Rows(inputs, np.arange(len(chunk.numbers)), (), self._batched, self._lengths)
+        faults: dict[int, str] = {}
+        inputs: dict[str, Tensor] = {}
+        for one in self._fed:
+            own: dict[int, str] = {}
+            decoded = decode(chunk.table.column(one.column), one.datatype, one.dims, own)
+            inputs[one.name] = Tensor(*decoded, one.lengths, one.fill)
+            for place, reason in own.items():
+                faults.setdefault(place, f"column '{one.column}' (input '{one.name}'): {reason}")
+        sizes = self._sizes(len(chunk.numbers), inputs, faults)
+        bad = [BadRow(int(chunk.numbers[place]), reason) for place, reason in sorted(faults.items())]
+        good = np.delete(np.arange(len(chunk.numbers)), [*faults])
+        return Rows(inputs, good, bad, self._batched, self._lengths, sizes)
+
+    def _sizes(self, rows: int, inputs: Mapping[str, Tensor], faults: dict[int, str]) -> Places:
+        """The rows' sizes in the model's lengths. Rows of which axes of one length differ are added to `faults`."""
+        lengths = self._lengths.spec.lengths if self._lengths is not None else ()
+        sizes = np.zeros((rows, len(lengths)), np.int64)
+        for number, length in enumerate(lengths):
+            found = {
+                f"{name}[{axis}]": tensor.shapes[:, axis]
+                for name, tensor in inputs.items()
+                for axis, its in tensor.lengths
+                if its == number
+            }
+            first, *others = found.values()
+            sizes[:, number] = first
+            for place in np.flatnonzero(np.any([one != first for one in others], axis=0)).tolist() if others else ():
+                got = ", ".join(f"{where}: {one[place]}" for where, one in found.items())
+                faults.setdefault(place, f"expected one size in the axes of length '{length.name}', got {got}")
+        return sizes
 
     def table(self, chunk: Chunk, rows: Rows, results: Results) -> Table:
         """What is written of `chunk`: the outputs of its `rows`, all of which are in `results`, beside what is kept of
-        them. Outputs that don't fit into the columns' types make their row a bad one."""
-        places = np.concatenate([one.places for one in results.computed] or [rows.good[:0]])
+        them. Outputs that don't fit into the columns' types make their rows bad ones."""
+        fitting, faults = list[Computed](), {one.place: one.reason for one in results.failed}
+        for computed in results.computed:
+            if reason := self._unfit(computed):
+                faults.update(dict.fromkeys(computed.places.tolist(), reason))
+            else:
+                fitting.append(computed)
+        places: Places = np.concatenate([rows.good[:0], *[one.places for one in fitting]])
+        if not np.array_equal(np.sort(np.concatenate([places, np.array([*faults], np.int64)])), rows.good):
+            raise ValueError("expected each good row of the chunk in its results, once")
+        arrays = []
+        for made in self._made:
+            array, faulty = self._encoded(made, fitting, rows)
+            arrays.append(array)
+            for place in places[faulty].tolist():
+                what = "expected text in UTF-8, got other bytes: write them as they are, with --binary"
+                faults.setdefault(place, f"output '{made.name}': {what} {made.column}")
         order = np.argsort(places)
-        arrays = [chunk.table.column(name).take(pa.array(places[order])) for name in self._kept]
-        for field in list(self.output_schema)[len(self._kept) :]:
-            parts = [one.outputs[self._columns[field.name].name] for one in results.computed]
-            parts = parts if self._batched else [one[None] for one in parts]
-            array = pa.array(np.concatenate(parts)[order].ravel() if parts else [])
-            arrays.append(_nested(array, field.type))
-        failed = [BadRow(int(chunk.numbers[one.place]), one.reason) for one in results.failed]
-        batch = pa.RecordBatch.from_arrays(arrays, schema=self.output_schema)
+        order = order[~np.isin(places[order], [*faults])]
+        if not np.array_equal(order, np.arange(len(places))):
+            arrays = [array.take(pa.array(order)) for array in arrays]
+        kept = [_chosen(chunk.table.column(name), places[order]) for name in self._kept]
+        failed = [BadRow(int(chunk.numbers[place]), reason) for place, reason in faults.items()]
+        batch = pa.RecordBatch.from_arrays([*kept, *arrays], schema=self.output_schema)
         return Table(batch, sorted([*chunk.bad, *rows.bad, *failed]))
 
+    def _unfit(self, computed: Computed) -> str:
+        """Why the outputs of a call can't be written; "" if they can."""
+        for one in self._made:
+            array = computed.outputs.get(one.name)
+            if array is None:
+                return f"output '{one.name}': expected it in the model's answer, got {', '.join(computed.outputs)}"
+            dims = list(one.dims)
+            for axis, number in one.lengths:
+                dims[axis] = computed.sizes[number]
+            if self._batched:
+                dims.insert(0, len(computed.places))
+            if not fits(array.shape, dims):
+                return f"output '{one.name}': expected shape {dims}, got {list(array.shape)}"
+            is_widened = one.datatype == "BF16" and array.dtype == np.float32
+            if array.dtype != by_name(one.datatype).dtype and not is_widened:
+                return f"output '{one.name}': expected {one.datatype}, got an array of {array.dtype}"
+        return ""
 
-def _nested(leaf: pa.Array, kind: pa.DataType) -> pa.Array:
-    if not pa.types.is_fixed_size_list(kind):
-        return leaf.cast(kind)
-    return pa.FixedSizeListArray.from_arrays(_nested(leaf, kind.value_type), type=kind)
+    def _encoded(self, made: _Made, fitting: Iterable[Computed], rows: Rows) -> tuple[pa.Array, list[int]]:
+        """All rows of a column in the order of the calls, and which of them can't be written."""
+        elements = [np.empty(0, by_name(made.datatype).dtype)]
+        sizes = [np.empty((0, len(made.dims)), np.int64)]
+        for one in fitting:
+            output = one.outputs[made.name] if self._batched else one.outputs[made.name][None]
+            own = np.tile(np.array(output.shape[1:], np.int64), (len(one.places), 1))
+            for axis, number in made.lengths:
+                own[:, axis] = rows.sizes[one.places, number]
+            elements.append(cut(output, own))
+            sizes.append(own)
+        return encode(np.concatenate(elements[1:] or elements), np.concatenate(sizes), made.type)
+
+
+def _chosen(column: pa.Array, places: Places) -> pa.Array:
+    """The values at `places`, which ascend. Of slices, as there are types that Arrow can't take single values of."""
+    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    slices = [column.slice(int(run[0]), len(run)) for run in runs if len(run)]
+    return slices[0] if len(slices) == 1 else pa.concat_arrays([column.slice(0, 0), *slices])
+
+
+def _fed(
+    description: ModelDescription, schema: pa.Schema, mapped: Mapping[str, str], lengths: Lengths | None
+) -> tuple[_Fed, ...]:
+    names = [one.name for one in description.inputs]
+    for name in mapped:
+        if name not in names:
+            raise BulkError(
+                f"--map {name}={mapped[name]}: expected an input of the model ({_listed(names)}), got '{name}'"
+            )
+    specs = {one.name: index for index, one in enumerate(lengths.spec.inputs)} if lengths is not None else {}
+    fed = []
+    for one in description.inputs:
+        column = mapped.get(one.name, one.name)
+        if one.name not in mapped and column not in schema.names:
+            if one.name in description.optional_inputs:
+                continue
+            raise BulkError(
+                f"input '{one.name}' ({one.datatype}, a row has shape {list(_dims(description, one))}): expected a "
+                f"column of this name, or --map {one.name}=COLUMN with one of {_listed(_typed(schema))}"
+            )
+        _check_columns(schema, [column])
+        dims, kind = _dims(description, one), schema.field(column).type
+        if not takes(one.datatype, dims, kind):
+            raise BulkError(
+                f"column '{column}' for input '{one.name}': expected {_wanted(one.datatype, dims)}, got {kind}; "
+                f"columns: {_listed(_typed(schema))}"
+            )
+        index = specs.get(one.name)
+        axes = () if lengths is None or index is None else lengths.inputs[index]
+        fill = 0 if lengths is None or index is None else lengths.fills[index]
+        fed.append(_Fed(one.name, column, one.datatype, dims, tuple((axis - 1, number) for axis, number in axes), fill))
+    return tuple(fed)
+
+
+def _made(
+    description: ModelDescription, named: Mapping[str, str], binary: Sequence[str], lengths: Lengths | None
+) -> tuple[_Made, ...]:
+    found = {one.name: one for one in description.outputs}
+    specs = {one.name: index for index, one in enumerate(lengths.spec.outputs)} if lengths is not None else {}
+    made = []
+    for column, name in named.items():
+        one = found.get(name)
+        if one is None:
+            raise BulkError(
+                f"--output {column}={name}: expected an output of the model ({_listed(found)}), got '{name}'"
+            )
+        dims = _dims(description, one)
+        index = specs.get(name)
+        axes = () if lengths is None or index is None else lengths.outputs[index]
+        kind = arrow_type(one.datatype, dims, binary=column in binary)
+        made.append(_Made(column, name, one.datatype, dims, tuple((axis - 1, number) for axis, number in axes), kind))
+    texts = [one.column for one in made if one.datatype == "BYTES"]
+    for column in binary:
+        if column not in texts:
+            raise BulkError(
+                f"--binary {column}: expected a column of outputs that are BYTES ({_listed(texts)}), got '{column}'"
+            )
+    return tuple(made)
+
+
+def _dims(description: ModelDescription, tensor: TensorMetadata) -> Dims:
+    """The dims of a row. Raises BulkError if it has none of its own."""
+    if description.batching is None:
+        return tensor.shape
+    if tensor.shape[:1] != (-1,):
+        raise BulkError(
+            f"'{tensor.name}': expected a batch axis, so that rows can have their own, got shape {list(tensor.shape)}"
+        )
+    return tensor.shape[1:]
+
+
+def _check_columns(schema: pa.Schema, columns: Iterable[str]) -> None:
+    for column in columns:
+        count = len(schema.get_all_field_indices(column))
+        if count != 1:
+            what = "no such column" if count == 0 else f"{count} of this name"
+            raise BulkError(f"column '{column}': expected one of the input's ({_listed(_typed(schema))}), got {what}")
+
+
+def _wanted(datatype: str, dims: Dims) -> str:
+    what = "text or binary" if datatype == "BYTES" else "numbers or booleans"
+    deep = f"lists, {len(dims)} deep, of {what}" if dims else what
+    alone = f", or {what} that are no lists" if dims and set(dims) <= {1, -1} else ""
+    flat = ", or lists of all elements" if len(dims) > 1 and -1 not in dims else ""
+    return f"{deep}{alone}{flat} ({datatype} of shape {list(dims)})"
+
+
+def _typed(schema: pa.Schema) -> list[str]:
+    return [f"{field.name}: {field.type}" for field in schema]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,190 @@
+"""From a column's values to the elements of a tensor, row by row.
+
+Lives here: what is read of Arrow's types, which values the datatypes of the protocol hold, and why a row's don't fit.
+Must not: loop over good rows: what is done for each of them is done by numpy or Arrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from paceline.backends.spec import Array
+from paceline.clients.casting import cast
+from paceline.protos.datatypes import Datatype, by_name
+from paceline.server.bulk.values import Places
+
+__all__ = ["Decoded", "Dims", "Faults", "decode", "takes"]
+
+Dims = tuple[int, ...]
+"""The sizes of a row's axes, -1 for any."""
+
+Faults = MutableMapping[int, str]
+"""Why rows can't be given to the model, by their place in the chunk. The first reason stays."""
+
+_TEXT = (
+    *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary),
+    *(pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary),
+)
+_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+_LISTS = (pa.types.is_list, pa.types.is_large_list)
+
+
+class Decoded(NamedTuple):
+    """As `Tensor` has them."""
+
+    values: Array | pa.Array
+    begins: Places
+    shapes: Places
+
+
+def takes(datatype: str, dims: Dims, column: pa.DataType) -> bool:
+    """Whether the values of a column of this type may be rows of an input: lists as deep as it has axes; a single value
+    if that is a row; or a list of all elements in C order, if all dims are fixed."""
+    depth, leaf = _depth(column)
+    if not any(check(leaf) for check in (_TEXT if datatype == "BYTES" else _NUMBERS)):
+        return False
+    return depth == len(dims) or (depth == 0 and set(dims) <= {1, -1}) or (depth == 1 and dims != () and min(dims) > -1)
+
+
+def decode(array: pa.Array, datatype: str, dims: Dims, faults: Faults) -> Decoded:
+    """The rows of an input from the values of a column, of a type that it `takes`. Those that don't fit are added to
+    `faults`, and mean nothing in what is returned. Views `array` if the model has its elements in the same form."""
+    rows, (depth, _) = len(array), _depth(array.type)
+    expected = f"expected {datatype} of shape {list(dims)}"
+    lists = _Lists(array, dims if depth == len(dims) else (-1,) * depth)
+    while lists.go_down(faults, expected):
+        pass
+    if depth == len(dims):
+        shapes = np.stack(lists.sizes, axis=1) if depth else np.empty((rows, 0), np.int64)
+        for axis, dim in enumerate(dims):
+            if dim != -1:
+                _add(faults, shapes[:, axis] != dim, lambda row: f"{expected}, got shape {shapes[row].tolist()}")
+    else:
+        shapes = np.broadcast_to(np.abs(np.array(dims, np.int64)), (rows, len(dims)))
+        if depth:
+            sizes, elements = lists.sizes[0], int(np.prod(dims))
+            _add(faults, sizes != elements, lambda row: f"{expected}, or {elements} elements, got {sizes[row]}")
+    return Decoded(_elements(lists, by_name(datatype), faults), lists.bounds[:-1], shapes)
+
+
+class _Lists:
+    """How deep a column has been looked into. The values of row i at this depth are `array[bounds[i]:bounds[i + 1]]`;
+    `sizes` has the rows' sizes in each axis above. For rows at fault they mean nothing."""
+
+    def __init__(self, array: pa.Array, dims: Dims) -> None:
+        self.array = _plain(array)
+        self.bounds: Places = np.arange(len(array) + 1)
+        self.sizes: list[Places] = []
+        self._dims = dims
+
+    def go_down(self, faults: Faults, expected: str) -> bool:
+        """Look into the lists at this depth; false if there are none."""
+        array, bounds, axis = self.array, self.bounds, len(self.sizes)
+        if array.null_count:
+            what = "a null in it" if axis else "null"
+            _add(faults, self._rows_of(array.is_null()), lambda _: f"{expected}, got {what}")
+        is_fixed = pa.types.is_fixed_size_list(array.type)
+        if is_fixed:
+            ends = (np.arange(len(array) + 1) + array.offset) * array.type.list_size
+        elif any(check(array.type) for check in _LISTS):
+            ends = array.offsets.to_numpy().astype(np.int64, copy=False)
+        else:
+            return False
+        # A row's size in this axis is that of its first list, if it has any.
+        sizes, counts = np.diff(ends), np.diff(bounds)
+        own = np.append(sizes, 0)[bounds[:-1]]
+        own[counts == 0] = max(0, self._dims[axis])
+        if axis and not is_fixed:
+            differs = self._rows_of(pa.array(sizes != np.repeat(own, counts)))
+            _add(faults, differs, lambda _: f"{expected}, got lists of different sizes in axis {axis}")
+        self.sizes.append(own)
+        self.bounds = ends[bounds] - ends[0]
+        self.array = _plain(array.values.slice(ends[0], ends[-1] - ends[0]))
+        return True
+
+    def _rows_of(self, chosen: pa.BooleanArray) -> Array:
+        """Of each row, whether any of its values is chosen."""
+        found = np.zeros(len(self.bounds) - 1, np.bool_)
+        places = np.flatnonzero(chosen.to_numpy(zero_copy_only=False))
+        found[np.searchsorted(self.bounds, places, "right") - 1] = True
+        return found
+
+
+def _elements(lists: _Lists, datatype: Datatype, faults: Faults) -> Array | pa.Array:
+    """All elements in the form that the model has them in; of BYTES, Arrow's."""
+    array = lists.array
+    if datatype.name == "BYTES":
+        is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+        return array.cast(pa.large_binary() if is_large else pa.binary())
+    if array.null_count:
+        array = array.fill_null(pa.scalar(0).cast(array.type))
+    if pa.types.is_boolean(array.type):
+        values: Array = array.cast(pa.uint8()).to_numpy().view(np.bool_)
+    else:
+        values = array.to_numpy()
+    try:
+        return cast(values, datatype)
+    except ValueError:
+        target = np.zeros(len(values), datatype.dtype)
+        _cast_rows(values, target, lists.bounds, datatype, 0, faults)
+        return target
+
+
+def _cast_rows(values: Array, target: Array, bounds: Places, datatype: Datatype, first: int, faults: Faults) -> None:
+    """Write `values` of the rows between `bounds`, of which the first one's place is `first`, into `target`."""
+    part = slice(bounds[0], bounds[-1])
+    try:
+        target[part] = cast(values[part], datatype)
+    except ValueError as error:
+        if len(bounds) == 2:
+            faults.setdefault(first, f"expected values that are {datatype.name} without loss: {error}")
+            return
+        # Halved until the rows at fault are alone: what it costs depends on how many of them there are.
+        middle = len(bounds) // 2
+        _cast_rows(values, target, bounds[: middle + 1], datatype, first, faults)
+        _cast_rows(values, target, bounds[middle:], datatype, first + middle, faults)
+
+
+def _depth(column: pa.DataType) -> tuple[int, pa.DataType]:
+    """How many lists deep the values of a column are, and of which type what is in them."""
+    depth = 0
+    while True:
+        if isinstance(column, pa.FixedShapeTensorType):
+            depth, column = depth + len(column.shape), column.value_type
+        elif isinstance(column, pa.BaseExtensionType):
+            column = column.storage_type
+        elif pa.types.is_dictionary(column):
+            column = column.value_type
+        elif any(check(column) for check in (pa.types.is_fixed_size_list, *_LISTS)):
+            depth, column = depth + 1, column.value_type
+        else:
+            return depth, column
+
+
+def _plain(array: pa.Array) -> pa.Array:
+    """`array` without what Arrow wraps around its values to make them smaller, faster to find, or mean something."""
+    while True:
+        kind = array.type
+        if isinstance(kind, pa.FixedShapeTensorType):
+            storage = array.storage
+            values = storage.values.slice(storage.offset * storage.type.list_size, len(array) * storage.type.list_size)
+            for size in reversed(kind.shape[1:]):
+                values = pa.FixedSizeListArray.from_arrays(values, size)
+            return pa.FixedSizeListArray.from_arrays(values, kind.shape[0], mask=storage.is_null())
+        if isinstance(kind, pa.BaseExtensionType):
+            array = array.storage
+        elif pa.types.is_dictionary(kind):
+            array = pa.DictionaryArray.from_arrays(array.indices, _plain(array.dictionary)).dictionary_decode()
+        elif pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+            array = array.cast(pa.large_binary())
+        else:
+            return array
+
+
+def _add(faults: Faults, chosen: Array, reason: Callable[[int], str]) -> None:
+    for place in np.flatnonzero(chosen).tolist():
+        faults.setdefault(place, reason(place))
