@@ -54,7 +54,7 @@ def files_differ(old: Sequence[Sequence[str | int]], new: Sequence[Sequence[str 
         elif path in before and before[path] != now[path]:
             each.append(f"before input {path} was changed")
     more = [f"with {len(each) - _NAMED} more inputs that differ"] if len(each) > _NAMED else []
-    return [*each[:_NAMED], *more] or ["with its input files in another order"]
+    return [*each[:_NAMED], *more] or ["with its inputs in another order"]
 
 
 def _shown(value: Plain) -> str:

@@ -83,8 +83,13 @@ class Part:
     def __init__(self, temporary: str, output_format: str, schema: pa.Schema) -> None:
         self.temporary = temporary
         self.rows = 0
-        self._file = open(temporary, "xb")  # noqa: SIM115
-        self._writer = open_writer(output_format, schema, self._file)
+        self._file = open(temporary, "xb")  # noqa: SIM115 - closed by `finish` or `drop`
+        try:
+            self._writer = open_writer(output_format, schema, self._file)
+        except BaseException:
+            self._file.close()
+            os.unlink(temporary)
+            raise
 
     def write(self, rows: pa.RecordBatch) -> None:
         """Adds rows, in order. Blocks. Raises BulkError if the disk is full or fails."""
@@ -101,6 +106,7 @@ class Part:
 
     def drop(self) -> None:
         """Removes it, unless it was committed. Never fails: what stays is removed at the next start."""
+        self._writer.drop()
         with suppress(OSError):
             self._file.close()
         with suppress(OSError):
@@ -111,8 +117,8 @@ class JobFolder:
     """Where a job, or one of its shards, writes. Everything blocks; `part`, `index` and `commit` may be called from any
     thread, also at once, and also without `open`, by a process that works for one that has opened the folder."""
 
-    done: Mapping[int, Mark]
-    """This shard's units that were finished when it was opened."""
+    done: dict[int, Mark]
+    """This shard's finished units: those that were when it was opened, and those that it has committed since."""
     finished: Totals | None
     """If the whole job was finished when it was opened. Then there is nothing to do."""
 
@@ -190,6 +196,7 @@ class JobFolder:
                 remove([bad_path])
             publish(part.temporary, os.path.join(self.path, f"{name}.{self._format}"))
             self._put(self._mark_path(unit.number), mark._asdict())
+        self.done[unit.number] = mark
         return mark
 
     def finish(self, units: int) -> Totals | None:
@@ -198,10 +205,10 @@ class JobFolder:
         with explained(self.path):
             if not self._finished_units().issuperset(range(units)):
                 return None
-            marks = [mark for number in range(units) if (mark := self._mark(number)) is not None]
-            if len(marks) < units:  # another shard has begun to do some again
+            marks = [self.done.get(number) or self._mark(number) for number in range(units)]
+            if None in marks:  # another shard has begun to do some again
                 return None
-            totals = Totals(units, sum(mark.rows for mark in marks), sum(mark.bad for mark in marks))
+            totals = Totals(units, sum(mark.rows for mark in marks if mark), sum(mark.bad for mark in marks if mark))
             self._put(self._success, totals._asdict())
         return totals
 
@@ -312,7 +319,7 @@ class JobFolder:
 def _read(path: str, kind: Callable[..., T]) -> T | None:
     """What a file says, None if there is none. Files appear whole, so what is damaged was damaged by something else."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             content = file.read()
     except FileNotFoundError:
         return None
@@ -324,4 +331,5 @@ def _read(path: str, kind: Callable[..., T]) -> T | None:
 
 def _told(file: InputFile, row: BadRow, place: Place) -> bytes:
     path, number = place(file, row.number)
-    return json.dumps({"file": path, "row": number, "reason": row.reason}, ensure_ascii=False).encode() + b"\n"
+    told = json.dumps({"file": path, "row": number, "reason": row.reason}, ensure_ascii=False)
+    return told.encode(errors="backslashreplace") + b"\n"  # which is JSON's own form of what isn't UTF-8

@@ -7,66 +7,122 @@ rows in the same chunks become the same bytes, and what is held doesn't depend o
 from __future__ import annotations
 
 import io
-import json
+import math
 from collections.abc import Callable
 from typing import BinaryIO, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from paceline.server.bulk.json_lines import json_lines
 from paceline.server.bulk.values import BulkError
 
 __all__ = ["FORMATS", "Writer", "check_schema", "open_writer"]
 
-ROW_GROUP_BYTES = 32 << 20
-"""A row group is as many chunks as reach this, so that readers find large ones and the writer holds little."""
+_ROW_GROUP_BYTES = 32 << 20
+"""A row group is as many chunks as reach this: large enough for readers, and little to hold."""
 
 
 class Writer(Protocol):
+    """Blocks. Lets errors of the file through, and can only be dropped then."""
+
     def write(self, rows: pa.RecordBatch) -> None:
         """Adds rows, in order. May keep them until later ones come."""
 
     def finish(self) -> None:
         """Writes what is left. The file stays open."""
 
+    def drop(self) -> None:
+        """Instead of `finish`, or after it: nothing is written any more, also if the file is closed."""
 
-class ParquetFile:
+
+class _Parquet:
     def __init__(self, schema: pa.Schema, file: BinaryIO) -> None:
-        self._writer = pq.ParquetWriter(file, schema, compression="zstd")
-        self._schema = schema
+        # Outputs are numbers that hardly repeat: a dictionary of them only costs time, and space in the end.
+        texts = [field.name for field in schema if pa.types.is_string(field.type)]
+        self._writer = pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=texts)
         self._held: list[pa.RecordBatch] = []
         self._held_bytes = 0
 
     def write(self, rows: pa.RecordBatch) -> None:
         self._held.append(rows)
         self._held_bytes += rows.nbytes
-        if self._held_bytes >= ROW_GROUP_BYTES:
-            self._flush()
+        if self._held_bytes >= _ROW_GROUP_BYTES:
+            self._write_group()
 
     def finish(self) -> None:
-        self._flush()
+        self._write_group()
         self._writer.close()
 
-    def _flush(self) -> None:
-        if self._held:
-            table = pa.Table.from_batches(self._held, self._schema)
-            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+    def drop(self) -> None:
+        self._writer.is_open = False  # or it would be closed, with what is left, when it is collected
+
+    def _write_group(self) -> None:
+        table = pa.Table.from_batches(self._held, self._writer.schema)
+        if table.num_rows:
+            self._writer.write_table(table, row_group_size=table.num_rows)
         self._held, self._held_bytes = [], 0
 
 
-class JsonLines:
+class _JsonLines:
     def __init__(self, schema: pa.Schema, file: BinaryIO) -> None:
         self._file = file
 
     def write(self, rows: pa.RecordBatch) -> None:
-        for row in rows.to_pylist():
-            self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._file.write(json_lines(rows))
 
     def finish(self) -> None:
         pass
 
+    def drop(self) -> None:
+        pass
 
-FORMATS: dict[str, Callable[[pa.Schema, BinaryIO], Writer]] = {"parquet": ParquetFile, "jsonl": JsonLines}
+
+class _Npy:
+    """One array [rows, ...]. How many rows it has is only known at the end, and then written to the front."""
+
+    def __init__(self, schema: pa.Schema, file: BinaryIO) -> None:
+        if len(schema) != 1:
+            raise BulkError(f".npy has one column, got {', '.join(schema.names)}: keep none and name one output")
+        self._name = schema.names[0]
+        kind, self._dims = schema.types[0], []
+        while pa.types.is_fixed_size_list(kind):
+            self._dims.append(kind.list_size)
+            kind = kind.value_type
+        if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            raise BulkError(f".npy has numbers of one shape for all rows, got {self._name} of {schema.types[0]}")
+        self._dtype = np.dtype(kind.to_pandas_dtype())
+        self._file = file
+        self._rows = 0
+        self._begin = file.tell()
+        self._write_header()
+
+    def write(self, rows: pa.RecordBatch) -> None:
+        values = rows.column(0)
+        for _ in self._dims:
+            values = values.flatten()
+        if len(values) != rows.num_rows * math.prod(self._dims) or values.null_count:
+            raise BulkError(f".npy has no nulls, got some in {self._name}")
+        self._file.write(np.ascontiguousarray(values.to_numpy(zero_copy_only=False), self._dtype).data)
+        self._rows += rows.num_rows
+
+    def finish(self) -> None:
+        end = self._file.tell()
+        self._file.seek(self._begin)
+        self._write_header()
+        self._file.seek(end)
+
+    def drop(self) -> None:
+        pass
+
+    def _write_header(self) -> None:
+        # It has the same length for any number of rows: the format leaves room for that.
+        facts = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._rows, *self._dims)}
+        np.lib.format.write_array_header_1_0(self._file, facts)
+
+
+FORMATS: dict[str, Callable[[pa.Schema, BinaryIO], Writer]] = {"parquet": _Parquet, "jsonl": _JsonLines, "npy": _Npy}
 """By the suffix of their files."""
 
 
@@ -74,7 +130,10 @@ def open_writer(output_format: str, schema: pa.Schema, file: BinaryIO) -> Writer
     """Writes rows of this schema into `file`, from where it stands. Raises BulkError if the format can't have them."""
     if output_format not in FORMATS:
         raise BulkError(f"output format {output_format}: expected one of {', '.join(FORMATS)}")
-    return FORMATS[output_format](schema, file)
+    try:
+        return FORMATS[output_format](schema, file)
+    except pa.ArrowNotImplementedError as error:
+        raise BulkError(f"{output_format} can't have these columns: {error}") from error
 
 
 def check_schema(output_format: str, schema: pa.Schema) -> None:
