@@ -117,6 +117,7 @@ lock: ## regenerate requirements.lock, the image's locks and the site's
 	$(LOCK_IMAGE) --override deploy/container/cpu.overrides --no-emit-package onnxruntime-gpu \
 	    --extra otel pyproject.toml deploy/container/cpu.in -o deploy/container/cpu.lock
 	$(LOCK_IMAGE) --extra cuda --extra otel pyproject.toml -o deploy/container/cuda.lock
+	$(LOCK_IMAGE) deploy/container/bulk.in -o deploy/container/bulk.lock
 	$(LOCK_IMAGE) deploy/container/build.in -o deploy/container/build.lock
 	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	    --no-annotate --no-header docs/site.in -o docs/site.lock

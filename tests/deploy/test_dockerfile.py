@@ -129,6 +129,17 @@ def test_lock_of_cpu_has_only_the_small_runtime_and_that_of_cuda_the_libraries()
     assert any(name.startswith("nvidia-cudnn") for name in cuda)
 
 
+def test_locks_for_bulk_add_its_extra_to_the_others() -> None:
+    wanted = (FOLDER / "bulk.in").read_text().splitlines()[1:]
+    assert wanted == PROJECT["project"]["optional-dependencies"]["bulk"]
+    lock, tested = locked(FOLDER / "bulk.lock"), locked(REPO / "requirements.lock")
+    assert {Requirement(line).name for line in wanted} <= lock.keys(), "run make lock"
+    assert lock == {name: tested[name] for name in lock}
+    for variant in ("cpu", "cuda"):
+        assert (FOLDER / f"{variant}-bulk.lock").read_text() == f"-r {variant}.lock\n-r bulk.lock\n"
+        assert not locked(FOLDER / f"{variant}.lock").keys() & lock.keys()
+
+
 def test_lock_of_the_build_has_the_build_backend() -> None:
     (backend,) = (Requirement(line).name for line in PROJECT["build-system"]["requires"])
     assert backend in locked(FOLDER / "build.lock")
