@@ -259,7 +259,8 @@ def _dims(description: ModelDescription, tensor: TensorMetadata) -> Dims:
         return tensor.shape
     if tensor.shape[:1] != (-1,):
         raise BulkError(
-            f"'{tensor.name}': expected a batch axis, so that rows can have their own, got shape {list(tensor.shape)}"
+            f"tensor '{tensor.name}': expected a batch axis, so that each row has its own, got shape "
+            f"{list(tensor.shape)}"
         )
     return tensor.shape[1:]
 

@@ -25,12 +25,10 @@ Dims = tuple[int, ...]
 Faults = MutableMapping[int, str]
 """Why rows can't be given to the model, by their place in the chunk. The first reason stays."""
 
-_TEXT = (
-    *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary),
-    *(pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary),
-)
+_LARGE = (pa.types.is_large_string, pa.types.is_large_binary)
+_TEXT = (pa.types.is_string, pa.types.is_binary, pa.types.is_fixed_size_binary, *_LARGE)
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-_LISTS = (pa.types.is_list, pa.types.is_large_list)
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 class Decoded(NamedTuple):
@@ -76,7 +74,7 @@ class _Lists:
     `sizes` has the rows' sizes in each axis above. For rows at fault they mean nothing."""
 
     def __init__(self, array: pa.Array, dims: Dims) -> None:
-        self.array = _plain(array)
+        self.array = array
         self.bounds: Places = np.arange(len(array) + 1)
         self.sizes: list[Places] = []
         self._dims = dims
@@ -103,7 +101,7 @@ class _Lists:
             _add(faults, differs, lambda _: f"{expected}, got lists of different sizes in axis {axis}")
         self.sizes.append(own)
         self.bounds = ends[bounds] - ends[0]
-        self.array = _plain(array.values.slice(ends[0], ends[-1] - ends[0]))
+        self.array = array.values.slice(ends[0], ends[-1] - ends[0])
         return True
 
     def _rows_of(self, chosen: pa.BooleanArray) -> Array:
@@ -118,8 +116,7 @@ def _elements(lists: _Lists, datatype: Datatype, faults: Faults) -> Array | pa.A
     """All elements in the form that the model has them in; of BYTES, Arrow's."""
     array = lists.array
     if datatype.name == "BYTES":
-        is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
-        return array.cast(pa.large_binary() if is_large else pa.binary())
+        return array.cast(pa.large_binary() if any(check(array.type) for check in _LARGE) else pa.binary())
     if array.null_count:
         array = array.fill_null(pa.scalar(0).cast(array.type))
     if pa.types.is_boolean(array.type):
@@ -152,37 +149,9 @@ def _cast_rows(values: Array, target: Array, bounds: Places, datatype: Datatype,
 def _depth(column: pa.DataType) -> tuple[int, pa.DataType]:
     """How many lists deep the values of a column are, and of which type what is in them."""
     depth = 0
-    while True:
-        if isinstance(column, pa.FixedShapeTensorType):
-            depth, column = depth + len(column.shape), column.value_type
-        elif isinstance(column, pa.BaseExtensionType):
-            column = column.storage_type
-        elif pa.types.is_dictionary(column):
-            column = column.value_type
-        elif any(check(column) for check in (pa.types.is_fixed_size_list, *_LISTS)):
-            depth, column = depth + 1, column.value_type
-        else:
-            return depth, column
-
-
-def _plain(array: pa.Array) -> pa.Array:
-    """`array` without what Arrow wraps around its values to make them smaller, faster to find, or mean something."""
-    while True:
-        kind = array.type
-        if isinstance(kind, pa.FixedShapeTensorType):
-            storage = array.storage
-            values = storage.values.slice(storage.offset * storage.type.list_size, len(array) * storage.type.list_size)
-            for size in reversed(kind.shape[1:]):
-                values = pa.FixedSizeListArray.from_arrays(values, size)
-            return pa.FixedSizeListArray.from_arrays(values, kind.shape[0], mask=storage.is_null())
-        if isinstance(kind, pa.BaseExtensionType):
-            array = array.storage
-        elif pa.types.is_dictionary(kind):
-            array = pa.DictionaryArray.from_arrays(array.indices, _plain(array.dictionary)).dictionary_decode()
-        elif pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-            array = array.cast(pa.large_binary())
-        else:
-            return array
+    while any(check(column) for check in _LISTS):
+        depth, column = depth + 1, column.value_type
+    return depth, column
 
 
 def _add(faults: Faults, chosen: Array, reason: Callable[[int], str]) -> None:
