@@ -15,12 +15,13 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from paceline.server.bulk.amounts import amount, duration
 from paceline.server.bulk.tally import Figures, Pace, Tally
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Progress", "ProgressKind", "amount", "duration"]
+__all__ = ["Progress", "ProgressKind"]
 
 
 class ProgressKind(StrEnum):
@@ -114,7 +115,7 @@ class _Lines:
         self._out = out
 
     def show(self, tally: Tally, figures: Figures) -> None:
-        self._out.write(f"{tally.doing}: {', '.join(_parts(tally, figures))}\n")
+        self._out.write(": ".join(filter(None, [tally.doing, ", ".join(_parts(tally, figures))])) + "\n")
         self._out.flush()
 
     def close(self) -> None:
@@ -149,7 +150,7 @@ class _Bar:
         line.add_column(ratio=1)
         line.add_column(no_wrap=True)
         bar = ProgressBar(completed=100 * (figures.share or 0), pulse=figures.share is None)
-        rows, *others = _parts(tally, figures)
+        rows, *others = _parts(tally, figures) or [""]
         line.add_row(tally.doing, bar, rows)
         return Group(line, Text(", ".join(others), overflow="ellipsis", no_wrap=True))
 
@@ -157,12 +158,10 @@ class _Bar:
 def _parts(tally: Tally, figures: Figures) -> list[str]:
     """What there is to say, the most important first: how many rows of how many, speed, time left, and so on."""
     about = "about " if figures.rows_are_estimated else ""
-    rows = f"{figures.rows_done:,}"
+    parts = []
     if figures.share is not None:
-        rows += f" of {about}{figures.rows_total:,} rows ({100 * figures.share:.0f} %)"
-    else:
-        rows += " rows"
-    parts = [rows]
+        share = f"({100 * figures.share:.0f} %)"
+        parts.append(f"{figures.rows_done:,} of {about}{figures.rows_total:,} rows {share}")
     if figures.rows_per_s is not None:
         parts.append(f"{amount(figures.rows_per_s)} rows/s")
     if figures.left_s is not None:
@@ -174,20 +173,3 @@ def _parts(tally: Tally, figures: Figures) -> list[str]:
     if bad := tally.rows_bad + tally.rows_bad_before:
         parts.append(f"{bad:,} bad")
     return parts
-
-
-def amount(number: float) -> str:
-    """For people: a decimal where it says something."""
-    return f"{number:.1f}" if number < 100 else f"{number:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """For people: two units at most."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86_400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from paceline.server.bulk.progress import amount, duration
+from paceline.server.bulk.amounts import amount, duration, several, size
 from paceline.server.bulk.tally import Tally
 
 __all__ = ["Outcome", "Summary", "peak_memory_bytes"]
@@ -48,7 +48,7 @@ class Summary:
         rows_bad = tally.rows_bad_before + tally.rows_bad
         lines = [f"{self.outcome}: {self.why or self._all_done()}"]
         if tally.rows_read:
-            this_time = [f"this time: {tally.rows_read:,} rows in {duration(self.elapsed_s)}", self._rate()]
+            this_time = [f"this time: {several(tally.rows_read, 'row')} in {duration(self.elapsed_s)}", self._rate()]
             if tally.rows_per_batch is not None:
                 this_time.append(f"{amount(tally.rows_per_batch)} rows/batch")
             if tally.filled_elements and tally.padding is not None:
@@ -57,9 +57,9 @@ class Summary:
         if rows_bad:
             share = 100 * rows_bad / max(1, tally.rows_before + tally.rows_read)
             earlier = f", {tally.rows_bad_before:,} of them found earlier" if tally.rows_bad_before else ""
-            lines.append(f"at fault: {rows_bad:,} rows ({share:.2g} %{earlier})")
+            lines.append(f"at fault: {several(rows_bad, 'row')} ({share:.2g} %{earlier})")
             lines += [f"{count:>12,}  {reason}" for reason, count in tally.reasons.commonest(_SHOWN_REASONS)]
-        lines.append(f"memory: {self.peak_memory_bytes / 2**20:,.0f} MiB at most")
+        lines.append(f"memory: {size(self.peak_memory_bytes)} at most")
         lines.append(f"output: {self.out}" + (f", rows at fault: {self.out / '_bad'}" if rows_bad else ""))
         return "\n".join([*lines, *self._next(rows_bad)])
 
@@ -102,7 +102,8 @@ class Summary:
 
     def _all_done(self) -> str:
         tally = self.tally
-        done = f"{tally.rows_before + tally.rows_read:,} rows in {tally.units_before + tally.units_done:,} parts"
+        rows, parts = tally.rows_before + tally.rows_read, tally.units_before + tally.units_done
+        done = f"{several(rows, 'row')} in {several(parts, 'part')}"
         if not tally.units_done and tally.units_before:
             return f"{done}, all of them earlier: there was nothing to do"
         return done
@@ -111,7 +112,7 @@ class Summary:
         done, units = self.tally.units_before + self.tally.units_done, self.tally.units
         if self.outcome in (Outcome.STOPPED, Outcome.FAILED):
             of = f" of {units:,}" if self.tally.planned_share >= 1 else ""
-            return [f"next: start it again to go on; {done:,}{of} parts are finished, and won't be computed again"]
+            return [f"next: start it again to go on; parts that are finished, {done:,}{of}, won't be computed again"]
         lines = []
         if self.outcome is Outcome.SHARD_FINISHED:
             lines.append(

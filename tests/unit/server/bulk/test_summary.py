@@ -74,13 +74,13 @@ def test_stopped_job_says_how_to_go_on() -> None:
     one = replace(summary(units_done=1, rows_read=1700), outcome=Outcome.STOPPED, why="by SIGTERM")
     lines = one.text().splitlines()
     assert lines[0] == "stopped: by SIGTERM"
-    assert lines[-1] == "next: start it again to go on; 1 of 4 parts are finished, and won't be computed again"
+    assert lines[-1] == "next: start it again to go on; parts that are finished, 1 of 4, won't be computed again"
 
 
 def test_job_that_failed_before_its_plan_names_no_total() -> None:
     one = replace(summary(planned_share=0.5), outcome=Outcome.FAILED, why="no room")
     assert one.text().splitlines()[0] == "failed: no room"
-    assert "0 parts are finished" in one.text()
+    assert "parts that are finished, 0, won't" in one.text()
 
 
 def test_finished_shard_says_that_others_are_left() -> None:
