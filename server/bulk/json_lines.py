@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from typing import cast
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -16,18 +16,20 @@ import pyarrow.compute as pc
 
 __all__ = ["json_lines"]
 
-_AT_ONCE_BYTES = 64 << 20
-"""A text array of Arrow's holds 2 GiB, and a number of one byte may take five letters."""
+_AT_ONCE_BYTES = 1 << 20
+"""A number of one byte may take five letters, and there are a few copies of them on the way."""
 
 
-def json_lines(rows: pa.RecordBatch) -> bytes:
-    """A line for each row. NaN and infinities, which JSON doesn't have, are null; bytes are in Base64; what JSON has
-    no form for, such as times, is a string."""
+def json_lines(rows: pa.RecordBatch) -> Iterator[bytes]:
+    """A line for each row, in pieces of many lines. NaN and infinities, which JSON doesn't have, are null; bytes are in
+    Base64; what JSON has no form for, such as times, is a string."""
     if rows.nbytes > _AT_ONCE_BYTES and rows.num_rows > 1:
         half = rows.num_rows // 2
-        return json_lines(rows.slice(0, half)) + json_lines(rows.slice(half))
-    lines = _objects(rows.schema.names, [_texts(column) for column in rows.columns], "}\n")
-    return cast(bytes, pc.binary_join(pa.ListArray.from_arrays([0, len(lines)], lines), "")[0].as_buffer().to_pybytes())
+        yield from json_lines(rows.slice(0, half))
+        yield from json_lines(rows.slice(half))
+    else:
+        lines = _objects(rows.schema.names, [_texts(column) for column in rows.columns], "}\n")
+        yield pc.binary_join(pa.ListArray.from_arrays([0, len(lines)], lines), "")[0].as_buffer().to_pybytes()
 
 
 def _texts(values: pa.Array) -> pa.StringArray:

@@ -70,7 +70,7 @@ class _JsonLines:
         self._file = file
 
     def write(self, rows: pa.RecordBatch) -> None:
-        self._file.write(json_lines(rows))
+        self._file.writelines(json_lines(rows))
 
     def finish(self) -> None:
         pass

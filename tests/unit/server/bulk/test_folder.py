@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
@@ -19,6 +18,7 @@ from paceline.server.bulk.durable import explained
 from paceline.server.bulk.folder import JobFolder, Mark, Start, Totals
 from paceline.server.bulk.plan import Shard
 from paceline.server.bulk.values import BulkError, FileIndex, Fixed, InputFile
+from tests.rlimits import limited
 from tests.unit.server.bulk.folders import FILES, FINGERPRINT, FIXED, SCHEMA, UNITS, contents, do, opened
 from tests.unit.server.privileges import open_folder, unprivileged
 
@@ -312,22 +312,12 @@ def test_folder_without_permission_is_refused() -> None:
         JobFolder(str(path / "out")).open(FINGERPRINT, FILES, never)
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_full_disk_costs_the_unit_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         do(folder, UNITS[0])
         part = folder.part(UNITS[1], SCHEMA)
         part.write(pa.record_batch([pa.array(range(1000))], schema=SCHEMA))
-        with files_of_at_most(1000), pytest.raises(BulkError, match="make room and start the job again"):
+        with limited(resource.RLIMIT_FSIZE, 1000), pytest.raises(BulkError, match="make room and start the job again"):
             folder.commit(UNITS[1], part, [], lambda file, row: (file.path, row))
         part.drop()
         assert os.listdir(tmp_path / "_paceline" / "tmp") == []
