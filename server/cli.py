@@ -75,13 +75,17 @@ class _Commands(click.Group):
     """Also has commands of other modules, which are imported only when they are used: a server does without."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_OF_CLIENTS, "check", "top"])
+        return sorted([*super().list_commands(ctx), *_OF_CLIENTS, "bulk", "check", "top"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "check":
             from paceline.server.check import check
 
             return check
+        if cmd_name == "bulk":
+            from paceline.server.bulk.command import bulk
+
+            return bulk
         if cmd_name == "top":
             from paceline.clients.top import top
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from paceline.server.bulk.values import BulkError, FileIndex, InputFile, Unit
 
-__all__ = ["ALONE", "Shard", "units"]
+__all__ = ["ALONE", "Shard", "units", "units_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,20 @@ ALONE = Shard(0, 1)
 
 
 def units(files: Iterable[InputFile], index: Callable[[InputFile], FileIndex], unit_rows: int) -> Iterator[Unit]:
-    """All units in order, of all shards. Asks for a file's index when its first unit is; a file without rows has none,
-    and the last of a file may be short."""
+    """All units in order, of all shards. Asks for a file's index when its first unit is."""
     number = 0
     for file in files:
-        found = index(file)
-        for place, begin in enumerate(range(0, found.rows, unit_rows)):
-            offset = found.offsets[place] if found.offsets else 0
-            yield Unit(number, file, begin, min(begin + unit_rows, found.rows), offset)
-            number += 1
+        found = units_of(file, index(file), unit_rows, number)
+        yield from found
+        number += len(found)
+
+
+def units_of(file: InputFile, index: FileIndex, unit_rows: int, first: int) -> list[Unit]:
+    """A file's units in order, of all shards, numbered from `first` on. One without rows has none, and the last may be
+    short."""
+    begins = range(0, index.rows, unit_rows)
+    offsets = index.offsets or [0] * len(begins)
+    return [
+        Unit(first + place, file, begin, min(begin + unit_rows, index.rows), offsets[place])
+        for place, begin in enumerate(begins)
+    ]

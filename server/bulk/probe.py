@@ -76,10 +76,12 @@ async def choose(
     batch_rows: int = 0,
     instances: int = 0,
     most_instances: int = 1_024,
+    rates: bool = True,
     clock: Clock = monotonic_ns,
 ) -> Choice:
     """Try the model as `open_model` opens it, one layout after the other. `batch_rows` and `instances`: as asked for;
-    0: to be found out, up to `most_instances`. Raises BulkError if all rows of the sample are at fault, or the model
+    0: to be found out, up to `most_instances`. Without `rates`, if how fast it is changes nothing, a few calls are made
+    and no more. Raises BulkError if all rows of the sample are at fault, or the model
     can't be opened."""
     choices: list[Choice] = []
     for offline in layouts(instances, usable_cpus().count):
@@ -90,7 +92,8 @@ async def choose(
             if choices:
                 first = choices[0].measured.batch_rows
                 sizes = [size for size in sizes if first <= 2 * size and size <= 2 * first]
-            choices.append(Choice(offline, best(await measure(model, sample_of(model), sizes, clock))))
+            measured = await measure(model, sample_of(model), sizes, rates=rates, clock=clock)
+            choices.append(Choice(offline, best(measured)))
         if not model.on_cpus:
             break
     # The first unless others are better by more than chance.
@@ -123,7 +126,7 @@ def sizes_of(model: Computes) -> Sequence[int]:
 
 
 async def measure(
-    model: Computes, sample: Sample, sizes: Sequence[int], clock: Clock = monotonic_ns
+    model: Computes, sample: Sample, sizes: Sequence[int], *, rates: bool = True, clock: Clock = monotonic_ns
 ) -> Sequence[Measured]:
     """Each of `sizes`, in ascending order, that is worth a try. Raises BulkError if no row can be computed."""
     tried: list[Measured] = []
@@ -134,7 +137,7 @@ async def measure(
             break  # there are no more rows that could share a call
         largest = rows
         run = _Run(Calls(model, sample.outputs), sample.rows, batches, clock)
-        await run.execute(model.at_once)
+        await run.execute(model.at_once, rates=rates)
         reason = run.reason or reason
         if run.computed_rows:
             rate = run.computed_rows * 1e9 / max(1, run.took_ns)
@@ -159,8 +162,10 @@ class _Run:
         self.computed_rows = self.output_bytes = self.call_bytes = self.took_ns = 0
         self.reason = ""
 
-    async def execute(self, at_once: int) -> None:
+    async def execute(self, at_once: int, *, rates: bool) -> None:
         await asyncio.gather(*(self._call() for _ in range(at_once)))  # first calls allocate, and maybe compile
+        if not rates and self.computed_rows:
+            return
         self.computed_rows = self.output_bytes = 0
         began_ns = self._clock()
         await asyncio.gather(*(self._work(began_ns + _MEASURE_NS) for _ in range(at_once)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from threading import Lock
 from typing import Protocol
 
@@ -46,7 +47,7 @@ FORMATS = tuple(_MAKERS)
 def find_source(patterns: Sequence[str], format: str | None = None, output: str | None = None) -> Source:
     """The files that the patterns (paths, URLs, globs, folders) mean, in order, each once. Their suffix tells the
     format unless `format` does. `output` is the job's own folder, which is never input. Blocks; raises BulkError if
-    there are no files, or several formats, or the first file can't be read."""
+    there are no files, or several formats."""
     listed = find_locations(patterns, lambda name: _is_data(name, format), output)
     places = [place for _, found in listed for place in found]
     names = {format} if format is not None else {_format_of(place.name) for place in places}
@@ -90,7 +91,19 @@ class FileSource:
         self._kept: list[tuple[tuple[object, ...], Walk]] = []  # guarded by the lock, as the two below
         self._reading = 0
         self._most_reading = 0
-        self.schema = self._first_schema()
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """The columns of the first file that tells any: only then a file is read."""
+        for file in self.files:
+            with self._unchanged(file) as place:
+                schema = self._format.schema(place)
+            if schema is not None:
+                twice = [name for name in schema.names if schema.names.count(name) > 1]
+                if twice:
+                    raise BulkError(f"{place.shown}: there are several columns {twice[0]!r}")
+                return schema
+        return pa.schema([])
 
     def index(self, file: InputFile, unit_rows: int) -> FileIndex:
         with self._unchanged(file) as place:
@@ -108,18 +121,6 @@ class FileSource:
 
     def place(self, file: InputFile, number: int) -> tuple[str, int]:
         return file.path, number
-
-    def _first_schema(self) -> pa.Schema:
-        """The columns of the first file that tells any."""
-        for file in self.files:
-            with self._unchanged(file) as place:
-                schema = self._format.schema(place)
-            if schema is not None:
-                twice = [name for name in schema.names if schema.names.count(name) > 1]
-                if twice:
-                    raise BulkError(f"{place.shown}: there are several columns {twice[0]!r}")
-                return schema
-        return pa.schema([])
 
     @contextmanager
     def _unchanged(self, file: InputFile) -> Iterator[Location]:

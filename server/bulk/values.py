@@ -87,7 +87,7 @@ class Fixed:
     """What is chosen once, at the first start of a job, and holds for all of its starts and shards, as the bytes that
     it writes depend on it. A chunk ends after `chunk_rows`, or before the row with which it would have more than
     `chunk_bytes`; a row that is larger than that by itself is at fault. `instances` of the model, of
-    `intra_op_threads` each, 0: ONNX Runtime decides."""
+    `intra_op_threads` each; 0: as it is configured."""
 
     unit_rows: int
     chunk_rows: int
@@ -116,7 +116,10 @@ class Source(Protocol):
     call opens is closed when it returns, or its iterator is."""
 
     files: Sequence[InputFile]
-    schema: pa.Schema
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns. Reads the beginning of a file, once. Raises BulkError."""
 
     def index(self, file: InputFile, unit_rows: int) -> FileIndex:
         """How the file is cut into units of so many rows. Reads as little of it as the format allows. Raises BulkError

@@ -171,7 +171,7 @@ def test_only_commands_and_modules_for_processes_import_signal() -> None:
         "backends.python.process",
         "backends.python.worker",
     }  # how a process ended, and killing it; which signals one leaves to the server
-    commands = {"server.cli", "clients.top"}
+    commands = {"server.cli", "server.bulk.foreground", "clients.top"}
     assert {module for module in modules() if "signal" in imports(module)} == commands | own_processes
 
 

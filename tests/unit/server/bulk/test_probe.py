@@ -31,7 +31,7 @@ class Costly(Doubling):
 
     async def tried(self, rows: int, sizes: Sequence[int] = ()) -> Sequence[Measured]:
         sample = Sample(numbers(0, rows), ["y"], partial(cut, rows))
-        return await measure(self, sample, sizes or sizes_of(self), lambda: self.now_ns)
+        return await measure(self, sample, sizes or sizes_of(self), clock=lambda: self.now_ns)
 
 
 def cut(rows: int, size: int) -> Sequence[Places]:

@@ -1,0 +1,175 @@
+"""The command `bulk`: its flags, and the settings that they give.
+
+Lives here: reading them. Must not: import what only a job needs before one begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from paceline.backends.installed import how_to_install
+from paceline.clients.connection import checked_target
+from paceline.clients.options import Seconds, access_options, one_line
+from paceline.server.bulk.settings import BulkSettings, Parameters, parse_bytes, parse_max_bad
+from paceline.server.flags import Value
+from paceline.server.telemetry.log_output import exit_now
+
+__all__ = ["bulk"]
+
+_MOST = 2**31 - 1
+
+
+def _read(parse: Callable[[str], object]) -> Callable[[click.Context, click.Parameter, str], object]:
+    def read(context: click.Context, parameter: click.Parameter, text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error), context, parameter) from None
+
+    return read
+
+
+def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> Mapping[str, str]:
+    """Texts such as "input_ids=tokens". Each left side once."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        left, equals, right = text.partition("=")
+        if not (left and equals and right):
+            raise click.BadParameter(f"expected {parameter.metavar}, got '{text}'", context, parameter)
+        if left in pairs:
+            raise click.BadParameter(f"expected '{left}' once, got it twice", context, parameter)
+        pairs[left] = right
+    return pairs
+
+
+def _names(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Names, given one by one or with commas between them; each once."""
+    return tuple(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+
+
+class _AutoOr(click.IntRange):
+    """A number, or "auto", which is 0."""
+
+    name = "auto or number"
+
+    def __init__(self) -> None:
+        super().__init__(1, _MOST)
+
+    def convert(self, value: Value, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if value in ("auto", 0):
+            return 0
+        number: int = super().convert(value, param, ctx)
+        return number
+
+
+def _shard(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, int]:
+    from paceline.server.bulk.shards import parse_shard
+
+    try:
+        return parse_shard(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
+
+
+def _target(context: click.Context, parameter: click.Parameter, server: str) -> str:
+    if not server:
+        return ""
+    try:
+        return checked_target("--server", server, "--tls")
+    except ValueError as error:
+        raise click.BadParameter(one_line(str(error)), context, parameter) from None
+
+
+def _parameters(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> Parameters:
+    """Booleans and numbers as JSON has them; everything else is text."""
+    parameters: dict[str, bool | int | float | str] = {}
+    for name, text in _pairs(context, parameter, texts).items():
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = text
+        parameters[name] = value if isinstance(value, bool | int | float | str) else text
+    return parameters
+
+
+_OPTIONS = (
+    click.option("-i", "--input", "inputs", multiple=True, required=True, metavar="PATTERN",
+        help="Files, folders, globs or URLs with rows. Repeatable."),
+    click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Output folder."),
+    click.option("--map", "columns", multiple=True, callback=_pairs, metavar="INPUT=COLUMN",
+        help="Which column feeds an input of the model; by default the one of its name. Repeatable."),
+    click.option("--keep", multiple=True, callback=_names, metavar="COLUMN,…", help="Columns to copy to the output."),
+    click.option("--output", "outputs", multiple=True, callback=_pairs, metavar="COLUMN=OUTPUT",
+        help="Write only this output of the model, as this column. Repeatable."),
+    click.option("--binary", multiple=True, callback=_names, metavar="OUTPUT,…",
+        help="Outputs with text that may be any bytes."),
+    click.option("--parameter", "parameters", multiple=True, callback=_parameters, metavar="NAME=VALUE",
+        help="Parameter of each request, such as max_tokens=64. Repeatable."),
+    click.option("--format", type=click.Choice(["parquet", "arrow", "csv", "jsonl", "npy", "files"]),
+        help="Of the input; by default the files' names tell."),
+    click.option("--output-format", default="parquet", show_default=True,
+        type=click.Choice(["parquet", "jsonl", "npy"]), help="Of the output."),
+    click.option("--batch", "batch_rows", default="auto", show_default=True, type=_AutoOr(), metavar="auto|ROWS",
+        help="Rows of an execution."),
+    click.option("--instances", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
+        help="Copies of the model that execute at the same time."),
+    click.option("--rows-per-part", "unit_rows", default="auto", show_default=True, type=_AutoOr(), metavar="auto|ROWS",
+        help="Most rows of an output file. One is done again as a whole if it wasn't finished."),
+    click.option("--memory", "memory_bytes", default="2GiB", show_default=True, callback=_read(parse_bytes),
+        metavar="BYTES", help="Most memory for rows, beyond the loaded model."),
+    click.option("--sort-by-length", is_flag=True,
+        help="Batch rows of similar length; the output keeps the input's order."),
+    click.option("--shard", callback=_shard, metavar="K/N",
+        help="Do only the K-th of N shards of the job, from 0; by default Kubernetes' JOB_COMPLETION_INDEX."),
+    click.option("--server", default="", callback=_target, metavar="HOST[:PORT]",
+        help="Let this server compute; MODEL is then the name of its model."),
+    click.option("--ray", default="", metavar="ADDRESS", help="Do the job on this Ray cluster."),
+    click.option("--on-bad-row", default="record", show_default=True, type=click.Choice(["record", "fail"]),
+        help="Record a row at fault and go on, or fail."),
+    click.option("--max-bad", default="1%", show_default=True, callback=_read(parse_max_bad), metavar="SHARE|ROWS",
+        help="Fail with more rows at fault than that."),
+    click.option("--retry-bad", "retries_bad", is_flag=True, help="Do finished parts with rows at fault again."),
+    click.option("--resume/--no-resume", "resumes", default=True,
+        help="Go on with a job that was begun, or begin anew."),
+    click.option("--allow-python-models", is_flag=True, help="Whether the model may be Python code."),
+    click.option("--execution-timeout-secs", "execution_timeout_s", default=0.0, type=Seconds(min=0), metavar="SECONDS",
+        help="Longest execution before its instance is replaced; 0: no limit."),
+    click.option("--dry-run", is_flag=True, help="Say what would be done and how long it would take, and do nothing."),
+    click.option("--progress", default="auto", show_default=True,
+        type=click.Choice(["auto", "bar", "lines", "json", "none"]), help="How to show, on stderr, how far it is."),
+    click.option("--summary", type=click.Path(dir_okay=False, path_type=Path),
+        help="Write the summary there, as JSON."),
+)  # fmt: skip
+
+
+def _flagged(command: Callable[..., None]) -> Callable[..., None]:
+    for one in reversed(_OPTIONS):
+        command = one(command)
+    return command
+
+
+@click.command(context_settings={"auto_envvar_prefix": "PACELINE_BULK"})
+@click.argument("model")
+@_flagged
+@access_options
+def bulk(on_bad_row: str, dry_run: bool, progress: str, summary: Path | None, **given: Value) -> None:
+    """Take the rows of files through MODEL, and write its outputs to files.
+
+    MODEL is a model's folder or a .onnx file, or with --server its name there. Each part of the output is written
+    whole or not at all. Started again after whatever has ended it, the job goes on with the parts that are missing.
+
+    Exits with 0 when all is done, also if some rows are at fault, which are in the folder _bad; with 1 if the job
+    fails, with 2 if a flag can't be used.
+    """
+    if missing := [package for package in ("pyarrow", "rich") if find_spec(package) is None]:
+        raise click.ClickException(f"bulk needs {' and '.join(missing)}: {how_to_install('bulk')}")
+    settings = BulkSettings(fails_on_bad=on_bad_row == "fail", format=given.pop("format") or "", **given)
+    from paceline.server.bulk.foreground import run_in_foreground  # heavy: `paceline bulk --help` does without
+
+    # Callers of `main` can pass their own backends as click's `obj`, as tests do.
+    exit_now(run_in_foreground(settings, progress, summary, click.get_current_context().obj))

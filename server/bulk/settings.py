@@ -1,0 +1,113 @@
+"""What a bulk job was asked to do.
+
+Lives here: these settings, and how their texts are read. Must not: flags (`command.py`), or what is found out later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.clients.options import ConnectionOptions
+
+if TYPE_CHECKING:  # it needs pyarrow, and these don't
+    from paceline.server.bulk.differences import Plain
+
+__all__ = ["BulkSettings", "MaxBad", "parse_bytes", "parse_max_bad"]
+
+Parameters = Mapping[str, bool | int | float | str]
+
+_UNITS = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
+}  # fmt: skip
+_BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|[kmgt]i?)b?", re.IGNORECASE)
+_MAX_BAD = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<percent>%?)")
+_FIRST_ROWS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class MaxBad:
+    """A job ends early once more than `rows` are at fault, or more than `share` of those read so far, of which there
+    have to be a thousand first."""
+
+    rows: int | None = None
+    share: float = 0.01
+
+    def is_exceeded(self, bad: int, read: int) -> bool:
+        if self.rows is not None:
+            return bad > self.rows
+        return read >= _FIRST_ROWS and bad > self.share * read
+
+    def __str__(self) -> str:
+        return f"{self.rows:,} rows" if self.rows is not None else f"{100 * self.share:g} %"
+
+
+@dataclass(frozen=True, slots=True)
+class BulkSettings:
+    """`model` is a path, or with `server` the name of its model. `columns` says by input which column feeds it,
+    `outputs` by column which output it gets; all of them if there are none. `batch_rows`, `instances` and `unit_rows`:
+    0 if the job is to find out. `shard` is its number, from 0, and how many there are."""
+
+    model: str
+    inputs: tuple[str, ...]
+    out: Path
+    columns: Mapping[str, str] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    binary: tuple[str, ...] = ()
+    parameters: Parameters = field(default_factory=dict)
+    format: str = ""
+    output_format: str = "parquet"
+    batch_rows: int = 0
+    instances: int = 0
+    unit_rows: int = 0
+    memory_bytes: int = 2 * 2**30
+    sort_by_length: bool = False
+    shard: tuple[int, int] = (0, 1)
+    server: str = ""
+    access: ConnectionOptions = field(default_factory=ConnectionOptions)
+    ray: str = ""
+    fails_on_bad: bool = False
+    max_bad: MaxBad = MaxBad()
+    retries_bad: bool = False
+    resumes: bool = True
+    allow_python_models: bool = False
+    execution_timeout_s: float = 0.0
+
+    @property
+    def asked(self) -> Mapping[str, Plain]:
+        """What of this the output depends on, as plain values: the same for all starts and shards of a job."""
+        return {
+            "map": dict(self.columns),
+            "keep": list(self.keep),
+            "output": dict(self.outputs),
+            "binary": list(self.binary),
+            "parameter": dict(self.parameters),
+            "format": self.format,
+            "output-format": self.output_format,
+            "batch": self.batch_rows or "auto",
+            "rows-per-part": self.unit_rows or "auto",
+            "sort-by-length": self.sort_by_length,
+        }
+
+
+def parse_bytes(text: str) -> int:
+    """Such as "2GiB", "500 MB" or "1048576". Raises ValueError."""
+    found = _BYTES.fullmatch(text.strip())
+    if found is None or not (size := int(float(found["number"]) * _UNITS[found["unit"].lower()])):
+        raise ValueError(f"expected bytes, such as 2GiB or 500MB, got '{text}'")
+    return size
+
+
+def parse_max_bad(text: str) -> MaxBad:
+    """Such as "1%" or "100". Raises ValueError."""
+    found = _MAX_BAD.fullmatch(text.strip())
+    if found is not None and found["percent"] and float(found["number"]) <= 100:
+        return MaxBad(share=float(found["number"]) / 100)
+    if found is None or found["percent"] or "." in found["number"]:
+        raise ValueError(f"expected a share or a number of rows, such as 1% or 100, got '{text}'")
+    return MaxBad(rows=int(found["number"]))

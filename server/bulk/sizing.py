@@ -1,0 +1,66 @@
+"""How large a job's batches, chunks and units are, and how much is done at once, so that memory stays bounded.
+
+Lives here: this arithmetic, from what a probe has measured. Must not: measure.
+
+`memory_bytes` is for all that a job holds beyond the loaded model. It is divided among the units that are done at once,
+and each holds one chunk, as often as `_COPIES` says: as it was read, as the model's inputs, as its outputs, and as what
+is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.server.bulk.values import Fixed
+
+__all__ = ["Probed", "fixed_sizes", "units_at_once"]
+
+_COPIES = 4
+_MOST_UNITS = 3
+"""Units at once: one is read or written while others are computed. More only take memory."""
+_UNIT_S = 10.0
+"""A unit takes about this long, which is what a job that is killed loses of each."""
+_MOST_UNIT_ROWS = 2**18
+_CHUNK_BATCHES = 64
+_LEAST_CHUNK_ROWS, _MOST_CHUNK_ROWS = 1_024, 2**15
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What the first rows have shown: the best number of rows of a batch, how many rows a second that gives, with how
+    many instances of how many threads each (0: as configured), and how large a row is, as read and as
+    computed."""
+
+    batch_rows: int
+    rows_per_s: float
+    instances: int
+    intra_op_threads: int
+    input_row_bytes: float
+    output_row_bytes: float
+
+
+def fixed_sizes(probed: Probed, memory_bytes: int, unit_rows: int) -> Fixed:
+    """`unit_rows`: as asked for; 0: as many as take a few seconds."""
+    batch = probed.batch_rows
+    share_bytes = memory_bytes // (_MOST_UNITS + 1)  # one for what decompressing and allocators take
+    fitting = int(share_bytes / (_COPIES * max(1.0, probed.input_row_bytes + probed.output_row_bytes)))
+    chunk = min(fitting, max(_LEAST_CHUNK_ROWS, min(_CHUNK_BATCHES * batch, _MOST_CHUNK_ROWS)), unit_rows or fitting)
+    if chunk > batch:
+        chunk -= chunk % batch  # so that only a file's last batch has fewer rows
+    chunk = max(1, chunk)
+    unit = unit_rows or min(_MOST_UNIT_ROWS, int(probed.rows_per_s * _UNIT_S))
+    if not unit_rows:
+        unit = max(1, unit // chunk) * chunk if unit >= chunk else max(1, unit // batch) * batch
+    return Fixed(
+        unit_rows=unit,
+        chunk_rows=min(chunk, unit),
+        chunk_bytes=max(1, share_bytes // _COPIES),
+        batch_rows=batch,
+        intra_op_threads=probed.intra_op_threads,
+        instances=probed.instances,
+    )
+
+
+def units_at_once(fixed: Fixed, memory_bytes: int) -> int:
+    """How many units are done at once, also by a start with less memory than the one that has chosen `fixed`."""
+    return max(1, min(_MOST_UNITS, memory_bytes // (fixed.chunk_bytes * _COPIES) - 1))

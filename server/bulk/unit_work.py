@@ -1,0 +1,99 @@
+"""Doing one unit of a job: read, computed, written and committed, chunk by chunk.
+
+Lives here: the way of a chunk, and who blocks where. Must not: know which units there are, or when a job ends.
+
+Reading, converting and writing block, and so run on threads; executions are awaited on the event loop. A unit holds one
+chunk at a time: what bounds a job's memory is how many units are done at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple
+
+from paceline.server.bulk.batches import batches
+from paceline.server.bulk.columns import Columns
+from paceline.server.bulk.execution import Calls, execute
+from paceline.server.bulk.folder import JobFolder, Mark, Part
+from paceline.server.bulk.results import Table
+from paceline.server.bulk.tally import Tally
+from paceline.server.bulk.values import BadRow, Chunk, Computes, Fixed, Source, Unit
+
+__all__ = ["Blocking", "Judge", "UnitWork"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+Judge = Callable[[Unit, Sequence[BadRow]], None]
+
+
+class Blocking:
+    """Calls that block, on threads. Cancelling one waits for its end, as whoever cancels closes what it uses."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="bulk")
+
+    async def __call__(self, what: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        future = asyncio.get_running_loop().run_in_executor(self._threads, what, *arguments)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+
+
+class UnitWork:
+    """What it takes to do units: in the job's own process, or in one that works for it. `judge` is called with the rows
+    at fault of each chunk, and ends the job by raising BulkError."""
+
+    def __init__(
+        self,
+        source: Source,
+        columns: Columns,
+        model: Computes,
+        folder: JobFolder,
+        fixed: Fixed,
+        *,
+        by_length: bool,
+        tally: Tally,
+        judge: Judge,
+        blocking: Blocking,
+    ) -> None:
+        self._source, self._columns, self._folder, self._fixed = source, columns, folder, fixed
+        self._calls, self._max_elements = Calls(model, columns.outputs), model.max_elements
+        self._by_length, self._tally, self._judge, self._blocking = by_length, tally, judge, blocking
+
+    async def do(self, unit: Unit) -> Mark:
+        """Read, compute, write and commit it. Raises BulkError. If it ends early, nothing of it is left."""
+        blocking, bad = self._blocking, list[BadRow]()
+        chunks = self._source.chunks(unit, self._columns.names, self._fixed)
+        part = await blocking(self._folder.part, unit, self._columns.output_schema)
+        try:
+            while (chunk := await blocking(next, chunks, None)) is not None:
+                table = await self._computed(unit, chunk)
+                bad += table.bad
+                await blocking(part.write, table.batch)
+            return await blocking(self._folder.commit, unit, part, bad, self._source.place)
+        finally:
+            await blocking(_end, chunks, part)  # of no effect on what was committed
+
+    async def _computed(self, unit: Unit, chunk: Chunk) -> Table:
+        """What is to be written of `chunk`."""
+        rows = await self._blocking(self._columns.rows, chunk)
+        self._tally.rows_read += chunk.read_rows
+        chosen = batches(rows, self._fixed, by_length=self._by_length, max_elements=self._max_elements)
+        results = await execute(self._calls, unit.number, rows, chosen)
+        table = await self._blocking(self._columns.table, chunk, rows, results)
+        for one in results.computed:
+            self._tally.executions += 1
+            self._tally.rows_executed += len(one.places)
+        self._tally.add_bad(table.bad)
+        self._judge(unit, table.bad)
+        return table
+
+
+def _end(chunks: Iterator[Chunk], part: Part) -> None:
+    part.drop()
+    chunks.close()  # type: ignore[attr-defined]  # a generator's, as all sources return them

@@ -1,0 +1,139 @@
+"""Bulk jobs: the rows of files through a model, whatever is wrong with some of them, and however often it is begun."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.backends.errors import ExecutionError
+from paceline.server.bulk.settings import MaxBad
+from paceline.server.bulk.values import BulkError
+from tests.integration.bulk_jobs import BulkJob, files_of, write_rows
+
+
+def has(*values: float) -> object:
+    return lambda inputs: bool(np.isin(inputs[0], values).any())
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> BulkJob:
+    """21 rows in two files, of which the first has two units and a half."""
+    write_rows(tmp_path / "in" / "a.parquet", [10.0 + row for row in range(19)])
+    write_rows(tmp_path / "in" / "b.parquet", [50.0, 51.0])
+    return BulkJob(tmp_path)
+
+
+ROWS = [*((row, 10.0 + row) for row in range(19)), (0, 50.0), (1, 51.0)]
+
+
+async def test_outputs_are_in_the_order_of_rows(job: BulkJob) -> None:
+    assert await job.run() == (4, 21, 0)
+    assert job.rows() == ROWS
+    assert sorted(files_of(job.out)) == ["_SUCCESS", *(f"part-0000{unit}.parquet" for unit in range(4))]
+
+
+async def test_units_never_span_two_input_files(job: BulkJob) -> None:
+    await job.run()
+    assert {*job.memory.batches} >= {(2,), (3,)}  # what is left of each; of all rows, only one would be
+
+
+async def test_a_job_can_fail_on_its_first_bad_row(job: BulkJob) -> None:
+    job.memory.faults.raise_when(has(51.0), ExecutionError("no such number"))
+    with pytest.raises(BulkError, match=r"b\.parquet, row 1: .*no such number"):
+        await job.run(fails_on_bad=True)
+
+
+async def test_too_many_rows_at_fault_end_the_job(job: BulkJob) -> None:
+    job.memory.faults.raise_when(has(10.0, 11.0, 12.0), ExecutionError("no such number"))
+    with pytest.raises(BulkError, match=r"3 of \d+ rows are at fault, more than 2 rows"):
+        await job.run(max_bad=MaxBad(rows=2))
+
+
+async def test_a_share_at_fault_counts_from_a_thousand_rows_on(job: BulkJob) -> None:
+    job.memory.faults.raise_when(has(10.0), ExecutionError("no such number"))
+    assert await job.run(max_bad=MaxBad(share=0.0)) == (4, 20, 1)
+    write_rows(job.root / "in" / "a.parquet", [float(row) for row in range(1_000)])
+    with pytest.raises(BulkError, match=r"1 of 1,\d+ rows are at fault, more than 0 %"):
+        await job.run(max_bad=MaxBad(share=0.0), unit_rows=2_000, resumes=False)
+
+
+async def test_a_stopped_job_goes_on_to_the_same_bytes(job: BulkJob) -> None:
+    job.memory.faults.raise_when(has(13.0), ExecutionError("no such number"))
+    await job.run()
+    undisturbed, all_batches = files_of(job.out), len(job.memory.batches)
+    job.settings["out"] = "other"
+    job.memory.gate.close()
+    job.memory.gate.release(all_batches - 2)
+    running = asyncio.create_task(job.run())
+    await asyncio.to_thread(job.memory.gate.wait_entered, 2 * all_batches - 1)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert "_SUCCESS" not in files_of(job.out)
+    job.memory.gate.open()
+    await job.run()
+    assert 0 < job.tally.units_before < 4
+    assert files_of(job.out) == undisturbed
+
+
+async def test_a_finished_job_reads_no_input_again(job: BulkJob) -> None:
+    totals = await job.run()
+    for path in (job.root / "in").iterdir():
+        times = path.stat()
+        path.write_bytes(b"?" * times.st_size)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert await job.run() == totals
+    assert (job.tally.units_before, job.tally.rows_read) == (4, 0)
+
+
+async def test_another_job_isnt_taken_for_this_one(job: BulkJob) -> None:
+    await job.run()
+    before = files_of(job.out)
+    with pytest.raises(BulkError, match=r"begun with keep .*\"id\".*, got .*--no-resume"):
+        await job.run(keep=())
+    (job.root / "m" / "1" / "more.bin").write_bytes(b"weights")
+    with pytest.raises(BulkError, match=r"begun without model\.1/more\.bin"):
+        await job.run()
+    assert files_of(job.out) == before
+
+
+async def test_a_copy_of_the_model_continues_the_job(job: BulkJob) -> None:
+    totals = await job.run()
+    (job.root / "m" / "config.pbtxt").touch()
+    assert await job.run() == totals
+
+
+async def test_shards_together_do_the_whole_job(job: BulkJob) -> None:
+    assert await job.run(shard=(1, 3)) is None
+    assert (job.tally.units, job.tally.units_done) == (1, 1)
+    assert await job.run(shard=(0, 3)) is None
+    assert await job.run(shard=(2, 3)) == (4, 21, 0)
+    assert job.rows() == ROWS
+
+
+async def test_parts_with_rows_at_fault_are_done_again_if_asked(job: BulkJob) -> None:
+    job.memory.faults.raise_when(has(13.0), ExecutionError("no such number"))
+    await job.run()
+    job.memory.faults.clear()
+    assert await job.run() == (4, 20, 1)
+    assert await job.run(retries_bad=True) == (4, 21, 0)
+    assert job.tally.units_done == 1
+    assert (job.rows(), job.bad()) == (ROWS, [])
+
+
+async def test_a_job_that_fails_later_keeps_what_is_finished(job: BulkJob) -> None:
+    job.memory.faults.raise_when(has(51.0), ExecutionError("no such number"))
+    with pytest.raises(BulkError):
+        await job.run(fails_on_bad=True)
+    job.memory.faults.clear()
+    await job.run()
+    assert job.tally.units_before == 3
+    assert job.rows() == ROWS
+
+
+async def test_a_batch_is_no_larger_than_the_model_takes(job: BulkJob) -> None:
+    with pytest.raises(BulkError, match=r"batch.*expected at most 4, .*max_batch_size.*got 5"):
+        await job.run(batch_rows=5)
