@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from paceline.backends.base import Backend
 from paceline.server.bulk.batches import batches
@@ -128,7 +129,7 @@ class Job:
     def _model(self, offline: Offline) -> AbstractAsyncContextManager[EngineModel]:
         settings = self._settings
         return engine_model(
-            settings.model,
+            Path(settings.model),
             max_rows=settings.batch_rows or MOST_ROWS,
             offline=offline,
             parameters=settings.parameters,

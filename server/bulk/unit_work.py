@@ -69,15 +69,21 @@ class UnitWork:
         """Read, compute, write and commit it. Raises BulkError. If it ends early, nothing of it is left."""
         blocking, bad = self._blocking, list[BadRow]()
         chunks = self._source.chunks(unit, self._columns.names, self._fixed)
-        part = await blocking(self._folder.part, unit, self._columns.output_schema)
+        parts = list[Part]()  # whatever is opened is dropped, also if this is cancelled meanwhile
+
+        def opened() -> Part:
+            parts.append(self._folder.part(unit, self._columns.output_schema))
+            return parts[0]
+
         try:
+            part = await blocking(opened)
             while (chunk := await blocking(next, chunks, None)) is not None:
                 table = await self._computed(unit, chunk)
                 bad += table.bad
                 await blocking(part.write, table.batch)
             return await blocking(self._folder.commit, unit, part, bad, self._source.place)
         finally:
-            await blocking(_end, chunks, part)  # of no effect on what was committed
+            await blocking(_end, chunks, parts)  # of no effect on what was committed
 
     async def _computed(self, unit: Unit, chunk: Chunk) -> Table:
         """What is to be written of `chunk`."""
@@ -94,6 +100,7 @@ class UnitWork:
         return table
 
 
-def _end(chunks: Iterator[Chunk], part: Part) -> None:
-    part.drop()
+def _end(chunks: Iterator[Chunk], parts: Sequence[Part]) -> None:
+    for part in parts:
+        part.drop()
     chunks.close()  # type: ignore[attr-defined]  # a generator's, as all sources return them
