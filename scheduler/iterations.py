@@ -13,7 +13,7 @@ included, unless these can't be cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.scheduler.latency import LatencyModel
@@ -39,18 +39,77 @@ class Iteration(NamedTuple):
 
 
 class _Row:
-    __slots__ = ("fixed", "held", "is_out", "kind", "total")
+    __slots__ = ("fixed", "group", "held", "is_out", "kind", "number", "total")
 
-    def __init__(self, total: int, fixed: int, kind: int) -> None:
+    def __init__(self, number: int, total: int, fixed: int, kind: int) -> None:
+        self.number = number
         self.total = total
         self.fixed = fixed
         self.kind = kind
         self.held = 0
         self.is_out = False
+        self.group = _Group([self])
 
     @property
     def lacks_one(self) -> bool:
         return 0 < self.held == self.total - 1
+
+
+class _Group:
+    """Rows that share executions; not empty. What it is asked of all of them is kept until it is `changed`: many ask
+    in each iteration, and it is asked in each."""
+
+    __slots__ = ("_measures", "rows")
+
+    def __init__(self, rows: list[_Row]) -> None:
+        self.rows = rows
+        self._measures: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def changed(self) -> None:
+        self._measures = None
+
+    def grown(self, rows: int, held: int, total: int) -> None:
+        """So many of its rows have kept `held` more tokens each, and got `total` more."""
+        if self._measures is not None and rows == len(self.rows):
+            longest, width = self._measures
+            self._measures = longest + held, width + total
+        else:
+            self._measures = None
+
+    def add(self, rows: Sequence[_Row]) -> None:
+        self.rows += rows
+        self._measures = None
+        for row in rows:
+            row.group = self
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its rows lack a token each; else there is one, or several that begin."""
+        return self.rows[0].lacks_one
+
+    @property
+    def kind(self) -> int:
+        return self.rows[0].kind
+
+    @property
+    def longest(self) -> int:
+        return self._measured()[0]
+
+    @property
+    def width(self) -> int:
+        """Of how many tokens the memory of each row is."""
+        return self._measured()[1]
+
+    def _measured(self) -> tuple[int, int]:
+        if self._measures is None:
+            held = total = fixed = 0
+            for row in self.rows:
+                held, total, fixed = max(held, row.held), max(total, row.total), max(fixed, row.fixed)
+            self._measures = held, total + fixed
+        return self._measures
 
 
 class Iterations:
@@ -79,8 +138,9 @@ class Iterations:
         self._in_pieces = in_pieces
         # The oldest first; those that are out keep their age.
         self._rows: dict[int, _Row] = {}
+        self._out = 0
         # Of all that aren't out. One that lacks more than a token is alone in its group, or executed with it now.
-        self._groups: list[list[int]] = []
+        self._groups: list[_Group] = []
         # How many rows begin in an iteration, in the mean; in how many the present ones have been put off.
         self._entered, self._entering, self._put_off = 0, 0.0, 0
 
@@ -94,11 +154,7 @@ class Iterations:
 
     def has_room(self, tokens: int) -> bool:
         """Whether a generation whose prompt has so many may have a place. Whoever was put out comes first."""
-        return (
-            len(self._rows) < self._most_rows
-            and self._fits(tokens)
-            and not any(row.is_out for row in self._rows.values())
-        )
+        return len(self._rows) < self._most_rows and not self._out and self._fits(tokens)
 
     def least_ns(self, tokens: int, now_ns: int) -> int:
         """What a prompt of so many takes at least, as measured lately; 0 if nothing was."""
@@ -108,23 +164,36 @@ class Iterations:
 
     def enter(self, row: int, tokens: int, fixed: int = 0, kind: int = 0) -> None:
         """`fixed`: as many tokens as what it keeps besides takes. Only rows of the same `kind` share a group."""
-        self._rows[row] = _Row(tokens, fixed, kind)
+        self._rows[row] = one = _Row(row, tokens, fixed, kind)
         self._entered += 1
-        self._groups.append([row])
+        self._groups.append(one.group)
 
     def leave(self, row: int) -> None:
-        if not self._rows.pop(row).is_out:
-            self._ungroup(row)
+        one = self._rows.pop(row)
+        if one.is_out:
+            self._out -= 1
+        else:
+            self._ungroup(one)
 
-    def computed(self, row: int, tokens: int) -> bool:
-        """So many more of its tokens are kept. Returns whether all are, so that another is to be chosen."""
-        one = self._rows[row]
-        one.held += tokens
-        return one.held == one.total
+    def computed(self, more: Mapping[int, int]) -> bool:
+        """So many more tokens of rows that share an execution are kept. Returns whether all of theirs are, so that
+        others are to be chosen."""
+        for number, tokens in more.items():
+            row = self._rows[number]
+            row.held += tokens
+        if len({*more.values()}) == 1:
+            row.group.grown(len(more), tokens, 0)
+        else:
+            row.group.changed()
+        return row.held == row.total
 
-    def extended(self, row: int) -> None:
-        """Another token was chosen."""
-        self._rows[row].total += 1
+    def extended(self, rows: Sequence[int]) -> None:
+        """Another token was chosen for each of these, of one group."""
+        for number in rows:
+            row = self._rows[number]
+            row.total += 1
+        if rows:
+            row.group.grown(len(rows), 0, 1)
 
     def next(self) -> Iteration:
         """What to execute now; nothing only if there is no row."""
@@ -134,59 +203,56 @@ class Iterations:
             self._bring_back()
         self._split()
         self._join()
-        groups = [tuple(group) for group in self._groups if self._rows[group[0]].lacks_one]
-        return Iteration(put_out, self._pieces(max(groups, key=len, default=())), groups)
+        groups = [tuple([row.number for row in group.rows]) for group in self._groups if group.goes_on]
+        return Iteration(put_out, self._pieces(), groups)
 
-    def _pieces(self, largest: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """What is computed of prompts, the oldest first. Those that begin may be put off while the `largest` group goes
-        on, so that several come together."""
+    def _pieces(self) -> list[list[tuple[int, int]]]:
+        """What is computed of prompts, the oldest first. Those that begin may be put off while others go on, so that
+        several come together."""
         self._entering += _LEARN * (self._entered - self._entering)
         self._entered = 0
-        rows = [(number, row) for number, row in self._rows.items() if not (row.is_out or row.lacks_one)]
-        begin = sum(not row.held for _, row in rows)
-        puts_off = begin and largest and self._put_off < _MOST_PUT_OFF
-        if puts_off and self._costs.gathers(self._entering, begin, len(largest), self._longest(largest)):
+        rows = list[_Row]()
+        if any(not group.goes_on for group in self._groups):
+            rows = [row for row in self._rows.values() if not (row.is_out or row.lacks_one)]
+        begin = sum(not row.held for row in rows)
+        largest = max((group for group in self._groups if group.goes_on), key=len, default=None) if begin else None
+        puts_off = largest is not None and self._put_off < _MOST_PUT_OFF
+        if puts_off and largest and self._costs.gathers(self._entering, begin, len(largest), largest.longest):
             self._put_off += 1
-            rows = [(number, row) for number, row in rows if row.held]
+            rows = [row for row in rows if row.held]
         else:
             self._put_off = 0
         pieces, shared, left = list[list[tuple[int, int]]](), list[list[tuple[int, int]]](), self._piece_tokens
-        for number, row in rows:
+        for row in rows:
             if left <= 0:
                 break
             lacking = row.total - row.held
             tokens = min(left, lacking) if self._in_pieces else lacking
-            added = self._share(number, tokens, shared, left) if tokens == row.total else 0
+            added = self._share(row, tokens, shared, left) if tokens == row.total else 0
             if not added:
-                pieces.append([(number, tokens)])
+                pieces.append([(row.number, tokens)])
                 shared += pieces[-1:] if tokens == row.total else []
             left -= added or tokens
         return pieces
 
-    def _share(self, row: int, tokens: int, shared: Sequence[list[tuple[int, int]]], left: int) -> int:
+    def _share(self, row: _Row, tokens: int, shared: Sequence[list[tuple[int, int]]], left: int) -> int:
         """Have it begin in one of the executions `shared`, if that costs less than one of its own. Returns how many
         tokens that adds, fill included; 0 if it doesn't."""
         for execution in shared:
             width, rows = max(own for _, own in execution), len(execution)
             added = max(width, tokens) * (rows + 1) - width * rows
             pays = added == tokens or (self._pads_prompts and added - tokens <= self._costs.worth_tokens)
-            group = next(one for one in self._groups if execution[0][0] in one)
-            may = added <= left and pays and self._rows[group[0]].kind == self._rows[row].kind
-            if may and self._fits_joined(group, [row]):
-                execution.append((row, tokens))
+            group = self._rows[execution[0][0]].group
+            if added <= left and pays and group.kind == row.kind and self._fits_joined(group, row.group):
+                execution.append((row.number, tokens))
                 self._ungroup(row)
-                group.append(row)
+                group.add([row])
                 return added
         return 0
 
     def _needed(self) -> int:
         """How many tokens have to be kept after the next step, with the whole prompts of those that have begun."""
-        return sum(len(group) * self._width(group) for group in self._groups)
-
-    def _width(self, group: Sequence[int]) -> int:
-        """Of how many tokens the memory of each row of a group is."""
-        rows = [self._rows[row] for row in group]
-        return max(row.total for row in rows) + max(row.fixed for row in rows)
+        return sum([len(group) * group.width for group in self._groups])
 
     def _fits(self, tokens: int) -> bool:
         """Whether another row of so many has room, and all have some for more. A lone one has, in any case."""
@@ -195,64 +261,65 @@ class Iterations:
 
     def _put_out(self) -> list[int]:
         put_out: list[int] = []
-        youngest = [number for number, row in self._rows.items() if not row.is_out]
-        while self._needed() > self._most_tokens and len(youngest) > 1:
-            put_out.append(number := youngest.pop())
-            self._ungroup(number)
-            self._rows[number].is_out, self._rows[number].held = True, 0
+        while self._needed() > self._most_tokens and len(self._rows) - self._out > 1:
+            youngest = next(row for row in reversed(self._rows.values()) if not row.is_out)
+            put_out.append(youngest.number)
+            self._ungroup(youngest)
+            youngest.is_out, youngest.held = True, 0
+            self._out += 1
         return put_out
 
     def _bring_back(self) -> None:
-        for number, row in self._rows.items():
+        for row in self._rows.values() if self._out else ():
             if row.is_out:
                 if not self._fits(row.total + row.fixed):
                     return
-                row.is_out = False
-                self._groups.append([number])
+                row.is_out, row.group = False, _Group([row])
+                self._out -= 1
+                self._groups.append(row.group)
 
-    def _ungroup(self, row: int) -> None:
-        for group in self._groups:
-            if row in group:
-                group.remove(row)
-                if not group:
-                    self._groups.remove(group)
-                return
-
-    def _longest(self, group: Sequence[int]) -> int:
-        return max(self._rows[row].held for row in group)
+    def _ungroup(self, row: _Row) -> None:
+        group = row.group
+        group.rows.remove(row)
+        group.changed()
+        if not group.rows:
+            self._groups.remove(group)
 
     def _split(self) -> None:
         """Halve groups that cost more together than their halves do, or of which that isn't known yet."""
         for group in [group for group in self._groups if len(group) > 1]:
-            if self._costs.splits(len(group), self._longest(group)):
-                group.sort(key=lambda row: self._rows[row].held)
-                self._groups.append(group[len(group) // 2 :])
-                del group[len(group) // 2 :]
+            if self._costs.splits(len(group), group.longest):
+                group.rows.sort(key=lambda row: row.held)
+                half = _Group([])
+                half.add(group.rows[len(group) // 2 :])
+                del group.rows[len(group) // 2 :]
+                group.changed()
+                self._groups.append(half)
                 self._costs.keep_apart()
 
     def _join(self) -> None:
         """Join groups that cost less together. One pass over neighbours by length: what fill costs is then least."""
-        going = [group for group in self._groups if self._rows[group[0]].lacks_one]
-        going.sort(key=lambda group: (self._rows[group[0]].kind, self._longest(group)))
+        going = [group for group in self._groups if group.goes_on]
+        if len(going) < 2:
+            return
+        going.sort(key=lambda group: (group.kind, group.longest))
         kept = going[:1]
         for group in going[1:]:
             last = kept[-1]
-            short, long = self._longest(last), self._longest(group)
-            rows = len(last) + len(group)
-            may = rows <= self._most_rows and (self._pads or short == long)
-            may = may and self._rows[last[0]].kind == self._rows[group[0]].kind
+            short, long = last.longest, group.longest
+            may = len(last) + len(group) <= self._most_rows and (self._pads or short == long)
+            may = may and last.kind == group.kind
             if may and self._costs.joins(len(last), short, len(group), long) and self._fits_joined(last, group):
-                last += group
-                self._groups = [one for one in self._groups if one is not group]
+                last.add(group.rows)
+                self._groups.remove(group)
             else:
                 kept.append(group)
 
-    def _fits_joined(self, one: Sequence[int], other: Sequence[int]) -> bool:
+    def _fits_joined(self, one: _Group, other: _Group) -> bool:
         """Whether what filling up adds can be kept."""
         counts = len(one), len(other)
-        added = (
-            self._width([*one, *other]) * sum(counts) - self._width(one) * counts[0] - self._width(other) * counts[1]
-        )
+        width = _Group([*one.rows, *other.rows]).width
+        added = width * sum(counts) - one.width * counts[0] - other.width * counts[1]
         return self._needed() + added <= self._most_tokens or not added
 
 

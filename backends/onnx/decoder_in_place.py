@@ -9,7 +9,7 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Self
 
 import numpy as np
@@ -45,7 +45,7 @@ class InPlaceBlock(Block):
         return block
 
     @classmethod
-    def of(cls, rows: tuple[int, ...], blocks: Sequence[Self]) -> Self:
+    def of(cls, rows: Collection[int], blocks: Sequence[Self]) -> Self:
         """One of `blocks` that has no others, with the rest of `rows`; only if there is none, another."""
         mine = [block for block in blocks if {*block.rows} <= {*rows}]
         block = max(mine, key=lambda one: len(one.rows), default=None)

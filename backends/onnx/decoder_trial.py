@@ -75,14 +75,15 @@ def _pads_sources(
 ) -> bool:
     """Whether rows with these `sources` give together what they give alone, at their beginning and later."""
     kind = block_type(layout)
-    alone = [kind.empty(row, layout, source) for row, source in enumerate(sources)]
-    both = kind.of((0, 1), [kind.empty(row, layout, source) for row, source in enumerate(sources)])
-    begun = np.concatenate([block.step(model, tokens[None, :5], layout) for block in alone])
-    if not _gives(begun, both, model, tokens[None, :5].repeat(2, axis=0), layout, close):
+    alone, joined, begun = ([kind.empty(row, layout, source) for row, source in enumerate(sources)] for _ in range(3))
+    wanted = np.concatenate([block.step(model, tokens[None, :5], layout) for block in alone])
+    both = kind.of((0, 1), begun)
+    if not _gives(wanted, both, model, tokens[None, :5].repeat(2, axis=0), layout, close):
         return False
-    both = kind.of((0, 1), alone)
+    for block in joined:
+        block.step(model, tokens[None, :5], layout)
     last = np.concatenate([block.step(model, tokens[None, 5:], layout) for block in alone])
-    return _gives(last, both, model, tokens[[5, 5], None], layout, close)
+    return _gives(last, kind.of((0, 1), joined), model, tokens[[5, 5], None], layout, close)
 
 
 def try_encoder(model: StepsModel, layout: EncoderLayout, vocabulary: int) -> tuple[list[Array], bool]:

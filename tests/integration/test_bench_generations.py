@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import generation_direct, generation_requests, generations, load
+from bench import generation_direct, generation_requests, generations, generations_inside, load
 from bench.generation_requests import Lengths, Wanted
 from paceline.protos import inference_pb2 as pb
 from tests import decoder_models
@@ -32,6 +32,13 @@ def test_gaps_are_measured_while_prompts_arrive() -> None:
     generations.measure_arriving(part, 100, 1, 0.5, found.append)
     assert [one["part"] for one in found] == ["arriving"]
     assert all(one[key] > 0 for one in found for key in ("prefill_ms", "gap_of_prefill", "undisturbed_token_p50_ms"))
+
+
+def test_time_of_the_stepping_thread_is_told_apart() -> None:
+    found = generations_inside.stepping(DECODER, 0.3, callers=4, lengths=LENGTHS)
+    assert found["own_us"] > 0
+    assert found["session_us"] > 0
+    assert 1 < found["rows"] <= 4
 
 
 def test_static_batches_generate_what_rows_alone_do(tmp_path: Path) -> None:

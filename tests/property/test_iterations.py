@@ -118,14 +118,14 @@ class World:
         row = self.rows[number]
         row.held, row.is_out = row.held + tokens, False
         assert row.held <= row.total
-        assert self.iterations.computed(number, tokens) == (row.held == row.total)
+        assert self.iterations.computed({number: tokens}) == (row.held == row.total)
         if row.held == row.total:
             row.chosen += 1
             if row.chosen == row.wanted:
                 self.end(number)
             else:
                 row.total += 1
-                self.iterations.extended(number)
+                self.iterations.extended([number])
 
 
 @st.composite

@@ -20,8 +20,8 @@ def begin(iterations: Iterations) -> list[list[tuple[int, int]]]:
     """Compute what the next iteration computes of prompts, which is all that is left of them; returns that."""
     pieces = [[*one] for one in iterations.next().pieces]
     for row, tokens in [own for one in pieces for own in one]:
-        assert iterations.computed(row, tokens)
-        iterations.extended(row)
+        assert iterations.computed({row: tokens})
+        iterations.extended([row])
     return pieces
 
 
@@ -73,11 +73,11 @@ def test_youngest_row_is_put_out_and_comes_back() -> None:
     iterations.enter(2, 40)
     while not (iteration := iterations.next()).put_out:
         for row in [row for group in iteration.groups for row in group]:
-            assert iterations.computed(row, 1)
-            iterations.extended(row)
+            assert iterations.computed({row: 1})
+            iterations.extended([row])
         for row, tokens in [own for one in iteration.pieces for own in one]:
-            assert iterations.computed(row, tokens)
-            iterations.extended(row)
+            assert iterations.computed({row: tokens})
+            iterations.extended([row])
     assert iteration.put_out == [2]
     assert iteration.groups == [(1,)]
     assert not iterations.has_room(1)
@@ -128,8 +128,8 @@ def test_prompts_wait_two_iterations_for_others() -> None:
             *(own for execution in pieces for own in execution),
             *((one, 1) for one in sum(groups, ())),
         ]:
-            assert iterations.computed(one, tokens)
-            iterations.extended(one)
+            assert iterations.computed({one: tokens})
+            iterations.extended([one])
     assert together[-10:] == [3] * 10
 
 

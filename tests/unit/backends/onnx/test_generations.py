@@ -22,7 +22,7 @@ from paceline.backends.onnx.decoder_trial import Trial
 from paceline.backends.onnx.decoding_rules import DecodingRules
 from paceline.backends.onnx.generations import GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings
-from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest, Told
+from paceline.backends.open_request import ELSEWHERE, NEVER, Answer, OpenRequest, Told
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 
 VOCABULARY, END, FAULTY, NO_NUMBER = 97, 7, 90, 91
@@ -339,6 +339,7 @@ def test_generation_ends_in_time_with_what_there_is(one: bool) -> None:
             request.ends_ns = 0
 
     request, other = Asked([10], one=one, max_tokens=50), Asked([10], max_tokens=50)
+    request.ends_ns = NEVER - 1
     with generating(Decoder(before=before), most_generations=1) as instance:
         hand_over(instance, request, other)
         assert request.tokens() == (answer_of([10], 3), "timeout")
