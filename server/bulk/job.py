@@ -10,35 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from paceline.backends.base import Backend
-from paceline.server.bulk.batches import batches
-from paceline.server.bulk.columns import Columns
+from paceline.server.bulk.computing import Computing
 from paceline.server.bulk.fingerprint import fingerprint
 from paceline.server.bulk.folder import JobFolder, Start, Totals
-from paceline.server.bulk.models import EngineModel, engine_model
+from paceline.server.bulk.judge import Judge
 from paceline.server.bulk.plan import Shard, units_of
-from paceline.server.bulk.probe import MOST_ROWS, Sample, choose
 from paceline.server.bulk.settings import BulkSettings
-from paceline.server.bulk.sizing import Probed, fixed_sizes, units_at_once
 from paceline.server.bulk.sources import find_source
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.unit_work import Blocking, UnitWork
-from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computes, Fixed, Places, Source, Unit
-from paceline.server.bulk.writers import check_schema
-from paceline.server.models.defaults import Offline
+from paceline.server.bulk.values import BulkError, Fixed, Source, Unit
 
 __all__ = ["Job"]
-
-_SAMPLE_ROWS = 4_096
-_UNPROBED = Probed(
-    batch_rows=32, rows_per_s=1_000.0, instances=0, intra_op_threads=0, input_row_bytes=0, output_row_bytes=0
-)
 
 
 class Job:
@@ -56,23 +43,23 @@ class Job:
         settings, tally, blocking = self._settings, self._tally, self._blocking
         tally.doing = "listing files"
         source = await blocking(find_source, settings.inputs, settings.format or None, str(settings.out))
+        computing = Computing(settings, self._backend_of)
         folder = JobFolder(str(settings.out), settings.output_format, Shard(*settings.shard))
         try:
-            fixed = await self._opened(folder, source)
+            fixed = await self._opened(folder, source, computing)
             if folder.finished is not None:
                 tally.units = tally.units_before = folder.finished.units
                 tally.rows = tally.rows_before = folder.finished.rows + folder.finished.bad
                 tally.rows_bad_before, tally.planned_share = folder.finished.bad, 1.0
                 return folder.finished
             tally.doing = "loading the model"
-            async with self._model(Offline(fixed.instances, fixed.intra_op_threads)) as model:
-                columns = self._columns(source, model)
+            async with computing.units(source, folder, fixed, Judge(settings, tally, source)) as work:
                 tally.doing = "computing"
-                return await self._all_units(source, columns, model, folder, fixed)
+                return await self._all_units(source, folder, fixed, work)
         finally:
             folder.close()
 
-    async def _opened(self, folder: JobFolder, source: Source) -> Fixed:
+    async def _opened(self, folder: JobFolder, source: Source, computing: Computing) -> Fixed:
         """What was fixed for the job, at its first start by what a probe of its first rows shows."""
         settings = self._settings
         facts = await self._blocking(fingerprint, settings)
@@ -82,125 +69,27 @@ class Job:
         try:
             return await self._blocking(open_with, _not_begun)
         except _NotBegun:
-            fixed = await self._chosen(source)
+            self._tally.doing = "trying batch sizes"
+            fixed = await computing.choose(source)
             return await self._blocking(open_with, lambda: fixed)
 
-    async def _chosen(self, source: Source) -> Fixed:
-        """Raises BulkError for what would be wrong with any row, too: nothing is begun then."""
-        settings = self._settings
-        self._tally.doing = "trying batch sizes"
-        row_bytes = 0.0
-
-        def sample_of(model: EngineModel) -> Sample:
-            nonlocal row_bytes
-            columns = self._columns(source, model)
-            limits = fixed_sizes(_UNPROBED, settings.memory_bytes, _SAMPLE_ROWS)
-            chunk = _first_chunk(source, columns.names, limits)
-            row_bytes = chunk.table.nbytes / max(1, chunk.table.num_rows)
-            rows = columns.rows(chunk)
-
-            def of_most(batch_rows: int) -> Sequence[Places]:
-                most = replace(limits, batch_rows=batch_rows)
-                return batches(rows, most, by_length=settings.sort_by_length, max_elements=model.max_elements)
-
-            return Sample(rows, columns.outputs, of_most)
-
-        try:
-            choice = await choose(
-                self._model,
-                sample_of,
-                batch_rows=settings.batch_rows,
-                instances=settings.instances,
-                rates=not (settings.batch_rows and settings.instances and settings.unit_rows),
-            )
-        except _NoRows:
-            return fixed_sizes(_UNPROBED, settings.memory_bytes, settings.unit_rows)
-        measured, offline = choice.measured, choice.offline
-        probed = Probed(
-            measured.batch_rows,
-            measured.rows_per_s,
-            offline.instances,
-            offline.intra_op_threads,
-            row_bytes,
-            measured.output_row_bytes,
-        )
-        return fixed_sizes(probed, settings.memory_bytes, settings.unit_rows)
-
-    def _model(self, offline: Offline) -> AbstractAsyncContextManager[EngineModel]:
-        settings = self._settings
-        return engine_model(
-            Path(settings.model),
-            max_rows=settings.batch_rows or MOST_ROWS,
-            offline=offline,
-            parameters=settings.parameters,
-            execution_timeout_s=settings.execution_timeout_s,
-            allow_python_models=settings.allow_python_models,
-            backend_of=self._backend_of,
-        )
-
-    def _columns(self, source: Source, model: Computes) -> Columns:
-        settings = self._settings
-        if settings.batch_rows > max(1, model.max_rows):
-            expected = f"expected at most {max(1, model.max_rows)}, the model's max_batch_size"
-            raise BulkError(f"--batch: {expected}, got {settings.batch_rows}")
-        columns = Columns(
-            model.description,
-            source.schema,
-            map=settings.columns,
-            keep=settings.keep,
-            outputs=settings.outputs,
-            binary=settings.binary,
-            lengths=model.lengths,
-        )
-        check_schema(settings.output_format, columns.output_schema)
-        return columns
-
-    async def _all_units(
-        self, source: Source, columns: Columns, model: Computes, folder: JobFolder, fixed: Fixed
-    ) -> Totals | None:
+    async def _all_units(self, source: Source, folder: JobFolder, fixed: Fixed, work: UnitWork) -> Totals | None:
         plan = _Plan(source, folder, fixed, self._tally, self._blocking)
-        at_once = units_at_once(fixed, self._settings.memory_bytes)
-        work = UnitWork(
-            source,
-            columns,
-            model,
-            folder,
-            fixed,
-            by_length=self._settings.sort_by_length,
-            tally=self._tally,
-            judge=partial(self._judge, source),
-            blocking=Blocking(at_once),
-        )
 
         async def worker() -> None:
             while (unit := await plan.next()) is not None:
-                mark = await work.do(unit)
+                mark = await work.do(unit, self._tally)
                 self._tally.units_done += 1
                 self._tally.rows_written += mark.rows
 
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(plan.make())
-                for _ in range(at_once):
+                for _ in range(work.at_once):
                     group.create_task(worker())
         except* BulkError as errors:
             raise BulkError(str(errors.exceptions[0])) from errors.exceptions[0]
         return await self._blocking(folder.finish, plan.units)
-
-    def _judge(self, source: Source, unit: Unit, bad: Sequence[BadRow]) -> None:
-        """Raises BulkError if the job ends because of rows at fault, of which `bad` are new."""
-        if not bad:
-            return
-        settings, tally = self._settings, self._tally
-        file, row = source.place(unit.file, bad[0].number)
-        if settings.fails_on_bad:
-            raise BulkError(f"{file}, row {row}: {bad[0].reason}")
-        count, read = tally.rows_bad_before + tally.rows_bad, tally.rows_before + tally.rows_read
-        if settings.max_bad.is_exceeded(count, read):
-            raise BulkError(
-                f"{count:,} of {read:,} rows are at fault, more than {settings.max_bad} (--max-bad); the last of them, "
-                f"{file}, row {row}: {bad[0].reason}"
-            )
 
 
 class _Plan:
@@ -242,20 +131,6 @@ class _Plan:
         async with self._changed:
             await self._changed.wait_for(lambda: self._left or self._ended)
             return self._left.popleft() if self._left else None
-
-
-def _first_chunk(source: Source, columns: Sequence[str], limits: Fixed) -> Chunk:
-    """The first rows of the input that could be read. Raises _NoRows."""
-    for file in source.files:
-        for unit in units_of(file, source.index(file, limits.unit_rows), limits.unit_rows, 0):
-            for chunk in source.chunks(unit, columns, limits):
-                if chunk.table.num_rows:
-                    return chunk
-    raise _NoRows
-
-
-class _NoRows(Exception):
-    """The input has none that could be read."""
 
 
 class _NotBegun(Exception):

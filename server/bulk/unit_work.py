@@ -17,16 +17,15 @@ from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.folder import JobFolder, Mark, Part
+from paceline.server.bulk.judge import Judge
 from paceline.server.bulk.results import Table
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BadRow, Chunk, Computes, Fixed, Source, Unit
 
-__all__ = ["Blocking", "Judge", "UnitWork"]
+__all__ = ["Blocking", "UnitWork"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-Judge = Callable[[Unit, Sequence[BadRow]], None]
 
 
 class Blocking:
@@ -45,8 +44,8 @@ class Blocking:
 
 
 class UnitWork:
-    """What it takes to do units: in the job's own process, or in one that works for it. `judge` is called with the rows
-    at fault of each chunk, and ends the job by raising BulkError."""
+    """What it takes to do units, `at_once` of them at a time: in the job's own process, or in one that works for it.
+    `judge` is called with the rows at fault of each chunk, and ends the job by raising BulkError."""
 
     def __init__(
         self,
@@ -57,16 +56,16 @@ class UnitWork:
         fixed: Fixed,
         *,
         by_length: bool,
-        tally: Tally,
         judge: Judge,
-        blocking: Blocking,
+        at_once: int,
     ) -> None:
         self._source, self._columns, self._folder, self._fixed = source, columns, folder, fixed
         self._calls, self._max_elements = Calls(model, columns.outputs), model.max_elements
-        self._by_length, self._tally, self._judge, self._blocking = by_length, tally, judge, blocking
+        self._by_length, self._judge, self.at_once, self._blocking = by_length, judge, at_once, Blocking(at_once)
 
-    async def do(self, unit: Unit) -> Mark:
-        """Read, compute, write and commit it. Raises BulkError. If it ends early, nothing of it is left."""
+    async def do(self, unit: Unit, tally: Tally) -> Mark:
+        """Read, compute, write and commit it, and count in `tally` what was read and computed. Raises BulkError. If it
+        ends early, nothing of it is left."""
         blocking, bad = self._blocking, list[BadRow]()
         chunks = self._source.chunks(unit, self._columns.names, self._fixed)
         parts = list[Part]()  # whatever is opened is dropped, also if this is cancelled meanwhile
@@ -78,24 +77,24 @@ class UnitWork:
         try:
             part = await blocking(opened)
             while (chunk := await blocking(next, chunks, None)) is not None:
-                table = await self._computed(unit, chunk)
+                table = await self._computed(unit, chunk, tally)
                 bad += table.bad
                 await blocking(part.write, table.batch)
             return await blocking(self._folder.commit, unit, part, bad, self._source.place)
         finally:
             await blocking(_end, chunks, parts)  # of no effect on what was committed
 
-    async def _computed(self, unit: Unit, chunk: Chunk) -> Table:
+    async def _computed(self, unit: Unit, chunk: Chunk, tally: Tally) -> Table:
         """What is to be written of `chunk`."""
         rows = await self._blocking(self._columns.rows, chunk)
-        self._tally.rows_read += chunk.read_rows
+        tally.rows_read += chunk.read_rows
         chosen = batches(rows, self._fixed, by_length=self._by_length, max_elements=self._max_elements)
         results = await execute(self._calls, unit.number, rows, chosen)
         table = await self._blocking(self._columns.table, chunk, rows, results)
         for one in results.computed:
-            self._tally.executions += 1
-            self._tally.rows_executed += len(one.places)
-        self._tally.add_bad(table.bad)
+            tally.executions += 1
+            tally.rows_executed += len(one.places)
+        tally.add_bad(table.bad)
         self._judge(unit, table.bad)
         return table
 

@@ -1,0 +1,139 @@
+"""What of a job needs its model: choosing how to compute, and doing units.
+
+Lives here: opening the model, and trying it on the first rows. Must not: know which units there are, or what is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.backends.base import Backend
+from paceline.server.bulk.batches import batches
+from paceline.server.bulk.columns import Columns
+from paceline.server.bulk.folder import JobFolder
+from paceline.server.bulk.judge import Judge
+from paceline.server.bulk.models import EngineModel, engine_model
+from paceline.server.bulk.plan import units_of
+from paceline.server.bulk.probe import MOST_ROWS, Sample, choose
+from paceline.server.bulk.settings import BulkSettings
+from paceline.server.bulk.sizing import Probed, fixed_sizes, units_at_once
+from paceline.server.bulk.unit_work import UnitWork
+from paceline.server.bulk.values import BulkError, Chunk, Computes, Fixed, Places, Source
+from paceline.server.bulk.writers import check_schema
+from paceline.server.models.defaults import Offline
+
+__all__ = ["Computing"]
+
+_SAMPLE_ROWS = 4_096
+_UNPROBED = Probed(
+    batch_rows=32, rows_per_s=1_000.0, instances=0, intra_op_threads=0, input_row_bytes=0, output_row_bytes=0
+)
+
+
+class Computing:
+    """A job's model in this process."""
+
+    def __init__(self, settings: BulkSettings, backend_of: Callable[[str], Backend] | None = None) -> None:
+        self._settings, self._backend_of = settings, backend_of
+
+    async def choose(self, source: Source) -> Fixed:
+        """Raises BulkError for what would be wrong with any row, too: nothing is begun then."""
+        settings = self._settings
+        row_bytes = 0.0
+
+        def sample_of(model: EngineModel) -> Sample:
+            nonlocal row_bytes
+            columns = self._columns(source, model)
+            limits = fixed_sizes(_UNPROBED, settings.memory_bytes, _SAMPLE_ROWS)
+            chunk = _first_chunk(source, columns.names, limits)
+            row_bytes = chunk.table.nbytes / max(1, chunk.table.num_rows)
+            rows = columns.rows(chunk)
+
+            def of_most(batch_rows: int) -> Sequence[Places]:
+                most = replace(limits, batch_rows=batch_rows)
+                return batches(rows, most, by_length=settings.sort_by_length, max_elements=model.max_elements)
+
+            return Sample(rows, columns.outputs, of_most)
+
+        try:
+            choice = await choose(
+                self._model,
+                sample_of,
+                batch_rows=settings.batch_rows,
+                instances=settings.instances,
+                rates=not (settings.batch_rows and settings.instances and settings.unit_rows),
+            )
+        except _NoRows:
+            return fixed_sizes(_UNPROBED, settings.memory_bytes, settings.unit_rows)
+        measured, offline = choice.measured, choice.offline
+        probed = Probed(
+            measured.batch_rows,
+            measured.rows_per_s,
+            offline.instances,
+            offline.intra_op_threads,
+            row_bytes,
+            measured.output_row_bytes,
+        )
+        return fixed_sizes(probed, settings.memory_bytes, settings.unit_rows)
+
+    @asynccontextmanager
+    async def units(self, source: Source, folder: JobFolder, fixed: Fixed, judge: Judge) -> AsyncIterator[UnitWork]:
+        """Does units of the job, as long as this is open. Raises BulkError."""
+        settings = self._settings
+        async with self._model(Offline(fixed.instances, fixed.intra_op_threads)) as model:
+            yield UnitWork(
+                source,
+                self._columns(source, model),
+                model,
+                folder,
+                fixed,
+                by_length=settings.sort_by_length,
+                judge=judge,
+                at_once=units_at_once(fixed, settings.memory_bytes),
+            )
+
+    def _model(self, offline: Offline) -> AbstractAsyncContextManager[EngineModel]:
+        settings = self._settings
+        return engine_model(
+            Path(settings.model),
+            max_rows=settings.batch_rows or MOST_ROWS,
+            offline=offline,
+            parameters=settings.parameters,
+            execution_timeout_s=settings.execution_timeout_s,
+            allow_python_models=settings.allow_python_models,
+            backend_of=self._backend_of,
+        )
+
+    def _columns(self, source: Source, model: Computes) -> Columns:
+        settings = self._settings
+        if settings.batch_rows > max(1, model.max_rows):
+            expected = f"expected at most {max(1, model.max_rows)}, the model's max_batch_size"
+            raise BulkError(f"--batch: {expected}, got {settings.batch_rows}")
+        columns = Columns(
+            model.description,
+            source.schema,
+            map=settings.columns,
+            keep=settings.keep,
+            outputs=settings.outputs,
+            binary=settings.binary,
+            lengths=model.lengths,
+        )
+        check_schema(settings.output_format, columns.output_schema)
+        return columns
+
+
+def _first_chunk(source: Source, columns: Sequence[str], limits: Fixed) -> Chunk:
+    """The first rows of the input that could be read. Raises _NoRows."""
+    for file in source.files:
+        for unit in units_of(file, source.index(file, limits.unit_rows), limits.unit_rows, 0):
+            for chunk in source.chunks(unit, columns, limits):
+                if chunk.table.num_rows:
+                    return chunk
+    raise _NoRows
+
+
+class _NoRows(Exception):
+    """The input has none that could be read."""
