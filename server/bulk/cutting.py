@@ -13,17 +13,18 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from paceline.server.bulk.plain_types import row_bytes
+from paceline.server.bulk.plain_types import one_batch, row_bytes
 from paceline.server.bulk.values import BadRow, BulkError, Chunk, Fixed
 
 __all__ = ["Walk", "cut"]
 
 
 class Walk:
-    """Reads on where it stopped. `position` is the next row's number. Not for several threads at once."""
+    """Reads on where it stopped. `position` is the next row's number, 0 at first. Not for several threads at once. No
+    piece is empty."""
 
-    def __init__(self, pieces: Iterator[Chunk], position: int) -> None:
-        self.position = position
+    def __init__(self, pieces: Iterator[Chunk]) -> None:
+        self.position = 0
         self._pieces = pieces
         self._rest: Chunk | None = None
 
@@ -33,7 +34,8 @@ class Walk:
             piece, self._rest = self._rest or next(self._pieces, None), None
             if piece is None:
                 raise BulkError(f"{file} has only {self.position} rows, but had {end} or more when it was listed")
-            first, self.position = self.position, self.position + piece.read_rows
+            first = _first(piece)
+            self.position = first + piece.read_rows
             if self.position > end:
                 self._rest, self.position = _part(piece, end, self.position), end
             if self.position > begin:
@@ -65,7 +67,7 @@ def cut(pieces: Iterator[Chunk], fixed: Fixed) -> Iterator[Chunk]:
 
 def _without_huge(piece: Chunk, most: int) -> tuple[Chunk, np.ndarray[tuple[int], np.dtype[np.int64]], int]:
     """The piece with its rows of more than `most` bytes among the bad ones; each row's bytes; the first's number."""
-    first = min([*piece.numbers[:1].tolist(), *(bad.number for bad in piece.bad[:1])], default=0)
+    first = _first(piece)
     own = row_bytes(piece.table)
     huge = own > most
     if huge.any():
@@ -80,6 +82,11 @@ def _without_huge(piece: Chunk, most: int) -> tuple[Chunk, np.ndarray[tuple[int]
     return piece, sizes, first
 
 
+def _first(piece: Chunk) -> int:
+    """The number of the first row. Good and bad ones together are consecutive."""
+    return min([*piece.numbers[:1].tolist(), *(bad.number for bad in piece.bad[:1])], default=0)
+
+
 def _part(piece: Chunk, begin: int, end: int) -> Chunk:
     """The rows from number `begin` to `end`."""
     low, high = (int(place) for place in np.searchsorted(piece.numbers, (begin, end)))
@@ -90,8 +97,8 @@ def _part(piece: Chunk, begin: int, end: int) -> Chunk:
 def _joined(held: list[Chunk]) -> Chunk:
     if len(held) == 1:
         return held[0]
-    table = pa.Table.from_batches([chunk.table for chunk in held]).combine_chunks()
-    batches = table.to_batches() or [held[0].table]
     return Chunk(
-        batches[0], np.concatenate([chunk.numbers for chunk in held]), tuple(row for chunk in held for row in chunk.bad)
+        one_batch([chunk.table for chunk in held], held[0].table.schema),
+        np.concatenate([chunk.numbers for chunk in held]),
+        tuple(row for chunk in held for row in chunk.bad),
     )

@@ -43,7 +43,7 @@ class ParquetFormat:
         groups = np.searchsorted(begins, units, side="right") - 1
         return FileIndex(begins[-1], tuple(begins[group] for group in groups.tolist()))
 
-    def start(self, unit: Unit) -> int:
+    def start(self, unit: Unit) -> int | None:
         return unit.offset
 
     def pieces(

@@ -8,13 +8,15 @@ files. How large a row is depends on its values alone, not on how it was read, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from paceline.server.bulk.values import BulkError
 
-__all__ = ["plain_columns", "plain_schema", "refuse_other_schema", "row_bytes"]
+__all__ = ["one_batch", "plain_columns", "plain_schema", "refuse_other_schema", "row_bytes"]
 
 _OFFSET_BYTES = 4
 
@@ -31,6 +33,14 @@ def plain_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         for array, kind in zip(batch.columns, schema.types, strict=True)
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def one_batch(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
+    """All of their rows."""
+    if len(batches) == 1:
+        return batches[0]
+    joined = pa.Table.from_batches(batches, schema).combine_chunks().to_batches()
+    return joined[0] if joined else pa.RecordBatch.from_pylist([], schema)
 
 
 def refuse_other_schema(file: str, expected: pa.Schema, found: pa.Schema) -> None:

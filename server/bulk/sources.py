@@ -13,9 +13,12 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from paceline.server.bulk.csv_files import Csv
 from paceline.server.bulk.cutting import Walk, cut
+from paceline.server.bulk.json_files import JsonLines
 from paceline.server.bulk.listing import Location, find_locations
 from paceline.server.bulk.parquet_files import ParquetFormat
+from paceline.server.bulk.text_files import COMPRESSIONS, TextFormat
 from paceline.server.bulk.values import BulkError, Chunk, FileIndex, Fixed, InputFile, Source, Unit
 
 __all__ = ["FORMATS", "FileSource", "Format", "find_source"]
@@ -30,17 +33,28 @@ class Format(Protocol):
     def index(self, place: Location, schema: pa.Schema, unit_rows: int) -> FileIndex:
         """As `Source.index`."""
 
-    def start(self, unit: Unit) -> int:
-        """The row at which `pieces` begin."""
+    def start(self, unit: Unit) -> int | None:
+        """From which row on a file that is open already gets to the unit sooner than one that is opened for it. None
+        if none does, as one can begin anywhere."""
 
     def pieces(
         self, place: Location, schema: pa.Schema, columns: Sequence[str], unit: Unit, fixed: Fixed
     ) -> Iterator[Chunk]:
-        """All rows from `start` to the file's end, in pieces of about `chunk_bytes` at most."""
+        """The rows from the unit's first, or before it, to the file's end, or the unit's if `start` is None; in pieces
+        of about `chunk_bytes` at most."""
 
 
-_SUFFIXES: Mapping[str, tuple[str, ...]] = {"parquet": (".parquet", ".pq", ".parq")}
-_MAKERS: Mapping[str, Callable[[], Format]] = {"parquet": ParquetFormat}
+_SUFFIXES: Mapping[str, tuple[str, ...]] = {
+    "parquet": (".parquet", ".pq", ".parq"),
+    "csv": (".csv", ".tsv"),
+    "jsonl": (".jsonl", ".ndjson"),
+}
+_MAKERS: Mapping[str, Callable[[], Format]] = {
+    "parquet": ParquetFormat,
+    "csv": lambda: TextFormat(lambda name: Csv("\t" if ".tsv" in name.lower() else ",")),
+    "jsonl": lambda: TextFormat(lambda name: JsonLines()),
+}
+_TEXT = ("csv", "jsonl")
 FORMATS = tuple(_MAKERS)
 
 
@@ -62,7 +76,11 @@ def find_source(patterns: Sequence[str], format: str | None = None, output: str 
 
 
 def _format_of(name: str) -> str | None:
-    return next((kind for kind, suffixes in _SUFFIXES.items() if name.lower().endswith(suffixes)), None)
+    plain = name.lower()
+    for suffix in COMPRESSIONS:
+        plain = plain.removesuffix(suffix)
+    kinds = FORMATS if plain == name.lower() else _TEXT
+    return next((kind for kind in kinds if plain.endswith(_SUFFIXES[kind])), None)
 
 
 def _is_data(name: str, format: str | None) -> bool:
@@ -115,9 +133,10 @@ class FileSource:
             walk = self._take(key, unit)
             if walk is None:
                 pieces = self._format.pieces(place, self.schema, columns, unit, fixed)
-                walk = Walk(pieces, self._format.start(unit))
+                walk = Walk(pieces)
             yield from cut(walk.rows(unit.begin, unit.end, place.shown), fixed)
-            self._keep(key, walk)
+            if self._format.start(unit) is not None:
+                self._keep(key, walk)
 
     def place(self, file: InputFile, number: int) -> tuple[str, int]:
         return file.path, number
@@ -156,6 +175,8 @@ class FileSource:
     def _take(self, key: tuple[object, ...], unit: Unit) -> Walk | None:
         """The open file that is closest before the unit, if that is closer than where a new one would begin."""
         start = self._format.start(unit)
+        if start is None:
+            return None
         with self._lock:
             usable = [kept for kept in self._kept if kept[0] == key and start <= kept[1].position <= unit.begin]
             if not usable:
