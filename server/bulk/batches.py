@@ -56,7 +56,9 @@ def _alike(keys: Places, *, by_key: bool) -> list[Places]:
     """The rows with equal `keys` [rows, columns], in the order of their first, or of their keys."""
     if not len(keys):
         return []
-    order = np.lexsort((*keys.T[::-1], np.zeros(len(keys))))
+    if bool((keys == keys[0]).all()):
+        return [np.arange(len(keys))]
+    order = np.lexsort(keys.T[::-1])
     ordered = keys[order]
     groups = np.split(order, np.flatnonzero((ordered[1:] != ordered[:-1]).any(axis=1)) + 1)
     return groups if by_key else sorted(groups, key=lambda group: int(group[0]))

@@ -6,6 +6,7 @@ call a model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from paceline.backends.spec import fits
 from paceline.clients.description import ModelDescription
 from paceline.clients.messages import TensorMetadata
 from paceline.protos.datatypes import by_name
-from paceline.server.bulk.decoding import Dims, decode, takes
+from paceline.server.bulk.decoding import Dims, decode, side_by_side, takes
 from paceline.server.bulk.encoding import arrow_type, cut, encode
 from paceline.server.bulk.results import Computed, Results, Table
 from paceline.server.bulk.rows import Rows, Tensor
@@ -27,10 +28,11 @@ __all__ = ["Columns"]
 
 
 class _Fed(NamedTuple):
-    """An input, and the column that feeds it. `dims` are a row's. `lengths`: which axes of a row have which lengths."""
+    """An input, and the column that feeds it, or those whose single values do side by side. `dims` are a row's.
+    `lengths`: which axes of a row have which lengths."""
 
     name: str
-    column: str
+    columns: tuple[str, ...]
     datatype: str
     dims: Dims
     lengths: tuple[tuple[int, int], ...]
@@ -52,10 +54,10 @@ class Columns:
     """Raises BulkError, which lists what there is, for what can't be done with any row.
 
     `schema` is the input's. `description` is the model's: it has a batch axis if `description.batching` isn't None.
-    `map` names the columns of inputs, {input: column}; others have their input's name, and optional inputs without such
-    a column are left out. `keep` are columns that are written as they are, before the outputs. `outputs` are {column:
-    output}; empty: all outputs, by their own names. BYTES are written as text, but for those columns that `binary`
-    names. `lengths`: those of `Computes`.
+    `map` names the columns of inputs, {input: column}, or several with commas between them, if a row has one value of
+    each; others have their input's name, and optional inputs without such a column are left out. `keep` are columns
+    that are written as they are, before the outputs. `outputs` are {column: output}; empty: all outputs, by their own
+    names. BYTES are written as text, but for those columns that `binary` names. `lengths`: those of `Computes`.
 
     `names` are the columns to read. `outputs` are the names of the outputs to ask for. `output_schema` is that of all
     tables. Pure, and the same for all threads.
@@ -80,7 +82,7 @@ class Columns:
         self._fed = _fed(description, schema, map or {}, lengths)
         self._made = _made(description, outputs or {one.name: one.name for one in description.outputs}, binary, lengths)
         kept = tuple(dict.fromkeys(keep))
-        _check_columns(schema, [*kept, *(one.column for one in self._fed)])
+        _check_columns(schema, kept)
         for one in self._made:
             if one.column in kept:
                 raise BulkError(
@@ -88,7 +90,7 @@ class Columns:
                     f"is kept, and the model's output '{one.name}': name that another, --output NAME={one.name}"
                 )
         self._kept = kept
-        self.names = tuple(dict.fromkeys([*(one.column for one in self._fed), *kept]))
+        self.names = tuple(dict.fromkeys([*(column for one in self._fed for column in one.columns), *kept]))
         self.outputs = tuple(dict.fromkeys(one.name for one in self._made))
         made = [pa.field(one.column, one.type) for one in self._made]
         self.output_schema = pa.schema([*(schema.field(name) for name in kept), *made])
@@ -98,11 +100,15 @@ class Columns:
         faults: dict[int, str] = {}
         inputs: dict[str, Tensor] = {}
         for one in self._fed:
-            own: dict[int, str] = {}
-            decoded = decode(chunk.table.column(one.column), one.datatype, one.dims, own)
+            parts = []
+            for column in one.columns:
+                own: dict[int, str] = {}
+                dims = one.dims if len(one.columns) == 1 else ()
+                parts.append(decode(chunk.table.column(column), one.datatype, dims, own))
+                for place, reason in own.items():
+                    faults.setdefault(place, f"column '{column}' (input '{one.name}'): {reason}")
+            decoded = parts[0] if len(parts) == 1 else side_by_side(parts, one.dims)
             inputs[one.name] = Tensor(*decoded, one.lengths, one.fill)
-            for place, reason in own.items():
-                faults.setdefault(place, f"column '{one.column}' (input '{one.name}'): {reason}")
         sizes = self._sizes(len(chunk.numbers), inputs, faults)
         bad = [BadRow(int(chunk.numbers[place]), reason) for place, reason in sorted(faults.items())]
         good = np.delete(np.arange(len(chunk.numbers)), [*faults])
@@ -205,26 +211,40 @@ def _fed(
     specs = {one.name: index for index, one in enumerate(lengths.spec.inputs)} if lengths is not None else {}
     fed = []
     for one in description.inputs:
-        column = mapped.get(one.name, one.name)
+        dims, column = _dims(description, one), mapped.get(one.name, one.name)
         if one.name not in mapped and column not in schema.names:
             if one.name in description.optional_inputs:
                 continue
             raise BulkError(
-                f"input '{one.name}' ({one.datatype}, a row has shape {list(_dims(description, one))}): expected a "
-                f"column of this name, or --map {one.name}=COLUMN with one of {_listed(_typed(schema))}"
+                f"input '{one.name}' ({one.datatype}, a row has shape {list(dims)}): expected a column of this name, "
+                f"or --map {one.name}=COLUMN with one of {_listed(_typed(schema))}"
             )
-        _check_columns(schema, [column])
-        dims, kind = _dims(description, one), schema.field(column).type
-        if not takes(one.datatype, dims, kind):
-            raise BulkError(
-                f"column '{column}' for input '{one.name}': expected {_wanted(one.datatype, dims)}, got {kind}; "
-                f"columns: {_listed(_typed(schema))}"
-            )
+        columns = (column,) if column in schema.names else tuple(column.split(","))
+        _check_fed(one, columns, dims, schema)
         index = specs.get(one.name)
         axes = () if lengths is None or index is None else lengths.inputs[index]
         fill = 0 if lengths is None or index is None else lengths.fills[index]
-        fed.append(_Fed(one.name, column, one.datatype, dims, tuple((axis - 1, number) for axis, number in axes), fill))
+        fed.append(
+            _Fed(one.name, columns, one.datatype, dims, tuple((axis - 1, number) for axis, number in axes), fill)
+        )
     return tuple(fed)
+
+
+def _check_fed(tensor: TensorMetadata, columns: Sequence[str], dims: Dims, schema: pa.Schema) -> None:
+    _check_columns(schema, columns)
+    alone = len(columns) == 1
+    if not (alone or dims == (-1,) or (-1 not in dims and math.prod(dims) == len(columns))):
+        raise BulkError(
+            f"input '{tensor.name}': expected as many columns as a row has elements, whose shape is {list(dims)}, got "
+            f"{len(columns)}: {', '.join(columns)}"
+        )
+    for column in columns:
+        kind, own = schema.field(column).type, dims if alone else ()
+        if not takes(tensor.datatype, own, kind):
+            raise BulkError(
+                f"column '{column}' for input '{tensor.name}': expected {_wanted(tensor.datatype, own)}, got {kind}; "
+                f"columns: {_listed(_typed(schema))}"
+            )
 
 
 def _made(

@@ -6,7 +6,7 @@ Must not: loop over good rows: what is done for each of them is done by numpy or
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from paceline.clients.casting import cast
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.server.bulk.values import Places
 
-__all__ = ["Decoded", "Dims", "Faults", "decode", "takes"]
+__all__ = ["Decoded", "Dims", "Faults", "decode", "side_by_side", "takes"]
 
 Dims = tuple[int, ...]
 """The sizes of a row's axes, -1 for any."""
@@ -67,6 +67,18 @@ def decode(array: pa.Array, datatype: str, dims: Dims, faults: Faults) -> Decode
             sizes, elements = lists.sizes[0], int(np.prod(dims))
             _add(faults, sizes != elements, lambda row: f"{expected}, or {elements} elements, got {sizes[row]}")
     return Decoded(_elements(lists, by_name(datatype), faults), lists.bounds[:-1], shapes)
+
+
+def side_by_side(columns: Sequence[Decoded], dims: Dims) -> Decoded:
+    """The rows whose elements are single values of each of these columns, in their order."""
+    rows, size = len(columns[0].begins), len(columns)
+    if isinstance(columns[0].values, np.ndarray):
+        values: Array | pa.Array = np.stack([one.values for one in columns], axis=1).ravel()
+    else:
+        places = np.arange(rows * size).reshape(size, rows).T.ravel()
+        values = pa.concat_arrays([one.values for one in columns]).take(pa.array(places))
+    shape = np.array([size] if dims == (-1,) else dims, np.int64)
+    return Decoded(values, np.arange(rows) * size, np.broadcast_to(shape, (rows, len(shape))))
 
 
 class _Lists:

@@ -125,6 +125,6 @@ class Rows:
         """The inputs of one call, by name: the rows at `places`, in that order, filled up to `sizes`, which
         `common_sizes` of these or more places returned. With rows in front if the model has a batch axis. May be views
         of the chunk, which are read-only. `places` are of `good`, and have one shape, but for what is filled up."""
-        # hot path: 2 us a row, also of one float, with `Columns`, see bench/columns.py
+        # hot path: 2 us a row, also of one float, with `Columns`, see bench/bulk_columns.py
         taken = {name: tensor.take(places, sizes) for name, tensor in self.inputs.items()}
         return taken if self.batched else {name: array.reshape(array.shape[1:]) for name, array in taken.items()}

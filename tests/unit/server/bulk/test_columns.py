@@ -58,6 +58,10 @@ def _table(outputs: Array, datatype: str, dims: Shape, **options: Any) -> Table:
         ({"map": {"x": "idz"}}, r"'idz': expected one of the input's \(ids: .*\), got no such column"),
         ({"map": {"y": "ids"}}, r"--map y=ids: expected an input of the model \(x\), got 'y'"),
         ({"map": {"x": "text"}}, r"column 'text'.*input 'x': expected lists, 1 deep, of numbers.*, got string"),
+        (
+            {"map": {"x": "text,ids"}},
+            r"'text' for input 'x': expected numbers or booleans \(INT64 of shape \[\]\), got",
+        ),
         ({"map": {"x": "when"}}, r"got timestamp\[s\]"),
         ({"map": {"x": "ids"}, "keep": ["title"]}, r"column 'title': expected one of"),
         ({"map": {"x": "ids"}, "outputs": {"e": "z"}}, r"--output e=z: expected an output of the model \(x, t\)"),
@@ -137,6 +141,29 @@ def test_uniform_numbers_are_never_copied() -> None:
 def test_single_values_may_be_rows(value: Any, kind: pa.DataType) -> None:
     rows = _rows([value], kind, "FP32", (1, 1))
     assert rows.take(rows.good, ())["x"].tolist() == [[[7.0]]]
+
+
+@pytest.mark.parametrize(("datatype", "values"), [("FP32", [[1, 0.5], [2, 1.5]]), ("BYTES", [["a", "b"], ["c", "d"]])])
+def test_columns_side_by_side_are_rows(datatype: str, values: list[list[Any]]) -> None:
+    first, second = (pa.array(column) for column in zip(*values, strict=True))
+    for dims in ((-1,), (2,), (1, 2)):
+        chunk = _chunk(a=first, b=second)
+        columns = Columns(_model(("x", datatype, (-1, *dims))), chunk.table.schema, map={"x": "b,a"})
+        rows = columns.rows(chunk)
+        flat = [b.encode() if isinstance(b, str) else b for row in values for b in reversed(row)]
+        assert rows.take(rows.good, ())["x"].ravel().tolist() == flat
+        assert rows.take(rows.good, ())["x"].shape == (2, *dims[:-1], 2)
+
+
+def test_fault_names_its_own_column() -> None:
+    chunk = _chunk(a=pa.array([1, 1]), b=pa.array([1, None]))
+    (bad,) = Columns(_model(("x", "INT64", (-1, 2))), chunk.table.schema, map={"x": "a,b"}).rows(chunk).bad
+    assert (bad.number, bad.reason.partition(":")[0]) == (11, "column 'b' (input 'x')")
+
+
+def test_too_few_columns_are_refused() -> None:
+    with pytest.raises(BulkError, match=r"as many columns as a row has elements.*\[3\], got 2: a, b"):
+        Columns(_model(("x", "INT64", (-1, 3))), pa.schema({"a": pa.int64(), "b": pa.int64()}), map={"x": "a,b"})
 
 
 def test_large_rows_are_taken_anywhere() -> None:
