@@ -7,11 +7,14 @@ rule: what is chosen is the least that is nearly the best, as memory, rows at fa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import cycle, islice
+from operator import attrgetter
 from time import monotonic_ns
+
+import numpy as np
 
 from paceline.backends.spec import Array
 from paceline.clients.errors import InferenceError
@@ -29,8 +32,8 @@ MOST_ROWS = 1_024
 """Of a call to a model that sets no limit of its own."""
 
 _NEARLY = 0.95
-_LOSING = 0.8
-"""Larger batches aren't tried once one is so much slower than the best."""
+_LOSING, _MOST_LOSING = 0.8, 2
+"""Larger batches aren't tried once so many in a row are so much slower than the best."""
 _MEASURE_NS = 250_000_000
 _LEAST_CALLS, _LONG_CALL_NS = 2, 1_000_000_000
 """Of each that can be under way, unless calls are long. With fewer, the end of a measurement, when not all are, would
@@ -81,8 +84,7 @@ async def choose(
 ) -> Choice:
     """Try the model as `open_model` opens it, one layout after the other. `batch_rows` and `instances`: as asked for;
     0: to be found out, up to `most_instances`. Without `rates`, if how fast it is changes nothing, a few calls are made
-    and no more. Raises BulkError if all rows of the sample are at fault, or the model
-    can't be opened."""
+    and no more. Raises BulkError if all rows of the sample are at fault, or the model can't be opened."""
     choices: list[Choice] = []
     for offline in layouts(instances, usable_cpus().count):
         if offline.instances > most_instances and not instances:
@@ -97,7 +99,7 @@ async def choose(
         if not model.on_cpus:
             break
     # The first unless others are better by more than chance.
-    most = max(choice.measured.rows_per_s for choice in choices)
+    most = _best_rate(choice.measured for choice in choices)
     return next(choice for choice in choices if choice.measured.rows_per_s >= _NEARLY * most)
 
 
@@ -113,8 +115,7 @@ def layouts(instances: int, cpus: int) -> list[Offline]:
 
 def best(tried: Sequence[Measured]) -> Measured:
     """The smallest batch within 5 % of the fastest."""
-    most = max(one.rows_per_s for one in tried)
-    return next(one for one in tried if one.rows_per_s >= _NEARLY * most)
+    return next(one for one in tried if one.rows_per_s >= _NEARLY * _best_rate(tried))
 
 
 def sizes_of(model: Computes) -> Sequence[int]:
@@ -129,26 +130,39 @@ async def measure(
     model: Computes, sample: Sample, sizes: Sequence[int], *, rates: bool = True, clock: Clock = monotonic_ns
 ) -> Sequence[Measured]:
     """Each of `sizes`, in ascending order, that is worth a try. Raises BulkError if no row can be computed."""
-    tried: list[Measured] = []
-    began_ns, largest, reason = clock(), 0, "there are none"
+    tried: dict[int, Measured] = {}
+    began_ns, largest, losing, reason = clock(), 0, 0, "there are none"
     for size in sizes:
         batches = sample.batches(size)
         if (rows := max(map(len, batches), default=0)) <= largest:
             break  # there are no more rows that could share a call
         largest = rows
-        run = _Run(Calls(model, sample.outputs), sample.rows, batches, clock)
-        await run.execute(model.at_once, rates=rates)
+        run = await _run(model, sample, batches, clock, rates=rates)
         reason = run.reason or reason
         if run.computed_rows:
-            rate = run.computed_rows * 1e9 / max(1, run.took_ns)
-            tried.append(Measured(size, rate, run.output_bytes / run.computed_rows))
-            if rate < _LOSING * max(one.rows_per_s for one in tried):
-                break
-        if run.call_bytes > _MOST_CALL_BYTES or clock() - began_ns > _MOST_NS:
+            tried[size] = run.measured(size)
+            loses = tried[size].rows_per_s < _LOSING * _best_rate(tried.values())
+            losing = losing + 1 if loses else 0
+        if losing == _MOST_LOSING or run.call_bytes > _MOST_CALL_BYTES or clock() - began_ns > _MOST_NS:
             break
     if not tried:
         raise BulkError(f"none of the first {len(sample.rows.good)} rows could be computed: {reason}")
-    return tried
+    # Once more, as something else may have kept the machine busy.
+    for size, first in tried.items() if len(tried) > 1 else ():
+        if clock() - began_ns < _MOST_NS:
+            run = await _run(model, sample, sample.batches(size), clock, rates=rates)
+            tried[size] = max(first, run.measured(size), key=attrgetter("rows_per_s"))
+    return list(tried.values())
+
+
+def _best_rate(tried: Iterable[Measured]) -> float:
+    return max(one.rows_per_s for one in tried)
+
+
+async def _run(model: Computes, sample: Sample, batches: Sequence[Places], clock: Clock, *, rates: bool) -> _Run:
+    run = _Run(Calls(model, sample.outputs), sample.rows, batches, clock)
+    await run.execute(model.at_once, rates=rates)
+    return run
 
 
 class _Run:
@@ -158,9 +172,14 @@ class _Run:
     def __init__(self, calls: Calls, rows: Rows, batches: Sequence[Places], clock: Clock) -> None:
         self._calls, self._rows, self._batches, self._clock = calls, rows, batches, clock
         self._failed: set[int] = set()
-        self._numbers = cycle(range(len(batches)))
+        # In a mixed order, but always the same: those of short rows may come first, and time for few.
+        self._numbers = cycle(np.random.default_rng(0).permutation(len(batches)).tolist())
         self.computed_rows = self.output_bytes = self.call_bytes = self.took_ns = 0
         self.reason = ""
+
+    def measured(self, size: int) -> Measured:
+        rate = self.computed_rows * 1e9 / max(1, self.took_ns)
+        return Measured(size, rate, self.output_bytes / max(1, self.computed_rows))
 
     async def execute(self, at_once: int, *, rates: bool) -> None:
         await asyncio.gather(*(self._call() for _ in range(at_once)))  # first calls allocate, and maybe compile

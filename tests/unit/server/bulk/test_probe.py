@@ -46,12 +46,18 @@ async def test_rates_are_rows_over_time() -> None:
 
 async def test_larger_batches_are_not_tried_once_they_lose() -> None:
     tried = await Costly(lambda rows: rows * rows).tried(64)
-    assert [one.batch_rows for one in tried] == [1, 2]
+    assert [one.batch_rows for one in tried] == [1, 2, 4]
 
 
 async def test_sizes_without_enough_rows_are_not_tried() -> None:
     tried = await Costly(lambda rows: 10).tried(5)
     assert [one.batch_rows for one in tried] == [1, 2, 4, 8]
+
+
+async def test_sizes_that_were_disturbed_get_another_chance() -> None:
+    model = Costly(lambda rows: 60 if rows == 4 and model.calls.count([0, 1, 2, 3]) < 2 else 10 + rows)
+    tried = {one.batch_rows: one.rows_per_s for one in await model.tried(16)}
+    assert tried[4] == pytest.approx(4_000 / 14, rel=0.1)
 
 
 async def test_slow_models_are_not_tried_for_long() -> None:
