@@ -16,7 +16,7 @@ import yaml
 
 from tests.harness import REPO
 
-__all__ = ["FOLDERS", "Container", "Manifest", "containers", "manifests", "schema", "strict"]
+__all__ = ["FOLDERS", "Container", "Manifest", "containers", "job", "manifests", "schema", "strict"]
 
 FOLDERS = (REPO / "deploy" / "kserve", REPO / "deploy" / "kubernetes")
 _SCHEMAS = Path(__file__).parent / "crds"
@@ -81,8 +81,14 @@ def manifests() -> tuple[Manifest, ...]:
     return tuple(Manifest(file, each) for file in files for each in yaml.safe_load_all(file.read_text()))
 
 
+def job() -> Manifest:
+    """The only Job."""
+    (found,) = (each for each in manifests() if each.kind == "Job")
+    return found
+
+
 def containers() -> Iterator[Container]:
-    """Our containers that have a command line; patches of them are left to kustomize."""
+    """Our containers that serve and have a command line; patches of them are left to kustomize."""
     for manifest in manifests():
         if manifest.kind == "ClusterServingRuntime":
             pod, kserve, annotations = manifest.spec, True, manifest.spec["annotations"]

@@ -20,7 +20,7 @@ from paceline.server.models.defaults import parse_backend_config
 from paceline.server.rpc.standard_services import LIVENESS
 from tests import models
 from tests.deploy.commands import accepted
-from tests.deploy.manifests import FOLDERS, Container, Manifest, containers, manifests, schema
+from tests.deploy.manifests import FOLDERS, Container, Manifest, containers, job, manifests, schema
 from tests.harness import ServerProcess
 from tests.polling import eventually
 
@@ -30,6 +30,7 @@ VERSIONS = {
     "ClusterServingRuntime": "serving.kserve.io/v1alpha1",
     "InferenceService": "serving.kserve.io/v1beta1",
     "Deployment": "apps/v1",
+    "Job": "batch/v1",
     "Service": "v1",
     "PodDisruptionBudget": "policy/v1",
     "HorizontalPodAutoscaler": "autoscaling/v2",
@@ -79,8 +80,8 @@ def test_manifest_of_kserve_is_valid_by_its_schema(manifest: Manifest) -> None:
     validate(manifest.document, schema(SCHEMAS[manifest.kind]))
 
 
-@pytest.mark.parametrize("manifest", of_kind("Deployment"), ids=str)
-def test_deployment_has_a_pod_valid_by_the_schema(manifest: Manifest) -> None:
+@pytest.mark.parametrize("manifest", of_kind("Deployment", "Job"), ids=str)
+def test_template_has_a_pod_valid_by_the_schema(manifest: Manifest) -> None:
     validate(manifest.spec["template"]["spec"], pod_schema())
 
 
@@ -316,6 +317,7 @@ def test_kustomization_names_existing_files_and_used_images(manifest: Manifest) 
     files = {each.file.name for each in manifests() if each.file.parent == folder and each.kind not in others}
     assert files <= set(named)
     images = {each.body["image"].partition(":")[0] for each in containers()}
+    images |= {each["image"] for each in job().spec["template"]["spec"]["containers"]}
     assert {each["name"] for each in manifest.document.get("images", ())} <= images
 
 

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.deploy.commands import accepted
 from tests.deploy.dockerfile import DOCKERFILE
 from tests.deploy.manifests import manifests, schema
 from tests.harness import REPO
@@ -73,11 +74,12 @@ def validate_pod(deployment: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("folder", BASES, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
 def test_kustomize_builds_each_base_with_our_images(folder: Path) -> None:
     found = built(folder)
-    pods = [validate_pod(each) for each in found.get("Deployment", ())]
+    pods = [validate_pod(each) for kind in ("Deployment", "Job") for each in found.get(kind, ())]
     pods += [each["spec"] for each in found.get("ClusterServingRuntime", ())]
     images = {container["image"] for pod in pods for container in pod["containers"]}
     assert images
-    assert images <= {"paceline:cpu", "paceline:cuda"}
+    assert images <= {"paceline:cpu", "paceline:cuda", "paceline:cpu-bulk"}
+    assert ("paceline:cpu-bulk" in images) == ("Job" in found)
     if folder.name == "gpu":
         assert images == {"paceline:cuda"}
         assert pods[0]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
@@ -104,6 +106,20 @@ def test_guides_overlay_replaces_the_image(tmp_path: Path) -> None:
     (tmp_path / "kustomization.yaml").write_text(f"resources: [{base}]\n{image}\n")
     (deployment,) = built(tmp_path)["Deployment"]
     assert validate_pod(deployment)["containers"][0]["image"] == "registry.example.com/paceline:1"
+
+
+def test_guides_bulk_overlay_changes_shards_and_image(tmp_path: Path) -> None:
+    guide = (REPO / "docs" / "guides" / "kubernetes.md").read_text().partition("## Offline work")[2]
+    overlay = guide.partition("```yaml\n")[2].partition("```")[0]
+    base = os.path.relpath(REPO / "deploy" / "kubernetes" / "bulk", tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(overlay.replace("../paceline/deploy/kubernetes/bulk", base))
+    (job,) = built(tmp_path)["Job"]
+    (container,) = validate_pod(job)["containers"]
+    assert container["image"] == "registry.example.com/paceline:cuda-bulk"
+    accepted(container["args"])
+    assert container["env"] == [{"name": "JOB_COMPLETIONS", "value": str(job["spec"]["completions"])}]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {each["name"] for each in container["volumeMounts"]} == {"models", "data"}
 
 
 def test_linter_finds_nothing_in_the_dockerfile() -> None:
