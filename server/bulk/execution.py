@@ -25,6 +25,7 @@ from paceline.backends.spec import Array
 from paceline.clients.errors import InferenceError
 from paceline.server.bulk.results import Computed, Failed, Results
 from paceline.server.bulk.rows import Rows
+from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BulkError, Computes, Places
 
 __all__ = ["NOT_THE_ROWS", "Calls", "execute"]
@@ -129,20 +130,32 @@ class Calls:
         self._free += 1
 
 
-async def execute(calls: Calls, unit: int, rows: Rows, batches: Sequence[Places]) -> Results:
-    """What the model makes of `batches` of a chunk's `rows`. Raises BulkError."""
+async def execute(calls: Calls, unit: int, rows: Rows, batches: Sequence[Places], tally: Tally) -> Results:
+    """What the model makes of `batches` of a chunk's `rows`; each of them counts in `tally` at once. Raises
+    BulkError."""
     results = Results()
 
     async def solve(places: Places) -> None:
-        sizes = rows.common_sizes(places)
+        sizes, elements = rows.common_sizes(places), 0
+
+        def inputs() -> Mapping[str, Array]:
+            nonlocal elements
+            taken = rows.take(places, sizes)
+            elements = sum(array.size for array in taken.values())
+            return taken
+
         try:
-            outputs = await calls(unit, lambda: rows.take(places, sizes))
+            outputs = await calls(unit, inputs)
         except InferenceError as error:
             if len(places) == 1:
                 results.failed.append(Failed(int(places[0]), error.message))
                 return
         else:
             results.computed.append(Computed(places, outputs, sizes))
+            tally.executions += 1
+            tally.rows_executed += len(places)
+            tally.elements += elements
+            tally.filled_elements += elements - rows.elements(places) if sizes else 0
             return
         for part in np.array_split(places, min(_PARTS, len(places))):
             await solve(part)

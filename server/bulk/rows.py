@@ -115,6 +115,10 @@ class Rows:
         others = [np.delete(one.shapes, [axis for axis, _ in one.lengths], axis=1) for one in tensors]
         return np.concatenate([np.empty((len(self.sizes), 0), np.int64), *others], axis=1)
 
+    def elements(self, places: Places) -> int:
+        """How many elements the inputs of the rows at `places` have, without what they are filled up with."""
+        return sum(int(tensor.shapes[places].prod(axis=1).sum()) for tensor in self.inputs.values())
+
     def common_sizes(self, places: Places) -> Sizes:
         """The sizes that the rows at `places` are filled up to if they share a call; () for a model without lengths."""
         lengths = self.lengths.spec.lengths if self.lengths is not None else ()

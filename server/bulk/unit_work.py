@@ -89,11 +89,8 @@ class UnitWork:
         rows = await self._blocking(self._columns.rows, chunk)
         tally.rows_read += chunk.read_rows
         chosen = batches(rows, self._fixed, by_length=self._by_length, max_elements=self._max_elements)
-        results = await execute(self._calls, unit.number, rows, chosen)
+        results = await execute(self._calls, unit.number, rows, chosen, tally)
         table = await self._blocking(self._columns.table, chunk, rows, results)
-        for one in results.computed:
-            tally.executions += 1
-            tally.rows_executed += len(one.places)
         tally.add_bad(table.bad)
         self._judge(unit, table.bad)
         return table

@@ -15,6 +15,7 @@ import pyarrow as pa
 from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
+from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import Chunk, Computes, Fixed
 
 __all__ = ["Became", "rows_became"]
@@ -36,7 +37,7 @@ async def rows_became(
     chosen = Columns(model.description, table.schema, lengths=model.lengths)
     given = chosen.rows(Chunk(table, np.arange(len(table))))
     calls = Calls(model, chosen.outputs[:1], first_wait_s=first_wait_s)
-    results = await execute(calls, 0, given, batches(given, Fixed(64, 64, 2**20, rows, 0)))
+    results = await execute(calls, 0, given, batches(given, Fixed(64, 64, 2**20, rows, 0)), Tally())
     became = Became(reasons=dict(results.failed))
     for one in results.computed:
         (output,) = one.outputs.values()

@@ -19,6 +19,7 @@ from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.models import EngineModel, engine_model
 from paceline.server.bulk.probe import Sample, choose, layouts
+from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BulkError, Chunk
 from paceline.server.cpus import usable_cpus
 from paceline.server.models.defaults import Offline
@@ -118,7 +119,7 @@ async def test_row_that_fails_alone_leaves_its_neighbours(tmp_path: Path) -> Non
         batch = np.arange(8)
         table = pa.record_batch({"a": pa.array([[number] for number in range(8)], pa.list_(pa.float32(), 1))})
         given = Columns(model.description, table.schema).rows(Chunk(table, batch))
-        results = await execute(Calls(model, ["x"]), 0, given, [batch])
+        results = await execute(Calls(model, ["x"]), 0, given, [batch], Tally())
     assert sorted(one.outputs["x"].ravel().tolist() for one in results.computed) == [[0, 1], [2, 3], [4], [6, 7]]
     (failed,) = results.failed
     assert failed.place == 5

@@ -17,7 +17,7 @@ from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.rows import Rows
 from paceline.server.bulk.values import Chunk, Places
 
-__all__ = ["Doubling", "failing_on", "numbers", "places"]
+__all__ = ["DESCRIPTION", "Doubling", "failing_on", "numbers", "places"]
 
 DESCRIPTION = ModelDescription(
     "m",

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import grpc
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.backends.lengths import Lengths
+from paceline.backends.spec import Length, ModelSpec, TensorSpec
 from paceline.clients.errors import inference_error
+from paceline.clients.messages import TensorMetadata
+from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.results import Results
-from paceline.server.bulk.values import BulkError
-from tests.unit.server.bulk.computing import Doubling, failing_on, numbers, places
+from paceline.server.bulk.tally import Tally
+from paceline.server.bulk.values import BulkError, Chunk
+from tests.unit.server.bulk.computing import DESCRIPTION, Doubling, failing_on, numbers, places
 
 UNAVAILABLE = inference_error(grpc.StatusCode.UNAVAILABLE, "no instance")
 FULL = inference_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
@@ -26,7 +33,7 @@ async def executed(model: Doubling, sizes: Sequence[int], patience_s: float = 60
     count = sum(sizes)
     batches = np.split(np.arange(count), np.cumsum(sizes)[:-1]) if sizes else []
     calls = Calls(model, ["y"], patience_s=patience_s, first_wait_s=0.0)
-    return await execute(calls, 0, numbers(0, count), batches)
+    return await execute(calls, 0, numbers(0, count), batches, Tally())
 
 
 def doubles(results: Results) -> dict[int, int]:
@@ -65,7 +72,7 @@ async def test_chunk_without_rows_makes_no_call() -> None:
 def test_exactly_the_rows_at_fault_fail(batches: list[int], data: st.DataObject) -> None:
     count = sum(batches)
     bad = data.draw(st.sets(st.integers(0, count - 1), max_size=max(0, count - 1)))
-    results = asyncio.run(executed(Doubling(failing_on(*bad), at_once=3), batches))
+    results = asyncio.run(executed(Doubling(failing_on(*bad), at_once=3), batches, Tally()))
     assert sorted(results.failed) == [(number, f"can't double {number}") for number in sorted(bad)]
     assert doubles(results) == {number: 2 * number for number in range(count) if number not in bad}
 
@@ -83,6 +90,26 @@ async def test_faults_of_nobody_are_waited_out(error: Exception) -> None:
     results = await executed(model, [3, 1])
     assert (len(doubles(results)), results.failed) == (4, [])
     assert model.calls == [[0, 1, 2]] * 31 + [[3]]
+
+
+async def test_what_succeeds_is_counted_as_it_does() -> None:
+    tally = Tally()
+    calls = Calls(Doubling(failing_on(5)), ["y"])
+    await execute(calls, 0, numbers(0, 8), [np.arange(4), np.arange(4, 8)], tally)
+    assert (tally.executions, tally.rows_executed, tally.elements, tally.filled_elements) == (4, 7, 7, 0)
+
+
+async def test_elements_that_only_fill_up_are_counted() -> None:
+    tally, values = Tally(), pa.array([[1], [2, 3, 4], [5, 6]])
+    (axis,) = (TensorSpec("x", "INT64", (-1,)),)
+    spec = ModelSpec((axis,), (replace(axis, name="y"),), batched=True, lengths=(Length("n", ((0, 1),), ((0, 1),)),))
+    table = pa.record_batch({"x": values})
+    model = Doubling()
+    model.description = replace(DESCRIPTION, inputs=(TensorMetadata("x", "INT64", (-1, -1)),))
+    rows = Columns(model.description, table.schema, lengths=Lengths(spec)).rows(Chunk(table, np.arange(3)))
+    (computed,) = (await execute(Calls(model, ["y"]), 0, rows, [np.arange(3)], tally)).computed
+    assert (computed.outputs["y"].shape, computed.sizes) == ((3, 3), (3,))
+    assert (tally.elements, tally.filled_elements) == (9, 3)
 
 
 async def test_model_that_stays_silent_ends_the_job() -> None:
@@ -123,7 +150,7 @@ async def test_units_share_the_places_and_the_earliest_goes_first() -> None:
     batches = [places(0), places(1), places(2), places(3)]
     units = []
     for unit in (2, 1, 0):
-        units.append(asyncio.ensure_future(execute(calls, unit, numbers(10 * unit, 10 * unit + 4), batches)))
+        units.append(asyncio.ensure_future(execute(calls, unit, numbers(10 * unit, 10 * unit + 4), batches, Tally())))
         await asyncio.sleep(0)
     may_go.set()
     assert [len(doubles(one)) for one in await asyncio.gather(*units)] == [4, 4, 4]
@@ -140,8 +167,8 @@ async def test_cancelled_unit_gives_its_places_back() -> None:
 
     model = Doubling(before, at_once=2)
     calls, batches = Calls(model, ["y"]), [places(0), places(1), places(2), places(3)]
-    unit = asyncio.ensure_future(execute(calls, 0, numbers(0, 4), batches))
-    other = asyncio.ensure_future(execute(calls, 1, numbers(4, 8), batches))
+    unit = asyncio.ensure_future(execute(calls, 0, numbers(0, 4), batches, Tally()))
+    other = asyncio.ensure_future(execute(calls, 1, numbers(4, 8), batches, Tally()))
     while model.running < 2:
         await asyncio.sleep(0)
     unit.cancel()
