@@ -108,9 +108,6 @@ class Part:
         """Removes it, unless it was committed. Never fails: what stays is removed at the next start."""
         self._writer.drop()
         with suppress(OSError):
-            if not self._file.closed:
-                self._writer.finish()  # it would write when it's garbage
-        with suppress(OSError):
             self._file.close()
         with suppress(OSError):
             os.unlink(self.temporary)

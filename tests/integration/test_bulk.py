@@ -137,3 +137,22 @@ async def test_a_job_that_fails_later_keeps_what_is_finished(job: BulkJob) -> No
 async def test_a_batch_is_no_larger_than_the_model_takes(job: BulkJob) -> None:
     with pytest.raises(BulkError, match=r"batch.*expected at most 4, .*max_batch_size.*got 5"):
         await job.run(batch_rows=5)
+
+
+async def test_rows_at_fault_are_told_and_nobody_elses(job: BulkJob) -> None:
+    write_rows(job.root / "in" / "c.parquet", [1.0, None, 2.0, 3.0])
+    job.memory.faults.raise_when(has(13.0, 51.0), ExecutionError("no such number"))
+    assert await job.run() == (5, 22, 3)
+    assert job.rows() == [*(row for row in ROWS if row[1] not in (13.0, 51.0)), (0, 1.0), (2, 2.0), (3, 3.0)]
+    *failed, missing = job.bad()
+    assert [(file, row) for file, row, _ in failed] == [("a.parquet", 3), ("b.parquet", 1)]
+    assert all("no such number" in reason for _, _, reason in failed)
+    assert missing[:2] == ("c.parquet", 1)
+    assert "null" in missing[2]
+
+
+async def test_a_mistake_in_columns_leaves_no_job_behind(job: BulkJob) -> None:
+    with pytest.raises(BulkError, match=r"column 'idd': expected one of"):
+        await job.run(keep=("idd",))
+    await job.run()
+    assert job.rows() == ROWS
