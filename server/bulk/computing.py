@@ -17,7 +17,8 @@ from paceline.server.bulk.folder import JobFolder
 from paceline.server.bulk.judge import Judge
 from paceline.server.bulk.models import EngineModel, engine_model
 from paceline.server.bulk.plan import units_of
-from paceline.server.bulk.probe import MOST_ROWS, Sample, choose
+from paceline.server.bulk.probe import MOST_ROWS, Choice, Sample, choose, measure
+from paceline.server.bulk.server_model import server_model
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.sizing import Probed, fixed_sizes, units_at_once
 from paceline.server.bulk.unit_work import UnitWork
@@ -44,7 +45,7 @@ class Computing:
         settings = self._settings
         row_bytes = 0.0
 
-        def sample_of(model: EngineModel) -> Sample:
+        def sample_of(model: Computes) -> Sample:
             nonlocal row_bytes
             columns = self._columns(source, model)
             limits = fixed_sizes(_UNPROBED, settings.memory_bytes, _SAMPLE_ROWS)
@@ -58,14 +59,16 @@ class Computing:
 
             return Sample(rows, columns.outputs, of_most)
 
+        rates = not (settings.batch_rows and settings.instances and settings.unit_rows)
         try:
-            choice = await choose(
-                self._model,
-                sample_of,
-                batch_rows=settings.batch_rows,
-                instances=settings.instances,
-                rates=not (settings.batch_rows and settings.instances and settings.unit_rows),
-            )
+            if settings.server:  # which has the instances that it has, and is asked for full batches
+                async with self._model(Offline()) as model:
+                    most = settings.batch_rows or max(1, model.max_rows)
+                    (measured,) = await measure(model, sample_of(model), [most], rates=rates)
+                    choice = Choice(Offline(), measured)
+            else:
+                batch_rows, instances = settings.batch_rows, settings.instances
+                choice = await choose(self._engine, sample_of, batch_rows=batch_rows, instances=instances, rates=rates)
         except _NoRows:
             return fixed_sizes(_UNPROBED, settings.memory_bytes, settings.unit_rows)
         measured, offline = choice.measured, choice.offline
@@ -95,7 +98,19 @@ class Computing:
                 at_once=units_at_once(fixed, settings.memory_bytes),
             )
 
-    def _model(self, offline: Offline) -> AbstractAsyncContextManager[EngineModel]:
+    def _model(self, offline: Offline) -> AbstractAsyncContextManager[Computes]:
+        settings = self._settings
+        if not settings.server:
+            return self._engine(offline)
+        return server_model(
+            settings.server,
+            settings.model,
+            access=settings.access,
+            parameters=settings.parameters,
+            batch_rows=settings.batch_rows,
+        )
+
+    def _engine(self, offline: Offline) -> AbstractAsyncContextManager[EngineModel]:
         settings = self._settings
         return engine_model(
             Path(settings.model),

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from paceline.server.bulk.differences import Plain
+from paceline.server.bulk.models import model_paths
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.values import BulkError
 
@@ -24,7 +25,10 @@ def fingerprint(settings: BulkSettings) -> Mapping[str, Plain]:
         # Which model a server has may change at any time, so that a job there promises rows, and not their bytes.
         model: Mapping[str, Plain] = {"server's": settings.model}
     else:
-        model = dict(_digests(Path(settings.model)))
+        paths = model_paths(Path(settings.model))
+        # Of models that a pipeline needs besides, the names of their folders tell which they are.
+        model = {f"{path.name}/{name}" if number else name: digest
+                 for number, path in enumerate(paths) for name, digest in _digests(path)}  # fmt: skip
     return {"model": model, **settings.asked}
 
 
@@ -40,6 +44,8 @@ def _digests(path: Path) -> Iterator[tuple[str, str]]:
     if not found:
         raise BulkError(f"expected a model's folder or a .onnx file, found nothing at {path}")
     for one in sorted(found):
+        if "__pycache__" in one.parts:
+            continue
         try:
             with one.open("rb") as file:
                 yield str(one.relative_to(root)), hashlib.file_digest(file, "blake2b").hexdigest()[:32]

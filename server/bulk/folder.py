@@ -144,7 +144,7 @@ class JobFolder:
         Raises BulkError, and holds no lock then, if the folder can't be written, has files but no job, if the shard is
         being done by somebody else, or if fingerprint or files differ from those that the job was begun with.
         """
-        named = plain({**fingerprint, "output_format": self._format})
+        named = plain({**fingerprint, "output-format": self._format})
         job = _Job(_LAYOUT, named, [[file.path, file.size_bytes, file.changed_ns] for file in files], {})
         try:
             with explained(self.path):

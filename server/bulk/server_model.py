@@ -14,6 +14,7 @@ from dataclasses import replace
 import grpc
 import numpy as np
 
+from paceline.backends.lengths import Lengths
 from paceline.backends.spec import Array
 from paceline.clients.aio import InferenceClient
 from paceline.clients.description import Batching, ModelDescription
@@ -50,7 +51,7 @@ class ServerModel:
 
     batch_sizes: Sequence[int] = ()
     max_elements = 0
-    lengths = None
+    lengths: Lengths | None = None
 
     def __init__(
         self, description: ModelDescription, streams: InferenceClient, calls: InferenceClient, parameters: Parameters

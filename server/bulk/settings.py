@@ -88,7 +88,6 @@ class BulkSettings:
             "binary": list(self.binary),
             "parameter": dict(self.parameters),
             "format": self.format,
-            "output-format": self.output_format,
             "batch": self.batch_rows or "auto",
             "rows-per-part": self.unit_rows or "auto",
             "sort-by-length": self.sort_by_length,
