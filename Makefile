@@ -37,7 +37,7 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-rivals dist lock witness witness-kserve fuzz mutants proofs clean
+.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -137,13 +137,16 @@ witness: $(READY) .witness/silero_vad.onnx ## install third-party programs that 
 
 witness-kserve: .bench/rivals/kserve/installed ## install KServe's SDK, whose clients tests use (400 MB)
 
-mutants: $(READY) ## plant 30 faults, one after the other, and see that the tests catch each; an hour
+mutants: $(READY) ## plant 39 faults, one after the other, and see that the tests catch each; an hour
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 proofs: $(READY) ## run the tests that have a longer form than in the suite, in it
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/conformance/test_node_models.py tests/fault/test_chaos.py tests/fault/test_sequence_chaos.py \
 	    tests/integration/test_bench.py tests/integration/test_stand_in_gpu.py tests/property \
 	    tests/unit/scheduler/test_deadly_requests.py $(ARGS)
+
+bulk-kills: $(READY) ## kill a bulk job a hundred times, anywhere in its work, and see that it ends with the same bytes
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/fault/test_bulk_kills.py $(ARGS)
 
 fuzz: $(READY) ## search for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
 	test -d .witness/atheris || $(BIN)/python -m pip install --quiet --no-deps --target .witness/atheris $(ATHERIS) \

@@ -80,12 +80,12 @@ class _Job(NamedTuple):
 class Part:
     """A unit's output file while it's written, under a temporary name. Belongs to one thread at a time."""
 
-    def __init__(self, temporary: str, output_format: str, schema: pa.Schema) -> None:
+    def __init__(self, temporary: str, output_format: str, schema: pa.Schema, held_bytes: int) -> None:
         self.temporary = temporary
         self.rows = 0
         self._file = open(temporary, "xb")  # noqa: SIM115 - closed by `finish` or `drop`
         try:
-            self._writer = open_writer(output_format, schema, self._file)
+            self._writer = open_writer(output_format, schema, self._file, held_bytes)
         except BaseException:
             self._file.close()
             os.unlink(temporary)
@@ -177,10 +177,10 @@ class JobFolder:
             self._put(path, asdict(measured))
         return measured
 
-    def part(self, unit: Unit, schema: pa.Schema) -> Part:
-        """A new output file for the unit, to be committed or dropped."""
+    def part(self, unit: Unit, schema: pa.Schema, fixed: Fixed) -> Part:
+        """A new output file for the unit, to be committed or dropped. Holds less than `chunk_bytes` of rows."""
         with explained(self.path):
-            return Part(self._temporary(f"part-{unit.number:05d}"), self._format, schema)
+            return Part(self._temporary(f"part-{unit.number:05d}"), self._format, schema, fixed.chunk_bytes)
 
     def commit(self, unit: Unit, part: Part, bad: Sequence[BadRow], place: Place) -> Mark:
         """The unit is finished: its rows are those of `part`, and `place` says for people where the others were."""

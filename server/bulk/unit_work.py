@@ -71,7 +71,7 @@ class UnitWork:
         parts = list[Part]()  # whatever is opened is dropped, also if this is cancelled meanwhile
 
         def opened() -> Part:
-            parts.append(self._folder.part(unit, self._columns.output_schema))
+            parts.append(self._folder.part(unit, self._columns.output_schema, self._fixed))
             return parts[0]
 
         try:

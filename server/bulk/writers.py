@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
-from typing import BinaryIO, Protocol
+from collections.abc import Callable, Mapping
+from typing import BinaryIO, Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ from paceline.server.bulk.values import BulkError
 __all__ = ["FORMATS", "Writer", "check_schema", "open_writer"]
 
 _ROW_GROUP_BYTES = 32 << 20
-"""A row group is as many chunks as reach this: large enough for readers, and little to hold."""
+"""A row group is as many chunks as reach this, if so much may be held: readers gain nothing by larger ones."""
 
 
 class Writer(Protocol):
@@ -38,17 +38,17 @@ class Writer(Protocol):
 
 
 class _Parquet:
-    def __init__(self, schema: pa.Schema, file: BinaryIO) -> None:
+    def __init__(self, schema: pa.Schema, file: BinaryIO, held_bytes: int) -> None:
         # Outputs are numbers that hardly repeat: a dictionary of them only costs time, and space in the end.
         texts = [field.name for field in schema if pa.types.is_string(field.type)]
         self._writer = pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=texts)
         self._held: list[pa.RecordBatch] = []
-        self._held_bytes = 0
+        self._held_bytes, self._most_bytes = 0, min(held_bytes, _ROW_GROUP_BYTES)
 
     def write(self, rows: pa.RecordBatch) -> None:
         self._held.append(rows)
         self._held_bytes += rows.nbytes
-        if self._held_bytes >= _ROW_GROUP_BYTES:
+        if self._held_bytes >= self._most_bytes:
             self._write_group()
 
     def finish(self) -> None:
@@ -66,7 +66,7 @@ class _Parquet:
 
 
 class _JsonLines:
-    def __init__(self, schema: pa.Schema, file: BinaryIO) -> None:
+    def __init__(self, schema: pa.Schema, file: BinaryIO, held_bytes: int) -> None:
         self._file = file
 
     def write(self, rows: pa.RecordBatch) -> None:
@@ -82,7 +82,7 @@ class _JsonLines:
 class _Npy:
     """One array [rows, ...]. How many rows it has is only known at the end, and then written to the front."""
 
-    def __init__(self, schema: pa.Schema, file: BinaryIO) -> None:
+    def __init__(self, schema: pa.Schema, file: BinaryIO, held_bytes: int) -> None:
         if len(schema) != 1:
             raise BulkError(f".npy has one column, got {', '.join(schema.names)}: keep none and name one output")
         self._name = schema.names[0]
@@ -122,20 +122,22 @@ class _Npy:
         np.lib.format.write_array_header_1_0(self._file, facts)
 
 
-FORMATS: dict[str, Callable[[pa.Schema, BinaryIO], Writer]] = {"parquet": _Parquet, "jsonl": _JsonLines, "npy": _Npy}
+_Maker: TypeAlias = Callable[[pa.Schema, BinaryIO, int], Writer]
+FORMATS: Mapping[str, _Maker] = {"parquet": _Parquet, "jsonl": _JsonLines, "npy": _Npy}
 """By the suffix of their files."""
 
 
-def open_writer(output_format: str, schema: pa.Schema, file: BinaryIO) -> Writer:
-    """Writes rows of this schema into `file`, from where it stands. Raises BulkError if the format can't have them."""
+def open_writer(output_format: str, schema: pa.Schema, file: BinaryIO, held_bytes: int) -> Writer:
+    """Writes rows of this schema into `file`, from where it stands. Holds fewer rows than have `held_bytes`. Raises
+    BulkError if the format can't have them."""
     if output_format not in FORMATS:
         raise BulkError(f"output format {output_format}: expected one of {', '.join(FORMATS)}")
     try:
-        return FORMATS[output_format](schema, file)
+        return FORMATS[output_format](schema, file, held_bytes)
     except pa.ArrowNotImplementedError as error:
         raise BulkError(f"{output_format} can't have these columns: {error}") from error
 
 
 def check_schema(output_format: str, schema: pa.Schema) -> None:
     """Raises BulkError if the format can't have such rows: for the start of a job, before anything is computed."""
-    open_writer(output_format, schema, io.BytesIO()).finish()
+    open_writer(output_format, schema, io.BytesIO(), 0).finish()

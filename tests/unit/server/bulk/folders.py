@@ -30,7 +30,7 @@ def opened(path: Path, start: Start = Start.RESUME, shard: Shard = ALONE) -> Ite
 
 def do(folder: JobFolder, unit: Unit, bad: Sequence[int] = ()) -> Mark:
     """The rows' own numbers, except those at fault."""
-    part = folder.part(unit, SCHEMA)
+    part = folder.part(unit, SCHEMA, FIXED)
     rows = [number for number in range(unit.begin, unit.end) if number not in bad]
     part.write(pa.record_batch([pa.array(rows, pa.int64())], schema=SCHEMA))
     return folder.commit(unit, part, [BadRow(row, "odd") for row in bad], lambda file, row: (file.path, row))

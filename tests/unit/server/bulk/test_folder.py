@@ -227,7 +227,7 @@ def test_shard_of_somebody_else_is_refused(tmp_path: Path, shard: Shard) -> None
 
 def test_leftovers_of_killed_runs_are_removed(tmp_path: Path) -> None:
     with opened(tmp_path, shard=Shard(1, 2)) as other:
-        part = other.part(UNITS[1], SCHEMA)
+        part = other.part(UNITS[1], SCHEMA, FIXED)
         temporary = Path(part.temporary)
         for left in ("0-of-2.part-00000.1", "0-of-2.00000.json.1", "1-of-3.part-00001.1"):
             temporary.with_name(left).write_text("half")
@@ -238,7 +238,7 @@ def test_leftovers_of_killed_runs_are_removed(tmp_path: Path) -> None:
 
 def test_dropped_part_is_removed(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
-        folder.part(UNITS[0], SCHEMA).drop()
+        folder.part(UNITS[0], SCHEMA, FIXED).drop()
         assert os.listdir(tmp_path / "_paceline" / "tmp") == []
 
 
@@ -315,7 +315,7 @@ def test_folder_without_permission_is_refused() -> None:
 def test_full_disk_costs_the_unit_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         do(folder, UNITS[0])
-        part = folder.part(UNITS[1], SCHEMA)
+        part = folder.part(UNITS[1], SCHEMA, FIXED)
         part.write(pa.record_batch([pa.array(range(1000))], schema=SCHEMA))
         with limited(resource.RLIMIT_FSIZE, 1000), pytest.raises(BulkError, match="make room and start the job again"):
             folder.commit(UNITS[1], part, [], lambda file, row: (file.path, row))

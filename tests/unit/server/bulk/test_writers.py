@@ -20,6 +20,9 @@ EMBEDDINGS = pa.schema([("id", pa.int64()), ("title", pa.string()), ("embedding"
 NUMBERS = pa.schema([("embedding", pa.list_(pa.list_(pa.float16(), 2), 3))])
 
 
+HELD_BYTES = 1 << 30
+
+
 def embeddings(begin: int, end: int) -> pa.RecordBatch:
     rows = range(begin, end)
     vectors = [[row / 3, row, -row, 0.5] for row in rows]
@@ -28,7 +31,7 @@ def embeddings(begin: int, end: int) -> pa.RecordBatch:
 
 def written(output_format: str, chunks: Sequence[pa.RecordBatch], schema: pa.Schema = EMBEDDINGS) -> bytes:
     file = io.BytesIO()
-    writer = open_writer(output_format, schema, file)
+    writer = open_writer(output_format, schema, file, HELD_BYTES)
     for chunk in chunks:
         writer.write(chunk)
     writer.finish()
@@ -89,25 +92,27 @@ def test_same_rows_are_the_same_bytes(output_format: str) -> None:
     assert written(output_format, copies, schema) == written(output_format, chunks, schema)
 
 
-def test_parquet_holds_one_row_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("held_bytes", "chunks"), [(HELD_BYTES, 5), (16_000_000, 2), (1, 1)])
+def test_parquet_holds_one_row_group(tmp_path: Path, held_bytes: int, chunks: int) -> None:
     schema = pa.schema([("x", pa.float64())])
-    rows = 1_000_000  # 8 MB, so a row group is five of these
+    rows = 1_000_000  # 8 MB
     before, most = pa.total_allocated_bytes(), 0
     with (tmp_path / "a.parquet").open("wb") as file:
-        writer = open_writer("parquet", schema, file)
+        writer = open_writer("parquet", schema, file, held_bytes)
         for _ in range(20):
             writer.write(pa.record_batch([pc.random(rows)], schema=schema))
             most = max(most, pa.total_allocated_bytes() - before)
         writer.finish()
     groups = pq.read_metadata(tmp_path / "a.parquet")
-    assert [groups.row_group(place).num_rows for place in range(groups.num_row_groups)] == [5 * rows] * 4
-    assert most < 60_000_000
+    sizes = [groups.row_group(place).num_rows for place in range(groups.num_row_groups)]
+    assert sizes == [chunks * rows] * (20 // chunks)
+    assert most < (chunks + 2) * 8_000_000
 
 
 @pytest.mark.parametrize("output_format", FORMATS)
 def test_dropped_writer_leaves_a_closed_file_alone(output_format: str, tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
-        writer = open_writer(output_format, NUMBERS, file)
+        writer = open_writer(output_format, NUMBERS, file, HELD_BYTES)
         writer.write(pa.record_batch([[[[1, 2], [3, 4], [5, 6]]]], schema=NUMBERS))
         writer.drop()
     del writer  # what goes wrong here would be a warning, which fails the test
