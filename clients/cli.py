@@ -11,25 +11,39 @@ user gave can't be used; either way one line on stderr.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 import click
 
 from paceline.clients import overview, report
 from paceline.clients.base import DEFAULT_TIMEOUT_S
-from paceline.clients.connection import checked_target
 from paceline.clients.errors import InferenceError, Unimplemented
 from paceline.clients.generations import GenerationChunk
-from paceline.clients.inputs import InputError, RandomInputs, TypedInputs, parse_shape, prepare, read_inputs, read_steps
+from paceline.clients.inputs import (
+    InputError,
+    RandomInputs,
+    TypedInputs,
+    parse_parameter,
+    parse_shape,
+    prepare,
+    read_inputs,
+    read_steps,
+)
 from paceline.clients.messages import InferResult, ParameterValue
-from paceline.clients.options import ConnectionOptions, Seconds, Unusable, access_options, one_line, one_line_errors
+from paceline.clients.options import (
+    ConnectionOptions,
+    access_options,
+    one_line,
+    one_line_errors,
+    server_option,
+    timeout_option,
+)
 from paceline.clients.sequences import InferenceSequence
 from paceline.clients.sync import InferenceClient
 
@@ -44,31 +58,6 @@ _DECOUPLED = "decoupled"
 """In what servers say of a call to a model that may answer any number of times."""
 
 
-def _server_option(**more: Any) -> Callable[[Any], Any]:
-    def checked(context: click.Context, parameter: click.Parameter, server: str) -> str:
-        try:
-            return checked_target("--server", server, "--tls")
-        except ValueError as error:
-            raise Unusable(one_line(str(error))) from None
-
-    return click.option(
-        "--server",
-        callback=checked,
-        default="127.0.0.1:8001",
-        show_default=True,
-        metavar="HOST[:PORT]",
-        help="Server address, by default with port 8001; or unix:PATH.",
-        **more,
-    )
-
-
-def _timeout_option(default_s: float, what: str) -> Callable[[Any], Any]:
-    seconds = Seconds(min=0, min_open=True)
-    return click.option(
-        "--timeout", "timeout_s", type=seconds, default=default_s, show_default=True, metavar="SECONDS", help=what
-    )
-
-
 @contextmanager
 def _connected(server: str, timeout_s: float, access: ConnectionOptions) -> Iterator[InferenceClient]:
     with (
@@ -80,7 +69,7 @@ def _connected(server: str, timeout_s: float, access: ConnectionOptions) -> Iter
 
 @click.command()
 @click.argument("model")
-@_server_option()
+@server_option()
 @click.option("--version", default="", help="Version of the model; by default the server chooses.")
 @click.option(
     "--input",
@@ -99,7 +88,7 @@ def _connected(server: str, timeout_s: float, access: ConnectionOptions) -> Iter
 @click.option("--text", metavar="TEXT", help="Generate what follows this text, and print it.")
 @click.option("--stream", is_flag=True, help="Print each answer as it comes; with --text, the text.")
 @click.option("--output", "outputs", multiple=True, metavar="NAME", help="Ask for this output only. Repeatable.")
-@_timeout_option(DEFAULT_TIMEOUT_S, "Longest wait for each answer.")
+@timeout_option(DEFAULT_TIMEOUT_S, "Longest wait for each answer.")
 @click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="Request parameter. Repeatable.")
 @click.option(
     "--sequence",
@@ -152,7 +141,7 @@ def infer(
         if text is not None:
             if inputs or make_up or outputs or steps is not None or repeat > 1 or save is not None:
                 raise InputError(f"--text can't be combined with {_NOT_FOR_TEXT}")
-            asked = dict(_parameter(one, ParameterValue | list) for one in parameters)
+            asked = dict(parse_parameter(one, ParameterValue | list) for one in parameters)
             try:
                 chunks = client.generate(model, text, version=version, **asked)
                 _print_generation(chunks, stream=stream, as_json=form == "json")
@@ -165,7 +154,7 @@ def infer(
             raise InputError("--rows, --shape and --seed need --random")
         random = RandomInputs(rows, dict(map(parse_shape, shapes)), seed) if make_up else None
         given = read_inputs(inputs)
-        options = dict(map(_parameter, parameters))
+        options = dict(map(parse_parameter, parameters))
         metadata = client.model_metadata(model, version)
         most_values = sys.maxsize if full else report.FEW_VALUES
         written = report.result_json if form == "json" else partial(report.result_text, most_values=most_values)
@@ -243,27 +232,15 @@ def _refuse_contradictions(
         raise InputError(f"--save {save}: expected a file that can be written, in an existing folder")
 
 
-def _parameter(text: str, kinds: Any = ParameterValue) -> tuple[str, Any]:
-    """KEY=VALUE as key and value: JSON of these `kinds` is parsed, everything else is text."""
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise InputError(f"--parameter {text!r}: expected KEY=VALUE")
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return key, value
-    return key, parsed if isinstance(parsed, kinds) else value
-
-
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.command()
 @click.argument("model")
-@_server_option()
+@server_option()
 @click.option("--version", default="", help="Version of the model; by default the server chooses.")
 @_JSON
-@_timeout_option(10.0, "Longest wait for the answer.")
+@timeout_option(10.0, "Longest wait for the answer.")
 @access_options
 def describe(model: str, server: str, version: str, as_json: bool, timeout_s: float, access: ConnectionOptions) -> None:
     """Print what MODEL takes and returns, how it is batched, where it runs and, of a pipeline, its steps.
@@ -276,10 +253,10 @@ def describe(model: str, server: str, version: str, as_json: bool, timeout_s: fl
 
 
 @click.command()
-@_server_option()
+@server_option()
 @click.option("--ready", "ready_only", is_flag=True, help="Only versions that serve.")
 @_JSON
-@_timeout_option(10.0, "Longest wait for the answer.")
+@timeout_option(10.0, "Longest wait for the answer.")
 @access_options
 def models(server: str, ready_only: bool, as_json: bool, timeout_s: float, access: ConnectionOptions) -> None:
     """List a server's models: each version with its state, and the reason if it doesn't serve."""
@@ -289,9 +266,9 @@ def models(server: str, ready_only: bool, as_json: bool, timeout_s: float, acces
 
 
 @click.command()
-@_server_option(show_envvar=True, envvar="PACELINE_HEALTH_SERVER")
+@server_option(show_envvar=True, envvar="PACELINE_HEALTH_SERVER")
 @click.option("--service", default="", help="'liveness'; by default the server: whether it is ready.")
-@_timeout_option(3.0, "Longest wait for the answer.")
+@timeout_option(3.0, "Longest wait for the answer.")
 @access_options
 def health(server: str, service: str, timeout_s: float, access: ConnectionOptions) -> None:
     """Ask a server's health service; exit with 0 if it says SERVING, 2 if an option can't be used, else 1.

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paceline.clients.casting import Array, cast, datatype_of, to_array
-from paceline.clients.messages import ModelMetadata, TensorMetadata
+from paceline.clients.messages import ModelMetadata, ParameterValue, TensorMetadata
 from paceline.protos.datatypes import by_name
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "InputError",
     "RandomInputs",
     "TypedInputs",
+    "parse_parameter",
     "parse_shape",
     "prepare",
     "read_inputs",
@@ -89,12 +90,14 @@ def read_inputs(arguments: Iterable[str]) -> dict[str, GivenTensor]:
     return given
 
 
-def read_steps(lines: Iterable[str], given: Mapping[str, GivenTensor]) -> Iterator[dict[str, GivenTensor]]:
+def read_steps(
+    lines: Iterable[str], given: Mapping[str, GivenTensor], option: str = "--sequence"
+) -> Iterator[dict[str, GivenTensor]]:
     """The inputs of each step: those of its line, and `given` ones. Blank lines are left out. Raises InputError, naming
-    the line."""
+    the option and the line."""
     for number, line in enumerate(lines, 1):
         if line.strip():
-            where = f"--sequence, line {number}"
+            where = f"{option}, line {number}"
             try:
                 step = _tensors_in(where, _json(line))
             except json.JSONDecodeError as error:
@@ -227,6 +230,18 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     if not separator or not name or any(dim < 0 for dim in shape):
         raise InputError(f"--shape {text!r}: expected NAME=1,2,3")
     return name, shape
+
+
+def parse_parameter(text: str, kinds: Any = ParameterValue) -> tuple[str, Any]:
+    """KEY=VALUE as key and value: JSON of these `kinds` is parsed, everything else is text."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise InputError(f"--parameter {text!r}: expected KEY=VALUE")
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return key, value
+    return key, parsed if isinstance(parsed, kinds) else value
 
 
 def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: RandomInputs | None) -> TypedInputs:

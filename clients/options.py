@@ -18,10 +18,20 @@ from typing import Any
 
 import click
 
-from paceline.clients.connection import Tls, authorization, read_token
+from paceline.clients.connection import Tls, authorization, checked_target, read_token
 from paceline.clients.errors import ClientError
 
-__all__ = ["ConnectionOptions", "Seconds", "Unusable", "access_options", "one_line", "one_line_errors", "printable"]
+__all__ = [
+    "ConnectionOptions",
+    "Seconds",
+    "Unusable",
+    "access_options",
+    "one_line",
+    "one_line_errors",
+    "printable",
+    "server_option",
+    "timeout_option",
+]
 
 _HTTP_MARKS = ("Expected SETTINGS frame as the first frame", "Trying to connect an http1.x server")
 """What gRPC says of an answer in HTTP/1."""
@@ -61,6 +71,34 @@ class Seconds(click.FloatRange):
         if math.isnan(number):
             raise Unusable(f"{param.opts[0] if param else 'time'}: expected a number of seconds, got nan")
         return number
+
+
+def server_option(**more: Any) -> Callable[[Any], Any]:
+    """The option with the server's address."""
+
+    def checked(context: click.Context, parameter: click.Parameter, server: str) -> str:
+        try:
+            return checked_target("--server", server, "--tls")
+        except ValueError as error:
+            raise Unusable(one_line(str(error))) from None
+
+    return click.option(
+        "--server",
+        callback=checked,
+        default="127.0.0.1:8001",
+        show_default=True,
+        metavar="HOST[:PORT]",
+        help="Server address, by default with port 8001; or unix:PATH.",
+        **more,
+    )
+
+
+def timeout_option(default_s: float, what: str) -> Callable[[Any], Any]:
+    """The option of seconds to wait."""
+    seconds = Seconds(min=0, min_open=True)
+    return click.option(
+        "--timeout", "timeout_s", type=seconds, default=default_s, show_default=True, metavar="SECONDS", help=what
+    )
 
 
 @contextmanager

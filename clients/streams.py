@@ -27,7 +27,7 @@ from paceline.clients.answers import FINAL, Answers, stream_error
 from paceline.clients.errors import InferenceError, ResourceExhausted, Unavailable
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
-__all__ = ["NoStream", "Streams", "Turn", "all_answers", "check_request"]
+__all__ = ["NoStream", "StreamStatus", "Streams", "Turn", "all_answers", "check_request"]
 
 # 64 callers of a tiny model on 2 cores: calls 3,100 requests/s, 1 stream 3,000, 4 streams 4,500, 8 5,200, 16 6,100, 32
 # 6,500 (medians of four interleaved rounds). Each message on a single stream wakes both ends; several streams share
@@ -164,7 +164,7 @@ class _Stream:
         self._waiting: dict[str, asyncio.Future[ModelStreamInferResponse]] = {}
         # Requests to send, and ids of requests to cancel.
         self._unsent: asyncio.Queue[ModelInferRequest | str] = asyncio.Queue()
-        self._status = _Status(call)
+        self._status = StreamStatus(call)
         self._reading = self._loop.create_task(self._read())
         self._writing = self._loop.create_task(self._write())
         self.ended = False
@@ -260,7 +260,7 @@ async def all_answers(call: Any, answers: Answers) -> AsyncGenerator[ModelInferR
 
     Raises InferenceError, and CancelledError for a channel that was closed as well as for a cancelled task.
     """
-    status = _Status(call)
+    status = StreamStatus(call)
     try:
         while (message := await call.read()) is not EOF:
             if message is None:
@@ -276,7 +276,7 @@ async def all_answers(call: Any, answers: Answers) -> AsyncGenerator[ModelInferR
         call.cancel()
 
 
-class _Status:
+class StreamStatus:
     """The status with which the server, or the connection, has ended a stream."""
 
     def __init__(self, call: Any) -> None:
