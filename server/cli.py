@@ -75,7 +75,7 @@ class _Commands(click.Group):
     """Also has commands of other modules, which are imported only when they are used: a server does without."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_OF_CLIENTS, "bulk", "check", "top"])
+        return sorted([*super().list_commands(ctx), *_OF_CLIENTS, "bulk", "check", "load", "top"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "check":
@@ -86,6 +86,10 @@ class _Commands(click.Group):
             from paceline.server.bulk.command import bulk
 
             return bulk
+        if cmd_name == "load":
+            from paceline.clients.load.command import load
+
+            return load
         if cmd_name == "top":
             from paceline.clients.top import top
 

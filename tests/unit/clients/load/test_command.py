@@ -1,0 +1,137 @@
+"""`paceline load` as click runs it, with its process, against a scripted peer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from paceline.clients.load.command import load
+from paceline.protos import inference_pb2 as pb
+from tests.ports import free_port
+from tests.unit.clients.peer import Peer, refuse
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(peer: Peer) -> Run:
+    peer.takes(x=("FP32", [-1, 2]))
+    return lambda *arguments: CliRunner().invoke(load, ["m", "--server", peer.target, *arguments])
+
+
+def sent(peer: Peer) -> list[pb.ModelInferRequest]:
+    return [one for one in peer.requests if isinstance(one, pb.ModelInferRequest)]
+
+
+def test_load_of_a_count_prints_its_figures(run: Run, peer: Peer) -> None:
+    result = run("--count", "20", "--clients", "3", "--rows", "2", "--parameter", "priority=2", "--output", "x")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"m on {peer.target}: 3 clients\n\nmeasured      20 requests in ")
+    assert "errors        0 of 20 requests" in result.stdout
+    assert len(sent(peer)) == 20
+    assert {tuple(one.inputs[0].shape) for one in sent(peer)} == {(2, 2)}
+    assert {one.parameters["priority"].int64_param for one in sent(peer)} == {2}
+    assert {one.outputs[0].name for one in sent(peer)} == {"x"}
+    assert len({one.raw_input_contents[0] for one in sent(peer)}) == 20
+
+
+def test_same_seed_sends_the_same_requests(run: Run, peer: Peer) -> None:
+    found = []
+    for seed in ("1", "1", "2"):
+        peer.requests.clear()
+        assert run("--count", "5", "--seed", seed).exit_code == 0
+        found.append([one.raw_input_contents[0] for one in sent(peer)])
+    assert found[0] == found[1] != found[2]
+
+
+def test_given_inputs_and_requests_of_a_file_are_sent(run: Run, peer: Peer, tmp_path: Path) -> None:
+    peer.takes(x=("FP32", [-1, 2]), y=("INT64", [1]))
+    lines = [json.dumps({"x": [[number, number]]}) for number in range(3)]
+    (tmp_path / "requests.jsonl").write_text("\n".join(lines))
+    assert run("--requests", str(tmp_path / "requests.jsonl"), "--input", "y=[5]", "--count", "6").exit_code == 0
+    found = [np.frombuffer(one.raw_input_contents[1], "<f4")[0] for one in sent(peer)]
+    assert found == [0, 1, 2, 0, 1, 2]
+    assert {one.raw_input_contents[0] for one in sent(peer)} == {(5).to_bytes(8, "little")}
+
+
+def test_recorded_arrivals_have_their_shapes(run: Run, peer: Peer, tmp_path: Path) -> None:
+    lines = [json.dumps({"at_s": at_s, "shapes": {"x": [rows, 2]}}) for at_s, rows in ((7, 3), (7.05, 1), (7.1, 3))]
+    (tmp_path / "arrivals.jsonl").write_text("\n".join(lines))
+    result = run("--arrivals", str(tmp_path / "arrivals.jsonl"), "--format", "json")
+    assert result.exit_code == 0, result.stderr
+    assert [one.inputs[0].shape[0] for one in sent(peer)] == [3, 1, 3]
+    found = json.loads(result.stdout)
+    assert (found["requests"], found["errors"]) == (3, {})
+    assert found["generator"]["lag_ms"] is not None
+
+
+def test_assertion_that_fails_ends_with_status_1(run: Run) -> None:
+    held = run("--count", "3", "--assert", "errors==0", "--assert", "requests>=3")
+    assert held.exit_code == 0
+    assert "holds  requests>=3  (got 3)" in held.stdout
+    failed = run("--count", "3", "--assert", "errors==0", "--assert", "requests>3")
+    assert failed.exit_code == 1
+    assert "FAILS  requests>3  (got 3)" in failed.stdout
+
+
+def test_errors_are_told_with_a_reason_on_one_line(run: Run, peer: Peer) -> None:
+    peer.answer = refuse(grpc.StatusCode.INVALID_ARGUMENT, "bad\n\x1b[2Jthing")
+    result = run("--count", "2", "--assert", "errors==0")
+    assert result.exit_code == 1
+    assert "INVALID_ARGUMENT 2, after " in result.stdout
+    assert ": bad ?[2Jthing\n" in result.stdout
+
+
+def test_page_is_written_beside_the_output(run: Run, tmp_path: Path) -> None:
+    result = run("--count", "5", "--html", str(tmp_path / "page.html"), "--format", "json")
+    assert json.loads(result.stdout)["requests"] == 5
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--clients", "2", "--rate", "5"], "--clients, --rate and --arrivals: expected one of them"),
+        (["--constant"], "--constant needs --rate"),
+        (["--speed", "2"], "--speed needs --arrivals"),
+        (["--seconds", "1", "--count", "1"], "--seconds can't be combined with --count"),
+        (["--count", "1", "--warmup", "1"], "--warmup can't be combined"),
+        (["--processes", "2"], "--processes 2: expected at most as many as there are clients"),
+        (["--text", "a", "--input", "x=[1]"], "--text can't be combined"),
+        (["--shared-memory", "--sequence-length", "2"], "--shared-memory can't be combined"),
+        (["--sequence-length", "5..2"], "expected a number like 10, or a range like 5..20"),
+        (["--html", "/nowhere/page.html"], "expected a file that can be written"),
+        (["--assert", "p99<20"], "expected a time with its unit"),
+        (["--input", "z=[1]"], "has no input 'z'"),
+        (["--shape", "x=1,2,3..2"], "expected NAME=1,2,3"),
+        (["--warmup", "nan"], "expected a number of seconds, got nan"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_before_anything_is_sent(
+    run: Run, peer: Peer, arguments: list[str], fault: str
+) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert fault in " ".join(result.stderr.split())
+    assert sent(peer) == []
+
+
+@pytest.mark.parametrize(("text", "fault"), [("{", "not JSON"), ("", "no arrivals"), ('{"at_s": "x"}', "at_s")])
+def test_arrivals_that_are_none_are_refused(run: Run, tmp_path: Path, text: str, fault: str) -> None:
+    (tmp_path / "arrivals.jsonl").write_text(text)
+    result = run("--arrivals", str(tmp_path / "arrivals.jsonl"))
+    assert result.exit_code == 2
+    assert fault in result.stderr
+
+
+def test_server_that_is_not_there_is_told_in_one_line() -> None:
+    result = CliRunner().invoke(load, ["m", "--server", f"127.0.0.1:{free_port()}", "--count", "1"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: UNAVAILABLE")
+    assert len(result.stderr.splitlines()) == 1
