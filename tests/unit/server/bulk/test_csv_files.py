@@ -143,8 +143,9 @@ def test_file_without_rows_has_no_units(tmp_path: Path, text: str) -> None:
 
 
 def test_utf16_is_refused_by_name(tmp_path: Path) -> None:
+    found = source(tmp_path, "n\n1\n".encode("utf-16"))
     with pytest.raises(BulkError, match=r"a\.csv can't be read: it is UTF-16, expected UTF-8"):
-        source(tmp_path, "n\n1\n".encode("utf-16"))
+        _ = found.schema
 
 
 FIELDS = st.text(st.sampled_from('",\n\rab 1é'), max_size=5)

@@ -164,7 +164,7 @@ def test_other_input_is_refused_by_name(tmp_path: Path, files: list[InputFile], 
 def test_other_output_format_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path):
         pass
-    with pytest.raises(BulkError, match="with output_format parquet, got jsonl"):
+    with pytest.raises(BulkError, match="with output-format parquet, got jsonl"):
         JobFolder(str(tmp_path), "jsonl").open(FINGERPRINT, FILES, never)
 
 
