@@ -1,6 +1,7 @@
 """What a file's reader gives, in pieces of any size, cut into the chunks of a unit.
 
-Lives here: `Walk`, a file that is read from front to back, and where its chunks end. Must not: open files.
+Lives here: `Walk`, a file that is read from front to back; `Pace`, how much of it at once; and where its chunks end.
+Must not: open files.
 
 Where a chunk ends depends on the rows and on `Fixed` alone, never on the pieces in which they were read, nor on where
 reading began.
@@ -16,7 +17,10 @@ import pyarrow as pa
 from paceline.server.bulk.plain_types import one_batch, row_bytes
 from paceline.server.bulk.values import BadRow, BulkError, Chunk, Fixed
 
-__all__ = ["Walk", "cut"]
+__all__ = ["Pace", "Walk", "cut"]
+
+_FIRST_ROWS = 64
+_MOST_ROWS = 1024  # reading 8192 at once takes 0.05 us less a row
 
 
 class Walk:
@@ -40,6 +44,29 @@ class Walk:
                 self._rest, self.position = _part(piece, end, self.position), end
             if self.position > begin:
                 yield _part(piece, max(first, begin), self.position)
+
+
+class Pace:
+    """How many rows to read at once, for pieces of a quarter of a chunk: by the rows just read, and by what is known of
+    those to come. The first read is small, as nobody knows how large its rows are, and each has at most twice as many
+    rows as the one before. More than some rows save nothing, but cost memory if they are suddenly larger."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._most_bytes = chunk_bytes / 4
+        self._rows = _FIRST_ROWS // 2
+        self._row_bytes = 1.0
+
+    def rows(self, left_rows: int, left_bytes: int = 0) -> int:
+        """`left_rows` are there, of so many bytes or more."""
+        fitting = int(self._most_bytes / max(self._row_bytes, left_bytes / left_rows))
+        self._rows = max(1, min(fitting, 2 * self._rows, _MOST_ROWS, left_rows))
+        return self._rows
+
+    def saw(self, batch: pa.RecordBatch) -> int:
+        """How many bytes the rows that have been read have."""
+        read_bytes = int(row_bytes(batch).sum())
+        self._row_bytes = max(1.0, read_bytes / batch.num_rows)
+        return read_bytes
 
 
 def cut(pieces: Iterator[Chunk], fixed: Fixed) -> Iterator[Chunk]:

@@ -13,19 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from paceline.server.bulk.cutting import Pace
 from paceline.server.bulk.listing import Location
-from paceline.server.bulk.plain_types import plain_columns, plain_schema, refuse_other_schema, row_bytes
-from paceline.server.bulk.values import BulkError, Chunk, FileIndex, Fixed, Unit
+from paceline.server.bulk.plain_types import plain_columns, plain_schema, refuse_other_schema
+from paceline.server.bulk.values import Chunk, FileIndex, Fixed, Unit
 
 __all__ = ["ParquetFormat"]
 
 # Of a column are read so many bytes at a time. A request to another machine takes as long as the transfer of some MiB.
 _LOCAL_BUFFER_BYTES = 1 << 20
 _REMOTE_BUFFER_BYTES = 8 << 20
-# The first read is small, as nobody knows how large its rows are; each may have twice as many rows as the one before.
-# More rows cost memory if they are suddenly larger than the ones before, and save nothing: 0.1 us a row.
-_FIRST_ROWS = 64
-_MOST_ROWS = 1024
 
 
 class ParquetFormat:
@@ -62,25 +59,21 @@ class ParquetFormat:
 def _batches(
     file: pq.ParquetFile, names: list[str], kept: pa.Schema, first_group: int, fixed: Fixed
 ) -> Iterator[pa.RecordBatch]:
-    """The rows from a row group on. How many are read at once follows from what the rest of the group has on average,
-    which the file tells, and from the rows just read: the file tells too little of values that repeat."""
+    """The rows from a row group on. The file tells what the rest of a group has on average, but too little of values
+    that repeat. The number of rows that a read has is set before each of them."""
     metadata = file.metadata
     groups = range(first_group, metadata.num_row_groups)
-    batches = file.iter_batches(_FIRST_ROWS, row_groups=groups, columns=names, use_threads=False)
-    rows, row_size = _FIRST_ROWS // 2, 1.0
+    batches = file.iter_batches(row_groups=groups, columns=names, use_threads=False)
+    pace = Pace(fixed.chunk_bytes)
     for group in groups:
         left_rows, left_bytes = metadata.row_group(group).num_rows, _group_bytes(metadata.row_group(group), names)
         while left_rows > 0:
-            fitting = int(fixed.chunk_bytes / 4 / max(row_size, left_bytes / left_rows, 1))
-            rows = max(1, min(fitting, 2 * rows, _MOST_ROWS, left_rows))
-            file.reader.set_batch_size(rows)
+            file.reader.set_batch_size(pace.rows(left_rows, left_bytes))
             batch = next(batches, None)
             if batch is None:
-                raise BulkError(f"row group {group} has {left_rows} rows less than the file's footer says")
+                raise pa.ArrowInvalid(f"row group {group} has {left_rows} rows less than the file's footer says")
             plain = plain_columns(batch.select(names), kept)
-            read_bytes = int(row_bytes(plain).sum())
-            left_rows, left_bytes = left_rows - batch.num_rows, max(0, left_bytes - read_bytes)
-            row_size = read_bytes / batch.num_rows
+            left_rows, left_bytes = left_rows - batch.num_rows, max(0, left_bytes - pace.saw(plain))
             yield plain
 
 

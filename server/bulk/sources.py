@@ -13,6 +13,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from paceline.server.bulk.arrow_files import ArrowFormat
 from paceline.server.bulk.csv_files import Csv
 from paceline.server.bulk.cutting import Walk, cut
 from paceline.server.bulk.json_files import JsonLines
@@ -46,11 +47,13 @@ class Format(Protocol):
 
 _SUFFIXES: Mapping[str, tuple[str, ...]] = {
     "parquet": (".parquet", ".pq", ".parq"),
+    "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
     "csv": (".csv", ".tsv"),
     "jsonl": (".jsonl", ".ndjson"),
 }
 _MAKERS: Mapping[str, Callable[[], Format]] = {
     "parquet": ParquetFormat,
+    "arrow": ArrowFormat,
     "csv": lambda: TextFormat(lambda name: Csv("\t" if ".tsv" in name.lower() else ",")),
     "jsonl": lambda: TextFormat(lambda name: JsonLines()),
 }
