@@ -89,7 +89,7 @@ class _World:
 
 def _input(number: int, random: Random, lengths: int) -> _Input:
     datatype = random.choice([*_LEAVES])
-    dims = tuple(random.choices([-1, 1, 2, 3], k=random.choice([0, 1, 1, 2, 3])))
+    dims = tuple(random.choices([-1, -1, -1, 1, 2, 3], k=random.choice([0, 1, 1, 2, 3])))
     free = [axis for axis, dim in enumerate(dims) if dim == -1]
     axes = tuple((axis, random.randrange(lengths)) for axis in free if lengths and random.random() < 0.7)
     depth = len(dims)
@@ -145,15 +145,7 @@ def _worlds(draw: st.DrawFn) -> _World:
     inputs = [_input(number, random, random.choice([1, 2]) if pads else 0) for number in range(random.randint(1, 3))]
     named = sorted({number for one in inputs for _, number in one.lengths})
     inputs = [_renumbered(one, named) for one in inputs]
-    lengths = None
-    if named and batched:
-        places = [
-            tuple((index, axis + 1) for index, one in enumerate(inputs) for axis, its in one.lengths if its == number)
-            for number in range(len(named))
-        ]
-        specs = tuple(TensorSpec(one.name, one.datatype, one.dims, fill=one.fill) for one in inputs)
-        kinds = [Length(str(where), where, where, random.choice([(), (2,), (1, 3)])) for where in places]
-        lengths = Lengths(ModelSpec(specs, specs, batched=True, lengths=tuple(kinds)))
+    lengths = _lengths(inputs, len(named), random) if named and batched else None
     sizes = random.choice([(2,), (0, 1, 2, 3, 4, 5), (1, 5)])
     made, columns = list[dict[str, Array] | None](), dict[str, list[Any]]({one.name: [] for one in inputs})
     for _ in range(rows + 2):
@@ -183,6 +175,15 @@ def _worlds(draw: st.DrawFn) -> _World:
     fixed = Fixed(100, 100, 1 << 20, most, 1)
     chunk = Chunk(table, numbers, (BadRow(2000, "unreadable"),))
     return _World(inputs, batched, lengths, fixed, by_length, max_elements, chunk, made[1:-1], poisoned, seed)
+
+
+def _lengths(inputs: Sequence[_Input], count: int, random: Random) -> Lengths:
+    specs = tuple(TensorSpec(one.name, one.datatype, one.dims, fill=one.fill) for one in inputs)
+    lengths = []
+    for number in range(count):
+        axes = [(place, axis + 1) for place, one in enumerate(inputs) for axis, its in one.lengths if its == number]
+        lengths.append(Length(str(axes), tuple(axes), tuple(axes), random.choice([(), (2,), (1, 3)])))
+    return Lengths(ModelSpec(specs, specs, batched=True, lengths=tuple(lengths)))
 
 
 def _renumbered(one: _Input, named: Sequence[int]) -> _Input:

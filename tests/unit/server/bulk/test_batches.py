@@ -38,21 +38,22 @@ def _fixed(batch_rows: int) -> Fixed:
 
 
 @pytest.mark.parametrize(
-    ("spec", "by_length", "max_elements", "expected"),
+    ("sizes", "spec", "by_length", "max_elements", "expected"),
     [
-        (None, False, 0, [[0, 2], [5], [1, 3], [4]]),
-        (None, True, 0, [[4], [0, 2], [5], [1, 3]]),
-        (_SPEC, False, 0, [[0, 2], [4, 5], [1, 3]]),
-        (_SPEC, True, 0, [[0, 2], [4, 5], [1, 3]]),
-        (_SPEC, False, 8, [[0, 2], [1], [3], [4, 5]]),
+        ([3, 9, 3, 9, 2, 3], None, False, 0, [[0, 2], [5], [1, 3], [4]]),
+        ([3, 9, 3, 9, 2, 3], None, True, 0, [[4], [0, 2], [5], [1, 3]]),
+        ([3, 9, 3, 9, 2, 3], _SPEC, False, 0, [[0, 2], [4, 5], [1, 3]]),
+        ([3, 9, 3, 9, 2, 3], _SPEC, False, 8, [[0, 2], [4, 5], [1], [3]]),
+        ([3, 3, 3, 8, 8, 8], _SPEC, False, 0, [[0, 1], [3, 4], [2], [5]]),
+        ([3, 3, 3, 8, 8, 8], _SPEC, True, 0, [[0], [1, 2], [3], [4, 5]]),
+        ([14, 15, 16], _EXACT, False, 0, [[0], [1, 2]]),
     ],
 )
 def test_rows_that_share_a_call(
-    spec: ModelSpec | None, by_length: bool, max_elements: int, expected: list[list[int]]
+    sizes: list[int], spec: ModelSpec | None, by_length: bool, max_elements: int, expected: list[list[int]]
 ) -> None:
-    rows = _rows([3, 9, 3, 9, 2, 3], spec)
-    found = batches(rows, _fixed(2), by_length=by_length, max_elements=max_elements)
-    assert sorted(batch.tolist() for batch in found) == sorted(expected)
+    found = batches(_rows(sizes, spec), _fixed(2), by_length=by_length, max_elements=max_elements)
+    assert [batch.tolist() for batch in found] == expected
 
 
 def test_models_without_rows_get_one() -> None:

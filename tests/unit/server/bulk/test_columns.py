@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from paceline.backends.spec import Array
+from paceline.backends.lengths import Lengths
+from paceline.backends.spec import Array, Length, ModelSpec, TensorSpec
 from paceline.clients.description import Batching, ModelDescription
 from paceline.clients.messages import TensorMetadata
 from paceline.server.bulk.columns import Columns
@@ -170,6 +171,42 @@ def test_large_rows_are_taken_anywhere() -> None:
     values = [[float(row)] * (5000 + row % 2) for row in range(4)]
     rows = _rows(values, pa.list_(pa.float32()), "FP32", (-1,))
     assert rows.take(np.array([3, 1]), ())["x"].tolist() == [values[3], values[1]]
+
+
+def _filled() -> tuple[Columns, Chunk]:
+    """Two inputs, whose rows have one length."""
+    names, axes = ("ids", "mask"), ((0, 1), (1, 1))
+    specs = tuple(TensorSpec(name, "INT64", (-1,), fill=number) for number, name in enumerate(names))
+    spec = ModelSpec(specs, specs, batched=True, lengths=(Length("words", axes, axes),))
+    kind = pa.list_(pa.int64())
+    chunk = _chunk(ids=pa.array([[1], [2, 3, 4], [5]], kind), mask=pa.array([[9], [9, 9, 9], [9, 9]], kind))
+    model = _model(*((name, "INT64", (-1, -1)) for name in names))
+    return Columns(model, chunk.table.schema, lengths=Lengths(spec)), chunk
+
+
+def test_shorter_rows_are_filled_up() -> None:
+    columns, chunk = _filled()
+    rows = columns.rows(chunk)
+    sizes = rows.common_sizes(rows.good)
+    taken = rows.take(np.array([1, 0]), sizes)
+    assert taken["ids"].tolist() == [[2, 3, 4], [1, 0, 0]]
+    assert taken["mask"].tolist() == [[9, 9, 9], [9, 1, 1]]
+    table = columns.table(chunk, rows, Results([Computed(np.array([1, 0]), taken, sizes)]))
+    assert table.batch.column("ids").to_pylist() == [[1], [2, 3, 4]]
+
+
+def test_row_of_two_lengths_is_bad() -> None:
+    columns, chunk = _filled()
+    (bad,) = columns.rows(chunk).bad
+    assert bad == BadRow(12, "expected one size in the axes of length 'words', got ids[0]: 1, mask[0]: 2")
+
+
+def test_outputs_of_other_lengths_are_bad() -> None:
+    columns, chunk = _filled()
+    rows = columns.rows(chunk)
+    outputs = {"ids": np.zeros((2, 3), np.int64), "mask": np.zeros((2, 2), np.int64)}
+    table = columns.table(chunk, rows, Results([Computed(rows.good, outputs, (3,))]))
+    assert {bad.reason for bad in table.bad[:2]} == {"output 'mask': expected shape [2, 3], got [2, 2]"}
 
 
 def test_other_bytes_than_text_need_binary() -> None:
