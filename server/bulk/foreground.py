@@ -43,7 +43,7 @@ def run_in_foreground(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         told, status = runner.run(_told(settings, ProgressKind(progress), backend_of))
-    click.echo(told.text())
+    click.echo(told.text(), err=status != 0)
     if summary is not None:
         summary.write_text(told.as_json(), encoding="utf-8")
     return status

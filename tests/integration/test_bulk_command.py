@@ -1,0 +1,80 @@
+"""`paceline bulk` as a process: what it is given, how it ends, what it tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests import models
+from tests.harness import REPO, run_command
+from tests.integration.bulk_jobs import files_of, write_rows
+from tests.nursery import Forked
+
+ROWS = 10_000
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Returns its input, FP32 [-1, 1]. Beside it are rows for it."""
+    write_rows(tmp_path / "in" / "a.parquet", [float(row) for row in range(ROWS)])
+    return models.write(models.identity("FP32", ("batch", 1)), tmp_path / "m.onnx")
+
+
+def given(model: Path, out: Path, *more: str) -> list[str]:
+    """A job with an execution for each row, so that it takes a while."""
+    flags = ["--map", "INPUT0=a", "--batch", "1", "--instances", "1", "--rows-per-part", "1000", "--progress", "json"]
+    return ["bulk", str(model), "-i", str(model.parent / "in"), "-o", str(out), *flags, *more]
+
+
+def test_a_job_that_a_signal_stops_goes_on_to_the_same_bytes(model: Path, tmp_path: Path) -> None:
+    undisturbed = run_command(*given(model, tmp_path / "whole", "--summary", str(tmp_path / "summary.json")))
+    assert undisturbed.returncode == 0, undisturbed.stdout
+    assert json.loads((tmp_path / "summary.json").read_text())["rows_written"] == ROWS
+    out = tmp_path / "out"
+    stopped = Forked("paceline", given(model, out), os.environ, REPO)
+    with stopped.stderr as lines:
+        begun = next(line for line in lines if line.startswith("{") and json.loads(line)["rows_executed"])
+        assert json.loads(begun)["rows_executed"] < ROWS
+        stopped.send_signal(signal.SIGTERM)
+        lines.read()
+    assert stopped.wait(60) == 128 + signal.SIGTERM
+    assert not (out / "_SUCCESS").exists()
+    assert run_command(*given(model, out)).returncode == 0
+    assert files_of(out) == files_of(tmp_path / "whole")
+    written = [
+        value for part in sorted(out.glob("part-*.parquet")) for value in pq.read_table(part)["OUTPUT0"].to_pylist()
+    ]
+    assert written == [[float(row)] for row in range(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--map", "INPUT0"], "expected INPUT=COLUMN, got 'INPUT0'"),
+        (["--map", "INPUT0=b"], "expected 'INPUT0' once, got it twice"),
+        (["--memory", "much"], "expected bytes, such as 2GiB or 500MB, got 'much'"),
+        (["--max-bad", "101%"], "expected a share or a number of rows, such as 1% or 100, got '101%'"),
+        (["--shard", "3/3"], "got '3/3'"),
+        (["--batch", "0"], "0 is not in the range 1<=x"),
+        (["--server", "http://x"], "--server"),
+    ],
+)
+def test_flags_that_cant_be_used_are_refused(model: Path, tmp_path: Path, more: list[str], words: str) -> None:
+    refused = run_command(*given(model, tmp_path / "out", *more))
+    assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_job_that_fails_says_why_in_its_status(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    failed = run_command(*given(model, tmp_path / "out"))
+    assert failed.returncode == 2, failed.stdout  # click looks before the job does
+    failed = run_command(*given(model, tmp_path / "other", "--keep", "b"))
+    assert failed.returncode == 1
+    assert "column 'b'" in failed.stderr
