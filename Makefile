@@ -6,7 +6,7 @@ VENV   := .venv
 ENV    ?=
 BIN    := $(or $(ENV),$(VENV))/bin
 READY  := $(if $(ENV),,$(VENV)/ready)
-# Which of the examples `make demo` runs: magika or embedding.
+# Which of the examples `make demo` and `make demo-bulk` run: magika or embedding.
 EXAMPLE ?= magika
 # Where the demo of magika looks for files to classify; empty: the virtual environment itself.
 FOLDER ?=
@@ -37,13 +37,16 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills clean
+.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: $(READY) ## serve a real model, ask it with many concurrent clients, check every answer: make demo EXAMPLE=embedding
 	$(BIN)/python -m examples.$(EXAMPLE).demo $(FOLDER)
+
+demo-bulk: $(READY) ## the same offline, over all files of FOLDER, or over documentation and licences: make demo-bulk EXAMPLE=embedding
+	$(BIN)/python -m examples.$(EXAMPLE).bulk $(FOLDER)
 
 serve: $(READY) ## serve the demo's model repository on port 8001 until stopped
 	$(BIN)/python -m examples.magika.build models

@@ -109,10 +109,11 @@ class Summary:
         return done
 
     def _next(self, rows_bad: int) -> list[str]:
-        done, units = self.tally.units_before + self.tally.units_done, self.tally.units
+        done = self.tally.units_before + self.tally.units_done
         if self.outcome in (Outcome.STOPPED, Outcome.FAILED):
-            of = f" of {units:,}" if self.tally.planned_share >= 1 else ""
-            return [f"next: start it again to go on; parts that are finished, {done:,}{of}, won't be computed again"]
+            of = f" of {self.tally.units:,}" if self.tally.planned_share >= 1 else ""
+            kept = f"; parts that are finished, {done:,}{of}, won't be computed again" if done else ""
+            return [f"next: start it again to go on{kept}"] if done or self.outcome is Outcome.STOPPED else []
         lines = []
         if self.outcome is Outcome.SHARD_FINISHED:
             lines.append(

@@ -26,7 +26,7 @@ from paceline.server.errors import STATUS_OF
 from paceline.server.flags import Flag, Section
 from paceline.server.models.batch_policy import OWN_PARAMETERS, OwnSettings
 from paceline.server.rpc.standard_services import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
-from tests.deploy.commands import all_commands
+from tests.deploy.commands import all_commands, flags_of
 from tests.harness import REPO
 from tests.unit.server.models.test_config_fields import IGNORED, READ, REFUSED
 
@@ -313,6 +313,23 @@ def test_security_names_files_that_exist() -> None:
     assert [file for file in files if not (REPO / "tests" / file).is_file()] == []
     links = re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text)
     assert [link for link in links if not (REPO / link).exists()] == []
+
+
+# ---- docs/guides/bulk.md --------------------------------------------------------------------------------------------
+
+
+def test_guide_of_bulk_has_each_flag_with_its_default() -> None:
+    guide = (REPO / "docs" / "guides" / "bulk.md").read_text(encoding="utf-8")
+    cells = [line.split("|") for line in guide.partition("## Every flag")[2].splitlines() if line.startswith("| `")]
+    told = {flag: default.strip().strip("`") for _, flags, default, *_ in cells for flag in names_of(flags)}
+    expected: dict[str, str] = {}
+    for each in all_commands()["bulk"].params:
+        options = {*each.opts, *each.secondary_opts}
+        if isinstance(each, click.Option) and not options & flags_of("top"):  # those are of all commands
+            shown = f"{each.default:g}" if isinstance(each.default, float) else each.default
+            expected |= dict.fromkeys(options, shown if isinstance(shown, str) else "")
+    assert len(expected) > 20
+    assert told == expected
 
 
 # ---- docs/operations.md ---------------------------------------------------------------------------------------------

@@ -78,9 +78,14 @@ def test_stopped_job_says_how_to_go_on() -> None:
 
 
 def test_job_that_failed_before_its_plan_names_no_total() -> None:
-    one = replace(summary(planned_share=0.5), outcome=Outcome.FAILED, why="no room")
+    one = replace(summary(planned_share=0.5, units_done=2), outcome=Outcome.FAILED, why="no room")
     assert one.text().splitlines()[0] == "failed: no room"
-    assert "parts that are finished, 0, won't" in one.text()
+    assert "parts that are finished, 2, won't" in one.text()
+
+
+def test_job_that_failed_at_once_advises_nothing() -> None:
+    one = replace(summary(), outcome=Outcome.FAILED, why="no such file")
+    assert [line.partition(":")[0] for line in one.text().splitlines()] == ["failed", "memory", "output"]
 
 
 def test_finished_shard_says_that_others_are_left() -> None:
