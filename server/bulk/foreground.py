@@ -38,11 +38,11 @@ def run_in_foreground(
     summary: Path | None,
     backend_of: Callable[[str], Backend] | None,
 ) -> int:
-    """Do the job, and return the exit status. `summary`: where to write it as JSON, too."""
+    """Do the job, and return the exit status, with which the process has to end at once: an execution that was given
+    up may go on. `summary`: where to write it as JSON, too."""
     take_stderr()  # so that a terminal that stops doesn't stop the job
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        told, status = runner.run(_told(settings, ProgressKind(progress), backend_of))
+    told, status = asyncio.Runner(loop_factory=new_loop).run(_told(settings, ProgressKind(progress), backend_of))
     click.echo(told.text(), err=status != 0)
     if summary is not None:
         summary.write_text(told.as_json(), encoding="utf-8")
