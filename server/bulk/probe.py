@@ -34,7 +34,7 @@ MOST_ROWS = 1_024
 _NEARLY = 0.95
 _LOSING, _MOST_LOSING = 0.8, 2
 """Larger batches aren't tried once so many in a row are so much slower than the best."""
-_MEASURE_NS = 250_000_000
+_WINDOW_NS, _LONG_WINDOW_NS = 250_000_000, 1_500_000_000
 _LEAST_CALLS, _LONG_CALL_NS = 2, 1_000_000_000
 """Of each that can be under way, unless calls are long. With fewer, the end of a measurement, when not all are, would
 count too much."""
@@ -94,8 +94,13 @@ async def choose(
             if choices:
                 first = choices[0].measured.batch_rows
                 sizes = [size for size in sizes if first <= 2 * size and size <= 2 * first]
-            measured = await measure(model, sample_of(model), sizes, rates=rates, clock=clock)
-            choices.append(Choice(offline, best(measured)))
+            sample = sample_of(model)
+            chosen = best(await measure(model, sample, sizes, rates=rates, clock=clock))
+            if rates and not instances:
+                # What has been the best of many may have been lucky: layouts are compared by one long measurement each.
+                run = await _run(model, sample, sample.batches(chosen.batch_rows), clock, window_ns=_LONG_WINDOW_NS)
+                chosen = run.measured(chosen.batch_rows)
+            choices.append(Choice(offline, chosen))
         if not model.on_cpus:
             break
     # The first unless others are better by more than chance.
@@ -131,13 +136,14 @@ async def measure(
 ) -> Sequence[Measured]:
     """Each of `sizes`, in ascending order, that is worth a try. Raises BulkError if no row can be computed."""
     tried: dict[int, Measured] = {}
+    window_ns = _WINDOW_NS if rates else 0
     began_ns, largest, losing, reason = clock(), 0, 0, "there are none"
     for size in sizes:
         batches = sample.batches(size)
         if (rows := max(map(len, batches), default=0)) <= largest:
             break  # there are no more rows that could share a call
         largest = rows
-        run = await _run(model, sample, batches, clock, rates=rates)
+        run = await _run(model, sample, batches, clock, window_ns=window_ns)
         reason = run.reason or reason
         if run.computed_rows:
             tried[size] = run.measured(size)
@@ -150,7 +156,7 @@ async def measure(
     # Once more, as something else may have kept the machine busy.
     for size, first in tried.items() if len(tried) > 1 else ():
         if clock() - began_ns < _MOST_NS:
-            run = await _run(model, sample, sample.batches(size), clock, rates=rates)
+            run = await _run(model, sample, sample.batches(size), clock, window_ns=window_ns)
             tried[size] = max(first, run.measured(size), key=attrgetter("rows_per_s"))
     return list(tried.values())
 
@@ -159,9 +165,11 @@ def _best_rate(tried: Iterable[Measured]) -> float:
     return max(one.rows_per_s for one in tried)
 
 
-async def _run(model: Computes, sample: Sample, batches: Sequence[Places], clock: Clock, *, rates: bool) -> _Run:
+async def _run(
+    model: Computes, sample: Sample, batches: Sequence[Places], clock: Clock, *, window_ns: int = _WINDOW_NS
+) -> _Run:
     run = _Run(Calls(model, sample.outputs), sample.rows, batches, clock)
-    await run.execute(model.at_once, rates=rates)
+    await run.execute(model.at_once, window_ns)
     return run
 
 
@@ -181,13 +189,14 @@ class _Run:
         rate = self.computed_rows * 1e9 / max(1, self.took_ns)
         return Measured(size, rate, self.output_bytes / max(1, self.computed_rows))
 
-    async def execute(self, at_once: int, *, rates: bool) -> None:
+    async def execute(self, at_once: int, window_ns: int) -> None:
+        """`window_ns`: for how long to measure; 0: a call for each that can be under way is enough, if any succeeds."""
         await asyncio.gather(*(self._call() for _ in range(at_once)))  # first calls allocate, and maybe compile
-        if not rates and self.computed_rows:
+        if not window_ns and self.computed_rows:
             return
         self.computed_rows = self.output_bytes = 0
         began_ns = self._clock()
-        await asyncio.gather(*(self._work(began_ns + _MEASURE_NS) for _ in range(at_once)))
+        await asyncio.gather(*(self._work(began_ns + window_ns) for _ in range(at_once)))
         self.took_ns = self._clock() - began_ns
 
     async def _work(self, until_ns: int) -> None:
