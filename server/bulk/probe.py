@@ -32,7 +32,7 @@ MOST_ROWS = 1_024
 """Of a call to a model that sets no limit of its own."""
 
 _NEARLY = 0.95
-_LOSING, _MOST_LOSING = 0.8, 2
+_LOSING, _MOST_LOSING = 0.5, 2
 """Larger batches aren't tried once so many in a row are so much slower than the best."""
 _WINDOW_NS, _LONG_WINDOW_NS = 250_000_000, 1_500_000_000
 _LEAST_CALLS, _LONG_CALL_NS = 2, 1_000_000_000
@@ -92,8 +92,7 @@ async def choose(
         async with open_model(offline) as model:
             sizes = [batch_rows] if batch_rows else sizes_of(model)
             if choices:
-                first = choices[0].measured.batch_rows
-                sizes = [size for size in sizes if first <= 2 * size and size <= 2 * first]
+                sizes = [size for size in sizes if 4 * size >= choices[0].measured.batch_rows]
             sample = sample_of(model)
             chosen = best(await measure(model, sample, sizes, rates=rates, clock=clock))
             if rates and not instances:
