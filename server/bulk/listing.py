@@ -3,7 +3,7 @@
 Lives here: where a file is (`Location`), and how patterns become lists of them. Must not: know formats, open files.
 
 A pattern's files are in the order of their paths, the patterns in the order given, and what several of them mean is
-taken once. In folders and by wildcards, names that begin with `.` or `_` are left out, unless the pattern spells that.
+taken once.
 """
 
 from __future__ import annotations
@@ -55,18 +55,21 @@ class Location:
 
 
 def find_locations(
-    patterns: Sequence[str], wanted: Callable[[str], bool], output: str | None = None
+    patterns: Sequence[str], wanted: Callable[[str], bool], output: str | None = None, hidden: str = "._"
 ) -> list[tuple[str, list[Location]]]:
     """Each pattern with what it means: the files themselves, and those below folders that have a `wanted` name.
-    `output` is the job's own folder, in which nothing is found. Raises BulkError for a pattern that means nothing."""
+    `output` is the job's own folder, in which nothing is found. Names that begin with one of `hidden` are left out
+    where the pattern doesn't spell that. Raises BulkError for a pattern that means nothing."""
     left_out = None if output is None else os.path.realpath(output)
     taken: set[tuple[str, str]] = set()
     listed = []
     for pattern in patterns:
         try:
-            named = [place for place in _named(pattern) if not place.is_folder or _is_input(place, left_out)]
+            named = [place for place in _named(pattern, hidden) if not place.is_folder or _is_input(place, left_out)]
             files = [
-                file for place in named for file in (_below(place, wanted, left_out) if place.is_folder else (place,))
+                file
+                for place in named
+                for file in (_below(place, wanted, left_out, hidden) if place.is_folder else (place,))
             ]
         except (OSError, pa.ArrowException, ValueError) as error:
             raise BulkError(f"{pattern}: can't be listed: {error}") from None
@@ -81,7 +84,7 @@ def find_locations(
     return listed
 
 
-def _named(pattern: str) -> Iterator[Location]:
+def _named(pattern: str, hidden: str) -> Iterator[Location]:
     """The files and folders that a pattern itself names. What exists under a name with wildcards is meant by it."""
     is_url = _URL.match(pattern) is not None
     address, mark, query = pattern.partition("?") if is_url else (pattern, "", "")
@@ -93,36 +96,32 @@ def _named(pattern: str) -> Iterator[Location]:
     if wild is None:
         yield _located(base, system, info)
     elif info.type == pafs.FileType.Directory:
-        yield from _matching(_located(base, system, info), address[cut:].split("/"))
+        yield from _matching(_located(base, system, info), address[cut:].split("/"), hidden)
 
 
-def _matching(folder: Location, parts: Sequence[str]) -> Iterator[Location]:
+def _matching(folder: Location, parts: Sequence[str], hidden: str) -> Iterator[Location]:
     """What is below `folder` along these parts of a pattern. `**` is any number of folders, also none."""
     part, rest = parts[0], parts[1:]
     if part == "**":
-        yield from _matching(folder, rest or ["*"])
+        yield from _matching(folder, rest or ["*"], hidden)
     for child in _children(folder):
         if part == "**":
-            if child.is_folder and _is_visible(child.name):
-                yield from _matching(child, parts)
-        elif fnmatch.fnmatchcase(child.name, part) and (_is_visible(child.name) or not _is_visible(part)):
+            if child.is_folder and child.name[0] not in hidden:
+                yield from _matching(child, parts, hidden)
+        elif fnmatch.fnmatchcase(child.name, part) and (child.name[0] not in hidden or part[:1] in hidden):
             if not rest:
                 yield child
             elif child.is_folder:
-                yield from _matching(child, rest)
+                yield from _matching(child, rest, hidden)
 
 
-def _below(folder: Location, wanted: Callable[[str], bool], left_out: str | None) -> Iterator[Location]:
+def _below(folder: Location, wanted: Callable[[str], bool], left_out: str | None, hidden: str) -> Iterator[Location]:
     for child in _children(folder):
         if child.is_folder:
-            if _is_visible(child.name) and _is_input(child, left_out):
-                yield from _below(child, wanted, left_out)
-        elif wanted(child.name):
+            if child.name[0] not in hidden and _is_input(child, left_out):
+                yield from _below(child, wanted, left_out, hidden)
+        elif child.name[0] not in hidden and wanted(child.name):
             yield child
-
-
-def _is_visible(name: str) -> bool:
-    return not name.startswith((".", "_"))
 
 
 def _is_input(folder: Location, left_out: str | None) -> bool:

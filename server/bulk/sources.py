@@ -13,9 +13,11 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from paceline.server.bulk.array_files import ArrayFormat
 from paceline.server.bulk.arrow_files import ArrowFormat
 from paceline.server.bulk.csv_files import Csv
 from paceline.server.bulk.cutting import Walk, cut
+from paceline.server.bulk.file_rows import FileRows
 from paceline.server.bulk.json_files import JsonLines
 from paceline.server.bulk.listing import Location, find_locations
 from paceline.server.bulk.parquet_files import ParquetFormat
@@ -48,23 +50,28 @@ class Format(Protocol):
 _SUFFIXES: Mapping[str, tuple[str, ...]] = {
     "parquet": (".parquet", ".pq", ".parq"),
     "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
+    "npy": (".npy", ".npz"),
     "csv": (".csv", ".tsv"),
     "jsonl": (".jsonl", ".ndjson"),
 }
 _MAKERS: Mapping[str, Callable[[], Format]] = {
     "parquet": ParquetFormat,
     "arrow": ArrowFormat,
+    "npy": ArrayFormat,
     "csv": lambda: TextFormat(lambda name: Csv("\t" if ".tsv" in name.lower() else ",")),
     "jsonl": lambda: TextFormat(lambda name: JsonLines()),
 }
 _TEXT = ("csv", "jsonl")
-FORMATS = tuple(_MAKERS)
+_FILES = "files"
+FORMATS = (*_MAKERS, _FILES)
 
 
 def find_source(patterns: Sequence[str], format: str | None = None, output: str | None = None) -> Source:
     """The files that the patterns (paths, URLs, globs, folders) mean, in order, each once. Their suffix tells the
     format unless `format` does. `output` is the job's own folder, which is never input. Blocks; raises BulkError if
     there are no files, or several formats."""
+    if format == _FILES:
+        return FileRows(find_locations(patterns, lambda name: True, output, hidden="."))
     listed = find_locations(patterns, lambda name: _is_data(name, format), output)
     places = [place for _, found in listed for place in found]
     names = {format} if format is not None else {_format_of(place.name) for place in places}
@@ -82,16 +89,13 @@ def _format_of(name: str) -> str | None:
     plain = name.lower()
     for suffix in COMPRESSIONS:
         plain = plain.removesuffix(suffix)
-    kinds = FORMATS if plain == name.lower() else _TEXT
+    kinds = tuple(_MAKERS) if plain == name.lower() else _TEXT
     return next((kind for kind in kinds if plain.endswith(_SUFFIXES[kind])), None)
 
 
 def _is_data(name: str, format: str | None) -> bool:
     """Whether a file of a folder is input. Where the format is given, names without any suffix are, too."""
-    visible = not name.startswith((".", "_"))
-    return visible and (
-        _format_of(name) in ((format,) if format else FORMATS) or (format is not None and "." not in name)
-    )
+    return _format_of(name) in ((format,) if format else _MAKERS) or (format is not None and "." not in name)
 
 
 class FileSource:

@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def listed(*patterns: str, output: str | None = None) -> list[str]:
-    found = find_locations(patterns, lambda name: name.endswith(".parquet") and name[0] not in "._", output)
+    found = find_locations(patterns, lambda name: name.endswith(".parquet"), output)
     return [place.shown for _, places in found for place in places]
 
 

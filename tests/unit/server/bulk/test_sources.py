@@ -1,0 +1,147 @@
+"""The input of a job: which format it has, and that all formats give every row once, in the same chunks."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.server.bulk.sources import find_source
+from paceline.server.bulk.values import BulkError, Fixed
+from tests.unit.server.bulk import reading
+
+
+def _parquet(path: Path, table: pa.Table) -> None:
+    pq.write_table(table, path, row_group_size=5)
+
+
+def _arrow(path: Path, table: pa.Table) -> None:
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+
+
+def _csv(path: Path, table: pa.Table) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(table.column_names)
+        writer.writerows(row.values() for row in table.to_pylist())
+
+
+def _json_lines(path: Path, table: pa.Table) -> None:
+    with pa.output_stream(path, compression="detect") as file:
+        for row in table.to_pylist():
+            file.write(json.dumps(row).encode() + b"\n")
+
+
+def _npz(path: Path, table: pa.Table) -> None:
+    np.savez(
+        path, **{name: np.array(table[name].to_pylist() or ["?"])[: table.num_rows] for name in table.column_names}
+    )
+
+
+WRITERS: dict[str, Callable[[Path, pa.Table], None]] = {
+    "a.parquet": _parquet,
+    "a.arrow": _arrow,
+    "a.csv": _csv,
+    "a.jsonl": _json_lines,
+    "a.jsonl.gz": _json_lines,
+    "a.npz": _npz,
+}
+SCHEMA = pa.schema({"n": pa.int64(), "s": pa.string()})
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12).map(lambda text: text + "x")
+ROWS = st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), TEXTS), min_size=1, max_size=25)
+LIMITS = st.builds(reading.fixed, st.integers(1, 30), st.integers(1, 9), st.integers(150, 300))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@given(rows=ROWS, limits=LIMITS)
+@settings(max_examples=40)
+def test_every_format_gives_rows_once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, rows: list[tuple[int, str]], limits: Fixed
+) -> None:
+    path = tmp_path_factory.mktemp("in") / name
+    table = pa.table({"n": [row[0] for row in rows], "s": [row[1] for row in rows]}, SCHEMA)
+    WRITERS[name](path, table)
+    source = find_source([str(path)])
+    found = reading.chunks(source, limits)
+    assert [row for chunk in found for row in chunk.table.to_pylist()] == table.to_pylist()
+    assert [number for chunk in found for number in chunk.numbers.tolist()] == list(range(len(rows)))
+    other = path.with_name("b.parquet")
+    _parquet(other, table)
+    expected = reading.chunks(find_source([str(other)]), limits)
+    assert [chunk.numbers.tolist() for chunk in found] == [chunk.numbers.tolist() for chunk in expected]
+
+
+def test_several_units_at_once_are_right(tmp_path: Path) -> None:
+    table = pa.table({"n": range(5000), "s": ["text"] * 5000}, SCHEMA)
+    _json_lines(tmp_path / "a.jsonl.gz", table)
+    source, limits = find_source([str(tmp_path)]), reading.fixed(unit_rows=100, chunk_rows=30)
+    units = list(reading.units(source, 100))
+    found: dict[int, list[int]] = {}
+
+    def read(first: int) -> None:
+        for unit in units[first::3]:
+            tables = [chunk.table for chunk in source.chunks(unit, ["n"], limits)]
+            found[unit.number] = [n for table in tables for n in table["n"].to_pylist()]
+
+    threads = [Thread(target=read, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [n for number in sorted(found) for n in found[number]] == list(range(5000))
+
+
+def test_files_of_a_url_are_read(tmp_path: Path) -> None:
+    for name in ("b.parquet", "a.parquet"):
+        _parquet(tmp_path / name, pa.table({"s": [name]}))
+    source = find_source([f"file://{tmp_path}/*.parquet"])
+    assert [file.path for file in source.files] == [f"file://{tmp_path}/a.parquet", f"file://{tmp_path}/b.parquet"]
+    assert [row["s"] for row in reading.rows(source, reading.fixed())] == ["a.parquet", "b.parquet"]
+
+
+def test_folder_gives_files_of_the_format(tmp_path: Path) -> None:
+    for name in ("a.csv", "part-0", "README.txt", "b.parquet", "_SUCCESS", "c.CSV.gz"):
+        _csv(tmp_path / name, pa.table({"s": [name]}))
+    source = find_source([str(tmp_path)], "csv")
+    assert [file.path.rpartition("/")[2] for file in source.files] == ["a.csv", "c.CSV.gz", "part-0"]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["a.csv", "b.parquet"], "the input has files of several formats, csv, parquet: choose by --format"),
+        (
+            ["a.txt"],
+            r"a\.txt: its name tells no format: give one by --format, of parquet, arrow, npy, csv, jsonl, files",
+        ),
+        (["a.parquet.gz"], r"a\.parquet\.gz: its name tells no format"),
+    ],
+)
+def test_format_that_is_unclear_is_refused(tmp_path: Path, names: list[str], words: str) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(BulkError, match=words):
+        find_source([str(tmp_path / "*")])
+
+
+def test_unread_rest_of_a_unit_costs_no_rows(tmp_path: Path) -> None:
+    _arrow(tmp_path / "a.arrow", pa.table({"n": range(50), "s": [""] * 50}, SCHEMA))
+    source, limits = find_source([str(tmp_path)]), reading.fixed(unit_rows=10)
+    first, second, *_ = reading.units(source, 10)
+    found = source.chunks(first, ["n"], limits)
+    next(found)
+    found.close()  # type: ignore[attr-defined]
+    assert [n for chunk in source.chunks(first, ["n"], limits) for n in chunk.table["n"].to_pylist()] == [*range(10)]
+    assert [n for chunk in source.chunks(second, ["n"], limits) for n in chunk.table["n"].to_pylist()] == [
+        *range(10, 20)
+    ]
