@@ -28,7 +28,7 @@ def explained(folder: str) -> Iterator[None]:
         if error.errno in _FULL:
             raise BulkError(f"{at}: {why}; make room and start the job again: finished units are kept") from error
         if isinstance(error, NotADirectoryError | FileExistsError):
-            raise BulkError(f"{at} is a file, expected a folder to write to") from error
+            raise BulkError(f"{at}: expected a folder to write to, found a file") from error
         raise BulkError(f"{at} can't be written: {why}") from error
 
 

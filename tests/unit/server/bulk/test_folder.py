@@ -299,7 +299,7 @@ def test_folder_that_looks_empty_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["out", "out/inside"])
 def test_file_in_place_of_a_folder_is_refused(tmp_path: Path, path: str) -> None:
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(BulkError, match=r"out.* is a file, expected a folder"):
+    with pytest.raises(BulkError, match=r"out.*: expected a folder to write to, found a file"):
         JobFolder(str(tmp_path / path)).open(FINGERPRINT, FILES, never)
 
 
