@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.backends.base import Allocate, Execution
 from paceline.backends.errors import ExecutionError, UnfitOutputs
-from paceline.backends.spec import Array, ModelSpec, Tensors, fits
+from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, fits
 from paceline.protos.datatypes import DATATYPES
 
 Run = Callable[[list[Array]], Tensors]
@@ -151,7 +151,7 @@ class Outputs:
 
 
 class Share(_OnDemand):
-    """Rows `start` to `stop` of each output: a request's result. As a sequence, views of these rows."""
+    """Rows `start` to `stop` of each output that is there: a request's result. As a sequence, views of these rows."""
 
     __slots__ = ("outputs", "start", "stop")
 
@@ -162,7 +162,8 @@ class Share(_OnDemand):
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        return (*[array[self.start : self.stop] for array in self.outputs.arrays],)
+        start, stop = self.start, self.stop
+        return (*[array if array is MISSING else array[start:stop] for array in self.outputs.arrays],)
 
 
 MIN_RELEASING_ELEMENTS = 500

@@ -33,7 +33,7 @@ from bench import generation_requests, load
 from bench.generation_requests import Lengths, Wanted
 from bench.stats import spread
 from bench.steps import BenchError, run_module
-from bench.subjects import cpu_s
+from bench.subjects import cpu_s, main_thread_cpu_s
 from paceline.clients import AsyncInferenceClient
 from tests import decoder_models
 from tests.decoder_models import Decoder
@@ -124,7 +124,7 @@ def measure(part: Part, rounds: int, seconds: float, report: Report) -> None:
                         f"whole_of_{name}": found["whole"]["tokens_per_s"] / found[name]["tokens_per_s"]
                         for name in ("static", "full")
                     },
-                    **{key: together[key] for key in (*_TIMES, "server_cpu_us", "load_cores")},
+                    **{key: together[key] for key in (*_TIMES, "server_cpu_us", "loop_cpu_us", "load_cores")},
                     **{f"one_{key}": found["one"][key] for key in _TIMES},
                 }
             )
@@ -175,7 +175,7 @@ def _serving(part: Part, asked: Sequence[Sequence[Wanted]]) -> Iterator[tuple[Se
 def _load(
     server: ServerProcess, paths: Sequence[Path], seconds: float, *, untimed: int = 0, whole: bool = False
 ) -> dict[str, float]:
-    before_s = cpu_s(server.pid) or 0.0
+    before_s, loop_before_s = cpu_s(server.pid) or 0.0, main_thread_cpu_s(server.pid) or 0.0
     told = run_module(
         *("generation_load", server.target, *map(str, paths)),
         *("--seconds", str(seconds), "--warmup", str(min(_WARMUP_S, seconds)), "--untimed", str(untimed)),
@@ -185,7 +185,8 @@ def _load(
     if told["errors"] or not told["tokens_per_s"]:
         raise BenchError(f"{told['tokens_in_all']} tokens, errors {told['errors']}")
     cpu_us = 1e6 * ((cpu_s(server.pid) or 0.0) - before_s) / told["tokens_in_all"]
-    return {**told, "server_cpu_us": cpu_us, "load_cores": told["cores"]}
+    loop_cpu_us = 1e6 * ((main_thread_cpu_s(server.pid) or 0.0) - loop_before_s) / told["tokens_in_all"]
+    return {**told, "server_cpu_us": cpu_us, "loop_cpu_us": loop_cpu_us, "load_cores": told["cores"]}
 
 
 def _direct(part: Part, folder: Path, batches: Sequence[Sequence[Wanted]], seconds: float) -> dict[str, float]:
@@ -202,7 +203,7 @@ def _direct(part: Part, folder: Path, batches: Sequence[Sequence[Wanted]], secon
 def _table(rounds: Sequence[dict[str, Any]]) -> str:
     lines = ["| | median | lowest | highest |", "|---|---|---|---|"]
     for part in dict.fromkeys(one["part"] for one in rounds):
-        for key in (*_RATIOS, "together_per_s", *_TIMES):
+        for key in (*_RATIOS, "together_per_s", "loop_cpu_us", *_TIMES):
             values = [one[key] for one in rounds if one["part"] == part and one.get(key) is not None]
             if values:
                 found = spread(values)

@@ -35,6 +35,7 @@ __all__ = [
     "ask_once",
     "cpu_s",
     "has_config",
+    "main_thread_cpu_s",
     "start",
     "stub",
 ]
@@ -268,6 +269,12 @@ def cpu_s(pid: int) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def main_thread_cpu_s(pid: int) -> float | None:
+    """The processor time, in seconds, of a process's first thread, which in a server has the event loop."""
+    fields = _stat(pid, f"task/{pid}/")
+    return None if fields is None else sum(int(value) for value in fields[11:13]) / os.sysconf("SC_CLK_TCK")
+
+
 def _descendants(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
@@ -280,10 +287,10 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def _stat(pid: int) -> list[str] | None:
+def _stat(pid: int, thread: str = "") -> list[str] | None:
     """The fields from the third on: state, parent, …"""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/{thread}stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
 

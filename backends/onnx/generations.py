@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from paceline.backends.base import Device, Execution
+from paceline.backends.batching import Outputs, Share
 from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory, StepHangs
 from paceline.backends.generation import GenerationLimits, Wanted
 from paceline.backends.generation_totals import GenerationTotals
@@ -69,6 +70,7 @@ class GeneratingInstance:
         self._layout = layout
         self._kind = block_type(layout)
         self._limits = limits
+        self._nothing_else = (MISSING,) * (len(limits.spec.outputs) - 1)
         self._asked = asked
         self._rules = rules
         self._encoder = encoder
@@ -362,8 +364,10 @@ class GeneratingInstance:
         tokens = choose(allowed, [None if one is None else one.sampler for one in generations])
         self._watch.chose([row for row, token in zip(rows, tokens, strict=True) if token != NONE], self._now_ns())
         found = logprobs_of(logits, tokens, [None if one is None else one.logprobs for one in generations])
+        # Most answers have a token and nothing else: so they share what is made of all.
+        alone = Outputs((np.array(tokens), *self._nothing_else))
         ended, others = list[int](), list[int]()
-        for row, one, token, logprobs in zip(rows, generations, tokens, found, strict=True):
+        for place, (row, one, token, logprobs) in enumerate(zip(rows, generations, tokens, found, strict=True)):
             if one is None:
                 continue
             if token == NONE:
@@ -374,7 +378,8 @@ class GeneratingInstance:
                 ended.append(row)
             else:
                 try:
-                    (ended if one.add(token, logprobs) else others).append(row)
+                    share = Share(alone, place, place + 1)
+                    (ended if one.add(token, logprobs, share) else others).append(row)
                 except ExecutionError as error:  # its tokens have no text
                     one.request.on_answer(error.with_traceback(None), last=True)
                     ended.append(row)

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.backends.batching import Share
 from paceline.backends.spec import MISSING, Array, ModelSpec
 from paceline.protos.inference_pb2 import InferParameter
 from paceline.protos.wire import LONGEST_SEQUENCE_ID_BYTES, STEP_KEYS
@@ -145,10 +146,15 @@ def passed_within(parameters: Mapping[str, InferParameter]) -> dict[str, InferPa
     return {key: one for key, one in parameters.items() if key in _QUEUEING or not is_reserved(key)}
 
 
-def of_those_there(options: RequestOptions, outputs: Sequence[Array]) -> RequestOptions:
-    """`options` for an answer that may lack some of the outputs."""
-    there = tuple(index for index in options.outputs if outputs[index] is not MISSING)
-    return options if there == options.outputs else replace(options, outputs=there)
+def of_those_there(
+    options: RequestOptions, outputs: Sequence[Array], known: RequestOptions | None = None
+) -> RequestOptions:
+    """`options` for an answer that may lack some of the outputs. `known`: those of another answer to the request."""
+    arrays = outputs.outputs.arrays if type(outputs) is Share else outputs
+    there = tuple([index for index in options.outputs if arrays[index] is not MISSING])
+    if there == options.outputs:
+        return options
+    return known if known is not None and there == known.outputs else replace(options, outputs=there)
 
 
 def is_reserved(key: str) -> bool:

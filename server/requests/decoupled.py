@@ -171,20 +171,28 @@ class Decoupled:
     def _look(self) -> None:
         # Cleared first: whoever appends from here on makes sure that this is called again.
         self._looks_soon = False
+        # What isn't the last is made together, as far as it is of one model, before anything that follows it.
+        more: list[_NextAnswer] = []
         for _ in range(min(len(self._heard), _MOST_AT_ONCE)):
             opened, answer, last = self._heard.popleft()
             flight = opened.flight
+            is_more = not (last or answer is None or isinstance(answer, Exception))
+            if more and not (is_more and flight.model is more[0].flight.model):
+                self._hand_on(more)
+                more = []
             if flight.ended:
                 continue
             try:
-                if isinstance(answer, Exception) or last:
+                if is_more:
+                    more.append(_NextAnswer(opened, cast("Tensors", answer)))
+                elif isinstance(answer, Exception) or last:
                     self._end_or_fail(opened, answer, last=last)
-                elif answer is not None:
-                    self._hand_on(_NextAnswer(opened, answer))
             except Exception as error:  # noqa: BLE001 - the caller must get an answer
                 flight.fail(error)
             if flight.ended:
                 notify([flight])
+        if more:
+            self._hand_on(more)
         if self._heard and not self._looks_soon:
             self._looks_soon = True
             self._loop.call_soon(self._look)
@@ -214,16 +222,25 @@ class Decoupled:
                 opened.count_finish(answer)
             flight.succeed(answer)
 
-    def _hand_on(self, answer: _NextAnswer) -> None:
-        """Make an answer that isn't the last, and hand it to the caller's stream."""
-        (error,) = self._make((answer,))
-        answer.opened.count_answer(error)
-        if error is not None:
-            answer.flight.fail(error)  # it can't be sent, and what follows it makes no sense without it
-        else:
-            answer.let_go()
-            answer.opened.hold()
-            answer.flight.on_more(answer, None)
+    # hot path
+    def _hand_on(self, answers: Sequence[_NextAnswer]) -> None:
+        """Make answers of one model that aren't the last ones, and hand them to their callers' streams."""
+        try:
+            errors = self._make(answers)
+        except Exception as failure:  # noqa: BLE001 - the callers must get an answer
+            errors = [failure] * len(answers)
+        for answer, error in zip(answers, errors, strict=True):
+            flight = answer.flight
+            if flight.ended:
+                continue  # by an answer before this one that couldn't be made
+            answer.opened.count_answer(error)
+            if error is not None:
+                flight.fail(error)  # it can't be sent, and what follows it makes no sense without it
+                notify([flight])
+            else:
+                answer.let_go()
+                answer.opened.hold()
+                flight.on_more(answer, None)
 
     def _on_late(self, flight: InFlight) -> None:
         # While it waits, the batcher looks after its deadline.
@@ -266,7 +283,7 @@ class _Opened(OpenRequest):
 
     __slots__ = (
         "_answered_ns", "_answers", "_decoupled", "_held", "_unsaid", "_unsaid_bytes", "_waits_for_room",
-        "flight", "on_ended", "own_inputs", "streams", "timer",
+        "flight", "on_ended", "options_of_more", "own_inputs", "streams", "timer",
     )  # fmt: skip
 
     def __init__(self, decoupled: Decoupled, flight: InFlight) -> None:
@@ -295,6 +312,8 @@ class _Opened(OpenRequest):
         self.streams = flight.model.decoupled or (flight.model.generates is not None and flight.takes_more)
         self.timer: asyncio.TimerHandle | None = None
         self.on_ended: OnAnswers | None = None
+        # Of its last answer that wasn't the last of all.
+        self.options_of_more: RequestOptions | None = None
         self._unsaid = self._unsaid_bytes = 0
         self._answers = self._held = 0
         self._waits_for_room = False
@@ -400,19 +419,23 @@ def flights_of(requests: Sequence[object]) -> list[InFlight]:
 class _NextAnswer:
     """An answer that isn't the last one to its request: `Answerable`, until its `answer` is made."""
 
-    __slots__ = ("answer", "facts", "flight", "opened", "options", "outputs", "value")
+    __slots__ = ("answer", "flight", "opened", "options", "outputs", "value")
 
     def __init__(self, opened: _Opened, outputs: Tensors) -> None:
         self.opened = opened
         self.flight = opened.flight
         self.value = outputs
-        assert self.flight.options is not None
-        self.options: RequestOptions = of_those_there(self.flight.options, outputs) if outputs else self.flight.options
-        if type(outputs) is Told:
-            self.options = replace(self.options, plain=False)
-        self.facts: BatchFacts | None = self.flight.facts
+        options = self.flight.options
+        assert options is not None
+        if outputs:
+            options = opened.options_of_more = of_those_there(options, outputs, opened.options_of_more)
+        self.options: RequestOptions = replace(options, plain=False) if type(outputs) is Told else options
         self.answer: AnyResponse | None = None
         self.outputs = ArrayAnswer()
+
+    @property
+    def facts(self) -> BatchFacts | None:
+        return self.flight.facts
 
     @property
     def message(self) -> AnyRequest:
@@ -439,4 +462,4 @@ class _NextAnswer:
 
     def let_go(self) -> None:
         """Nothing of it but what was made is needed any more."""
-        self.value, self.facts = (), None
+        self.value = ()

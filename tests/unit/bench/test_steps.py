@@ -16,7 +16,7 @@ import pytest
 from bench.load import METHOD
 from bench.scenario import Closed, Side
 from bench.steps import BenchError, Counters, Load, batch_figures
-from bench.subjects import cpu_s
+from bench.subjects import cpu_s, main_thread_cpu_s
 
 REPORT = "Inferences/Second,p50 latency,p90 latency,p99 latency\n100.0,1000,2000,3000\n"
 
@@ -105,6 +105,19 @@ def test_cpu_time_includes_child_processes() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         assert (cpu_s(process.pid) or 0) >= 0.29
+
+
+def test_cpu_time_of_the_first_thread_is_its_own() -> None:
+    burn = "def burn():\n    while time.process_time() < 0.3: pass\n"
+    run = f"import threading, time\n{burn}one = threading.Thread(target=burn)\none.start()\none.join()\n"
+    run += "print(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        every, first = cpu_s(process.pid) or 0, main_thread_cpu_s(process.pid)
+        assert first is not None
+        assert every >= first + 0.1
+    assert main_thread_cpu_s(process.pid) is None
 
 
 def test_cpu_time_of_an_ended_process_is_unknown() -> None:

@@ -128,7 +128,7 @@ class Asked(OpenRequest):
     def tokens(self) -> tuple[list[int], str]:
         """All tokens, once it has ended, and why it did."""
         assert self.ended.wait(20)
-        told = [one for one in self.answers if isinstance(one, tuple)]
+        told = [one for one in self.answers if isinstance(one, Sequence)]
         assert len(told) == len(self.answers), self.answers
         last = told[-1]
         assert [one for one in told if isinstance(one, Told)] == [last]
@@ -217,7 +217,7 @@ def test_streamed_answers_have_a_token_each_but_a_stop() -> None:
         hand_over(instance, request, stopped)
         assert request.tokens() == (answer_of([10, 20], 3), "length")
         assert stopped.tokens() == ([], "stop")
-    assert [len(one[0]) for one in request.answers if isinstance(one, tuple)] == [1, 1, 1]
+    assert [len(one[0]) for one in request.answers if isinstance(one, Sequence)] == [1, 1, 1]
 
 
 class Slow(Asked):
@@ -229,8 +229,8 @@ class Slow(Asked):
 
     def on_answer(self, answer: Answer, *, last: bool) -> None:
         super().on_answer(answer, last=last)
-        assert isinstance(answer, tuple)
-        if sum(len(one[0]) for one in self.answers if isinstance(one, tuple)) == self._until:
+        assert isinstance(answer, Sequence)
+        if sum(len(one[0]) for one in self.answers if isinstance(one, Sequence)) == self._until:
             self.sent(len(self.answers))
 
 
@@ -241,8 +241,8 @@ def test_slow_readers_tokens_are_gathered_after_many_answers(monkeypatch: pytest
         hand_over(instance, never, later)
         for request in (never, later):
             assert request.tokens() == truth(request)
-    assert [len(one[0]) for one in never.answers if isinstance(one, tuple)] == [1, 1, 1, 1, 8]
-    assert [len(one[0]) for one in later.answers if isinstance(one, tuple)] == [1] * 8 + [4]
+    assert [len(one[0]) for one in never.answers if isinstance(one, Sequence)] == [1, 1, 1, 1, 8]
+    assert [len(one[0]) for one in later.answers if isinstance(one, Sequence)] == [1] * 8 + [4]
 
 
 def test_end_tokens_are_not_chosen_before_min_tokens() -> None:
