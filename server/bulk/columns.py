@@ -57,7 +57,7 @@ class Columns:
     `map` names the columns of inputs, {input: column}, or several with commas between them, if a row has one value of
     each; others have their input's name, and optional inputs without such a column are left out. `keep` are columns
     that are written as they are, before the outputs. `outputs` are {column: output}; empty: all outputs, by their own
-    names. BYTES are written as text, but for those columns that `binary` names. `lengths`: those of `Computes`.
+    names. BYTES are written as text, but for those outputs that `binary` names. `lengths`: those of `Computes`.
 
     `names` are the columns to read. `outputs` are the names of the outputs to ask for. `output_schema` is that of all
     tables. Pure, and the same for all threads.
@@ -262,14 +262,12 @@ def _made(
         dims = _dims(description, one)
         index = specs.get(name)
         axes = () if lengths is None or index is None else lengths.outputs[index]
-        kind = arrow_type(one.datatype, dims, binary=column in binary)
+        kind = arrow_type(one.datatype, dims, binary=column in binary or name in binary)
         made.append(_Made(column, name, one.datatype, dims, tuple((axis - 1, number) for axis, number in axes), kind))
-    texts = [one.column for one in made if one.datatype == "BYTES"]
-    for column in binary:
-        if column not in texts:
-            raise BulkError(
-                f"--binary {column}: expected a column of outputs that are BYTES ({_listed(texts)}), got '{column}'"
-            )
+    texts = dict.fromkeys(name for one in made if one.datatype == "BYTES" for name in (one.column, one.name))
+    for name in binary:
+        if name not in texts:
+            raise BulkError(f"--binary {name}: expected an output of BYTES ({_listed(texts)}), got '{name}'")
     return tuple(made)
 
 
