@@ -169,7 +169,10 @@ def bulk(on_bad_row: str, dry_run: bool, progress: str, summary: Path | None, **
     if missing := [package for package in ("pyarrow", "rich") if find_spec(package) is None]:
         raise click.ClickException(f"bulk needs {' and '.join(missing)}: {how_to_install('bulk')}")
     settings = BulkSettings(fails_on_bad=on_bad_row == "fail", format=given.pop("format") or "", **given)
-    from paceline.server.bulk.foreground import run_in_foreground  # heavy: `paceline bulk --help` does without
+    # Heavy: `paceline bulk --help` does without.
+    from paceline.server.bulk.foreground import dry_run_in_foreground, run_in_foreground
 
-    # Callers of `main` can pass their own backends as click's `obj`, as tests do.
-    exit_now(run_in_foreground(settings, progress, summary, click.get_current_context().obj))
+    backends = click.get_current_context().obj  # callers of `main` can pass their own, as tests do
+    if dry_run:
+        exit_now(dry_run_in_foreground(settings, progress, backends))
+    exit_now(run_in_foreground(settings, progress, summary, backends))

@@ -9,10 +9,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic_ns
+from typing import NamedTuple
+
+import pyarrow as pa
 
 from paceline.backends.base import Backend
+from paceline.clients.description import ModelDescription
 from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
+from paceline.server.bulk.dry_run import DryRun, counted
 from paceline.server.bulk.folder import JobFolder
 from paceline.server.bulk.judge import Judge
 from paceline.server.bulk.models import EngineModel, engine_model
@@ -21,8 +27,8 @@ from paceline.server.bulk.probe import MOST_ROWS, Choice, Sample, choose, measur
 from paceline.server.bulk.server_model import server_model
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.sizing import Probed, fixed_sizes, units_at_once
-from paceline.server.bulk.unit_work import UnitWork
-from paceline.server.bulk.values import BulkError, Chunk, Computes, Fixed, Places, Source
+from paceline.server.bulk.unit_work import Blocking, UnitWork
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computes, Fixed, Places, Source
 from paceline.server.bulk.writers import check_schema
 from paceline.server.models.defaults import Offline
 
@@ -34,6 +40,17 @@ _UNPROBED = Probed(
 )
 
 
+class _Tried(NamedTuple):
+    """What the job's first rows have shown. `bad` are those of them that the model can't be given."""
+
+    choice: Choice
+    description: ModelDescription
+    output_schema: pa.Schema
+    sample_rows: int
+    bad: Sequence[BadRow]
+    row_bytes: float
+
+
 class Computing:
     """A job's model in this process."""
 
@@ -43,15 +60,49 @@ class Computing:
     async def choose(self, source: Source) -> Fixed:
         """Raises BulkError for what would be wrong with any row, too: nothing is begun then."""
         settings = self._settings
-        row_bytes = 0.0
+        rates = not (settings.batch_rows and settings.instances and settings.unit_rows)
+        try:
+            return self._fixed(await self._try(source, settings.batch_rows, settings.instances, rates=rates))
+        except _NoRows:
+            return fixed_sizes(_UNPROBED, settings.memory_bytes, settings.unit_rows)
+
+    async def dry_run(self, source: Source, begun: tuple[Fixed, int] | None) -> DryRun:
+        """`begun`: what is fixed, and how many units are finished. Raises BulkError as `choose` does, and if there is
+        nothing to try."""
+        settings = self._settings
+        before, units_before = begun or (None, 0)
+        batch_rows = settings.batch_rows if before is None else before.batch_rows
+        instances = settings.instances if before is None else before.instances
+        try:
+            tried = await self._try(source, batch_rows, instances, rates=True)
+        except _NoRows:
+            raise BulkError("the input has no rows that can be read, so nothing can be tried") from None
+        fixed = before or self._fixed(tried)
+        rows = await Blocking(1)(counted, source, fixed.unit_rows, monotonic_ns)
+        return DryRun(
+            settings,
+            source,
+            tried.description,
+            tried.output_schema,
+            fixed,
+            rows,
+            tried.sample_rows,
+            tried.bad,
+            tried.choice.measured.rows_per_s,
+            units_before,
+        )
+
+    async def _try(self, source: Source, batch_rows: int, instances: int, *, rates: bool) -> _Tried:
+        """Raises BulkError, and _NoRows."""
+        settings = self._settings
+        shown = list[tuple[ModelDescription, pa.Schema, Chunk, Sequence[BadRow]]]()
 
         def sample_of(model: Computes) -> Sample:
-            nonlocal row_bytes
             columns = self._columns(source, model)
             limits = fixed_sizes(_UNPROBED, settings.memory_bytes, _SAMPLE_ROWS)
             chunk = _first_chunk(source, columns.names, limits)
-            row_bytes = chunk.table.nbytes / max(1, chunk.table.num_rows)
             rows = columns.rows(chunk)
+            shown.append((model.description, columns.output_schema, chunk, [*chunk.bad, *rows.bad]))
 
             def of_most(batch_rows: int) -> Sequence[Places]:
                 most = replace(limits, batch_rows=batch_rows)
@@ -59,28 +110,28 @@ class Computing:
 
             return Sample(rows, columns.outputs, of_most)
 
-        rates = not (settings.batch_rows and settings.instances and settings.unit_rows)
-        try:
-            if settings.server:  # which has the instances that it has, and is asked for full batches
-                async with self._model(Offline()) as model:
-                    most = settings.batch_rows or max(1, model.max_rows)
-                    (measured,) = await measure(model, sample_of(model), [most], rates=rates)
-                    choice = Choice(Offline(), measured)
-            else:
-                batch_rows, instances = settings.batch_rows, settings.instances
-                choice = await choose(self._engine, sample_of, batch_rows=batch_rows, instances=instances, rates=rates)
-        except _NoRows:
-            return fixed_sizes(_UNPROBED, settings.memory_bytes, settings.unit_rows)
-        measured, offline = choice.measured, choice.offline
+        if settings.server:  # which has the instances that it has, and is asked for full batches
+            async with self._model(Offline()) as model:
+                most = batch_rows or max(1, model.max_rows)
+                (measured,) = await measure(model, sample_of(model), [most], rates=rates)
+                choice = Choice(Offline(), measured)
+        else:
+            choice = await choose(self._engine, sample_of, batch_rows=batch_rows, instances=instances, rates=rates)
+        description, output_schema, chunk, bad = shown[0]
+        row_bytes = chunk.table.nbytes / max(1, chunk.table.num_rows)
+        return _Tried(choice, description, output_schema, chunk.read_rows, bad, row_bytes)
+
+    def _fixed(self, tried: _Tried) -> Fixed:
+        measured, offline = tried.choice.measured, tried.choice.offline
         probed = Probed(
             measured.batch_rows,
             measured.rows_per_s,
             offline.instances,
             offline.intra_op_threads,
-            row_bytes,
+            tried.row_bytes,
             measured.output_row_bytes,
         )
-        return fixed_sizes(probed, settings.memory_bytes, settings.unit_rows)
+        return fixed_sizes(probed, self._settings.memory_bytes, self._settings.unit_rows)
 
     @asynccontextmanager
     async def units(self, source: Source, folder: JobFolder, fixed: Fixed, judge: Judge) -> AsyncIterator[UnitWork]:

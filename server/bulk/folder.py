@@ -145,8 +145,7 @@ class JobFolder:
         Raises BulkError, and holds no lock then, if the folder can't be written, has files but no job, if the shard is
         being done by somebody else, or if fingerprint or files differ from those that the job was begun with.
         """
-        named = plain({**fingerprint, "output-format": self._format})
-        job = _Job(_LAYOUT, named, [[file.path, file.size_bytes, file.changed_ns] for file in files], {})
+        job = self._job(fingerprint, files)
         try:
             with explained(self.path):
                 begun = self._enter(start)
@@ -161,6 +160,18 @@ class JobFolder:
         except BaseException:
             self.close()
             raise
+
+    def look(self, fingerprint: Mapping[str, Plain], files: Sequence[InputFile]) -> tuple[Fixed, int] | None:
+        """What was fixed for the job, and how many units of all shards are finished; None if it hasn't begun. Changes
+        nothing, and takes no lock. Raises BulkError if `open` would, because of what is in the folder."""
+        with explained(self.path):
+            self._refuse_foreign()
+            begun = self._begun()
+        if begun is None:
+            return None
+        self._compare(begun, self._job(fingerprint, files))
+        with explained(self.path):
+            return Fixed(**begun.fixed), len(self._finished_units())
 
     def close(self) -> None:
         """Gives up the lock."""
@@ -212,6 +223,11 @@ class JobFolder:
             totals = Totals(units, sum(mark.rows for mark in marks if mark), sum(mark.bad for mark in marks if mark))
             self._put(self._success, totals._asdict())
         return totals
+
+    def _job(self, fingerprint: Mapping[str, Plain], files: Sequence[InputFile]) -> _Job:
+        """As it is before it begins."""
+        named = plain({**fingerprint, "output-format": self._format})
+        return _Job(_LAYOUT, named, [[file.path, file.size_bytes, file.changed_ns] for file in files], {})
 
     def _enter(self, start: Start) -> _Job | None:
         """Takes the lock. What the job was begun with, if it was."""

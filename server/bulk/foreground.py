@@ -9,9 +9,10 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from time import monotonic, monotonic_ns
+from typing import Any, TypeVar
 
 import click
 
@@ -26,7 +27,9 @@ from paceline.server.telemetry import log
 from paceline.server.telemetry.log_output import exit_now, take_stderr
 from paceline.server.tuning import SWITCH_INTERVAL_S, new_loop
 
-__all__ = ["run_in_foreground"]
+__all__ = ["dry_run_in_foreground", "run_in_foreground"]
+
+T = TypeVar("T")
 
 _END_S = 5.0
 """How long the units in progress may take to be dropped, once a signal asks for the end."""
@@ -38,48 +41,94 @@ def run_in_foreground(
     summary: Path | None,
     backend_of: Callable[[str], Backend] | None,
 ) -> int:
-    """Do the job, and return the exit status, with which the process has to end at once: an execution that was given
-    up may go on. `summary`: where to write it as JSON, too."""
-    take_stderr()  # so that a terminal that stops doesn't stop the job
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    told, status = asyncio.Runner(loop_factory=new_loop).run(_told(settings, ProgressKind(progress), backend_of))
+    """Do the job, and return the exit status. `summary`: where to write it as JSON, too."""
+    told, status = _shown(progress, lambda tally: _told(settings, tally, backend_of))
     click.echo(told.text(), err=status != 0)
     if summary is not None:
         summary.write_text(told.as_json(), encoding="utf-8")
     return status
 
 
+def dry_run_in_foreground(settings: BulkSettings, progress: str, backend_of: Callable[[str], Backend] | None) -> int:
+    """Say what the job would do, and return the exit status."""
+    told, status = _shown(progress, lambda tally: _foretold(settings, tally, backend_of))
+    click.echo(told, err=status != 0)
+    return status
+
+
+def _shown(progress: str, work: Callable[[Tally], Coroutine[Any, Any, T]]) -> T:
+    """What `work` returns. What it counts is shown meanwhile."""
+    take_stderr()  # so that a terminal that stops doesn't stop the job
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    tally = Tally()
+
+    async def run() -> T:
+        async with Progress(tally, ProgressKind(progress), sys.stderr, monotonic_ns):
+            log.configure("warning", "text")  # above the bar, if there is one
+            logging.getLogger("paceline.server.inference").setLevel(logging.CRITICAL)  # rows at fault are recorded
+            return await work(tally)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(run())
+
+
 async def _told(
-    settings: BulkSettings, kind: ProgressKind, backend_of: Callable[[str], Backend] | None
+    settings: BulkSettings, tally: Tally, backend_of: Callable[[str], Backend] | None
 ) -> tuple[Summary, int]:
     """What has become of the job, and the exit status that says so."""
-    stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    job, began = Job(settings, tally, backend_of), monotonic()
+    outcome, why, status = Outcome.SHARD_FINISHED, "", 0
+    try:
+        done = await _until_signal(job.run())
+    except BulkError as error:
+        outcome, why, status = Outcome.FAILED, str(error), 1
+    else:
+        if isinstance(done, signal.Signals):
+            outcome, why, status = Outcome.STOPPED, f"by {done.name}", 128 + done
+        elif done is not None:
+            outcome = Outcome.FINISHED
+    ended = monotonic()
+    computing_s = ended - job.computing_since if job.computing_since else 0.0
+    summary = Summary(
+        outcome,
+        why,
+        settings.model,
+        settings.out,
+        settings.shard,
+        ended - began,
+        computing_s,
+        peak_memory_bytes(),
+        tally,
+    )
+    return summary, status
+
+
+async def _foretold(
+    settings: BulkSettings, tally: Tally, backend_of: Callable[[str], Backend] | None
+) -> tuple[str, int]:
+    try:
+        found = await _until_signal(Job(settings, tally, backend_of).dry_run())
+    except BulkError as error:
+        return f"failed: {error}", 1
+    return (f"stopped: by {found.name}", 128 + found) if isinstance(found, signal.Signals) else (found.text(), 0)
+
+
+async def _until_signal(work: Coroutine[Any, Any, T]) -> T | signal.Signals:
+    """What `work` returns, or the signal that has ended it before. A second signal ends the process."""
+    stopped: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     def on_signal(number: int) -> None:
         if stopped.done():
             exit_now(128 + number)
-        stopped.set_result(number)
+        stopped.set_result(signal.Signals(number))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    tally, began = Tally(), monotonic()
-    async with Progress(tally, kind, sys.stderr, monotonic_ns):
-        log.configure("warning", "text")  # above the bar, if there is one
-        logging.getLogger("paceline.server.inference").setLevel(logging.CRITICAL)  # rows at fault are recorded
-        job = asyncio.create_task(Job(settings, tally, backend_of).run())
-        await asyncio.wait((job, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not job.done():
-            job.cancel()
-            await asyncio.wait((job,), timeout=_END_S)
-    outcome, why, status = Outcome.STOPPED, "", 0
-    if not job.done() or job.cancelled():
-        why, status = f"by {signal.Signals(stopped.result()).name}", 128 + stopped.result()
-    elif isinstance(error := job.exception(), BulkError):
-        outcome, why, status = Outcome.FAILED, str(error), 1
-    else:
-        outcome = Outcome.FINISHED if job.result() is not None else Outcome.SHARD_FINISHED
-    elapsed_s = monotonic() - began
-    summary = Summary(
-        outcome, why, settings.model, settings.out, settings.shard, elapsed_s, elapsed_s, peak_memory_bytes(), tally
-    )
-    return summary, status
+    task = asyncio.create_task(work)
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait((task,), timeout=_END_S)
+    if not task.done() or task.cancelled():
+        return stopped.result()
+    return task.result()

@@ -12,9 +12,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 
 from paceline.backends.base import Backend
 from paceline.server.bulk.computing import Computing
+from paceline.server.bulk.dry_run import DryRun
 from paceline.server.bulk.fingerprint import fingerprint
 from paceline.server.bulk.folder import JobFolder, Start, Totals
 from paceline.server.bulk.judge import Judge
@@ -36,6 +38,8 @@ class Job:
     ) -> None:
         self._settings, self._tally, self._backend_of = settings, tally, backend_of
         self._blocking = Blocking(4)
+        self.computing_since: float | None = None
+        """When the model was there, by `monotonic`."""
 
     async def run(self) -> Totals | None:
         """Returns what the whole job has once all of it is finished; None while other shards have something to do.
@@ -54,10 +58,22 @@ class Job:
                 return folder.finished
             tally.doing = "loading the model"
             async with computing.units(source, folder, fixed, Judge(settings, tally, source)) as work:
-                tally.doing = "computing"
+                tally.doing, self.computing_since = "computing", monotonic()
                 return await self._all_units(source, folder, fixed, work)
         finally:
             folder.close()
+
+    async def dry_run(self) -> DryRun:
+        """What `run` would do. Changes nothing. Raises BulkError."""
+        settings, blocking = self._settings, self._blocking
+        self._tally.doing = "listing files"
+        source = await blocking(find_source, settings.inputs, settings.format or None, str(settings.out))
+        begun = None
+        if settings.resumes:
+            folder = JobFolder(str(settings.out), settings.output_format)
+            begun = await blocking(folder.look, await blocking(fingerprint, settings), source.files)
+        self._tally.doing = "trying batch sizes"
+        return await Computing(settings, self._backend_of).dry_run(source, begun)
 
     async def _opened(self, folder: JobFolder, source: Source, computing: Computing) -> Fixed:
         """What was fixed for the job, at its first start by what a probe of its first rows shows."""

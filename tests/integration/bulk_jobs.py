@@ -52,14 +52,17 @@ class BulkJob:
     def out(self) -> Path:
         return self.root / str(self.settings.get("out", "out"))
 
-    async def run(self, **more: Any) -> Totals | None:
-        """Start it. `tally` is that of this start."""
+    def job(self, **more: Any) -> Job:
+        """A start of it. `tally` is that of the last one."""
         self.tally = Tally()
         given = {"inputs": (str(self.root / "in" / "*.parquet"),), "keep": ("id",), "batch_rows": 4, "instances": 1}
         given |= {"unit_rows": 8, **self.settings, **more, "out": self.out}
         backend = MemoryBackend({"m": self.memory})
         settings = BulkSettings(model=str(self.root / "m"), **given)
-        return await Job(settings, self.tally, lambda _: backend).run()
+        return Job(settings, self.tally, lambda _: backend)
+
+    async def run(self, **more: Any) -> Totals | None:
+        return await self.job(**more).run()
 
     def rows(self) -> list[tuple[int, float]]:
         """Of all output files, in order."""

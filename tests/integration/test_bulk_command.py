@@ -51,6 +51,17 @@ def test_a_job_that_a_signal_stops_goes_on_to_the_same_bytes(model: Path, tmp_pa
     assert written["OUTPUT0"].to_pylist() == [[float(row)] for row in range(ROWS)]
 
 
+def test_dry_run_prints_what_it_would_do(model: Path, tmp_path: Path) -> None:
+    said = run_command(*given(model, tmp_path / "out", "--dry-run"))
+    assert (said.returncode, f"10 parts of up to 1,000 rows, parquet, in {tmp_path / 'out'}" in said.stdout) == (
+        0,
+        True,
+    )
+    assert not (tmp_path / "out").exists()
+    refused = run_command(*given(model, tmp_path / "out", "--dry-run", "--keep", "b"))
+    assert (refused.returncode, refused.stdout, "column 'b'" in refused.stderr) == (1, "", True)
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -1,0 +1,51 @@
+"""What a bulk job says beforehand: that it would do what it does then, and that it has changed nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.server.bulk.values import BulkError
+from tests.integration.bulk_jobs import BulkJob, write_rows
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> BulkJob:
+    write_rows(tmp_path / "in" / "a.parquet", [*(10.0 + row for row in range(18)), None])
+    write_rows(tmp_path / "in" / "b.parquet", [50.0, 51.0])
+    return BulkJob(tmp_path)
+
+
+async def test_dry_run_leaves_nothing_behind(job: BulkJob) -> None:
+    found = await job.job().dry_run()
+    assert (found.counted.rows, found.counted.units, found.counted.exact) == (21, 4, True)
+    assert (found.fixed.batch_rows, found.fixed.unit_rows, found.sample_rows) == (4, 8, 19)
+    assert [row.number for row in found.bad] == [18]
+    assert found.rows_per_s > 0
+    assert not job.out.exists()
+    assert await job.run() == (4, 20, 1)
+
+
+async def test_dry_run_counts_what_is_finished(job: BulkJob) -> None:
+    await job.run()
+    for name in ("_SUCCESS", "part-00002.parquet"):
+        (job.out / name).unlink()
+    found = await job.job().dry_run()
+    assert (found.fixed.unit_rows, found.units_before, found.counted.units) == (8, 3, 4)
+
+
+async def test_dry_run_refuses_what_the_job_would(job: BulkJob) -> None:
+    await job.run()
+    with pytest.raises(BulkError, match="was begun"):
+        await job.job(keep=()).dry_run()
+    with pytest.raises(BulkError, match="'idd'"):
+        await job.job(keep=("idd",), resumes=False).dry_run()
+    assert (job.out / "_SUCCESS").exists()
+
+
+async def test_dry_run_of_no_rows_says_so(job: BulkJob) -> None:
+    for name in ("a", "b"):
+        write_rows(job.root / "in" / f"{name}.parquet", [])
+    with pytest.raises(BulkError, match="no rows that can be read"):
+        await job.job().dry_run()
