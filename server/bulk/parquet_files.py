@@ -63,12 +63,15 @@ def _batches(
     that repeat. The number of rows that a read has is set before each of them."""
     metadata = file.metadata
     groups = range(first_group, metadata.num_row_groups)
-    batches = file.iter_batches(row_groups=groups, columns=names, use_threads=False)
-    pace = Pace(fixed.chunk_bytes)
+    pace, batches = Pace(fixed.chunk_bytes), None
     for group in groups:
         left_rows, left_bytes = metadata.row_group(group).num_rows, _group_bytes(metadata.row_group(group), names)
         while left_rows > 0:
-            file.reader.set_batch_size(pace.rows(left_rows, left_bytes))
+            rows = pace.rows(left_rows, left_bytes)
+            if batches is None:  # its own size replaces what is set before its first read
+                batches = file.iter_batches(rows, row_groups=groups, columns=names, use_threads=False)
+            else:
+                file.reader.set_batch_size(rows)
             batch = next(batches, None)
             if batch is None:
                 raise pa.ArrowInvalid(f"row group {group} has {left_rows} rows less than the file's footer says")
