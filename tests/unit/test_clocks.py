@@ -13,12 +13,13 @@ TIME_OF_DAY_USES = {
     "server.telemetry.log": {"time.gmtime"},  # at the beginning of each line of the log
     "server.telemetry.spans": {"time.time_ns"},  # OpenTelemetry's spans have the time of day
     "clients.top": {"time.strftime"},  # in the corner of the screen
+    "server.bulk.locks": {"time.gmtime", "time.strftime"},  # since when somebody else does a shard
 }
 MONOTONIC = {
     *("time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns"),
     *("time.thread_time", "time.thread_time_ns"),
 }
-HARMLESS = {"time.sleep", "time.process_time"}
+HARMLESS = {"time.sleep", "time.process_time", "time.process_time_ns"}
 
 
 def clocks(module: str) -> set[str]:
