@@ -131,13 +131,14 @@ class Computing:
             tried.row_bytes,
             measured.output_row_bytes,
         )
-        return fixed_sizes(probed, self._settings.memory_bytes, self._settings.unit_rows)
+        settings = self._settings
+        return fixed_sizes(probed, settings.memory_bytes, settings.unit_rows, by_length=settings.sort_by_length)
 
     @asynccontextmanager
     async def units(self, source: Source, folder: JobFolder, fixed: Fixed, judge: Judge) -> AsyncIterator[UnitWork]:
         """Does units of the job, as long as this is open. Raises BulkError."""
         settings = self._settings
-        async with self._model(Offline(fixed.instances, fixed.intra_op_threads)) as model:
+        async with self._model(Offline(fixed.instances, fixed.intra_op_threads), fixed.batch_rows) as model:
             yield UnitWork(
                 source,
                 self._columns(source, model),
@@ -149,23 +150,24 @@ class Computing:
                 at_once=units_at_once(fixed, settings.memory_bytes),
             )
 
-    def _model(self, offline: Offline) -> AbstractAsyncContextManager[Computes]:
+    def _model(self, offline: Offline, batch_rows: int = 0) -> AbstractAsyncContextManager[Computes]:
+        """`batch_rows`: once they are known."""
         settings = self._settings
         if not settings.server:
-            return self._engine(offline)
+            return self._engine(offline, batch_rows)
         return server_model(
             settings.server,
             settings.model,
             access=settings.access,
             parameters=settings.parameters,
-            batch_rows=settings.batch_rows,
+            batch_rows=batch_rows or settings.batch_rows,
         )
 
-    def _engine(self, offline: Offline) -> AbstractAsyncContextManager[EngineModel]:
+    def _engine(self, offline: Offline, batch_rows: int = 0) -> AbstractAsyncContextManager[EngineModel]:
         settings = self._settings
         return engine_model(
             Path(settings.model),
-            max_rows=settings.batch_rows or MOST_ROWS,
+            max_rows=batch_rows or settings.batch_rows or MOST_ROWS,
             offline=offline,
             parameters=settings.parameters,
             execution_timeout_s=settings.execution_timeout_s,

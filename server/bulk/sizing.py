@@ -18,8 +18,10 @@ __all__ = ["Probed", "fixed_sizes", "units_at_once"]
 _COPIES = 4
 _MOST_UNITS = 3
 """Units at once: one is read or written while others are computed. More only take memory."""
-_UNIT_S = 10.0
+_UNIT_S = 30.0
 """A unit takes about this long, which is what a job that is killed loses of each."""
+_LEAST_BATCHES, _LEAST_SORTED_BATCHES = 16, 64
+"""But it has as many batches of each instance, so that what is left at its end is a small part of it."""
 _MOST_UNIT_ROWS = 2**18
 _CHUNK_BATCHES = 64
 _LEAST_CHUNK_ROWS, _MOST_CHUNK_ROWS = 1_024, 2**15
@@ -39,21 +41,21 @@ class Probed:
     output_row_bytes: float
 
 
-def fixed_sizes(probed: Probed, memory_bytes: int, unit_rows: int) -> Fixed:
-    """`unit_rows`: as asked for; 0: as many as take a few seconds."""
+def fixed_sizes(probed: Probed, memory_bytes: int, unit_rows: int, *, by_length: bool = False) -> Fixed:
+    """`unit_rows`: as asked for; 0: as many as take a while. `by_length`: rows of a chunk are sorted, which is worth
+    more the more there are."""
     batch = probed.batch_rows
     share_bytes = memory_bytes // (_MOST_UNITS + 1)  # one for what decompressing and allocators take
     fitting = int(share_bytes / (_COPIES * max(1.0, probed.input_row_bytes + probed.output_row_bytes)))
-    chunk = min(fitting, max(_LEAST_CHUNK_ROWS, min(_CHUNK_BATCHES * batch, _MOST_CHUNK_ROWS)), unit_rows or fitting)
+    least = batch * max(1, probed.instances) * (_LEAST_SORTED_BATCHES if by_length else _LEAST_BATCHES)
+    unit = unit_rows or max(least, min(_MOST_UNIT_ROWS, int(probed.rows_per_s * _UNIT_S)))
+    wanted = _MOST_CHUNK_ROWS if by_length else max(_LEAST_CHUNK_ROWS, min(_CHUNK_BATCHES * batch, _MOST_CHUNK_ROWS))
+    chunk = max(1, min(fitting, wanted, unit))
     if chunk > batch:
         chunk -= chunk % batch  # so that only a file's last batch has fewer rows
-    chunk = max(1, chunk)
-    unit = unit_rows or min(_MOST_UNIT_ROWS, int(probed.rows_per_s * _UNIT_S))
-    if not unit_rows:
-        unit = max(1, unit // chunk) * chunk if unit >= chunk else max(1, unit // batch) * batch
     return Fixed(
-        unit_rows=unit,
-        chunk_rows=min(chunk, unit),
+        unit_rows=unit_rows or unit // chunk * chunk,
+        chunk_rows=chunk,
         chunk_bytes=max(1, share_bytes // _COPIES),
         batch_rows=batch,
         intra_op_threads=probed.intra_op_threads,
