@@ -22,7 +22,7 @@ from paceline.backends.onnx.decoder_block import StepsModel
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, is_decoder, read_settings
 from paceline.backends.onnx.decoder_trial import Trial, try_encoder, try_steps
 from paceline.backends.onnx.decoding_rules import DecodingRules, read_rules
-from paceline.backends.onnx.encoder import ENCODER_FILE, Encoder, EncoderLayout, find_encoder
+from paceline.backends.onnx.encoder import ENCODER_FILE, Encoder, EncoderLayout, EncoderThread, find_encoder
 from paceline.backends.onnx.encoder_requests import EncoderRequests
 from paceline.backends.onnx.generations import GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings, decoder_settings
@@ -132,7 +132,8 @@ class DecoderModel:
         steps, encoder = self._model.stepped(self._layout.executed, device), None
         if self._encoding is not None:
             layout = self._encoding.layout
-            encoder = Encoder(self._encoding.model.stepped(layout.executed, device), layout, pads=self._encoding.pads)
+            steps_of_encoder = self._encoding.model.stepped(layout.executed, device)
+            encoder = EncoderThread(Encoder(steps_of_encoder, layout, pads=self._encoding.pads))
         return GeneratingInstance(
             self._name,
             steps,

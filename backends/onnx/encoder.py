@@ -1,13 +1,17 @@
 """What a decoder's encoder makes of a request, once: of texts, sounds or pictures.
 
-Lives here: recognizing it by names, types and shapes; executing it for several requests. Must not: step the decoder.
+Lives here: recognizing it by names, types and shapes; executing it for several requests, on a thread of its own so that
+nobody has to wait for one that hangs. Must not: step the decoder.
 Source of names: optimum's exporters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from threading import Lock
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -16,8 +20,9 @@ from paceline.backends.errors import ExecutionError, InstanceError, OutOfMemory,
 from paceline.backends.onnx.decoder_block import StepsModel
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
+from paceline.backends.worker_thread import WorkerThread
 
-__all__ = ["ENCODER_FILE", "Encoder", "EncoderLayout", "find_encoder"]
+__all__ = ["ENCODER_FILE", "Encoder", "EncoderLayout", "EncoderThread", "find_encoder"]
 
 ENCODER_FILE = "encoder_model.onnx"
 """Beside the decoder's."""
@@ -98,9 +103,14 @@ def _sizes_said(name: str, said: Mapping[str, Any]) -> Sequence[int]:
 
 
 class Encoder:
-    """An encoder on a device. `pads`: texts of different lengths are left together what they are left alone."""
+    """An encoder on a device. `pads`: texts of different lengths are left together what they are left alone.
+    `began_ns`: when the execution began that goes on now; 0 if there is none."""
 
-    def __init__(self, model: StepsModel, layout: EncoderLayout, *, pads: bool = False) -> None:
+    def __init__(
+        self, model: StepsModel, layout: EncoderLayout, *, pads: bool = False, now_ns: Callable[[], int] = monotonic_ns
+    ) -> None:
+        self.began_ns = 0
+        self._now_ns = now_ns
         self._model = model
         self._layout = layout
         self._pads = pads
@@ -150,10 +160,68 @@ class Encoder:
         if self._layout.has_mask:
             lengths = np.array([[len(source)] for source in sources])
             inputs.append((np.arange(len(sources[0])) < lengths).astype(np.int64))
-        (hidden,) = self._model.run(inputs)
+        self.began_ns = self._now_ns()
+        try:
+            (hidden,) = self._model.run(inputs)
+        finally:
+            self.began_ns = 0
         uneven = any(source.shape != sources[0].shape for source in sources)
         if hidden.ndim != 3 or len(hidden) != len(sources) or (uneven and hidden.shape[1] != len(sources[0])):
             raise UnfitOutputs(f"expected {_LEFT} of as many rows and tokens as its inputs, got {list(hidden.shape)}")
         ends = [len(source) if uneven else hidden.shape[1] for source in sources]
         # Copies, so that each row's memory is its own.
         return [hidden[row : row + 1, :end].copy() for row, end in enumerate(ends)]
+
+
+Left = Sequence[Array | ExecutionError]
+
+
+class EncoderThread:
+    """An encoder whose caller, one at a time, stops to wait for it once it is given up."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._thread = WorkerThread()
+        # Guards what is waited for: it is answered once, by the encoder or by who gives it up.
+        self._lock = Lock()
+        self._waiting: Future[Left] | None = None
+        self._lost: ExecutionError | None = None
+
+    @property
+    def began_ns(self) -> int:
+        return self._encoder.began_ns
+
+    def encode(self, sources: Sequence[Array]) -> Left:
+        """As the encoder does; raises also what it is given up with."""
+        waiting = Future[Left]()
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            self._waiting = waiting
+        self._thread.submit(lambda: self._encoder.encode(sources)).add_done_callback(self._end)
+        return waiting.result()
+
+    def give_up(self, error: ExecutionError) -> Future[None]:
+        """Nobody waits for it any more. What is returned is done when it executes nothing."""
+        with self._lock:
+            waiting, self._waiting, self._lost = self._waiting, None, error
+        if waiting is not None:
+            waiting.set_exception(error)
+        return self._thread.submit(lambda: None)
+
+    def abandon(self) -> None:
+        self._encoder.abandon()
+
+    def close(self) -> None:
+        self._thread.close()
+        self._encoder.close()
+
+    def _end(self, done: Future[list[Array | ExecutionError]]) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        if (error := done.exception()) is not None:
+            waiting.set_exception(error)
+        else:
+            waiting.set_result(done.result())

@@ -28,7 +28,7 @@ from paceline.backends.onnx.decoder_in_place import block_type
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
 from paceline.backends.onnx.decoding_rules import DecodingRules
-from paceline.backends.onnx.encoder import Encoder
+from paceline.backends.onnx.encoder import EncoderThread
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.open_request import ELSEWHERE, NEVER, Answer, OpenRequest
 from paceline.backends.sampling import NONE, choose, logprobs_of
@@ -60,7 +60,7 @@ class GeneratingInstance:
         totals: GenerationTotals,
         asked: Callable[[OpenRequest], Wanted],
         rules: DecodingRules,
-        encoder: Encoder | None = None,
+        encoder: EncoderThread | None = None,
         now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
         self.device = device
@@ -99,7 +99,8 @@ class GeneratingInstance:
         self._numbers = 0
         self._closed = False
         self._began_ns = 0
-        self._ended = Future[None]()
+        # Done when the thread has ended, or if it never began.
+        self._stepped = Future[None]()
         self._lost: InstanceLost | None = None
         self._thread: Thread | None = None
         self._watch = totals.watch(self._cache_usage)
@@ -121,17 +122,24 @@ class GeneratingInstance:
 
     @property
     def began_ns(self) -> int:
-        return self._began_ns
+        """That of a step or of the encoder, which go on beside each other: the earlier one, which may hang."""
+        encoder_ns = 0 if self._encoder is None else self._encoder.began_ns
+        return min(self._began_ns or encoder_ns, encoder_ns or self._began_ns)
 
     def give_up(self, limit_ns: int) -> StepHangs:
-        error = StepHangs(limit_ns, self._ended)
+        ended = Future[None]()
+        error = StepHangs(limit_ns, ended)
         with self._changed:
             self._closed, self._lost = True, error
+            if self._thread is None:
+                self._stepped.set_result(None)
             requests = [one.request for one in self._generations.values()]
             self._generations.clear()
             self._changed.notify_all()
         for request in requests:
             request.on_answer(error, last=True)
+        others = self._stepped if self._encoder is None else self._encoder.give_up(error)
+        self._stepped.add_done_callback(lambda _: others.add_done_callback(lambda _: ended.set_result(None)))
         return error
 
     # ---- on the thread that executes ----
@@ -148,8 +156,8 @@ class GeneratingInstance:
             except ModelRefused as error:
                 results[place] = error.with_traceback(None)
         left: Sequence[Array | ExecutionError | None] = [None] * len(asked)
-        if self._encoder is not None:
-            # On this thread, so that those that have a place go on.
+        if self._encoder is not None and asked:
+            # Not on the thread that steps, so that those that have a place go on.
             left = self._encoder.encode([cast("Array", wanted.source) for wanted in asked.values()])
         encoded_ns = self._now_ns()
         for (place, wanted), source in zip(asked.items(), left, strict=True):
@@ -267,7 +275,7 @@ class GeneratingInstance:
                 _log.exception("model '%s': stepping failed; all generations of this instance end", self._name)
                 self._fail([*self._generations], ExecutionError(f"stepping failed: {error!r}"))
         self._fail(failed, InstanceError("the instance was closed"))
-        self._ended.set_result(None)
+        self._stepped.set_result(None)
 
     def _let_go_late(self) -> list[GrowingAnswer]:
         """Those that are to end with what there is; with the lock."""

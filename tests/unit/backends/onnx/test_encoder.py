@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout
 from paceline.backends.onnx.decoder_trial import Trial, try_encoder
 from paceline.backends.onnx.decoding_rules import DecodingRules
-from paceline.backends.onnx.encoder import Encoder, EncoderLayout, find_encoder
+from paceline.backends.onnx.encoder import Encoder, EncoderLayout, EncoderThread, find_encoder
 from paceline.backends.onnx.generations import GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.open_request import OpenRequest
@@ -195,7 +196,7 @@ def test_requests_together_execute_their_encoder_once() -> None:
         GenerationTotals(),
         asked,
         DecodingRules(forced={2: 7}, never=[8]),
-        Encoder(sums, text_encoder(), pads=True),
+        EncoderThread(Encoder(sums, text_encoder(), pads=True)),
     )
     try:
         results = instance.execute([[text] for text in tokens(4, 4, 4)]).results
@@ -230,6 +231,38 @@ def test_lost_device_is_no_fault_of_a_text() -> None:
 
     with pytest.raises(DeviceLost, match="gone"):
         Encoder(Sums(before), text_encoder()).encode(tokens(4, 4))
+
+
+def test_nobody_waits_for_an_encoder_given_up() -> None:
+    begun, gate = Event(), Event()
+
+    def before(inputs: Sequence[Array]) -> None:
+        begun.set()
+        assert gate.wait(20)
+
+    encoder, failed = EncoderThread(Encoder(Sums(before), text_encoder())), list[ExecutionError]()
+
+    def encode() -> None:
+        with pytest.raises(ExecutionError) as raised:
+            encoder.encode(tokens(4))
+        failed.append(raised.value)
+
+    waiting = Thread(target=encode)
+    assert encoder.began_ns == 0
+    waiting.start()
+    assert begun.wait(20)
+    assert encoder.began_ns > 0
+    error = ExecutionError("it hangs")
+    ended = encoder.give_up(error)
+    waiting.join(20)
+    assert failed == [error]
+    with pytest.raises(ExecutionError, match="it hangs"):
+        encoder.encode(tokens(4))
+    assert not ended.done()
+    gate.set()
+    ended.result(20)
+    assert encoder.began_ns == 0
+    encoder.close()
 
 
 @pytest.mark.parametrize("counts_fill", [True, False])
