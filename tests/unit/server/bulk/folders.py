@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from paceline.server.bulk.differences import Plain
 from paceline.server.bulk.folder import JobFolder, Mark, Start
 from paceline.server.bulk.plan import ALONE, Shard, units
 from paceline.server.bulk.values import BadRow, FileIndex, Fixed, InputFile, Unit
 
 __all__ = ["FILES", "FINGERPRINT", "FIXED", "SCHEMA", "UNITS", "contents", "do", "opened"]
 
-FINGERPRINT = {"batch": 32, "map": {"ids": "tokens", "mask": "mask"}, "keep": ["id"]}
+FINGERPRINT: dict[str, Plain] = {"batch": 32, "map": {"ids": "tokens", "mask": "mask"}, "keep": ["id"]}
 FILES = [InputFile(0, "in/a.parquet", 10, 1), InputFile(1, "in/b.parquet", 20, 2)]
 FIXED = Fixed(unit_rows=2, chunk_rows=2, chunk_bytes=100, batch_rows=2, intra_op_threads=1, instances=1)
 SCHEMA = pa.schema([("x", pa.int64())])

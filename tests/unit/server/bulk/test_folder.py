@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
-from contextlib import closing
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
+from types import FrameType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from paceline.server.bulk.differences import Plain
 from paceline.server.bulk.durable import explained
 from paceline.server.bulk.folder import JobFolder, Mark, Start, Totals
 from paceline.server.bulk.plan import Shard
@@ -28,10 +34,34 @@ def never() -> Fixed:
 
 
 def finish(path: Path) -> None:
+    """Whatever is left to do."""
     with opened(path) as folder:
         for unit in UNITS:
-            do(folder, unit, [0] if unit.number == 0 else [])
+            if not folder.finished and unit.number not in folder.done:
+                do(folder, unit, [0] if unit.number == 0 else [])
         assert folder.finish(len(UNITS)) is not None
+
+
+class Death(BaseException):
+    pass
+
+
+@contextmanager
+def death_before(change: int) -> Iterator[None]:
+    """In place of the change of that number, from 1, which removes a file or gives it its name."""
+    left = change
+
+    def count(frame: FrameType, event: str, called: object) -> None:
+        nonlocal left
+        left -= event == "c_call" and called in (os.replace, os.unlink)
+        if left == 0:
+            raise Death
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def test_job_is_done_unit_by_unit(tmp_path: Path) -> None:
@@ -129,12 +159,12 @@ def test_retry_does_units_with_bad_rows_again(tmp_path: Path) -> None:
     ],
     ids=["value", "nested", "list", "long"],
 )
-def test_other_configuration_is_refused_by_name(tmp_path: Path, change: dict[str, object], reason: str) -> None:
+def test_other_configuration_is_refused_by_name(tmp_path: Path, change: dict[str, Plain], reason: str) -> None:
     with opened(tmp_path):
         pass
     folder = JobFolder(str(tmp_path))
     with pytest.raises(BulkError, match=reason):
-        folder.open({**FINGERPRINT, **change}, FILES, never)  # type: ignore[dict-item]
+        folder.open({**FINGERPRINT, **change}, FILES, never)
     with opened(tmp_path):  # the lock was given up
         pass
 
@@ -270,6 +300,21 @@ def test_new_job_that_was_never_begun_can_be_resumed(tmp_path: Path) -> None:
     with closing(JobFolder(str(tmp_path))) as folder:
         assert folder.open({"batch": 16}, FILES, lambda: FIXED) == FIXED
         assert folder.done == {}
+
+
+def test_new_job_that_died_is_finished_by_others(tmp_path: Path) -> None:
+    finish(tmp_path / "old")
+    expected = contents(tmp_path / "old")
+    for change in itertools.count(1):
+        out = tmp_path / str(change)
+        shutil.copytree(tmp_path / "old", out)
+        try:
+            with death_before(change), opened(out, Start.ANEW):
+                break
+        except Death:
+            finish(out)
+            assert contents(out) == expected
+    assert change > len(expected)  # each file has been removed
 
 
 def test_new_job_is_refused_while_another_works(tmp_path: Path) -> None:
