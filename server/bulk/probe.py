@@ -19,6 +19,7 @@ import numpy as np
 from paceline.backends.spec import Array
 from paceline.clients.errors import InferenceError
 from paceline.server.bulk.execution import Calls
+from paceline.server.bulk.memory_left import memory_left, resident_bytes
 from paceline.server.bulk.models import EngineModel
 from paceline.server.bulk.rows import Rows
 from paceline.server.bulk.values import BulkError, Computes, Places
@@ -41,6 +42,8 @@ count too much."""
 _MOST_NS = 15_000_000_000
 """Nothing larger is tried after this."""
 _MOST_CALL_BYTES = 2**28
+_MOST_MEMORY = 0.5
+"""How much of what is left instances may take, going by the first."""
 
 Clock = Callable[[], int]
 
@@ -78,17 +81,20 @@ async def choose(
     *,
     batch_rows: int = 0,
     instances: int = 0,
-    most_instances: int = 1_024,
     rates: bool = True,
     clock: Clock = monotonic_ns,
+    left_bytes: Callable[[], float] = memory_left,
 ) -> Choice:
     """Try the model as `open_model` opens it, one layout after the other. `batch_rows` and `instances`: as asked for;
-    0: to be found out, up to `most_instances`. Without `rates`, if how fast it is changes nothing, a few calls are made
-    and no more. Raises BulkError if all rows of the sample are at fault, or the model can't be opened."""
+    0: to be found out, as far as there is memory for more instances. Without `rates`, if how fast it is changes
+    nothing, a few calls are made and no more. Raises BulkError if all rows of the sample are at fault, or the model
+    can't be opened."""
     choices: list[Choice] = []
+    instance_bytes = 0
     for offline in layouts(instances, usable_cpus().count):
-        if offline.instances > most_instances and not instances:
+        if choices and offline.instances * instance_bytes >= _MOST_MEMORY * left_bytes():
             continue
+        began_bytes = resident_bytes()
         async with open_model(offline) as model:
             sizes = [batch_rows] if batch_rows else sizes_of(model)
             if choices:
@@ -99,6 +105,8 @@ async def choose(
                 # What has been the best of many may have been lucky: layouts are compared by one long measurement each.
                 run = await _run(model, sample, sample.batches(chosen.batch_rows), clock, window_ns=_LONG_WINDOW_NS)
                 chosen = run.measured(chosen.batch_rows)
+            if not choices:
+                instance_bytes = max(0, resident_bytes() - began_bytes)
             choices.append(Choice(offline, chosen))
         if not model.on_cpus:
             break

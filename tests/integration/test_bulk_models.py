@@ -127,8 +127,10 @@ async def test_row_that_fails_alone_leaves_its_neighbours(tmp_path: Path) -> Non
     assert memory.batches[:5] == [(8,), (2,), (2,), (2,), (1,)]
 
 
-@pytest.mark.parametrize(("rows", "instances"), [(0, 0), (4, 2)], ids=["auto", "given"])
-async def test_probe_chooses_from_what_may_be(tmp_path: Path, rows: int, instances: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "instances", "left_bytes"), [(0, 0, 2**50), (4, 2, 0), (0, 0, 0)], ids=["auto", "given", "no memory"]
+)
+async def test_probe_chooses_from_what_may_be(tmp_path: Path, rows: int, instances: int, left_bytes: int) -> None:
     path = models.write(models.mlp(), tmp_path / "mlp.onnx")
     table = pa.record_batch({"INPUT0": pa.array([[0.5] * 16] * 64, pa.list_(pa.float32(), 16))})
     opened: list[Offline] = []
@@ -141,9 +143,12 @@ async def test_probe_chooses_from_what_may_be(tmp_path: Path, rows: int, instanc
         given = Columns(model.description, table.schema).rows(Chunk(table, np.arange(64)))
         return Sample(given, [], lambda size: [np.arange(size)])
 
-    choice = await choose(open_model, sample_of, batch_rows=rows, instances=instances)
+    choice = await choose(
+        open_model, sample_of, batch_rows=rows, instances=instances, left_bytes=lambda: float(left_bytes)
+    )
     assert choice.offline in opened
-    assert opened == layouts(instances, usable_cpus().count)
+    possible = layouts(instances, usable_cpus().count)
+    assert opened == (possible if left_bytes else possible[:1])
     assert choice.measured.batch_rows in ([rows] if rows else [1, 2, 4, 8, 16, 32])
     assert choice.measured.output_row_bytes == 16
 
