@@ -37,7 +37,7 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-bulk bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills clean
+.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-arrivals bench-bulk bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -105,6 +105,9 @@ bench-pipelines: $(READY) ## measure pipelines: text in and embedding out over i
 
 bench-generations: $(READY) ## measure generations: 32 clients of a decoder over one, over static batches, over a full batch
 	$(BIN)/python -m bench.generations $(ARGS)
+
+bench-arrivals: $(READY) ## measure generations at random times: the time to the first token by load
+	$(BIN)/python -m bench.generation_arrivals --figure docs/figures/generations.svg $(ARGS)
 
 bench-bulk: $(READY) ## measure offline work: rows per second of bulk jobs over session.run alone, rows at fault, texts by length
 	$(BIN)/python -m bench.bulk $(ARGS)

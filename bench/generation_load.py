@@ -26,7 +26,7 @@ from bench.load import METHOD, STREAM_METHOD, open_channel, read_messages
 from bench.stats import percentile
 from paceline.protos import inference_pb2 as pb
 
-__all__ = ["drive", "main"]
+__all__ = ["drive", "main", "tokens_in"]
 
 _FINAL = "triton_final_response"
 _FIRST_ANSWER_S = 60.0
@@ -70,7 +70,7 @@ class _Clients:
                 if read.error_message:
                     self.tally.errors[read.error_message] += 1
                     return
-                if tokens := _tokens_in(read.infer_response):
+                if tokens := tokens_in(read.infer_response):
                     self.tally.tokens += tokens
                     if is_timed and last_ns:
                         self.tally.gaps_ns += [(now_ns - last_ns) / tokens] * tokens
@@ -85,7 +85,7 @@ class _Clients:
         call: Any = channel.unary_unary(METHOD, None, pb.ModelInferResponse.FromString)
         for payload in cycle(payloads):
             try:
-                self.tally.tokens += _tokens_in(await call(payload))
+                self.tally.tokens += tokens_in(await call(payload))
             except grpc.aio.AioRpcError as error:
                 self.tally.errors[error.details() or error.code().name] += 1
                 return
@@ -142,7 +142,7 @@ async def drive(
     }
 
 
-def _tokens_in(response: pb.ModelInferResponse) -> int:
+def tokens_in(response: pb.ModelInferResponse) -> int:
     return sum(prod(one.shape) for one in response.outputs if one.name == "output_ids")
 
 

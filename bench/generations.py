@@ -7,7 +7,8 @@ backwards. Prompts of 8 to 128 tokens, answers of 16 to 256, over streams; `whol
 2. `large`: 45 MB of weights, FP32, and keys and values that are copied in each step, on all cores.
 3. `arriving`: 8 clients of that decoder whose answers are long, while two more send prompts of 1,000 tokens, for one
    token each, one after the other. `gap_of_prefill`: the time from one token to the next of the 8, at the 99th
-   percentile, over that of such a prompt by the session alone.
+   percentile, over that of such a prompt by the session alone. `gap_of_full_step`: the same over a step of the 8 and as
+   many tokens of a prompt as a step may have, both by the session alone.
 
 Of the first two, `of_one`: over a single client of the same server. `of_static`: over batches of as many, stepped by
 nothing but the session until their longest answer is there. `of_full`: over a batch as large of equal lengths, stepped
@@ -34,21 +35,36 @@ from bench.generation_requests import Lengths, Wanted
 from bench.stats import spread
 from bench.steps import BenchError, run_module
 from bench.subjects import cpu_s, main_thread_cpu_s
+from paceline.backends.onnx.options import DecoderSettings
 from paceline.clients import AsyncInferenceClient
 from tests import decoder_models
 from tests.decoder_models import Decoder
 from tests.generation_truth import Asked, NaiveLoop, is_same
 from tests.harness import ServerProcess
 
-__all__ = ["ARRIVING", "FIXED", "LARGE", "Part", "main", "measure", "measure_arriving", "ties"]
+__all__ = [
+    "ARRIVING",
+    "FIXED",
+    "LARGE",
+    "Part",
+    "Report",
+    "closed_load",
+    "direct",
+    "main",
+    "measure",
+    "measure_arriving",
+    "serving",
+    "ties",
+]
 
-_RATIOS = ("of_one", "of_static", "of_full", "whole_of_static", "whole_of_full", "gap_of_prefill")
+_RATIOS = ("of_one", "of_static", "of_full", "whole_of_static", "whole_of_full", "gap_of_prefill", "gap_of_full_step")
 _TIMES = ("first_p50_ms", "first_p99_ms", "token_p50_ms", "token_p99_ms")
 _REQUESTS = 16  # of each client, which goes round in them
 _COMPARED_TOKENS = 32
 _PARTS = ("fixed", "large", "arriving")
 _ARRIVING = 2
 _PROMPT_TOKENS = 1_000
+_PIECE_TOKENS = DecoderSettings().prefill_tokens
 _WARMUP_S = 3.0
 _SPARE_S = 120.0
 
@@ -101,15 +117,15 @@ def measure(part: Part, rounds: int, seconds: float, report: Report) -> None:
     vocabulary = part.decoder.vocabulary
     asked = [generation_requests.drawn(client, _REQUESTS, part.lengths, vocabulary) for client in range(part.clients)]
     rows = generation_requests.full_batch(part.clients, part.lengths, vocabulary)
-    with _serving(part, asked) as (server, folder, paths):
+    with serving(part, asked) as (server, folder, paths):
         short = [Wanted(own[0].prompt, min(own[0].tokens, _COMPARED_TOKENS)) for own in asked]
         different = asyncio.run(ties(server.target, part.name, folder, short))
         loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
-            ("together", lambda: _load(server, paths, seconds)),
-            ("whole", lambda: _load(server, paths, seconds, whole=True)),
-            ("one", lambda: _load(server, paths[:1], seconds)),
-            ("static", lambda: _direct(part, folder, generation_requests.batches(asked), seconds)),
-            ("full", lambda: _direct(part, folder, [rows], seconds)),
+            ("together", lambda: closed_load(server, paths, seconds)),
+            ("whole", lambda: closed_load(server, paths, seconds, whole=True)),
+            ("one", lambda: closed_load(server, paths[:1], seconds)),
+            ("static", lambda: direct(part, folder, generation_requests.batches(asked), seconds)),
+            ("full", lambda: direct(part, folder, [rows], seconds)),
         ]
         for number in range(rounds):
             found = {name: measured() for name, measured in (loads[::-1] if number % 2 else loads)}
@@ -137,19 +153,25 @@ def measure_arriving(part: Part, prompt: int, rounds: int, seconds: float, repor
     arriving = [
         generation_requests.drawn(part.clients + number, _REQUESTS, lengths, vocabulary) for number in range(_ARRIVING)
     ]
-    with _serving(part, running + arriving) as (server, folder, paths):
+    rows = generation_requests.full_batch(part.clients, part.lengths, vocabulary)
+    with serving(part, running + arriving) as (server, folder, paths):
         loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
-            ("arriving", lambda: _load(server, paths, seconds, untimed=_ARRIVING)),
-            ("undisturbed", lambda: _load(server, paths[:-_ARRIVING], seconds)),
-            ("prefill", lambda: _direct(part, folder, [arriving[0][:1]], seconds)),
+            ("arriving", lambda: closed_load(server, paths, seconds, untimed=_ARRIVING)),
+            ("undisturbed", lambda: closed_load(server, paths[:-_ARRIVING], seconds)),
+            ("prefill", lambda: direct(part, folder, [arriving[0][:1]], seconds)),
+            ("piece", lambda: direct(part, folder, [[Wanted(arriving[0][0].prompt[:_PIECE_TOKENS], 1)]], seconds)),
+            ("step", lambda: direct(part, folder, [rows], seconds)),
         ]
         for number in range(rounds):
             found = {name: measured() for name, measured in (loads[::-1] if number % 2 else loads)}
-            prefill_ms = 1e3 / found["prefill"]["tokens_per_s"]
+            prefill_ms, piece_ms = (1e3 / found[name]["tokens_per_s"] for name in ("prefill", "piece"))
+            full_step_ms = piece_ms + 1e3 * part.clients / found["step"]["tokens_per_s"]
             report(
                 {
                     "part": part.name,
                     "prefill_ms": prefill_ms,
+                    "full_step_ms": full_step_ms,
+                    "gap_of_full_step": found["arriving"]["token_p99_ms"] / full_step_ms,
                     "gap_of_prefill": found["arriving"]["token_p99_ms"] / prefill_ms,
                     **{key: found["arriving"][key] for key in _TIMES},
                     **{f"undisturbed_{key}": found["undisturbed"][key] for key in _TIMES},
@@ -158,7 +180,7 @@ def measure_arriving(part: Part, prompt: int, rounds: int, seconds: float, repor
 
 
 @contextmanager
-def _serving(part: Part, asked: Sequence[Sequence[Wanted]]) -> Iterator[tuple[ServerProcess, Path, list[Path]]]:
+def serving(part: Part, asked: Sequence[Sequence[Wanted]]) -> Iterator[tuple[ServerProcess, Path, list[Path]]]:
     """A server, the folder of its decoder, and files with the requests of each client."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = decoder_models.write(part.decoder, Path(name) / "models" / part.name / "1")
@@ -172,7 +194,7 @@ def _serving(part: Part, asked: Sequence[Sequence[Wanted]]) -> Iterator[tuple[Se
             yield server, folder, paths
 
 
-def _load(
+def closed_load(
     server: ServerProcess, paths: Sequence[Path], seconds: float, *, untimed: int = 0, whole: bool = False
 ) -> dict[str, float]:
     before_s, loop_before_s = cpu_s(server.pid) or 0.0, main_thread_cpu_s(server.pid) or 0.0
@@ -189,7 +211,7 @@ def _load(
     return {**told, "server_cpu_us": cpu_us, "loop_cpu_us": loop_cpu_us, "load_cores": told["cores"]}
 
 
-def _direct(part: Part, folder: Path, batches: Sequence[Sequence[Wanted]], seconds: float) -> dict[str, float]:
+def direct(part: Part, folder: Path, batches: Sequence[Sequence[Wanted]], seconds: float) -> dict[str, float]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump([[astuple(one) for one in batch] for batch in batches], file)
         file.flush()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import generation_direct, generation_requests, generations, generations_inside, load
+from bench import generation_arrivals, generation_direct, generation_requests, generations, generations_inside, load
 from bench.generation_requests import Lengths, Wanted
 from paceline.protos import inference_pb2 as pb
 from tests import decoder_models
@@ -31,7 +31,21 @@ def test_gaps_are_measured_while_prompts_arrive() -> None:
     found: list[dict[str, Any]] = []
     generations.measure_arriving(part, 100, 1, 0.5, found.append)
     assert [one["part"] for one in found] == ["arriving"]
-    assert all(one[key] > 0 for one in found for key in ("prefill_ms", "gap_of_prefill", "undisturbed_token_p50_ms"))
+    assert all(
+        one[key] > 0
+        for one in found
+        for key in ("prefill_ms", "gap_of_prefill", "gap_of_full_step", "undisturbed_token_p50_ms")
+    )
+
+
+def test_first_tokens_are_timed_at_random_arrivals(tmp_path: Path) -> None:
+    part = generations.Part("fixed", DECODER, threads=1, clients=4, lengths=LENGTHS)
+    found: list[dict[str, Any]] = []
+    generation_arrivals.measure(part, 1, 0.5, found.append, shares=(0.2, 0.5))
+    assert [one["share"] for one in found] == [0.2, 0.5]
+    assert all(one[key] > 0 for one in found for key in ("first_of_aim", "first_p50_ms", "answers", "tokens"))
+    generation_arrivals.draw(found, tmp_path / "first.svg")
+    assert "three steps" in (tmp_path / "first.svg").read_text()
 
 
 def test_time_of_the_stepping_thread_is_told_apart() -> None:
