@@ -40,6 +40,11 @@ __all__ = [
     "read_steps",
 ]
 
+_STOP = "stop"
+"""The parameter of models that generate which is a text, or a list of them, whatever it looks like."""
+_OF_GENERATION = "sampling_parameters"
+"""An input of models that generate texts, here and in Triton's vLLM backend. The first one is for a prompt."""
+
 T = TypeVar("T")
 
 _RANDOM_INTEGERS_BELOW = 10
@@ -233,7 +238,8 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def parse_parameter(text: str, kinds: Any = ParameterValue) -> tuple[str, Any]:
-    """KEY=VALUE as key and value: JSON of these `kinds` is parsed, everything else is text."""
+    """KEY=VALUE as key and value: JSON of these `kinds` is parsed, everything else is text, and so is a number where a
+    model that generates takes a text."""
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise InputError(f"--parameter {text!r}: expected KEY=VALUE")
@@ -241,7 +247,8 @@ def parse_parameter(text: str, kinds: Any = ParameterValue) -> tuple[str, Any]:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
         return key, value
-    return key, parsed if isinstance(parsed, kinds) else value
+    is_other = key == _STOP and not isinstance(parsed, (str, list))
+    return key, parsed if isinstance(parsed, kinds) and not is_other else value
 
 
 def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: RandomInputs | None) -> TypedInputs:
@@ -264,6 +271,10 @@ def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: Rand
     if not model.inputs:
         raise InputError(f"the server names no inputs of model {model.name!r}, so --random can't generate any")
     open_inputs = [tensor for tensor in model.inputs if tensor.name not in given]
+    if _OF_GENERATION in expected:
+        # The others are optional, or prompts in another form.
+        first = model.inputs[0]
+        open_inputs = [] if given.keys() & {first.name, "text_input"} else [first]
     useless = random.shapes.keys() - {tensor.name for tensor in open_inputs}
     if useless:
         raise InputError(f"--shape {min(useless)}: model {model.name!r} has no such input, or it is already given")

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from paceline.clients import ModelMetadata, TensorMetadata
-from paceline.clients.inputs import GivenTensor, InputError, RandomInputs, parse_shape, prepare, read_inputs
+from paceline.clients.inputs import (
+    GivenTensor,
+    InputError,
+    RandomInputs,
+    parse_parameter,
+    parse_shape,
+    prepare,
+    read_inputs,
+)
+from paceline.clients.messages import ParameterValue
 from paceline.protos.datatypes import DATATYPES
 
 ANYTHING = RandomInputs(rows=None, shapes={}, seed=0)
@@ -289,6 +298,23 @@ def test_prepare_random_shape_left_open_or_contradicted_raises(
 ) -> None:
     with pytest.raises(InputError, match=text):
         prepare(model(x=("FP32", shape)), {}, random)
+
+
+DECODER = model(input_ids=("INT64", (-1,)), text_input=("BYTES", (1,)), sampling_parameters=("BYTES", (1,)))
+
+
+def test_prepare_random_makes_up_one_prompt_of_a_decoder() -> None:
+    assert prepare(DECODER, {}, ANYTHING).arrays.keys() == {"input_ids"}
+    given = {"text_input": GivenTensor(np.array(["a"], object))}
+    assert prepare(DECODER, given, ANYTHING).arrays.keys() == {"text_input"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("stop=5", "5"), ('stop="5"', "5"), ("stop=true", "true"), ('stop=["5", "6"]', ["5", "6"])]
+)
+def test_stop_is_a_text_whatever_it_looks_like(text: str, value: str | list[str]) -> None:
+    assert parse_parameter(text, ParameterValue | list) == ("stop", value)
+    assert parse_parameter("seed=5") == ("seed", 5)
 
 
 def test_prepare_random_model_without_named_inputs_raises() -> None:
