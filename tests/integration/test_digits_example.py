@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from examples.digits.train import LABELS, digits
 from paceline.clients import Internal
 from tests.examples import PYTHON, answers, check_guide, executions, trained
-from tests.harness import ServerProcess
+from tests.harness import ServerProcess, run_command
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,28 @@ async def test_image_that_cannot_be_decoded_fails_alone(labelling: ServerProcess
     assert "expected the bytes of an image" in str(found[1])
     assert isinstance(found[2], Internal)
     assert "got 5000 x 5000" in str(found[2])
+
+
+def test_folder_of_images_is_labelled_offline(tmp_path: Path) -> None:
+    """As docs/guides/bulk.md says: whole files as rows of a pipeline, with a file that is no image among them."""
+    repository = trained("digits", "classifier/1/model.onnx", tmp_path / "models")
+    _, unseen, _, numbers = digits()
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for place, pixels in enumerate(unseen[:24]):
+        (folder / f"{place:02d}.png").write_bytes(image(pixels, 16, "png"))
+    (folder / "notes.txt").write_text("no picture")
+    words = ["-i", str(folder), "--format", "files", "--map", "image=bytes", "--keep", "path", "--allow-python-models"]
+    sizes = ["--batch", "8", "--instances", "1"]
+    done = run_command("bulk", str(repository / "digits"), "-o", str(tmp_path / "out"), *words, *sizes)
+    assert done.returncode == 0, done.stderr
+    rows = pq.read_table(tmp_path / "out" / "part-00000.parquet").to_pylist()
+    assert [Path(row["path"]).name for row in rows] == [f"{place:02d}.png" for place in range(24)]
+    right = [row["label"] == [LABELS[number]] for row, number in zip(rows, numbers, strict=False)]
+    assert np.mean(right) > 0.9
+    (bad,) = [json.loads(line) for line in (tmp_path / "out" / "_bad" / "part-00000.jsonl").read_text().splitlines()]
+    assert bad["file"].endswith("notes.txt")
+    assert "expected the bytes of an image" in bad["reason"]
 
 
 @pytest.mark.parametrize(
