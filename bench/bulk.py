@@ -57,7 +57,7 @@ class Sizes:
         self.hidden = 16 if quick else 1_536
         self.encoder = text_model.QUICK if quick else text_model.FULL
         self.most_rows = 2_000 if quick else 2_000_000
-        self.texts = 64 if quick else 2_048
+        self.texts = 64 if quick else 1_024
         self.given: dict[str, int] = {"batch_rows": 8, "instances": 1} if quick else {}
 
 
