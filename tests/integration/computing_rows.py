@@ -30,13 +30,13 @@ class Became:
 
 
 async def rows_became(
-    model: Computes, columns: Mapping[str, pa.Array], rows: int = 8, *, first_wait_s: float = 0.01
+    model: Computes, columns: Mapping[str, pa.Array], rows: int = 8, *, output: str = "", first_wait_s: float = 0.01
 ) -> Became:
-    """What `model` makes of these rows, in calls of up to `rows`."""
+    """What `model` makes of these rows, in calls of up to `rows`; of its first output, or that of this name."""
     table = pa.record_batch(dict(columns))
     chosen = Columns(model.description, table.schema, lengths=model.lengths)
     given = chosen.rows(Chunk(table, np.arange(len(table))))
-    calls = Calls(model, chosen.outputs[:1], first_wait_s=first_wait_s)
+    calls = Calls(model, [output or chosen.outputs[0]], first_wait_s=first_wait_s)
     results = await execute(calls, 0, given, batches(given, Fixed(64, 64, 2**20, rows, 0)), Tally())
     became = Became(reasons=dict(results.failed))
     for one in results.computed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from paceline.server.bulk.models import engine_model, model_paths
 from paceline.server.bulk.values import BulkError
 from paceline.server.models.defaults import Offline
-from tests import decoder_models, models
+from tests import decoder_models, models, text_models
 from tests.ensembles import ensemble_config, write_ensemble
 from tests.generation_truth import Asked, NaiveLoop
 from tests.integration.computing_rows import Became, rows_became
@@ -32,10 +33,12 @@ class Model:
 """
 
 
-async def computed(path: Path, columns: Mapping[str, pa.Array], rows: int = 8, **settings: Any) -> Became:
-    """What the model at `path` makes of these rows, in calls of so many."""
+async def computed(
+    path: Path, columns: Mapping[str, pa.Array], rows: int = 8, output: str = "", **settings: Any
+) -> Became:
+    """What the model at `path` makes of these rows, in calls of so many; of its first output, or that of this name."""
     async with engine_model(path, max_rows=rows, offline=Offline(), **settings) as model:
-        return await rows_became(model, columns, rows)
+        return await rows_became(model, columns, rows, output=output)
 
 
 async def test_row_that_ends_the_models_process_costs_only_itself(tmp_path: Path) -> None:
@@ -71,6 +74,22 @@ async def test_each_row_of_a_decoder_is_a_whole_generation(tmp_path: Path) -> No
     assert became.outputs == expected
     assert became.reasons.keys() == {2}
     assert "expected tokens from 0 to" in became.reasons[2]
+
+
+async def test_texts_to_a_decoder_become_texts(tmp_path: Path) -> None:
+    tokenizer = text_models.byte_level()
+    speaks = replace(decoder_models.TINY, vocabulary=320, end_tokens=(2,))
+    folder = text_models.write(tokenizer, decoder_models.write(speaks, tmp_path / "m" / "1"))
+    prompts, truth = ["the cat", "stop one, two", "é 日本 👋!"], NaiveLoop(folder)
+    given: dict[str, Any] = {"max_tokens": 5, "exclude_input_in_output": True}
+    became = await computed(tmp_path / "m", {"text_input": pa.array(prompts)}, output="output_ids", parameters=given)
+    tokens = [truth.generate(tokenizer.encode(prompt).ids, Asked(max_tokens=5)).tokens for prompt in prompts]
+    assert became == Became(dict(enumerate(tokens)))
+    became = await computed(tmp_path / "m", {"text_input": pa.array(prompts)}, output="text_output", parameters=given)
+    assert became.reasons == {}
+    assert [value for _, value in sorted(became.outputs.items())] == [
+        [tokenizer.decode(one, skip_special_tokens=True).encode()] for one in tokens
+    ]
 
 
 async def test_rows_of_a_pipeline_stay_together_in_its_steps(tmp_path: Path) -> None:
