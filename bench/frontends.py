@@ -2,7 +2,7 @@
 
 Lives here: the servers, the load, processor time of engine and fronts apart. Must not: anything of the main
 benchmark. The load comes from NVIDIA's perf_analyzer if it is there (`make witness`), because Python's takes more of
-the machine than the server does; else from `bench.load`. The model returns its input and computes nothing.
+the machine than the server does; else from `paceline load`. The model returns its input and computes nothing.
 
 On a machine with two cores, the servers and the load share them, so that ratios of requests/s below 1 show what the way
 between processes costs; what fronts gain shows only where there are cores for them.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.load import closed
 from bench.stats import Spread, ratio, spread
 from paceline.clients.messages import infer_request
 from tests.fronts import fronts_of
@@ -48,7 +48,7 @@ class Load:
 
     def run(self, target: str, floats: int, folder: Path) -> float:
         """Requests/s."""
-        return self._analyzed(target, floats, folder) if self.analyzer else self._sent(target, floats, folder)
+        return self._analyzed(target, floats, folder) if self.analyzer else self._sent(target, floats)
 
     def _analyzed(self, target: str, floats: int, folder: Path) -> float:
         assert self.analyzer is not None
@@ -68,17 +68,11 @@ class Load:
         (row,) = csv.DictReader(report.read_text().strip().splitlines())
         return float(row["Inferences/Second"])
 
-    def _sent(self, target: str, floats: int, folder: Path) -> float:
-        request = folder / f"{floats}.request"
+    def _sent(self, target: str, floats: int) -> float:
         row = np.random.default_rng(0).standard_normal((1, floats)).astype(np.float32)
-        request.write_bytes(infer_request(_model(floats), {"INPUT0": row}).SerializeToString())
-        command = [sys.executable, "-m", "bench.load", target, str(request), "--clients", str(self.clients)]
-        command += ["--channels", str(self.channels), "--seconds", str(self.seconds)]
-        command += ["--stream"] if self.streams else []
-        answer = json.loads(_run(command, self.seconds, dict(os.environ)))
-        if answer["errors"]:
-            sys.exit(f"bench: errors {answer['errors']}")
-        rate: float = answer["requests_per_s"]
+        request = infer_request(_model(floats), {"INPUT0": row}).SerializeToString()
+        told = closed(target, [request], self.clients, self.seconds, connections=self.channels, stream=self.streams)
+        rate: float = told["requests_per_s"]
         return rate
 
 
@@ -138,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="the median is reported (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="per run (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="use ModelStreamInfer")
-    parser.add_argument("--python", action="store_true", help="load from bench.load even if perf_analyzer is there")
+    parser.add_argument("--python", action="store_true", help="load from paceline load even if perf_analyzer is there")
     got = parser.parse_args(arguments)
     analyzer = Path(os.environ.get("PERF_ANALYZER", _ANALYZER))
     load = Load(

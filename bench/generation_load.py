@@ -22,8 +22,9 @@ from typing import Any
 import grpc
 import uvloop
 
-from bench.load import METHOD, STREAM_METHOD, open_channel, read_messages
+from bench.generation_requests import read_messages
 from bench.stats import percentile
+from paceline.clients.load.sending import METHOD, STREAM_METHOD
 from paceline.protos import inference_pb2 as pb
 
 __all__ = ["drive", "main", "tokens_in"]
@@ -105,7 +106,8 @@ async def drive(
     """A client for each of these sequences of requests, in which it goes round; what came back within `seconds`. Times
     are those of all but the last `untimed` clients; there are none of `whole` answers."""
     clients = _Clients()
-    async with open_channel(target) as channel:
+    options = [("grpc.max_receive_message_length", -1)]
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
         running = [
             asyncio.create_task(
                 clients.run_whole(channel, own)

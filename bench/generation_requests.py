@@ -1,18 +1,28 @@
 """What clients of a decoder ask for: prompts and lengths of answers, drawn at random, as messages and as batches.
 
-Lives here: drawing them. Must not: send or step anything.
+Lives here: drawing them, and files with all of a client's. Must not: send or step anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from paceline.clients.messages import infer_request
 
-__all__ = ["Lengths", "Wanted", "batches", "drawn", "full_batch", "message"]
+__all__ = [
+    "Lengths",
+    "Wanted",
+    "batches",
+    "drawn",
+    "full_batch",
+    "message",
+    "read_messages",
+    "write_messages",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +66,19 @@ def message(model: str, wanted: Wanted) -> bytes:
 def batches(asked: Sequence[Sequence[Wanted]]) -> list[list[Wanted]]:
     """The first of each client together, then the second, and so on."""
     return [list(batch) for batch in zip(*asked, strict=True)]
+
+
+def write_messages(path: Path, messages: Sequence[bytes]) -> Path:
+    """Write a client's own payloads, each after its length; returns `path`."""
+    path.write_bytes(b"".join(len(message).to_bytes(4, "little") + message for message in messages))
+    return path
+
+
+def read_messages(path: Path) -> tuple[bytes, ...]:
+    """What `write_messages` has written."""
+    data, at, messages = path.read_bytes(), 0, []
+    while at < len(data):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        messages.append(data[at + 4 : end])
+        at = end
+    return tuple(messages)

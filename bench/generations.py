@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import generation_requests, load
+from bench import generation_requests
 from bench.generation_requests import Lengths, Wanted
 from bench.stats import spread
 from bench.steps import BenchError, run_module
@@ -185,7 +185,9 @@ def serving(part: Part, asked: Sequence[Sequence[Wanted]]) -> Iterator[tuple[Ser
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = decoder_models.write(part.decoder, Path(name) / "models" / part.name / "1")
         paths = [
-            load.write_messages(Path(name) / str(client), [generation_requests.message(part.name, one) for one in own])
+            generation_requests.write_messages(
+                Path(name) / str(client), [generation_requests.message(part.name, one) for one in own]
+            )
             for client, own in enumerate(asked)
         ]
         args = ["--model-control-mode=none"]

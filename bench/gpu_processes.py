@@ -11,9 +11,8 @@ import select
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +20,8 @@ from typing import Any, Self
 import numpy as np
 
 from bench.gpu_plan import Plan
-from bench.stats import Sample, percentile
+from bench.load import closed, open_loop
+from bench.stats import Sample
 from bench.steps import BenchError
 from tests.harness import REPO, ServerProcess
 from tests.wire import Array
@@ -66,22 +66,24 @@ class LoadGenerators:
     ) -> Sample:
         """Load `target` with `requests` in turn; `meanwhile` is called when the warm-up is over. Raises BenchError if
         an answer is an error, or there is none."""
-        arguments = [target, *map(str, requests), "--clients", str(self.clients), "--channels", str(self.channels)]
-        arguments += ["--seconds", str(seconds), "--warmup", str(warmup_s), *(["--stream"] if self.stream else [])]
-        loads = [_Process("load", "--wait", *arguments) for _ in range(self.processes)]
-        answers = _answers_of(loads, warmup_s, seconds, meanwhile)
-        return {
-            "requests_per_s": sum(answer["requests_per_s"] for answer in answers),
-            "p50_ms": statistics.median(answer["p50_ms"] for answer in answers),
-            "p99_ms": max(answer["p99_ms"] for answer in answers),
-            "cores": sum(answer["cores"] for answer in answers),
-        }
+        found = closed(
+            target,
+            requests,
+            self.processes * self.clients,
+            seconds,
+            warmup_s,
+            processes=self.processes,
+            connections=self.channels,
+            stream=self.stream,
+            meanwhile=meanwhile,
+        )
+        return _sample(found, "requests_per_s", "p50_ms", "p99_ms", "cores")
 
 
 @dataclass(frozen=True, slots=True)
 class RandomLoad:
-    """`processes` load generators, each with a connection of its own, which send at random, whether or not answers
-    come: together they are Poisson, too."""
+    """`processes` load generators, each with a connection of its own, which send at random together, whether or not
+    answers come."""
 
     processes: int
 
@@ -90,43 +92,16 @@ class RandomLoad:
     ) -> Sample:
         """Latencies of `requests` in turn, `per_s` a second on average. Raises BenchError if an answer is an error, or
         there is none."""
-        arguments = [target, *map(str, requests), "--rate", str(per_s / self.processes), "--deadline", str(_DEADLINE_S)]
-        arguments += ["--seconds", str(seconds), "--warmup", str(warmup_s)]
-        seeds = range(seed * self.processes, (seed + 1) * self.processes)
-        loads = [_Process("open_loop", "--wait", "--each", "--seed", str(one), *arguments) for one in seeds]
-        answers = _answers_of(loads, warmup_s, seconds + _DEADLINE_S)
-        latencies_ms = sorted(latency_ms for answer in answers for latency_ms in answer["latencies_ms"])
-        return {
-            "requests_per_s": len(latencies_ms) / seconds,
-            "p50_ms": percentile(latencies_ms, 50),
-            "p99_ms": percentile(latencies_ms, 99),
-            "lag_p99_ms": max(answer["lag_p99_ms"] for answer in answers),
-            "cores": sum(answer["cores"] for answer in answers),
-        }
+        found = open_loop(target, requests, per_s, _DEADLINE_S, seconds, warmup_s, processes=self.processes, seed=seed)
+        if found["errors"]:
+            raise BenchError(f"{found['ok']} answers, errors {found['errors']}")
+        return _sample(found, "requests_per_s", "p50_ms", "p99_ms", "lag_p99_ms", "cores")
 
 
-def _answers_of(
-    loads: Sequence[_Process], warmup_s: float, seconds: float, meanwhile: Callable[[], None] = lambda: None
-) -> list[dict[str, Any]]:
-    """What each of `loads` has counted. Raises BenchError if an answer was an error, or there was none.
-
-    All begin at once: a process that measures before others have begun, or after they have ended, has the server to
-    itself, and the sum would be more than the server can do.
-    """
-    with ExitStack() as stack:
-        for one in loads:
-            stack.enter_context(one)
-        for one in loads:
-            one.answer(_SPARE_S)
-        for one in loads:
-            one.tell("begin")
-        time.sleep(warmup_s)
-        meanwhile()
-        answers = [one.answer(seconds + _SPARE_S) for one in loads]
-    for answer in answers:
-        if answer["errors"] or not answer["ok"]:
-            raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
-    return answers
+def _sample(found: dict[str, Any], *names: str) -> Sample:
+    if not found["answers"]:
+        raise BenchError("no answers")
+    return {name: found[name] for name in names}
 
 
 class _Process:

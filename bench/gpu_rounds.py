@@ -18,6 +18,7 @@ from bench.gpu_models import GpuModel
 from bench.gpu_plan import Found, Plan, say
 from bench.gpu_processes import Direct, LoadGenerators, RandomLoad
 from bench.ideal_queue import ideal_p99
+from bench.load import GENERATOR
 from bench.scenario import Reach
 from bench.stats import ratio, spread
 from bench.steps import BenchError
@@ -90,7 +91,7 @@ class ModelRun:
         how = f"{requests}; batches of {sizes}; {self.plan.how}"
         points = {_OURS: str(crowd), _THERE: str(crowd), _CALM: "open loop", _IDEAL: "open loop"}
         name = f"gpu-{self.model.name.replace('_', '-')}"
-        generator = f"{crowd.processes} of bench.load"
+        generator = f"{crowd.processes} of {GENERATOR}"
         return self.found.section(name, self.model.name, how, tuple(self._compared()), points, generator)
 
     def _crowd(self) -> LoadGenerators:

@@ -17,6 +17,7 @@ from bench import gpu_steps
 from bench.gpu_models import GpuModel
 from bench.gpu_plan import Found, Plan, say
 from bench.gpu_processes import LoadGenerators, serving
+from bench.load import GENERATOR
 from bench.scenario import Reach
 from bench.stats import ratio, spread
 from bench.summary import Comparison, Section
@@ -116,7 +117,7 @@ def _scaled(plan: Plan, crowd: LoadGenerators, found: Found) -> Section:
             what = f"the thread that batches, busy with --frontends {count}"
             comparisons.append(Comparison(str(crowd), what, busy, None))
     how = f"requests of 16 floats to a model on the CPU; {plan.how}"
-    points, generator = dict.fromkeys(found.rounds, str(crowd)), f"{crowd.processes} of bench.load"
+    points, generator = dict.fromkeys(found.rounds, str(crowd)), f"{crowd.processes} of {GENERATOR}"
     return found.section("gpu-frontends", "frontends", how, tuple(comparisons), points, generator)
 
 

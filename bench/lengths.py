@@ -26,8 +26,9 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench import text_model
 from bench.figures import COLORS, pyplot, save
+from bench.load import closed, open_loop
 from bench.stats import spread
-from bench.steps import open_loop, run_module
+from bench.steps import run_module
 from tests.harness import ServerProcess
 
 __all__ = ["main", "measure", "packed_per_s"]
@@ -105,12 +106,7 @@ def _files(folder: Path, model: str, sizes: Sequence[int]) -> tuple[Path, ...]:
 
 
 def _closed(target: str, requests: Sequence[Path], seconds: float) -> float:
-    told = run_module(
-        *("load", target, *map(str, requests), "--clients", str(CLIENTS)),
-        *("--seconds", str(seconds), "--warmup", str(min(3.0, seconds))),
-        timeout_s=seconds + 120,
-    )
-    return float(told["requests_per_s"])
+    return float(closed(target, requests, CLIENTS, seconds, min(3.0, seconds))["requests_per_s"])
 
 
 def draw(rounds: Sequence[dict[str, Any]], path: Path) -> None:

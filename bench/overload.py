@@ -3,7 +3,7 @@
 What is still answered, how soon the rest is refused, how much memory it takes, and how soon everything is as before.
 
 Lives here: the server, the three loads, the table. Must not: assert. The model sleeps for what a batch costs, so that
-the capacity is known and the cores are left to gRPC; requests are sent at random (`bench.open_loop`), whether or not
+the capacity is known and the cores are left to gRPC; requests are sent at random (`paceline load`), whether or not
 answers come.
 
 1. `1x`: as many requests a second as full batches can hold. The rate of answers is the peak.
@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.load import open_loop
 from bench.stats import spread
-from bench.steps import open_loop
 from paceline.clients.messages import infer_request
 from tests.harness import ServerProcess, write_identity
 
@@ -104,16 +104,16 @@ def peak_bytes(pid: int) -> int:
 def _found(told: dict[str, Any], memory_bytes: int) -> Found:
     errors = told["errors"]
     return Found(
-        answered_per_s=told["ok"] / told["until_last_s"] if told["ok"] else 0.0,
+        answered_per_s=told["requests_per_s"],
         p50_ms=told["p50_ms"] or 0.0,
         p99_ms=told["p99_ms"] or 0.0,
         refused=errors.get("RESOURCE_EXHAUSTED", 0),
         refused_p50_ms=told["refused_p50_ms"] or 0.0,
         refused_p99_ms=told["refused_p99_ms"] or 0.0,
-        too_late=errors.get("DEADLINE_EXCEEDED", 0) + errors.get("LATE", 0),
+        too_late=errors.get("DEADLINE_EXCEEDED", 0) + errors.get("NOT_SENT", 0),
         memory_bytes=memory_bytes,
         generator_cores=told["cores"],
-        lag_p99_ms=told["lag_p99_ms"],
+        lag_p99_ms=told["lag_p99_ms"] or 0.0,
     )
 
 

@@ -2,7 +2,7 @@
 
 Lives here: its command line, reading its report. Must not: decide when to use it. For closed loops only: in an open
 loop, it counts latencies from when it actually sent, and so leaves out how long a stall made requests wait;
-bench.open_loop doesn't.
+paceline load doesn't.
 
 It measures windows until three of them agree; here any three do (`-s`), because rounds show how stable the numbers are.
 Only if one of them saw no answer at all, they don't: UnstableError, and longer windows may help. It measures from its
@@ -81,7 +81,7 @@ def read(report: str, output: str) -> dict[str, Any]:
     if len(rows) != 1 or counted is None:
         raise FailedError(f"perf_analyzer: expected one line of results, got {len(rows)}: {output[-500:]}")
     times = {f"{name}_ms": float(rows[0][f"{name} latency"]) / 1_000 for name in _PERCENTILES}
-    return {"requests_per_s": float(rows[0]["Inferences/Second"]), **times, "answers_in_all": int(counted[1])}
+    return {"requests_per_s": float(rows[0]["Inferences/Second"]), **times, "answers": int(counted[1])}
 
 
 def run(binary: Path, target: str, side: Side, clients: int, seconds: float, folder: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def run(binary: Path, target: str, side: Side, clients: int, seconds: float, fol
     cores = (_children_cpu_s() - cpu_s) / (time.perf_counter() - began_s)
     found = read(report.read_text(), output)
     # Those in flight when the last window ended were served as well.
-    return {**found, "answers_in_all": found["answers_in_all"] + clients, "cores": cores}
+    return {**found, "answers": found["answers"] + clients, "cores": cores}
 
 
 def _call(binary: Path, command: Sequence[str], seconds: float) -> str:

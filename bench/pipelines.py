@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.load import closed
 from bench.stats import spread
-from bench.steps import BenchError, run_module
+from bench.steps import BenchError
 from bench.subjects import cpu_s
 from examples.embedding import build
 from examples.embedding.demo import SENTENCES
@@ -38,7 +39,6 @@ __all__ = ["main", "measure_identity", "measure_text"]
 CALLERS = 64
 _PARTS = ("text", "identity")
 _STEPS = ("first", "second", "third")
-_SPARE_S = 120.0
 _RATIOS = ("of_encoder", "cpu_of_encoder", "cpu_of_one", "wait_of_one", "rows_per_batch", "rows_per_batch_alone")
 
 Report = Callable[[dict[str, Any]], None]
@@ -55,11 +55,10 @@ def measure_text(repository: Path, rounds: int, seconds: float, report: Report) 
 
         def load(requests: Sequence[Path]) -> tuple[float, float, float]:
             """Requests per second, CPU of the server and its processes per request, rows of the encoder's batches."""
-            before, before_s = _counted(server, "encoder"), cpu_s(server.pid) or 0.0
+            before = _counted(server, "encoder")
             told = _load(server, requests, CALLERS, seconds)
-            cpu_ms = 1e3 * ((cpu_s(server.pid) or 0.0) - before_s) / told["answers_in_all"]
             rows, executions = (new - old for new, old in zip(_counted(server, "encoder"), before, strict=True))
-            return told["requests_per_s"], cpu_ms, rows / executions
+            return told["requests_per_s"], told["cpu_us"] / 1e3, rows / executions
 
         for number in range(rounds):
             found: dict[str, tuple[float, float, float]] = {}
@@ -115,10 +114,8 @@ def measure_identity(rounds: int, seconds: float, report: Report) -> None:
             for number in range(rounds):
                 found: dict[str, tuple[float, float]] = {}
                 for model in _turns(("chain", "first"), number):
-                    before_s = cpu_s(server.pid) or 0.0
                     told = _load(server, requests[model], CALLERS, seconds)
-                    cpu_us = 1e6 * ((cpu_s(server.pid) or 0.0) - before_s) / told["answers_in_all"]
-                    found[model] = cpu_us, _load(server, requests[model], 1, seconds / 2)["p50_ms"]
+                    found[model] = told["cpu_us"], _load(server, requests[model], 1, seconds / 2)["p50_ms"]
                 (chain_us, chain_ms), (one_us, one_ms) = found["chain"], found["first"]
                 report(
                     {
@@ -147,14 +144,11 @@ def _files(folder: Path, model: str, inputs: Sequence[Inputs]) -> list[Path]:
 
 
 def _load(server: ServerProcess, requests: Sequence[Path], callers: int, seconds: float) -> dict[str, Any]:
-    told = run_module(
-        *("load", server.target, *map(str, requests), "--clients", str(callers)),
-        *("--seconds", str(seconds), "--warmup", str(min(3.0, seconds))),
-        timeout_s=seconds + _SPARE_S,
-    )
-    if told["errors"] or not told["ok"]:
-        raise BenchError(f"{told['ok']} answers, errors {told['errors']}")
-    return told
+    """`cpu_us` is the server's processor time for each answer."""
+    told = closed(server.target, requests, callers, seconds, min(3.0, seconds), look=lambda: cpu_s(server.pid) or 0.0)
+    if not told["answers"]:
+        raise BenchError("no answers")
+    return {**told, "cpu_us": 1e6 * (told["after"] - told["before"]) / told["answers"]}
 
 
 def _counted(server: ServerProcess, model: str) -> tuple[float, float]:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from bench import models
-from bench.load import write_messages
+from bench.load import closed
 from bench.stats import ratio
-from bench.steps import BenchError, run_module
+from bench.steps import BenchError
 from bench.subjects import cpu_s
 from paceline.protos.inference_pb2 import ModelInferRequest
 from tests.harness import ServerProcess
@@ -29,9 +29,9 @@ __all__ = ["Sample", "measure"]
 _CACHE_BYTES = 2**13
 """Room for fewer answers than one client has requests."""
 _OWN_BYTES, _MOST_OWN = 2**23, 200
-"""A client has as many different requests as take that many bytes, up to that many."""
+"""There are as many different requests for each client as take that many bytes, up to that many."""
 _LEAST_OWN = 2
-_FEW, _SPARE_S = 0.01, 60.0
+_FEW = 0.01
 _SIDES = ("plain", "hits", "misses")
 
 
@@ -52,7 +52,7 @@ def measure(name: str, clients: int, rounds: int, seconds: float) -> list[dict[s
             (repository / name).rename(repository / side)
         with (repository / "cached" / "config.pbtxt").open("a") as config:
             config.write("response_cache { enable: true }\n")
-        loads = _loads(name, clients, folder)
+        loads = _loads(name, clients)
         found: list[dict[str, Sample]] = []
         with ServerProcess(repository, args=[f"--cache-config=local,size={_CACHE_BYTES}"], fresh=True) as server:
             for number in range(rounds):
@@ -62,8 +62,8 @@ def measure(name: str, clients: int, rounds: int, seconds: float) -> list[dict[s
         return found
 
 
-def _loads(name: str, clients: int, folder: Path) -> Mapping[str, Sequence[Path]]:
-    """For each side a file for each client, with what it sends in turn."""
+def _loads(name: str, clients: int) -> Mapping[str, Sequence[bytes]]:
+    """What the clients of each side send in turn."""
     shape = models.MODELS[name].shape
     row_bytes = 4 * int(np.prod(shape))
     own = max(_LEAST_OWN, min(_MOST_OWN, _OWN_BYTES // row_bytes))
@@ -78,30 +78,23 @@ def _loads(name: str, clients: int, folder: Path) -> Mapping[str, Sequence[Path]
             made.append(message.SerializeToString())
         return made
 
-    same = requests("cached", 1)
-    return {
-        "plain": [write_messages(folder / f"plain{n}", requests("plain", own)) for n in range(clients)],
-        "misses": [write_messages(folder / f"misses{n}", requests("cached", own)) for n in range(clients)],
-        "hits": [write_messages(folder / f"hits{n}", same) for n in range(clients)],
-    }
+    count = clients * own
+    return {"plain": requests("plain", count), "misses": requests("cached", count), "hits": requests("cached", 1)}
 
 
-def _sample(server: ServerProcess, side: str, files: Sequence[Path], clients: int, seconds: float) -> Sample:
+def _sample(server: ServerProcess, side: str, requests: Sequence[bytes], clients: int, seconds: float) -> Sample:
     """Under load; checks that the cache did what the side is about."""
-    before, before_s = _counted(server), cpu_s(server.pid) or 0.0
-    told = run_module(
-        *("load", server.target, *map(str, files), "--own", "--clients", str(clients), "--seconds", str(seconds)),
-        timeout_s=seconds + _SPARE_S,
-    )
+    before = _counted(server)
+    told = closed(server.target, requests, clients, seconds, look=lambda: cpu_s(server.pid) or 0.0)
     hits, misses = (now - then for now, then in zip(_counted(server), before, strict=True))
     expected = {
         "plain": not hits + misses,
         "hits": hits and misses <= clients,
         "misses": misses and hits <= misses * _FEW,
     }
-    if told["errors"] or not expected[side]:
-        raise BenchError(f"{side}: errors {told['errors']}, {hits:g} hits, {misses:g} misses")
-    return Sample(told["requests_per_s"], ((cpu_s(server.pid) or 0.0) - before_s) / told["answers_in_all"] * 1e6)
+    if not told["answers"] or not expected[side]:
+        raise BenchError(f"{side}: {told['answers']} answers, {hits:g} hits, {misses:g} misses")
+    return Sample(told["requests_per_s"], (told["after"] - told["before"]) / told["answers"] * 1e6)
 
 
 def _counted(server: ServerProcess) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import models, subjects
+from bench.load import GENERATOR
 from bench.report import Absence, Result, series_of
 from bench.scenario import RIVALS, Closed, Open, Point, Scenario, Side
 from bench.stats import Sample
@@ -176,7 +177,7 @@ def _generator(scenario: Scenario, settings: Settings, loads: Mapping[Side, tupl
     if not loads:
         return ""
     if any(isinstance(point, Open) for point in scenario.points):
-        return "bench.open_loop"
+        return GENERATOR
     able = all(subjects.has_config(server.target, side.model) for side, (server, _) in loads.items())
     closed = all(isinstance(point, Closed) for point in scenario.points)
-    return "perf_analyzer" if settings.perf_analyzer is not None and able and closed else "bench.load"
+    return "perf_analyzer" if settings.perf_analyzer is not None and able and closed else GENERATOR

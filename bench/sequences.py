@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from bench import load, perf_analyzer, sequence_costs, sequence_models
+from bench import perf_analyzer, sequence_costs, sequence_models
+from bench.load import closed
 from bench.sequence_models import FIXED, PLAIN, PYTHON, VAD, Recurrent
 from bench.stats import spread
 from bench.steps import BenchError, run_module
@@ -98,14 +99,11 @@ def measure(
         server = stack.enter_context(ServerProcess(folder / "models", args=args, fresh=True))
         for model in files:
             recurrent = _BY_NAME[model]
-            paths = [
-                load.write_messages(folder / f"{model}-{number}", sequence_models.messages(recurrent, number, steps))
-                for number in range(STREAMS)
-            ]
-            plain = load.write_messages(folder / f"{model}-plain", [sequence_models.plain_message(recurrent)])
+            requests = sequence_models.messages(recurrent, 0, steps)
+            plain = sequence_models.plain_message(recurrent)
             apart = asyncio.run(difference(recurrent, files[model], server.target, steps))
             for number in range(rounds):
-                found = _round(server, model, files[model], paths, plain, seconds, backwards=bool(number % 2))
+                found = _round(server, model, files[model], requests, plain, seconds, backwards=bool(number % 2))
                 report({"model": model, "difference": apart, **found})
 
 
@@ -113,8 +111,8 @@ def _round(
     server: ServerProcess,
     model: str,
     file: Path,
-    paths: Sequence[Path],
-    plain: Path,
+    requests: Sequence[bytes],
+    plain: bytes,
     seconds: float,
     *,
     backwards: bool,
@@ -123,7 +121,7 @@ def _round(
 
     def streams() -> float:
         before, before_s = _counted(server, model), cpu_s(server.pid) or 0.0
-        told = _load(server.target, paths, seconds)
+        told = _load(server.target, requests, STREAMS, seconds, steps=len(requests))
         rows, executions = (new - old for new, old in zip(_counted(server, model), before, strict=True))
         found["rows_per_batch"] = rows / executions
         found["server_cpu_us"] = 1e6 * ((cpu_s(server.pid) or 0.0) - before_s) / rows
@@ -134,8 +132,8 @@ def _round(
         ("joined", lambda: _joined(model, file, seconds)),
         ("inside", lambda: _inside(model, file, seconds)),
         ("streams", streams),
-        ("plain", lambda: float(_load(server.target, [plain] * STREAMS, seconds)["requests_per_s"])),
-        ("one", lambda: float(_load(server.target, paths[:1], seconds)["requests_per_s"])),
+        ("plain", lambda: float(_load(server.target, [plain], STREAMS, seconds, steps=None)["requests_per_s"])),
+        ("one", lambda: float(_load(server.target, requests, 1, seconds, steps=len(requests))["requests_per_s"])),
     ]
     for name, measured in reversed(loads) if backwards else loads:
         found[name] = measured()
@@ -160,15 +158,8 @@ def _inside(model: str, file: Path, seconds: float) -> float:
     return float(told["steps_per_s"])
 
 
-def _load(target: str, paths: Sequence[Path], seconds: float) -> dict[str, Any]:
-    told = run_module(
-        *("load", target, *map(str, paths), "--own", "--stream", "--clients", str(len(paths))),
-        *("--seconds", str(seconds), "--warmup", str(min(_WARMUP_S, seconds))),
-        timeout_s=seconds + _WARMUP_S + _SPARE_S,
-    )
-    if told["errors"]:
-        raise BenchError(f"{told['ok']} answers, errors {told['errors']}")
-    return told
+def _load(target: str, requests: Sequence[bytes], clients: int, seconds: float, *, steps: int | None) -> dict[str, Any]:
+    return closed(target, requests, clients, seconds, min(_WARMUP_S, seconds), stream=True, steps=steps)
 
 
 def _counted(server: ServerProcess, model: str) -> tuple[float, float]:

@@ -20,18 +20,17 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from bench import models, perf_analyzer
+from bench.load import BenchError, closed, open_loop
 from bench.scenario import Closed, Open, Point, Side
 from bench.stats import Sample
 from bench.subjects import NotServingError, Subject, cpu_s, stub
 from paceline.protos import inference_pb2 as pb
 from tests.harness import REPO, ServerProcess
 
-__all__ = ["BenchError", "Counters", "Load", "Module", "Step", "batch_figures", "open_loop", "region", "run_module"]
+__all__ = ["BenchError", "Counters", "Load", "Module", "Step", "batch_figures", "region", "run_module"]
 
 _SPARE_S = 60.0
 _STRETCHES = 4  # attempts at a measurement, each twice as long as the last, as long as no answer comes
-_IN_OVERLOAD = {"DEADLINE_EXCEEDED", "LATE", "RESOURCE_EXHAUSTED"}
-_FULL = "UNAVAILABLE"  # refusals of some servers; expected as long as they answer other requests
 _ANSWER = ("requests_per_s", "p50_ms", "p90_ms", "p99_ms", "cores")
 _METRICS = (
     "nv_inference_request_success",
@@ -39,10 +38,6 @@ _METRICS = (
     "nv_inference_exec_count",
     "nv_inference_compute_infer_duration_us",
 )
-
-
-class BenchError(Exception):
-    """A measurement failed, so there is nothing to report."""
 
 
 class NoAnswersError(BenchError):
@@ -91,14 +86,19 @@ class Load:
         return self._measured(seconds * 2 ** (_STRETCHES - 1), warmup_s)
 
     def _measured(self, seconds: float, warmup_s: float) -> Sample:
-        before, cpu_before_s = self._counters(), cpu_s(self.subject.pid)
-        answer = self._perf_analyzer(seconds) if self.binary is not None else self._own(seconds, warmup_s)
+        if self.binary is not None:
+            before = self._looked()
+            answer = self._perf_analyzer(seconds)
+            after = self._looked()
+        else:
+            answer = self._own(seconds, warmup_s)
+            before, after = answer["before"], answer["after"]
+        (counted_before, cpu_before_s), (counted, cpu_after_s) = before, after
         sample: dict[str, float] = {key: answer[key] for key in (*_ANSWER, "lag_p99_ms") if answer.get(key) is not None}
-        sample["answered"] = answer["ok"] / answer["offered"] if "offered" in answer else 1.0
-        cpu_after_s = cpu_s(self.subject.pid)
-        if cpu_before_s is not None and cpu_after_s is not None and answer["answers_in_all"]:
-            sample["server_cpu_us"] = 1e6 * (cpu_after_s - cpu_before_s) / answer["answers_in_all"]
-        return {**sample, **batch_figures(before, self._counters())}
+        sample["answered"] = answer["ok"] / answer["offered"] if isinstance(self.point, Open) else 1.0
+        if cpu_before_s is not None and cpu_after_s is not None and answer["answers"]:
+            sample["server_cpu_us"] = 1e6 * (cpu_after_s - cpu_before_s) / answer["answers"]
+        return {**sample, **batch_figures(counted_before, counted)}
 
     def _perf_analyzer(self, seconds: float) -> dict[str, Any]:
         assert self.binary is not None
@@ -115,21 +115,18 @@ class Load:
                 raise BenchError(str(error)) from None
 
     def _own(self, seconds: float, warmup_s: float) -> dict[str, Any]:
+        target, requests = self.subject.target, self.requests
         if isinstance(self.point, Open):
-            return open_loop(self.subject.target, self.requests, self.point.per_s, self.deadline_s, seconds, warmup_s)
-        answer = run_module(
-            "load",
-            self.subject.target,
-            *map(str, self.requests),
-            *("--clients", str(self.point.clients), "--seconds", str(seconds), "--warmup", str(warmup_s)),
-            *(("--stream",) if self.stream else ()),
-            timeout_s=seconds + warmup_s + _SPARE_S,
-        )
-        if answer["errors"]:
-            raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
-        if not answer["ok"]:
+            return open_loop(target, requests, self.point.per_s, self.deadline_s, seconds, warmup_s, look=self._looked)
+        clients = self.point.clients
+        answer = closed(target, requests, clients, seconds, warmup_s, stream=self.stream, look=self._looked)
+        if not answer["answers"]:
             raise NoAnswersError(f"no answer within {seconds:g} s")
         return answer
+
+    def _looked(self) -> tuple[Counters | None, float | None]:
+        """What the product has counted until now, and the processor time that the subject has used."""
+        return self._counters(), cpu_s(self.subject.pid)
 
     def _counters(self) -> Counters | None:
         if not isinstance(self.subject, ServerProcess):
@@ -158,25 +155,6 @@ class Module:
             return {"requests_per_s": answer[self.arguments[-1]]}
         found: Sample = answer["batching"][0]
         return found
-
-
-def open_loop(
-    target: str, requests: tuple[Path, ...], per_s: float, deadline_s: float, seconds: float, warmup_s: float
-) -> dict[str, Any]:
-    """What `bench.open_loop` finds. Requests that are late or refused for lack of room are part of that, even if all
-    are. Raises BenchError if there were other errors, or nothing was sent."""
-    found = run_module(
-        "open_loop",
-        target,
-        *map(str, requests),
-        *("--rate", str(per_s), "--deadline", str(deadline_s)),
-        *("--seconds", str(seconds), "--warmup", str(warmup_s)),
-        timeout_s=seconds + warmup_s + deadline_s + _SPARE_S,
-    )
-    expected = _IN_OVERLOAD | {_FULL} if found["ok"] else _IN_OVERLOAD
-    if not found["offered"] or found["errors"].keys() - expected:
-        raise BenchError(f"{found['offered']} sent, {found['ok']} answered, errors {found['errors']}")
-    return found
 
 
 @contextmanager

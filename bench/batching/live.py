@@ -16,9 +16,10 @@ import numpy as np
 from onnx import helper, numpy_helper
 
 from bench.batching.preparing import PreparingProcess
+from bench.load import open_loop
 from bench.scenario import Closed
 from bench.stats import Sample, Spread, ratio, spread
-from bench.steps import Load, open_loop
+from bench.steps import Load
 from paceline.clients.messages import infer_request
 from tests import models
 from tests.harness import ServerProcess

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -58,14 +59,17 @@ def measure(
     processes: int = 1,
     show: Callable[[Sequence[Counts], float], None] = lambda slices, slice_s: None,
 ) -> Measured[T]:
-    """Make the load until `extent` has what it needs. `look` is called at the beginning and end of whatever may become
-    the period; `show` gets the slices until now. Raises LoadError."""
+    """Make the load until `extent` has what it needs. `look` is called in a thread, before anything is sent, and at the
+    beginning and end of whatever may become the period; `show` gets the slices until now. Raises LoadError."""
     slice_ns = round(extent.slice_s * 1e9)
     with ExitStack() as stack:
         pipes = [stack.enter_context(_started(Share(load, slice_ns, part, processes))) for part in range(processes)]
         for pipe in pipes:
             _received(pipe)
-        looks = {0: look()}
+        # A server under load may be slow to tell what it has counted, and processes that nobody listens to stand still.
+        looking = stack.enter_context(ThreadPoolExecutor(1))
+        looks = {0: looking.submit(look)}
+        looks[0].result()
         begin_ns = time.monotonic_ns() + _BEGIN_AFTER_NS
         for pipe in pipes:
             pipe.send(begin_ns)
@@ -73,8 +77,8 @@ def measure(
         while (period := extent.period(sums.whole, is_over=sums.is_over)) is None:
             left_ns = begin_ns + next_mark * slice_ns - time.monotonic_ns()
             if left_ns <= 0:
-                if extent.marks(next_mark):
-                    looks[next_mark] = look()
+                if extent.marks(next_mark) and next_mark:
+                    looks[next_mark] = looking.submit(look)
                 next_mark += 1
                 continue
             for ready in wait(pipes, left_ns / 1e9):
@@ -86,9 +90,9 @@ def measure(
         end_ns = begin_ns + period.end * slice_ns
         seconds = (min(end_ns, sums.ended_ns or end_ns) - begin_ns) / 1e9 - period.first * extent.slice_s
         if period.end not in looks:
-            looks[period.end] = look()
-        before = max(mark for mark in looks if mark <= period.first)
-        return Measured(sums.whole, extent.slice_s, period, seconds, looks[before], looks[period.end])
+            looks[period.end] = looking.submit(look)
+        before = looks[max(mark for mark in looks if mark <= period.first)]
+        return Measured(sums.whole, extent.slice_s, period, seconds, before.result(), looks[period.end].result())
 
 
 class _Sums:

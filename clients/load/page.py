@@ -29,7 +29,7 @@ _PAGE: Final = """<!doctype html>
 <style>
 body {{ margin: 2rem auto; max-width: 50rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif;
   color: var(--ink); background: var(--page); }}
-pre {{ overflow-x: auto; padding: 1rem; border: 1px solid var(--rule); border-radius: 6px; font-size: 13px; }}
+pre {{ white-space: pre-wrap; padding: 1rem; border: 1px solid var(--rule); border-radius: 6px; font-size: 13px; }}
 {style}
 </style>
 <h1>{title}</h1>

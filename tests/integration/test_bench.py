@@ -45,7 +45,7 @@ def test_run_measures_product_and_floor_in_every_round() -> None:
     (result,) = run([parse("tiny", scenario(reference=references))], SHORT)
     assert [one.server for one in result.absent] == ["kserve"]
     assert not any(one.failed for one in result.absent.values())
-    assert result.generator == "bench.load"
+    assert result.generator == "paceline load"
     for (side, _), found in result.series.items():
         assert len(found["requests_per_s"]) == 2, side
         assert min(found["requests_per_s"]) > 0, side
@@ -56,7 +56,7 @@ def test_open_loop_run_reports_how_many_were_answered_in_time() -> None:
     late = {"title": "t", "rates": [100], "deadline_s": 1e-6, "subject": TINY, "reference": [{"measure": "p99_ms"}]}
     result, too_late = run([parse("some", some), parse("late", late)], replace(SHORT, rounds=1))
     ((_, found),) = result.series.items()
-    assert result.generator == "bench.open_loop"
+    assert result.generator == "paceline load"
     assert max(found["answered"]) <= 1
     ((_, found),) = too_late.series.items()
     assert not too_late.absent

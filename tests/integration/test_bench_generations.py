@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import generation_arrivals, generation_direct, generation_requests, generations, generations_inside, load
+from bench import generation_arrivals, generation_direct, generation_requests, generations, generations_inside
 from bench.generation_requests import Lengths, Wanted
 from paceline.protos import inference_pb2 as pb
 from tests import decoder_models
@@ -71,8 +71,10 @@ def test_requests_ask_for_lengths_within_bounds(tmp_path: Path) -> None:
     assert {token for one in asked for token in one.prompt} == set(range(DECODER.vocabulary))
     equal = generation_requests.full_batch(5, LENGTHS, DECODER.vocabulary)
     assert [(len(one.prompt), one.tokens) for one in equal] == [(11, 6)] * 5
-    path = load.write_messages(tmp_path / "asked", [generation_requests.message("m", one) for one in asked])
-    requests = [pb.ModelInferRequest.FromString(message) for message in load.read_messages(path)]
+    path = generation_requests.write_messages(
+        tmp_path / "asked", [generation_requests.message("m", one) for one in asked]
+    )
+    requests = [pb.ModelInferRequest.FromString(message) for message in generation_requests.read_messages(path)]
     assert [request.parameters["max_tokens"].int64_param for request in requests] == [one.tokens for one in asked]
     assert [list(request.inputs[0].shape) for request in requests] == [[len(one.prompt)] for one in asked]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import load, sequence_costs, sequence_models, sequences
+from bench import sequence_costs, sequence_models, sequences
 from paceline.protos import inference_pb2 as pb
 
 
@@ -37,9 +37,8 @@ def test_model_of_fixed_cost_sums_up_its_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [sequence_models.VAD, sequence_models.FIXED], ids=lambda model: model.name)
-def test_messages_are_a_whole_sequence_with_flags(tmp_path: Path, model: sequence_models.Recurrent) -> None:
-    path = load.write_messages(tmp_path / "steps", sequence_models.messages(model, 4, 3))
-    requests = [pb.ModelInferRequest.FromString(message) for message in load.read_messages(path)]
+def test_messages_are_a_whole_sequence_with_flags(model: sequence_models.Recurrent) -> None:
+    requests = [pb.ModelInferRequest.FromString(message) for message in sequence_models.messages(model, 4, 3)]
     flags = [
         tuple(request.parameters[name].bool_param for name in ("sequence_start", "sequence_end"))
         for request in requests

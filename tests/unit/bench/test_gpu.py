@@ -88,8 +88,3 @@ def test_load_generators_tell_when_they_were_the_limit() -> None:
     four = LoadGenerators(4, 32, 16, False)
     assert four.limit([3.9, 1.0, 3.8]) == "; the load was the limit, with 3.8 of 4 cores"
     assert four.limit([2.0, 3.9, 2.0]) == four.limit([]) == ""
-
-
-def test_load_that_ends_before_it_begins_is_not_reported_as_late(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"^bench\.load ended$"):
-        LoadGenerators(1, 1, 1, False).send("127.0.0.1:1", [tmp_path / "no request"], 0.1, 0.1)

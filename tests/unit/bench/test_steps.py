@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.load import METHOD
 from bench.scenario import Closed, Side
 from bench.steps import BenchError, Counters, Load, batch_figures
 from bench.subjects import cpu_s, main_thread_cpu_s
+from paceline.clients.load.sending import METHOD
 
 REPORT = "Inferences/Second,p50 latency,p90 latency,p99 latency\n100.0,1000,2000,3000\n"
 
