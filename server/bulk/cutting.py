@@ -35,15 +35,21 @@ class Walk:
     def rows(self, begin: int, end: int, file: str) -> Iterator[Chunk]:
         """The rows from `begin`, which isn't before the position, to `end`, in pieces."""
         while self.position < end:
-            piece, self._rest = self._rest or next(self._pieces, None), None
-            if piece is None:
+            if self.is_over():
                 raise BulkError(f"{file} has only {self.position} rows, but had {end} or more when it was listed")
+            piece, self._rest = self._rest, None
+            assert piece is not None
             first = _first(piece)
             self.position = first + piece.read_rows
             if self.position > end:
                 self._rest, self.position = _part(piece, end, self.position), end
             if self.position > begin:
                 yield _part(piece, max(first, begin), self.position)
+
+    def is_over(self) -> bool:
+        """Whether there are no more rows. Reads some if need be; at its end, the file is closed."""
+        self._rest = self._rest or next(self._pieces, None)
+        return self._rest is None
 
 
 class Pace:

@@ -60,7 +60,7 @@ def _batches(
     file: pq.ParquetFile, names: list[str], kept: pa.Schema, first_group: int, fixed: Fixed
 ) -> Iterator[pa.RecordBatch]:
     """The rows from a row group on. The file tells what the rest of a group has on average, but too little of values
-    that repeat. The number of rows that a read has is set before each of them."""
+    that repeat. How many rows a read has is set before each of them."""
     metadata = file.metadata
     groups = range(first_group, metadata.num_row_groups)
     pace, batches = Pace(fixed.chunk_bytes), None

@@ -59,16 +59,18 @@ def refuse_other_schema(file: str, expected: pa.Schema, found: pa.Schema) -> Non
 def _plain(kind: pa.DataType) -> pa.DataType:
     if isinstance(kind, pa.BaseExtensionType):
         return _plain(kind.storage_type)
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+    if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
     if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return pa.string()
     if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
         return pa.binary()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_list_view(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return pa.list_(_plain(kind.value_type))
     if pa.types.is_fixed_size_list(kind):
         return pa.list_(_plain(kind.value_type), kind.list_size)
+    if pa.types.is_map(kind):
+        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(field.name, _plain(field.type)) for field in kind])
     return kind
@@ -100,6 +102,8 @@ def _value_bytes(array: pa.Array) -> npt.NDArray[np.int64] | int:
         return each * size if isinstance(each, int) else np.asarray(each.reshape(len(array), size).sum(axis=1))
     if pa.types.is_struct(kind):
         return sum((_value_bytes(child) for child in array.flatten()), 0)
+    if pa.types.is_nested(kind) or pa.types.is_run_end_encoded(kind):
+        raise pa.ArrowInvalid(f"columns of type {kind} aren't supported")  # pyarrow doesn't make others of them rightly
     return 0 if pa.types.is_null(kind) else -(-int(kind.bit_width) // 8)
 
 

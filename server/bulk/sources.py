@@ -142,7 +142,7 @@ class FileSource:
                 pieces = self._format.pieces(place, self.schema, columns, unit, fixed)
                 walk = Walk(pieces)
             yield from cut(walk.rows(unit.begin, unit.end, place.shown), fixed)
-            if self._format.start(unit) is not None:
+            if self._format.start(unit) is not None and not walk.is_over():
                 self._keep(key, walk)
 
     def place(self, file: InputFile, number: int) -> tuple[str, int]:

@@ -105,8 +105,9 @@ def parse_rows(parser: RowParser, rows: Sequence[bytes], number: int, faults: Ma
     whole = [place for place in range(len(rows)) if place not in faults]
     bad = {place: reason for place, reason in faults.items() if place < len(rows)}
     batches = list[pa.RecordBatch]()
-
-    def parse(places: Sequence[int]) -> None:
+    waiting = [whole] if whole else []
+    while waiting:  # no recursion: a function within that calls itself would keep all rows until garbage is collected
+        places = waiting.pop()
         try:
             batches.append(parser.parse([rows[place] for place in places]))
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
@@ -114,11 +115,7 @@ def parse_rows(parser: RowParser, rows: Sequence[bytes], number: int, faults: Ma
                 bad[places[0]] = parser.reason(rows[places[0]], error)
             else:
                 middle = len(places) // 2
-                parse(places[:middle])
-                parse(places[middle:])
-
-    if whole:
-        parse(whole)
+                waiting += (places[middle:], places[:middle])
     numbers = np.array([number + place for place in whole if place not in bad], np.int64)
     reasons = tuple(BadRow(number + place, bad[place]) for place in sorted(bad))
     return Chunk(one_batch(batches, parser.schema), numbers, reasons)

@@ -113,6 +113,15 @@ def test_damaged_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
         _ = source.schema
 
 
+def test_page_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(TABLE, path, write_page_checksum=True, compression="none", use_dictionary=False)
+    path.write_bytes(path.read_bytes().replace(b"row 50", b"row 51"))
+    source = find_source([str(path)])
+    with pytest.raises(BulkError, match=r"a\.parquet can't be read: .*CRC"):
+        reading.rows(source, reading.fixed())
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,20 @@ from threading import Thread
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.server.bulk.sources import find_source
+from paceline.server.bulk.array_files import ArrayFormat
+from paceline.server.bulk.arrow_files import ArrowFormat
+from paceline.server.bulk.csv_files import Csv
+from paceline.server.bulk.json_files import JsonLines
+from paceline.server.bulk.listing import Location
+from paceline.server.bulk.parquet_files import ParquetFormat
+from paceline.server.bulk.sources import FileSource, Format, find_source
+from paceline.server.bulk.text_files import TextFormat
 from paceline.server.bulk.values import BulkError, Fixed
 from tests.unit.server.bulk import reading
 
@@ -56,6 +65,14 @@ WRITERS: dict[str, Callable[[Path, pa.Table], None]] = {
     "a.jsonl.gz": _json_lines,
     "a.npz": _npz,
 }
+FORMATS: dict[str, Callable[[], Format]] = {
+    "a.parquet": ParquetFormat,
+    "a.arrow": ArrowFormat,
+    "a.csv": lambda: TextFormat(lambda name: Csv(",")),
+    "a.jsonl": lambda: TextFormat(lambda name: JsonLines()),
+    "a.jsonl.gz": lambda: TextFormat(lambda name: JsonLines()),
+    "a.npz": ArrayFormat,
+}
 SCHEMA = pa.schema({"n": pa.int64(), "s": pa.string()})
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12).map(lambda text: text + "x")
 ROWS = st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), TEXTS), min_size=1, max_size=25)
@@ -79,6 +96,32 @@ def test_every_format_gives_rows_once(
     _parquet(other, table)
     expected = reading.chunks(find_source([str(other)]), limits)
     assert [chunk.numbers.tolist() for chunk in found] == [chunk.numbers.tolist() for chunk in expected]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_files_elsewhere_give_the_same(tmp_path: Path, name: str) -> None:
+    table = pa.table({"n": range(100), "s": ["some text"] * 100}, SCHEMA)
+    WRITERS[name](tmp_path / name, table)
+    system = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())  # which isn't taken for one of this machine
+    info = system.get_file_info(name)
+    place = Location(f"far://{name}", system, name, info.size, info.mtime_ns, is_folder=False)
+    source = FileSource(FORMATS[name](), [place])
+    assert reading.rows(source, reading.fixed(unit_rows=30)) == table.to_pylist()
+    assert source.files[0].path == f"far://{name}"
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_has_been_read_is_given_back(tmp_path: Path, name: str) -> None:
+    table = pa.table({"n": range(9000), "s": ["text"] * 8999 + ["x" * 999]}, SCHEMA)
+    WRITERS[name](tmp_path / name, table)
+    source, limits = find_source([str(tmp_path)]), reading.fixed(9000, 1000, 60_000)
+    before = pa.total_allocated_bytes()
+    gc.disable()  # a cycle of references would keep it until garbage is collected
+    try:
+        assert sum(chunk.read_rows for chunk in reading.chunks(source, limits)) == 9000
+        assert pa.total_allocated_bytes() - before < 10_000
+    finally:
+        gc.enable()
 
 
 def test_several_units_at_once_are_right(tmp_path: Path) -> None:
