@@ -166,7 +166,9 @@ def _parts(tally: Tally, figures: Figures) -> list[str]:
         parts.append(f"{amount(figures.rows_per_s)} rows/s")
     if figures.left_s is not None:
         parts.append(f"{about}{duration(figures.left_s)} left")
-    if figures.rows_per_batch is not None:
+    if (
+        figures.rows_per_batch is not None and figures.rows_per_batch > 1
+    ):  # calls of a row, such as generations, aren't batches
         parts.append(f"{amount(figures.rows_per_batch)} rows/batch")
     if tally.filled_elements and figures.padding is not None:
         parts.append(f"{100 * figures.padding:.1f} % padding")

@@ -49,7 +49,7 @@ class Summary:
         lines = [f"{self.outcome}: {self.why or self._all_done()}"]
         if tally.rows_read:
             this_time = [f"this time: {several(tally.rows_read, 'row')} in {duration(self.elapsed_s)}", self._rate()]
-            if tally.rows_per_batch is not None:
+            if tally.rows_per_batch is not None and tally.rows_per_batch > 1:
                 this_time.append(f"{amount(tally.rows_per_batch)} rows/batch")
             if tally.filled_elements and tally.padding is not None:
                 this_time.append(f"{100 * tally.padding:.1f} % padding")

@@ -76,6 +76,14 @@ async def test_before_the_plan_only_what_is_done_is_told() -> None:
     assert out.getvalue().splitlines()[0] == "trying batch sizes"
 
 
+async def test_calls_of_one_row_are_no_batches() -> None:
+    out = io.StringIO()
+    tally = Tally(doing="running", rows=9, planned_share=1, rows_read=3, rows_executed=3, executions=3)
+    async with Progress(tally, ProgressKind.LINES, out, ManualClock().now_ns):
+        pass
+    assert out.getvalue().splitlines()[0] == "running: 3 of 9 rows (33 %)"
+
+
 async def test_bar_of_unknown_length_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
