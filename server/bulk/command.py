@@ -52,18 +52,15 @@ def _names(context: click.Context, parameter: click.Parameter, texts: tuple[str,
     return tuple(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
 
 
-class _AutoOr(click.IntRange):
-    """A number, or "auto", which is 0."""
+class _AutoOr(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks alone
+    """A number from 1 on, or "auto", which is 0."""
 
     name = "auto or number"
-
-    def __init__(self) -> None:
-        super().__init__(1, _MOST)
 
     def convert(self, value: Value, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if value in ("auto", 0):
             return 0
-        number: int = super().convert(value, param, ctx)
+        number: int = click.IntRange(1, _MOST).convert(value, param, ctx)
         return number
 
 
