@@ -45,7 +45,11 @@ def run_in_foreground(
     told, status = _shown(progress, lambda tally: _told(settings, tally, backend_of))
     click.echo(told.text(), err=status != 0)
     if summary is not None:
-        summary.write_text(told.as_json(), encoding="utf-8")
+        try:
+            summary.write_text(told.as_json(), encoding="utf-8")
+        except OSError as error:
+            click.echo(f"--summary {summary} can't be written: {error.strerror}", err=True)
+            return status or 1
     return status
 
 

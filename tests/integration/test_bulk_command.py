@@ -80,6 +80,14 @@ def test_flags_that_cant_be_used_are_refused(model: Path, tmp_path: Path, more: 
     assert not (tmp_path / "out").exists()
 
 
+def test_summary_that_cant_be_written_is_told(model: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in" / "a.parquet", [1.0])
+    done = run_command(*given(model, tmp_path / "out", "--summary", str(tmp_path / "no" / "s.json")))
+    assert done.returncode == 1
+    assert done.stdout.startswith("finished: 1 row in 1 part")
+    assert done.stderr.splitlines()[-1].endswith("s.json can't be written: No such file or directory")
+
+
 def test_a_job_that_fails_says_why_in_its_status(model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     failed = run_command(*given(model, tmp_path / "out"))
