@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.scheduler.iterations import Iterations, StepCosts
+from paceline.scheduler.iterations import Iterations
+from paceline.scheduler.step_costs import StepCosts
 
 
 @dataclass

@@ -27,7 +27,7 @@ EXCEPTIONS = {
     "protos.inference_pb2_grpc": {"grpc"},
     "protos.generate": {"grpc_tools"},
     "backends.onnx.backend": {"onnxruntime"},
-    "backends.onnx.generations": {"scheduler.iterations"},
+    "backends.onnx.generations": {"scheduler.iterations", "scheduler.step_costs"},
     "backends.onnx.instance": {"onnxruntime"},
     "backends.onnx.providers": {"onnxruntime"},
     "backends.onnx.sessions": {"onnxruntime"},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.iterations import Iterations, StepCosts
+from paceline.scheduler.iterations import Iterations
+from paceline.scheduler.step_costs import StepCosts
 
 
 def running(rows: int, *, held: int = 40, most_tokens: int = 10_000, costs: StepCosts | None = None) -> Iterations:
