@@ -125,7 +125,14 @@ _OPTIONS = (
         help="Do only the K-th of N shards of the job, from 0; by default Kubernetes' JOB_COMPLETION_INDEX."),
     click.option("--server", default="", callback=_target, metavar="HOST[:PORT]",
         help="Let this server compute; MODEL is then the name of its model."),
-    click.option("--ray", default="", metavar="ADDRESS", help="Do the job on this Ray cluster."),
+    click.option("--ray", default="", metavar="ADDRESS",
+        help="Do the job on this Ray cluster, in actors with an engine each; auto: the one that this machine is in."),
+    click.option("--ray-actors", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
+        help="How many actors."),
+    click.option("--ray-actor-cpus", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
+        help="CPUs of an actor."),
+    click.option("--ray-actor-gpus", default=0.0, show_default=True, type=click.FloatRange(0, 1024), metavar="N",
+        help="GPUs of an actor, or a share of one."),
     click.option("--on-bad-row", default="record", show_default=True, type=click.Choice(["record", "fail"]),
         help="Record a row at fault and go on, or fail."),
     click.option("--max-bad", default="1%", show_default=True, callback=_read(parse_max_bad), metavar="SHARE|ROWS",
@@ -165,6 +172,8 @@ def bulk(on_bad_row: str, dry_run: bool, progress: str, summary: Path | None, **
     """
     if missing := [package for package in ("pyarrow", "rich") if find_spec(package) is None]:
         raise click.ClickException(f"bulk needs {' and '.join(missing)}: {how_to_install('bulk')}")
+    if given["ray"] and find_spec("ray") is None:
+        raise click.ClickException(f"--ray needs ray: {how_to_install('ray')}")
     settings = BulkSettings(fails_on_bad=on_bad_row == "fail", format=given.pop("format") or "", **given)
     # Heavy: `paceline bulk --help` does without.
     from paceline.server.bulk.foreground import dry_run_in_foreground, run_in_foreground

@@ -20,7 +20,6 @@ from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.dry_run import DryRun, counted
 from paceline.server.bulk.folder import JobFolder
-from paceline.server.bulk.judge import Judge
 from paceline.server.bulk.models import EngineModel, engine_model
 from paceline.server.bulk.plan import units_of
 from paceline.server.bulk.probe import MOST_ROWS, Choice, Sample, choose, measure
@@ -28,7 +27,7 @@ from paceline.server.bulk.server_model import server_model
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.sizing import Probed, fixed_sizes, units_at_once
 from paceline.server.bulk.unit_work import Blocking, UnitWork
-from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computes, Fixed, Places, Source
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computes, Fixed, Places, Source, Unit
 from paceline.server.bulk.writers import check_schema
 from paceline.server.models.defaults import Offline
 
@@ -52,10 +51,12 @@ class _Tried(NamedTuple):
 
 
 class Computing:
-    """A job's model in this process."""
+    """A job's model in this process, which may use so many `cpus`; 0: all."""
 
-    def __init__(self, settings: BulkSettings, backend_of: Callable[[str], Backend] | None = None) -> None:
-        self._settings, self._backend_of = settings, backend_of
+    def __init__(
+        self, settings: BulkSettings, backend_of: Callable[[str], Backend] | None = None, *, cpus: int = 0
+    ) -> None:
+        self._settings, self._backend_of, self._cpus = settings, backend_of, cpus
 
     async def choose(self, source: Source) -> Fixed:
         """Raises BulkError for what would be wrong with any row, too: nothing is begun then."""
@@ -116,7 +117,9 @@ class Computing:
                 (measured,) = await measure(model, sample_of(model), [most], rates=rates)
                 choice = Choice(Offline(), measured)
         else:
-            choice = await choose(self._engine, sample_of, batch_rows=batch_rows, instances=instances, rates=rates)
+            choice = await choose(
+                self._engine, sample_of, batch_rows=batch_rows, instances=instances, cpus=self._cpus, rates=rates
+            )
         description, output_schema, chunk, bad = shown[0]
         row_bytes = chunk.table.nbytes / max(1, chunk.table.num_rows)
         return _Tried(choice, description, output_schema, chunk.read_rows, bad, row_bytes)
@@ -134,8 +137,13 @@ class Computing:
         settings = self._settings
         return fixed_sizes(probed, settings.memory_bytes, settings.unit_rows, by_length=settings.sort_by_length)
 
+    async def close(self) -> None:
+        """Nothing is open between calls."""
+
     @asynccontextmanager
-    async def units(self, source: Source, folder: JobFolder, fixed: Fixed, judge: Judge) -> AsyncIterator[UnitWork]:
+    async def units(
+        self, source: Source, folder: JobFolder, fixed: Fixed, judge: Callable[[Unit, Sequence[BadRow]], None]
+    ) -> AsyncIterator[UnitWork]:
         """Does units of the job, as long as this is open. Raises BulkError."""
         settings = self._settings
         async with self._model(Offline(fixed.instances, fixed.intra_op_threads), fixed.batch_rows) as model:

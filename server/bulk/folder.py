@@ -211,6 +211,13 @@ class JobFolder:
         self.done[unit.number] = mark
         return mark
 
+    def sign(self) -> str:
+        """A new file, for those who work for this shard elsewhere. Who doesn't see it doesn't see this folder, or works
+        for a process that has lost the shard to another, as whoever opens it removes the file."""
+        path = self._temporary("sign")
+        with explained(self.path), open(path, "xb"):
+            return path
+
     def finish(self, units: int) -> Totals | None:
         """If all units of all shards are finished, of which there are `units`, says so in the folder, for good. Of
         shards that end at the same moment at least one finds that, or all: they write the same."""

@@ -10,24 +10,32 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from paceline.backends.base import Backend
 from paceline.server.bulk.computing import Computing
+from paceline.server.bulk.differences import Plain
 from paceline.server.bulk.dry_run import DryRun
 from paceline.server.bulk.fingerprint import fingerprint
 from paceline.server.bulk.folder import JobFolder, Start, Totals
 from paceline.server.bulk.judge import Judge
-from paceline.server.bulk.plan import Shard, units_of
+from paceline.server.bulk.plan import ALONE, Shard, units_of
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.sources import find_source
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.unit_work import Blocking, UnitWork
 from paceline.server.bulk.values import BulkError, Fixed, Source, Unit
 
+if TYPE_CHECKING:
+    from paceline.server.bulk.on_ray import OnRay, RayUnits
+
 __all__ = ["Job"]
+
+_SEEN_S = 90.0
+"""What others have written is seen after so long: NFS looks into a folder again after a minute at the latest."""
 
 
 class Job:
@@ -47,10 +55,11 @@ class Job:
         settings, tally, blocking = self._settings, self._tally, self._blocking
         tally.doing = "listing files"
         source = await blocking(find_source, settings.inputs, settings.format or None, str(settings.out))
-        computing = Computing(settings, self._backend_of)
+        facts = await blocking(fingerprint, settings)
         folder = JobFolder(str(settings.out), settings.output_format, Shard(*settings.shard))
+        computing = self._computing(facts)
         try:
-            fixed = await self._opened(folder, source, computing)
+            fixed = await self._opened(folder, source, facts, computing)
             if folder.finished is not None:
                 tally.units = tally.units_before = folder.finished.units
                 tally.rows = tally.rows_before = folder.finished.rows + folder.finished.bad
@@ -61,6 +70,7 @@ class Job:
                 tally.doing, self.computing_since = "computing", monotonic()
                 return await self._all_units(source, folder, fixed, work)
         finally:
+            await computing.close()
             folder.close()
 
     async def dry_run(self) -> DryRun:
@@ -75,10 +85,18 @@ class Job:
         self._tally.doing = "trying batch sizes"
         return await Computing(settings, self._backend_of).dry_run(source, begun)
 
-    async def _opened(self, folder: JobFolder, source: Source, computing: Computing) -> Fixed:
+    def _computing(self, facts: Mapping[str, Plain]) -> Computing | OnRay:
+        if not self._settings.ray:
+            return Computing(self._settings, self._backend_of)
+        from paceline.server.bulk.on_ray import OnRay  # an extra
+
+        return OnRay(self._settings, facts, self._tally)
+
+    async def _opened(
+        self, folder: JobFolder, source: Source, facts: Mapping[str, Plain], computing: Computing | OnRay
+    ) -> Fixed:
         """What was fixed for the job, at its first start by what a probe of its first rows shows."""
         settings = self._settings
-        facts = await self._blocking(fingerprint, settings)
         start = Start.RETRY_BAD if settings.retries_bad else Start.RESUME
         start = start if settings.resumes else Start.ANEW
         open_with = partial(folder.open, facts, source.files, start=start)
@@ -89,7 +107,9 @@ class Job:
             fixed = await computing.choose(source)
             return await self._blocking(open_with, lambda: fixed)
 
-    async def _all_units(self, source: Source, folder: JobFolder, fixed: Fixed, work: UnitWork) -> Totals | None:
+    async def _all_units(
+        self, source: Source, folder: JobFolder, fixed: Fixed, work: UnitWork | RayUnits
+    ) -> Totals | None:
         plan = _Plan(source, folder, fixed, self._tally, self._blocking)
 
         async def worker() -> None:
@@ -105,7 +125,12 @@ class Job:
                     group.create_task(worker())
         except* BulkError as errors:
             raise BulkError(str(errors.exceptions[0])) from errors.exceptions[0]
-        return await self._blocking(folder.finish, plan.units)
+        until_s = monotonic() + _SEEN_S
+        while (totals := await self._blocking(folder.finish, plan.units)) is None and folder.shard == ALONE:
+            if monotonic() >= until_s:
+                raise BulkError(f"parts that were finished aren't in {folder.path} any more: start it again to do them")
+            await asyncio.sleep(1.0)
+        return totals
 
 
 class _Plan:

@@ -81,17 +81,20 @@ async def choose(
     *,
     batch_rows: int = 0,
     instances: int = 0,
+    cpus: int = 0,
     rates: bool = True,
     clock: Clock = monotonic_ns,
     left_bytes: Callable[[], float] = memory_left,
 ) -> Choice:
     """Try the model as `open_model` opens it, one layout after the other. `batch_rows` and `instances`: as asked for;
-    0: to be found out, as far as there is memory for more instances. Without `rates`, if how fast it is changes
-    nothing, a few calls are made and no more. Raises BulkError if all rows of the sample are at fault, or the model
-    can't be opened."""
+    0: to be found out, as far as there is memory for more instances, on so many `cpus`; 0: all. Without `rates`, if how
+    fast it is changes nothing, a few calls are made and no more. Raises BulkError if all rows of the sample are at
+    fault, or the model can't be opened."""
     choices: list[Choice] = []
     instance_bytes = 0
-    for offline in layouts(instances, usable_cpus().count):
+    usable = usable_cpus().count
+    cpus = min(cpus or usable, usable)
+    for offline in layouts(instances, cpus, whole_threads=cpus if cpus < usable else 0):
         if choices and offline.instances * instance_bytes >= _MOST_MEMORY * left_bytes():
             continue
         began_bytes = resident_bytes()
@@ -115,14 +118,15 @@ async def choose(
     return next(choice for choice in choices if choice.measured.rows_per_s >= _NEARLY * most)
 
 
-def layouts(instances: int, cpus: int) -> list[Offline]:
+def layouts(instances: int, cpus: int, whole_threads: int = 0) -> list[Offline]:
     """What may be best on so many CPUs, the simplest first: the model as it is configured, which is one instance with
-    all of them if that says nothing; or several with a few threads each. `instances`: if they are given."""
+    all of them if that says nothing; or several with a few threads each. `instances`: if they are given.
+    `whole_threads`: those of an instance that has all of them; 0: ONNX Runtime decides."""
     if instances:
-        return [Offline(instances, max(1, cpus // instances) if instances > 1 else 0)]
+        return [Offline(instances, max(1, cpus // instances) if instances > 1 else whole_threads)]
     # Of CPUs that are two halves of a core, only one may be of use.
     shares = {(cpus // threads, threads) for threads in (1, 2, 4) if cpus // threads > 1} | {(max(1, cpus // 2), 1)}
-    return [Offline(), *(Offline(*share) for share in sorted(shares, reverse=True) if share[0] > 1)]
+    return [Offline(0, whole_threads), *(Offline(*share) for share in sorted(shares, reverse=True) if share[0] > 1)]
 
 
 def best(tried: Sequence[Measured]) -> Measured:

@@ -71,6 +71,9 @@ class BulkSettings:
     server: str = ""
     access: ConnectionOptions = field(default_factory=ConnectionOptions)
     ray: str = ""
+    ray_actors: int = 0
+    ray_actor_cpus: int = 0
+    ray_actor_gpus: float = 0.0
     fails_on_bad: bool = False
     max_bad: MaxBad = MaxBad()
     retries_bad: bool = False

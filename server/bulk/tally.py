@@ -28,13 +28,19 @@ class Reasons:
         self._found: dict[str, tuple[str, int]] = {}
         self._others = 0
 
-    def add(self, reason: str) -> None:
+    def add(self, reason: str, rows: int = 1) -> None:
         key = _NUMBER.sub("0", reason)
         first, count = self._found.get(key, (reason, 0))
         if count or len(self._found) < _MOST_REASONS:
-            self._found[key] = (first, count + 1)
+            self._found[key] = (first, count + rows)
         else:
-            self._others += 1
+            self._others += rows
+
+    def update(self, other: Reasons) -> None:
+        """Add all of them."""
+        for reason, rows in other._found.values():
+            self.add(reason, rows)
+        self._others += other._others
 
     def commonest(self, most: int) -> list[tuple[str, int]]:
         """At most so many, with their numbers of rows, and what is left as one more of them: "other reasons"."""
@@ -76,6 +82,16 @@ class Tally:
     elements: int = 0
     """Of inputs, as executed; and `filled_elements`: those of them that filled rows up to a common size."""
     filled_elements: int = 0
+
+    def add(self, other: Tally) -> None:
+        """What somebody else has read and computed of the job."""
+        self.rows_read += other.rows_read
+        self.rows_bad += other.rows_bad
+        self.reasons.update(other.reasons)
+        self.executions += other.executions
+        self.rows_executed += other.rows_executed
+        self.elements += other.elements
+        self.filled_elements += other.filled_elements
 
     def add_bad(self, rows: Iterable[BadRow]) -> None:
         for row in rows:

@@ -18,7 +18,6 @@ from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.folder import JobFolder, Mark, Part
-from paceline.server.bulk.judge import Judge
 from paceline.server.bulk.results import Table
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BadRow, Chunk, Computes, Fixed, Source, Unit
@@ -57,7 +56,7 @@ class UnitWork:
         fixed: Fixed,
         *,
         by_length: bool,
-        judge: Judge,
+        judge: Callable[[Unit, Sequence[BadRow]], None],
         at_once: int,
     ) -> None:
         self._source, self._columns, self._folder, self._fixed = source, columns, folder, fixed

@@ -377,3 +377,12 @@ def test_full_device_is_told_as_such() -> None:
         open("/dev/full", "wb", buffering=0) as file,
     ):
         file.write(b"a")
+
+
+def test_sign_is_there_until_next_start(tmp_path: Path) -> None:
+    with opened(tmp_path, shard=Shard(0, 2)) as folder:
+        sign = Path(folder.sign())
+    with opened(tmp_path, shard=Shard(1, 2)):
+        assert sign.exists()
+    with opened(tmp_path, shard=Shard(0, 2)):
+        assert not sign.exists()

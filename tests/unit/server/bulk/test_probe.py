@@ -109,3 +109,9 @@ def test_sizes_to_try_are_those_the_model_knows(most: int, sizes: Sequence[int],
 )
 def test_layouts_share_the_cpus(instances: int, cpus: int, expected: list[tuple[int, int]]) -> None:
     assert layouts(instances, cpus) == [Offline(*one) for one in expected]
+
+
+def test_process_with_some_cpus_has_no_more_threads() -> None:
+    assert layouts(0, 4, whole_threads=4) == [Offline(0, 4), *layouts(0, 4)[1:]]
+    assert layouts(1, 4, whole_threads=4) == [Offline(1, 4)]
+    assert layouts(2, 4, whole_threads=4) == [Offline(2, 2)]

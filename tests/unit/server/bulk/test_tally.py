@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.server.bulk.tally import Figures, Pace, Reasons, Tally
+from paceline.server.bulk.values import BadRow
 
 SECOND_NS = 1_000_000_000
 
@@ -110,6 +111,15 @@ def test_rarer_reasons_are_counted_together() -> None:
         for _ in range(times):
             reasons.add(reason)
     assert reasons.commonest(2) == [("a", 3), ("b", 2), ("other reasons", 2)]
+
+
+def test_counts_of_others_are_added_with_reasons() -> None:
+    whole, part = Tally(rows_read=10, executions=1, rows_executed=8), Tally(rows_read=5, executions=2, rows_executed=4)
+    whole.add_bad([BadRow(0, "odd")])
+    part.add_bad([BadRow(3, "odd"), BadRow(4, "even")])
+    whole.add(part)
+    assert (whole.rows_read, whole.executions, whole.rows_executed, whole.rows_bad) == (15, 3, 12, 3)
+    assert whole.reasons.commonest(5) == [("odd", 2), ("even", 1)]
 
 
 def test_reasons_that_never_repeat_take_bounded_memory() -> None:
