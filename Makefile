@@ -37,7 +37,7 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-arrivals bench-bulk bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills clean
+.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-arrivals bench-bulk bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills bulk-ray clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -156,6 +156,9 @@ proofs: $(READY) ## run the tests that have a longer form than in the suite, in 
 
 bulk-kills: $(READY) ## kill a bulk job a hundred times, anywhere in its work, and see that it ends with the same bytes
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/fault/test_bulk_kills.py $(ARGS)
+
+bulk-ray: $(READY) ## do a bulk job on a Ray cluster of three nodes in this machine, of which two are lost one after the other
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/fault/test_bulk_ray.py $(ARGS)
 
 fuzz: $(READY) ## search for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
 	test -d .witness/atheris || $(BIN)/python -m pip install --quiet --no-deps --target .witness/atheris $(ATHERIS) \

@@ -13,9 +13,9 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
@@ -30,14 +30,33 @@ from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.unit_work import Blocking
 from paceline.server.bulk.values import BulkError, Fixed, Source, Unit
 
-__all__ = ["OnRay", "RayUnits", "Room", "room"]
+__all__ = ["Handle", "OnRay", "RayUnits", "Room", "room"]
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+P = ParamSpec("P")
 
 _AGAIN_S = 1.0
 _MOST_ENDS = 5
 """So often may an actor end while it does the same unit, before that is taken for the reason."""
 _CONNECT_S = 10.0
+
+
+class _Method(Protocol[P, T_co]):
+    def remote(self, *args: P.args, **named: P.kwargs) -> Awaitable[T_co]: ...
+
+
+class Handle(Protocol):
+    """Ray's, of an `Actor`."""
+
+    @property
+    def ready(self) -> _Method[[], None]: ...
+
+    @property
+    def choose(self) -> _Method[[], Fixed]: ...
+
+    @property
+    def do(self) -> _Method[[Fixed, str, Unit], Done]: ...
 
 
 class OnRay:
@@ -46,9 +65,9 @@ class OnRay:
     def __init__(self, settings: BulkSettings, facts: Mapping[str, Plain], tally: Tally) -> None:
         self._settings, self._facts, self._tally = settings, facts, tally
         self._blocking = Blocking(1)
-        self._actors: list[Any] = []
+        self._actors: list[Handle] = []
         self._room: Room | None = None
-        self._new: Any = None
+        self._new: Callable[[], Handle]
 
     async def choose(self, source: Source) -> Fixed:
         """By the first actor, as its node is what will compute. Raises BulkError."""
@@ -57,7 +76,7 @@ class OnRay:
         actor = self._actors[0]
         await _ready(actor, _AGAIN_S)
         try:
-            return await _answer(cast("Awaitable[Fixed]", actor.choose.remote()))
+            return await _answer(actor.choose.remote())
         except RayActorError as error:
             raise BulkError(f"the actor that was to find the best batch size has ended: {error}") from error
 
@@ -82,7 +101,7 @@ class OnRay:
         """Ends the actors at once, whatever they do."""
         if self._room is not None:
             for actor in self._actors:
-                ray.kill(actor)
+                ray.kill(actor)  # type: ignore[arg-type]
             await self._blocking(ray.shutdown)
 
     async def _connect(self, source: Source) -> int:
@@ -98,7 +117,8 @@ class OnRay:
             self._room = found = room(_nodes(), settings.ray_actors, settings.ray_actor_cpus, settings.ray_actor_gpus)
             errand = ray.put(Errand(settings, os.getcwd(), self._facts, source.files, found.cpus))
             options = {"num_cpus": found.cpus, "num_gpus": found.gpus, "max_restarts": -1}
-            self._new = lambda: ray.remote(Actor).options(**options, scheduling_strategy="SPREAD").remote(errand)
+            actor = ray.remote(Actor).options(**options, scheduling_strategy="SPREAD")
+            self._new = lambda: cast("Handle", actor.remote(errand))
         return self._room.actors
 
     def _more(self, actors: int) -> None:
@@ -110,12 +130,11 @@ class RayUnits:
     `again_s` whether it is there."""
 
     def __init__(
-        self, actors: Sequence[Any], each: int, fixed: Fixed, sign: str, judge: Judge, *, again_s: float = _AGAIN_S
+        self, actors: Sequence[Handle], each: int, fixed: Fixed, sign: str, judge: Judge, *, again_s: float = _AGAIN_S
     ) -> None:
         self.at_once = each * len(actors)
         self._fixed, self._sign, self._judge, self._again_s = fixed, sign, judge, again_s
-        self._places: asyncio.Queue[Any] = asyncio.Queue()
-        self._failed: BaseException | None = None
+        self._places: asyncio.Queue[Handle | BaseException] = asyncio.Queue()
         self._waiting: set[asyncio.Task[None]] = set()
         for actor in actors:
             self._when_ready(actor, each)
@@ -133,7 +152,7 @@ class RayUnits:
         for _ in range(_MOST_ENDS):
             actor = await self._place()
             try:
-                done = await _answer(cast("Awaitable[Done]", actor.do.remote(self._fixed, self._sign, unit)))
+                done = await _answer(actor.do.remote(self._fixed, self._sign, unit))
             except (RayActorError, ObjectLostError):  # its process or node has ended
                 self._when_ready(actor, 1)
                 continue
@@ -146,15 +165,15 @@ class RayUnits:
             f"{unit.begin} to {unit.end - 1}: is there memory for it, and can its rows end the model's process?"
         )
 
-    async def _place(self) -> Any:
+    async def _place(self) -> Handle:
         """An actor that can take a unit. Raises what has ended one for good."""
         actor = await self._places.get()
-        if self._failed is not None:
-            self._places.put_nowait(None)  # for the next
-            raise self._failed
+        if isinstance(actor, BaseException):
+            self._places.put_nowait(actor)  # for the next
+            raise actor
         return actor
 
-    def _when_ready(self, actor: Any, places: int) -> None:
+    def _when_ready(self, actor: Handle, places: int) -> None:
         """So many places are there once the actor is."""
 
         async def wait() -> None:
@@ -165,8 +184,7 @@ class RayUnits:
         def on_done(task: asyncio.Task[None]) -> None:
             self._waiting.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                self._failed = error
-                self._places.put_nowait(None)
+                self._places.put_nowait(error)
 
         task = asyncio.create_task(wait())
         self._waiting.add(task)
@@ -197,7 +215,7 @@ def room(nodes: Sequence[Mapping[str, float]], actors: int, cpus: int, gpus: flo
     return Room(actors or int(sum(fit)), cpus, gpus)
 
 
-async def _ready(actor: Any, again_s: float) -> None:
+async def _ready(actor: Handle, again_s: float) -> None:
     """Returns when it is there."""
     while True:
         try:
@@ -240,5 +258,5 @@ def _init(address: str) -> None:
 
 
 def _nodes() -> Sequence[Mapping[str, float]]:
-    untyped: Any = ray
-    return [node["Resources"] for node in untyped.nodes() if node["Alive"]]
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["Resources"] for node in nodes if node["Alive"]]

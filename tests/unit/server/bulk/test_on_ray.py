@@ -12,11 +12,12 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from paceline.server.bulk.folder import Mark
 from paceline.server.bulk.judge import Judge
-from paceline.server.bulk.on_ray import RayUnits, Room, room
+from paceline.server.bulk.on_ray import OnRay, RayUnits, Room, room
 from paceline.server.bulk.ray_actor import Done
 from paceline.server.bulk.settings import BulkSettings, MaxBad
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BadRow, BulkError, Fixed, InputFile, Unit
+from tests.ports import free_port
 
 FILE = InputFile(0, "in.parquet", 1, 1)
 UNITS = [Unit(number, FILE, 10 * number, 10 * number + 10) for number in range(6)]
@@ -139,3 +140,11 @@ def test_actors_fill_the_nodes(
 def test_actors_that_fit_nowhere_are_refused(asked: tuple[int, int, float]) -> None:
     with pytest.raises(BulkError, match=r"no node of the Ray cluster has \d+ CPUs and [01] GPUs: say less by"):
         room([{"CPU": 8.0}], *asked)
+
+
+async def test_unreachable_address_is_told_at_once() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    on_ray = OnRay(BulkSettings("m", ("in",), Path("out"), ray=address), {}, Tally())
+    with pytest.raises(BulkError, match=f"--ray {address}: nobody answers there"):
+        await on_ray.choose(Input())
+    await on_ray.close()
