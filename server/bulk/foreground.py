@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from time import monotonic, monotonic_ns
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import click
 
@@ -60,8 +60,9 @@ def dry_run_in_foreground(settings: BulkSettings, progress: str, backend_of: Cal
     return status
 
 
-def _shown(progress: str, work: Callable[[Tally], Coroutine[Any, Any, T]]) -> T:
-    """What `work` returns. What it counts is shown meanwhile."""
+def _shown(progress: str, work: Callable[[Tally], Coroutine[object, object, T]]) -> T:
+    """What `work` returns. What it counts is shown meanwhile. The process has to end at once then: an execution that was
+    given up may go on."""
     take_stderr()  # so that a terminal that stops doesn't stop the job
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     tally = Tally()
@@ -72,8 +73,7 @@ def _shown(progress: str, work: Callable[[Tally], Coroutine[Any, Any, T]]) -> T:
             logging.getLogger("paceline.server.inference").setLevel(logging.CRITICAL)  # rows at fault are recorded
             return await work(tally)
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(run())
+    return asyncio.Runner(loop_factory=new_loop).run(run())
 
 
 async def _told(
@@ -117,7 +117,7 @@ async def _foretold(
     return (f"stopped: by {found.name}", 128 + found) if isinstance(found, signal.Signals) else (found.text(), 0)
 
 
-async def _until_signal(work: Coroutine[Any, Any, T]) -> T | signal.Signals:
+async def _until_signal(work: Coroutine[object, object, T]) -> T | signal.Signals:
     """What `work` returns, or the signal that has ended it before. A second signal ends the process."""
     stopped: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
