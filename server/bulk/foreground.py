@@ -61,8 +61,8 @@ def dry_run_in_foreground(settings: BulkSettings, progress: str, backend_of: Cal
 
 
 def _shown(progress: str, work: Callable[[Tally], Coroutine[object, object, T]]) -> T:
-    """What `work` returns. What it counts is shown meanwhile. The process has to end at once then: an execution that was
-    given up may go on."""
+    """What `work` returns. What it counts is shown meanwhile. The process has to end at once then: an execution that
+    was given up may go on."""
     take_stderr()  # so that a terminal that stops doesn't stop the job
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     tally = Tally()
