@@ -17,8 +17,9 @@ from typing import Any
 from bench import generation_requests, generations
 from bench.figures import COLORS, pyplot, save
 from bench.generations import FIXED, Part, Report, direct, serving
+from bench.load import open_loop
 from bench.stats import spread
-from bench.steps import BenchError, run_module
+from bench.steps import BenchError
 from tests.harness import ServerProcess
 
 __all__ = ["SHARES", "draw", "main", "measure"]
@@ -29,7 +30,14 @@ _STEPS = 3
 _REQUESTS = 16
 _LABELS = ("first token, median", "first token, p99", "from token to token, median")
 _WARMUP_S = 2.0
-_SPARE_S = 180.0
+_DEADLINE_S = 60.0
+_TOLD = (
+    *(f"{name}_p{percent}_ms" for name in ("first", "token") for percent in (50, 90, 99)),
+    "lag_p99_ms",
+    "cores",
+    "answers",
+    "tokens",
+)
 
 
 def measure(part: Part, rounds: int, seconds: float, report: Report, shares: Sequence[float] = SHARES) -> None:
@@ -60,15 +68,12 @@ def measure(part: Part, rounds: int, seconds: float, report: Report, shares: Seq
 
 
 def _open(server: ServerProcess, paths: Sequence[Path], rate: float, seconds: float, seed: int) -> dict[str, Any]:
-    found = run_module(
-        *("generation_open_load", server.target, *map(str, paths)),
-        *("--rate", str(rate), "--seconds", str(seconds), "--warmup", str(min(_WARMUP_S, seconds))),
-        *("--seed", str(seed)),
-        timeout_s=seconds + _WARMUP_S + _SPARE_S,
-    )
-    if found["errors"] or not found["answers"]:
-        raise BenchError(f"{found['answers']} answers, errors {found['errors']}")
-    return found
+    messages = [one for path in paths for one in generation_requests.read_messages(path)]
+    warmup_s = min(_WARMUP_S, seconds)
+    found = open_loop(server.target, messages, rate, _DEADLINE_S, seconds, warmup_s, seed=seed, stream=True)
+    if found["errors"] or not found["ok"]:
+        raise BenchError(f"{found['ok']} answers, errors {found['errors']}")
+    return {key: found[key] for key in _TOLD}
 
 
 def draw(rounds: Sequence[dict[str, Any]], path: Path) -> None:

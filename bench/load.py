@@ -85,12 +85,13 @@ def open_loop(
     *,
     processes: int = 1,
     seed: int = 0,
+    stream: bool = False,
     look: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """What becomes of `requests` that are sent in turn at random, `per_s` a second on average, whether or not answers
     come. Requests that are late or refused for lack of room are part of that, even if all are. Raises BenchError if
     there were other errors, or nothing was sent."""
-    load = Load(target, _read(requests), deadline_s, arrivals=Poisson(per_s, seed))
+    load = Load(target, _read(requests), deadline_s, arrivals=Poisson(per_s, seed), is_stream=stream)
     found = _told(load, seconds, warmup_s, processes, look)
     expected = _IN_OVERLOAD | {_FULL} if found["ok"] else _IN_OVERLOAD
     if not found["offered"] or found["errors"].keys() - expected:
@@ -110,10 +111,17 @@ def _told(load: Load, seconds: float, warmup_s: float, processes: int, look: Cal
     return {
         "ok": total.latencies.count,
         "answers": total.answered,
+        "tokens": total.tokens,
         "offered": total.due,
         "errors": {status: one.count for status, one in total.errors.items()},
         "requests_per_s": total.answered / measured.seconds,
         **times,
+        # Over streams: to the first answer, and from token to token.
+        **{
+            f"{name}_p{percent}_ms": _ms(outcome.value(f"{name}.p{percent}"))
+            for name in ("first", "token")
+            for percent in (50, 90, 99)
+        },
         "refused_p50_ms": _ms(refused.percentile_ns(50)),
         "refused_p99_ms": _ms(refused.percentile_ns(99)),
         "lag_p99_ms": _ms(outcome.value("lag.p99")),
