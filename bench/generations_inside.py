@@ -25,6 +25,7 @@ from bench import generation_requests
 from bench.generation_requests import Lengths, Wanted
 from bench.steps import BenchError
 from paceline.backends.base import Device, ModelSource
+from paceline.backends.batching import Share
 from paceline.backends.onnx.backend import OnnxModel, Opener
 from paceline.backends.onnx.decoder import decoder_of
 from paceline.backends.onnx.decoder_block import Run, StepsModel
@@ -122,7 +123,8 @@ class _Asked(OpenRequest):
             self._told.error = answer
             return
         assert answer is not None
-        self._told.tokens += len(answer[0])
+        # As the server, which makes no arrays of what answers share.
+        self._told.tokens += answer.stop - answer.start if type(answer) is Share else len(answer[0])
         self._unsaid += 1
         if self._unsaid == _AT_ONCE:
             self.sent(_AT_ONCE)
