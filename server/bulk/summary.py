@@ -48,7 +48,7 @@ class Summary:
         rows_bad = tally.rows_bad_before + tally.rows_bad
         lines = [f"{self.outcome}: {self.why or self._all_done()}"]
         if tally.rows_read:
-            this_time = [f"this time: {several(tally.rows_read, 'row')} in {duration(self.elapsed_s)}", self._rate()]
+            this_time = [f"this time: {several(tally.rows_read, 'row')} in {duration(self.computing_s)}", self._rate()]
             if tally.rows_per_batch is not None and tally.rows_per_batch > 1:
                 this_time.append(f"{amount(tally.rows_per_batch)} rows/batch")
             if tally.filled_elements and tally.padding is not None:
@@ -59,7 +59,7 @@ class Summary:
             earlier = f", {tally.rows_bad_before:,} of them found earlier" if tally.rows_bad_before else ""
             lines.append(f"at fault: {several(rows_bad, 'row')} ({share:.2g} %{earlier})")
             lines += [f"{count:>12,}  {reason}" for reason, count in tally.reasons.commonest(_SHOWN_REASONS)]
-        lines.append(f"memory: {size(self.peak_memory_bytes)} at most")
+        lines.append(f"in all: {duration(self.elapsed_s)}, {size(self.peak_memory_bytes)} of memory at most")
         lines.append(f"output: {self.out}" + (f", rows at fault: {self.out / '_bad'}" if rows_bad else ""))
         return "\n".join([*lines, *self._next(rows_bad)])
 

@@ -31,8 +31,8 @@ def whole() -> Summary:
 def test_finished_job_says_rows_speed_batches_and_place() -> None:
     assert whole().text().splitlines() == [
         "finished: 4,000 rows in 4 parts",
-        "this time: 4,000 rows in 1 min 30 s, 50.0 rows/s, 25.0 rows/batch, 5.0 % padding",
-        "memory: 300 MiB at most",
+        "this time: 4,000 rows in 1 min 20 s, 50.0 rows/s, 25.0 rows/batch, 5.0 % padding",
+        "in all: 1 min 30 s, 300 MiB of memory at most",
         "output: out",
     ]
 
@@ -66,7 +66,7 @@ def test_resumed_job_tells_its_own_speed() -> None:
     one = summary(units_before=3, rows_before=3000, units_done=1, rows_read=1000)
     assert one.text().splitlines()[:2] == [
         "finished: 4,000 rows in 4 parts",
-        "this time: 1,000 rows in 1 min 30 s, 12.5 rows/s",
+        "this time: 1,000 rows in 1 min 20 s, 12.5 rows/s",
     ]
 
 
@@ -85,7 +85,7 @@ def test_job_that_failed_before_its_plan_names_no_total() -> None:
 
 def test_job_that_failed_at_once_advises_nothing() -> None:
     one = replace(summary(), outcome=Outcome.FAILED, why="no such file")
-    assert [line.partition(":")[0] for line in one.text().splitlines()] == ["failed", "memory", "output"]
+    assert [line.partition(":")[0] for line in one.text().splitlines()] == ["failed", "in all", "output"]
 
 
 def test_finished_shard_says_that_others_are_left() -> None:
