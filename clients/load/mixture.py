@@ -1,7 +1,6 @@
-"""What requests contain: the user's tensors, or made-up ones whose shapes follow a distribution, as bytes ready to be
-sent.
+"""What requests contain: the user's tensors, or made-up ones whose shapes follow a distribution.
 
-Lives here: shapes drawn at random, and messages made of inputs. Must not: send. Everything is determined by the seed. A
+Lives here: shapes drawn at random, and inputs that have them. Must not: send. Everything is determined by the seed. A
 mixture is drawn once, before the load: requests then go round in it, so that making them costs nothing meanwhile.
 
 A shape is written `1,128`; one of a range `1,16..512`; one of several, with weights, `1,16*3|1,512`. Inputs whose
@@ -17,10 +16,9 @@ from typing import Final
 import numpy as np
 
 from paceline.clients.inputs import GivenTensor, InputError, RandomInputs, TypedInputs, prepare
-from paceline.clients.messages import ModelMetadata, Parameters, infer_request
-from paceline.protos.inference_pb2 import ModelInferRequest
+from paceline.clients.messages import ModelMetadata
 
-__all__ = ["MixedShape", "draw", "mixed", "parse_mixed_shape", "request_of"]
+__all__ = ["MixedShape", "draw", "mixed", "parse_mixed_shape", "recorded"]
 
 MOST_BYTES: Final = 256 * 2**20
 """How much a mixture may hold; beyond that, it has fewer requests."""
@@ -135,12 +133,3 @@ def _made(
             break
         made.append(one)
     return made
-
-
-def request_of(
-    model: str, version: str, inputs: TypedInputs, outputs: Sequence[str], parameters: Parameters
-) -> ModelInferRequest:
-    """Raises ValueError and TypeError."""
-    return infer_request(
-        model, inputs.arrays, version=version, outputs=outputs, parameters=parameters, datatypes=inputs.datatypes
-    )

@@ -157,6 +157,15 @@ def test_infer_takes_files(world: World) -> None:
     assert said.startswith("echo version 1")
 
 
+@pytest.mark.parametrize("way", [(), ("--stream",)], ids=" ".join)
+def test_processes_of_a_load_take_files(world: World, way: tuple[str, ...]) -> None:
+    ask = ("load", "echo", "--count", "10", "--clients", "2", "--processes", "2", "--assert", "errors==0", *way)
+    code, out, err = paceline(*ask, "--server", world.target, *world.all_of_it)
+    assert (code, err) == (0, "")
+    assert "errors        0 of 10 requests" in out
+    assert TOKEN not in out
+
+
 def test_infer_takes_everything_from_the_environment(world: World) -> None:
     env = {
         "PACELINE_CLIENT_TLS_CA": str(world.ours.roots),
