@@ -1,0 +1,308 @@
+"""What a load would meet if a model were batched by some policy: the product's own batcher, in a time of its own.
+
+Lives here: that time, instances that take as long as they are said to, and a load that comes as it is said to. Must
+not: decide anything about batches; `Batcher` and its queue do, the very ones that serve. The rule: equal arguments give
+equal results, on any machine.
+
+Everything that the event loop does takes its turn: what becomes due while it handles a request is late by that. Whoever
+calls may be on any loop, of which only turns are used, never the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+from typing import NamedTuple
+
+from paceline.clients.load.arrivals import Arrivals
+from paceline.clients.load.histogram import Histogram
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.observer import BatchReport, Drop
+from paceline.scheduler.policy import BatchPolicy
+from paceline.scheduler.request import Request
+from paceline.scheduler.runner import Done, Outcome
+from paceline.scheduler.waiting import SharedQueueLimits
+
+__all__ = ["Closed", "Cost", "Open", "Served", "Simulated", "simulate"]
+
+Cost = Callable[[int, float], int]
+"""How many nanoseconds an execution of so many rows takes; of all that it may take, the one below which the given share
+of them (from 0 to 1) lies."""
+
+_ALARM, _END, _ARRIVAL = range(3)
+"""What is due at the same moment is done in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Requests come whether or not others have been answered."""
+
+    arrivals: Arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """So many clients, each of which asks again as soon as it has its answer."""
+
+    clients: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What serves: so many `instances`, batches by `policy`, of executions that take what `cost` says. A request costs
+    the event loop `handling_ns`, half of them when it comes, half when it is answered."""
+
+    policy: BatchPolicy
+    instances: int
+    cost: Cost
+    handling_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What became of the requests that count. `latencies`: of those that were answered, from when they were due.
+    `refused`: the others. `batches`: how many had so many rows. `busy`: the share of the instances' time in which they
+    executed. Of an open load, `throughput` is no more than what is asked for, and less if that is too much."""
+
+    throughput: float
+    latencies: Histogram
+    refused: int
+    batches: Mapping[int, int]
+    busy: float
+
+    @property
+    def rows_per_batch(self) -> float:
+        batches = sum(self.batches.values())
+        return sum(rows * number for rows, number in self.batches.items()) / batches if batches else 0.0
+
+
+async def simulate(
+    served: Served, load: Open | Closed, *, requests: int, rows: int = 1, seed: int = 0, warmup: float = 0.1
+) -> Simulated:
+    """Let `requests` requests come, of `rows` rows each, and wait until the last has left. The first of them, a share
+    of `warmup`, don't count: the batcher learns from them how long executions take."""
+    return await _World(served, load, requests, rows, seed, int(requests * warmup)).run()
+
+
+class _Clock:
+    """A time in which only what is due happens, and only what takes time lets it pass."""
+
+    def __init__(self) -> None:
+        self._now_ns = 0
+        self._busy_ns = 0
+        self._due: list[tuple[int, int, int, Callable[[int], None]]] = []
+        self._numbers = count()
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+    def busy_ns(self) -> int:
+        return self._busy_ns
+
+    def alarm(self, ring: Callable[[], None]) -> _Alarm:
+        return _Alarm(self, ring)
+
+    def at(self, at_ns: int, kind: int, do: Callable[[int], None]) -> None:
+        """Call `do` with `at_ns` then, or as soon after that as there is time."""
+        heappush(self._due, (at_ns, kind, next(self._numbers), do))
+
+    def spend(self, ns: int) -> None:
+        """Let the event loop be busy for so long."""
+        self._now_ns += ns
+        self._busy_ns += ns
+
+    async def go_on(self) -> None:
+        """Do what is due next, and what follows at once. Something has to be."""
+        self._now_ns = until_ns = max(self._now_ns, self._due[0][0])
+        # An iteration of the loop: what becomes due while this is done is left for the next one.
+        while self._due and self._due[0][0] <= until_ns:
+            at_ns, _, _, do = heappop(self._due)
+            do(at_ns)
+        await asyncio.sleep(0)
+
+
+class _Alarm:
+    def __init__(self, clock: _Clock, ring: Callable[[], None]) -> None:
+        self._clock, self._ring = clock, ring
+        self._at_ns = -1
+
+    def set(self, at_ns: int) -> None:
+        self._at_ns = max(at_ns, self._clock.now_ns())
+        self._clock.at(self._at_ns, _ALARM, self._on_due)
+
+    def clear(self) -> None:
+        self._at_ns = -1
+
+    def close(self) -> None:
+        self.clear()
+
+    def _on_due(self, at_ns: int) -> None:
+        if at_ns == self._at_ns:  # it wasn't set anew since
+            self._at_ns = -1
+            self._ring()
+
+
+class _Executed(NamedTuple):
+    results: Sequence[None]
+
+
+_Handed = tuple[int, int, Done[None]]
+"""Requests, rows that the model sees, and who is told of the end."""
+
+
+class _Instance:
+    """Executes for as long as `cost` says, on a thread that needs the event loop only to tell of the end."""
+
+    stages = True
+
+    def __init__(self, clock: _Clock, cost: Cost, random: Random) -> None:
+        self._clock, self._cost, self._random = clock, cost, random
+        self._current: _Handed | None = None
+        self._next: _Handed | None = None
+        self._began_ns = self._ends_ns = 0
+        self.executed_ns = 0
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def call_off(self) -> None:
+        pass
+
+    def run(self, payloads: Sequence[int], padded_rows: int, done: Done[None]) -> None:
+        handed = len(payloads), padded_rows, done
+        if self._current is None:
+            self._begin(handed, self._clock.now_ns())
+        else:
+            self._next = handed
+
+    def take_back(self) -> bool:
+        # The thread has taken the next one already, though the loop hasn't heard of the end.
+        if self._ends_ns <= self._clock.now_ns():
+            return False
+        self._next = None
+        return True
+
+    def _begin(self, handed: _Handed, now_ns: int) -> None:
+        duration_ns = self._cost(handed[1], self._random.random())
+        self._current = handed
+        self._began_ns, self._ends_ns = now_ns, now_ns + duration_ns
+        self.executed_ns += duration_ns
+        self._clock.at(self._ends_ns, _END, self._on_end)
+
+    def _on_end(self, at_ns: int) -> None:
+        assert self._current is not None
+        (requests, _, done), began_ns = self._current, self._began_ns
+        self._current = None
+        if self._next is not None:
+            following, self._next = self._next, None
+            self._begin(following, at_ns)
+        done(Outcome(began_ns, at_ns, executed=_Executed([None] * requests)))
+
+
+class _World:
+    """One load on one model. A request's payload is its number."""
+
+    def __init__(self, served: Served, load: Open | Closed, requests: int, rows: int, seed: int, first: int) -> None:
+        self._served, self._load = served, load
+        self._clock = _Clock()
+        self._made, self._left, self._requests, self._rows = 0, 0, requests, rows
+        self._first = first
+        self._due_ns: list[int] = []
+        self._open_ns: Iterator[int] = iter(())
+        self._instances = [
+            _Instance(self._clock, served.cost, Random(f"{seed} {number}")) for number in range(served.instances)
+        ]
+        self._batcher: Batcher[int, None] = Batcher(
+            served.policy,
+            self._instances,
+            clock=self._clock,
+            observer=self,
+            shared_limits=SharedQueueLimits(0, 0),
+        )
+        self._latencies_ns: list[int] = []
+        self._answered_ns: list[int] = []
+        self._refused = 0
+        self._batches: Counter[int] = Counter()
+
+    async def run(self) -> Simulated:
+        self._batcher.start()
+        if isinstance(self._load, Open):
+            self._open_ns = (at_ns for at_ns, _ in self._load.arrivals.times())
+            self._expect(self._open_ns)
+        else:
+            self._expect([0] * min(self._load.clients, self._requests))
+        busy_ns = began_ns = 0
+        while self._left < self._requests:
+            if self._made <= self._first:
+                busy_ns, began_ns = self._executed_ns(), self._clock.now_ns()
+            await self._clock.go_on()
+        self._batcher.close()
+        ended_ns = self._clock.now_ns()
+        # Until the last came: what then still waits isn't answered at the rate of a load that goes on.
+        first_ns, last_ns = self._due_ns[self._first], self._due_ns[-1]
+        counted = sum(first_ns < at_ns <= last_ns for at_ns in self._answered_ns)
+        return Simulated(
+            throughput=counted * 1e9 / (last_ns - first_ns) if last_ns > first_ns else 0.0,
+            latencies=Histogram.of(self._latencies_ns),
+            refused=self._refused,
+            batches=dict(sorted(self._batches.items())),
+            busy=(self._executed_ns() - busy_ns) / max(1, (ended_ns - began_ns) * len(self._instances)),
+        )
+
+    def on_drop(self, drop: Drop) -> None:
+        """Whoever submits counts those that are refused, and `_on_answers` the others."""
+
+    def on_batch(self, report: BatchReport) -> None:
+        if report.requests[0].payload >= self._first:
+            self._batches[report.rows] += 1
+
+    def _executed_ns(self) -> int:
+        return sum(one.executed_ns for one in self._instances)
+
+    def _expect(self, due_ns: Iterable[int]) -> None:
+        """A closed load's next requests, or an open load's next one, which brings about those after it."""
+        for at_ns in due_ns:
+            if len(self._due_ns) == self._requests:
+                return
+            self._due_ns.append(at_ns)
+            self._clock.at(at_ns, _ARRIVAL, self._on_arrival)
+            if due_ns is self._open_ns:
+                return
+
+    def _on_arrival(self, at_ns: int) -> None:
+        number, self._made = self._made, self._made + 1
+        request: Request[int, None] = Request(number, self._rows, "", self._clock.now_ns(), tag=at_ns)
+        request.on_answers = self._on_answers
+        self._clock.spend(self._served.handling_ns // 2)
+        self._batcher.announce(self._submit, request)
+        self._expect(self._open_ns)
+
+    def _submit(self, requests: list[Request[int, None]]) -> None:
+        refusals = self._batcher.submit(requests) or [None] * len(requests)
+        self._leave([one for one, why in zip(requests, refusals, strict=True) if why is not None], answered=False)
+
+    def _on_answers(self, requests: list[Request[int, None]]) -> None:
+        for one in requests:
+            self._leave([one], answered=one.answered)
+
+    def _leave(self, requests: Sequence[Request[int, None]], *, answered: bool) -> None:
+        for one in requests:
+            self._clock.spend(self._served.handling_ns - self._served.handling_ns // 2)
+            self._left += 1
+            now_ns = self._clock.now_ns()
+            if answered:
+                self._answered_ns.append(now_ns)
+            if one.payload >= self._first and answered:
+                self._latencies_ns.append(now_ns - one.tag)
+            elif one.payload >= self._first:
+                self._refused += 1
+            if isinstance(self._load, Closed):
+                self._expect([now_ns])
