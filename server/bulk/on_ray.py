@@ -115,7 +115,7 @@ class OnRay:
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             signal.siginterrupt(signal.SIGTERM, False)
             self._room = found = room(_nodes(), settings.ray_actors, settings.ray_actor_cpus, settings.ray_actor_gpus)
-            errand = ray.put(Errand(settings, os.getcwd(), self._facts, source.files, found.cpus))
+            errand = Errand(settings, os.getcwd(), self._facts, source.files, found.cpus)
             options = {"num_cpus": found.cpus, "num_gpus": found.gpus, "max_restarts": -1}
             actor = ray.remote(Actor).options(**options, scheduling_strategy="SPREAD")
             self._new = lambda: cast("Handle", actor.remote(errand))

@@ -6,6 +6,7 @@ The model waits at gates, one for each stage of the job, so it is known what is 
 from __future__ import annotations
 
 import fcntl
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ NODES = 3
 # In this order: the actor on the first node crashes, or another node is lost. The first node is left.
 LOST = range(1, NODES)
 UNIT_ROWS, STAGE_UNITS = 16, 6
+UNITS_AT_ONCE = 3
+"""Of an actor."""
 STAGES = 1 + 2 * len(LOST) + 1
 
 MODEL = """
@@ -87,8 +90,9 @@ class Job:
             pq.write_table(table, folder / "in" / f"{number}.parquet")
 
     def waits(self, pids: Collection[int], stage: int) -> bool:
-        """Whether one of these processes is at the gate, or has passed it."""
-        return any((self.folder / f"waits-{stage}-{pid}").exists() for pid in pids)
+        """Whether one of these processes is at the gate of this stage or a later one. Units of earlier ones may be
+        behind it, as a model executes one batch at a time."""
+        return any((self.folder / f"waits-{later}-{pid}").exists() for pid in pids for later in range(stage, STAGES))
 
     def start(self, out: Path, *more: str, cluster: RayCluster | None = None) -> subprocess.Popen[str]:
         options = f"--keep id --batch 8 --instances 1 --rows-per-part {UNIT_ROWS} --max-bad 100% --allow-python-models"
@@ -110,7 +114,7 @@ def marks(out: Path) -> dict[str, int]:
 
 
 def written(out: Path) -> dict[str, bytes]:
-    files = (path for path in out.rglob("*") if path.is_file() and path.parent.parent.name != "_paceline")
+    files = (path for path in out.rglob("*") if path.is_file() and "_paceline" not in path.parts)
     return {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
@@ -154,8 +158,6 @@ def test_lost_actors_and_nodes_cost_only_time(job: Job, expected: dict[str, byte
     process = job.start(out, cluster=cluster)
     for stage in range(1, STAGES - 1):
         node = 0 if stage % 2 else LOST[stage // 2 - 1]
-        done = stage * STAGE_UNITS
-        await_in(process, lambda: len(marks(out)) == done, "all before the gate")  # noqa: B023
         await_in(process, lambda: job.waits(cluster.processes(node), stage), "a unit under way")  # noqa: B023
         before = marks(out)
         if node == 0:
@@ -163,10 +165,10 @@ def test_lost_actors_and_nodes_cost_only_time(job: Job, expected: dict[str, byte
         else:
             cluster.kill(node)
         job.gates.open(stage)
-        assert before.items() <= marks(out).items()
     job.gates.open_all()
     ended(process)
-    assert before.items() <= marks(out).items()
+    # Whatever the last to end had finished without having told is done again.
+    assert len(before.items() - marks(out).items()) <= UNITS_AT_ONCE
     assert written(out) == expected
     assert "_SUCCESS" in expected
 
@@ -176,7 +178,7 @@ def test_signal_ends_job_and_its_actors(job: Job, expected: dict[str, bytes], cl
     out = job.folder / "stopped"
     job.gates.close()
     process = job.start(out, cluster=cluster)
-    await_in(process, lambda: len(marks(out)) == STAGE_UNITS, "the first stage")
+    await_in(process, lambda: job.waits(cluster.processes(0), 1), "a unit under way")
     before = marks(out)
     process.send_signal(signal.SIGTERM)
     assert "stopped: by SIGTERM" in ended(process, 128 + signal.SIGTERM)
@@ -190,5 +192,5 @@ def test_signal_ends_job_and_its_actors(job: Job, expected: dict[str, bytes], cl
 def test_actors_error_ends_the_job(job: Job, cluster: RayCluster) -> None:
     process = job.start(job.folder / "failed", "--on-bad-row", "fail", cluster=cluster)
     said = ended(process, 1)
-    assert "in/0.parquet, row 5: " in said
+    assert re.search(r"failed: in/\d.parquet, row \d+: column 'x'", said), said
     assert "Traceback" not in said
