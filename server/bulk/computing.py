@@ -101,7 +101,7 @@ class Computing:
         def sample_of(model: Computes) -> Sample:
             columns = self._columns(source, model)
             limits = fixed_sizes(_UNPROBED, settings.memory_bytes, _SAMPLE_ROWS)
-            chunk = _first_chunk(source, columns.names, limits)
+            chunk, job_rows = _first_chunk(source, columns.names, limits)
             rows = columns.rows(chunk)
             shown.append((model.description, columns.output_schema, chunk, [*chunk.bad, *rows.bad]))
 
@@ -109,7 +109,7 @@ class Computing:
                 most = replace(limits, batch_rows=batch_rows)
                 return batches(rows, most, by_length=settings.sort_by_length, max_elements=model.max_elements)
 
-            return Sample(rows, columns.outputs, of_most)
+            return Sample(rows, columns.outputs, of_most, job_rows)
 
         if settings.server:  # which has the instances that it has, and is asked for full batches
             async with self._model(Offline()) as model:
@@ -201,13 +201,16 @@ class Computing:
         return columns
 
 
-def _first_chunk(source: Source, columns: Sequence[str], limits: Fixed) -> Chunk:
-    """The first rows of the input that could be read. Raises _NoRows."""
+def _first_chunk(source: Source, columns: Sequence[str], limits: Fixed) -> tuple[Chunk, float]:
+    """The first rows of the input that could be read, and about how many there are in all, going by their file. Raises
+    _NoRows."""
+    all_bytes = sum(file.size_bytes for file in source.files)
     for file in source.files:
-        for unit in units_of(file, source.index(file, limits.unit_rows), limits.unit_rows, 0):
+        index = source.index(file, limits.unit_rows)
+        for unit in units_of(file, index, limits.unit_rows, 0):
             for chunk in source.chunks(unit, columns, limits):
                 if chunk.table.num_rows:
-                    return chunk
+                    return chunk, index.rows * all_bytes / max(1, file.size_bytes)
     raise _NoRows
 
 

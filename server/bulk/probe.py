@@ -7,6 +7,7 @@ rule: what is chosen is the least that is nearly the best, as memory, rows at fa
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -36,11 +37,12 @@ _NEARLY = 0.95
 _LOSING, _MOST_LOSING = 0.5, 2
 """Larger batches aren't tried once so many in a row are so much slower than the best."""
 _WINDOW_NS, _LONG_WINDOW_NS = 250_000_000, 1_500_000_000
+_SMALL_ROWS = 100_000
 _LEAST_CALLS, _LONG_CALL_NS = 2, 1_000_000_000
 """Of each that can be under way, unless calls are long. With fewer, the end of a measurement, when not all are, would
 count too much."""
-_MOST_NS = 15_000_000_000
-"""Nothing larger is tried after this."""
+_MOST_NS, _MOST_OF_JOB = 15_000_000_000, 0.1
+"""Nothing more is tried after this, or after such a part of the time that the job itself may take."""
 _MOST_CALL_BYTES = 2**28
 _MOST_MEMORY = 0.5
 """How much of what is left instances may take, going by the first."""
@@ -50,11 +52,17 @@ Clock = Callable[[], int]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The first rows of a job. `batches`: what calls they make if a call has so many rows at most."""
+    """The first rows of a job. `batches`: what calls they make if a call has so many rows at most. `job_rows`: about
+    how many rows there are in all."""
 
     rows: Rows
     outputs: Sequence[str]
     batches: Callable[[int], Sequence[Places]]
+    job_rows: float = math.inf
+
+    def most_ns(self, rows_per_s: float) -> float:
+        """How long trying may take."""
+        return min(_MOST_NS, _MOST_OF_JOB * self.job_rows * 1e9 / max(rows_per_s, 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,7 @@ async def choose(
     fast it is changes nothing, a few calls are made and no more. Raises BulkError if all rows of the sample are at
     fault, or the model can't be opened."""
     choices: list[Choice] = []
-    instance_bytes = 0
+    instance_bytes, tried_ns = 0, 0
     usable = usable_cpus().count
     cpus = min(cpus or usable, usable)
     for offline in layouts(instances, cpus, whole_threads=cpus if cpus < usable else 0):
@@ -102,16 +110,17 @@ async def choose(
             sizes = [batch_rows] if batch_rows else sizes_of(model)
             if choices:
                 sizes = [size for size in sizes if 4 * size >= choices[0].measured.batch_rows]
-            sample = sample_of(model)
+            sample, began_ns = sample_of(model), clock()
             chosen = best(await measure(model, sample, sizes, rates=rates, clock=clock))
-            if rates and not instances:
+            if rates and not instances and clock() - began_ns < sample.most_ns(chosen.rows_per_s):
                 # What has been the best of many may have been lucky: layouts are compared by one long measurement each.
                 run = await _run(model, sample, sample.batches(chosen.batch_rows), clock, window_ns=_LONG_WINDOW_NS)
                 chosen = run.measured(chosen.batch_rows)
             if not choices:
                 instance_bytes = max(0, resident_bytes() - began_bytes)
             choices.append(Choice(offline, chosen))
-        if not model.on_cpus:
+            tried_ns += clock() - began_ns
+        if not model.on_cpus or tried_ns >= sample.most_ns(chosen.rows_per_s):
             break
     # The first unless others are better by more than chance.
     most = _best_rate(choice.measured for choice in choices)
@@ -147,8 +156,9 @@ async def measure(
 ) -> Sequence[Measured]:
     """Each of `sizes`, in ascending order, that is worth a try. Raises BulkError if no row can be computed."""
     tried: dict[int, Measured] = {}
-    window_ns = _WINDOW_NS if rates else 0
     began_ns, largest, losing, reason = clock(), 0, 0, "there are none"
+    # In a small job all sizes share the little time there is, from the second on, when it is known what that is.
+    window_ns = (_WINDOW_NS if sample.job_rows > _SMALL_ROWS else _WINDOW_NS // 10) if rates else 0
     for size in sizes:
         batches = sample.batches(size)
         if (rows := max(map(len, batches), default=0)) <= largest:
@@ -160,13 +170,15 @@ async def measure(
             tried[size] = run.measured(size)
             loses = tried[size].rows_per_s < _LOSING * _best_rate(tried.values())
             losing = losing + 1 if loses else 0
-        if losing == _MOST_LOSING or run.call_bytes > _MOST_CALL_BYTES or clock() - began_ns > _MOST_NS:
+        most_ns = sample.most_ns(_best_rate(tried.values())) if tried else _MOST_NS
+        window_ns = min(_WINDOW_NS, int(most_ns / (2 * len(sizes)))) if rates else 0
+        if losing == _MOST_LOSING or run.call_bytes > _MOST_CALL_BYTES or clock() - began_ns > most_ns:
             break
     if not tried:
         raise BulkError(f"none of the first {len(sample.rows.good)} rows could be computed: {reason}")
     # Once more, as something else may have kept the machine busy.
     for size, first in tried.items() if len(tried) > 1 else ():
-        if clock() - began_ns < _MOST_NS:
+        if clock() - began_ns < sample.most_ns(_best_rate(tried.values())):
             run = await _run(model, sample, sample.batches(size), clock, window_ns=window_ns)
             tried[size] = max(first, run.measured(size), key=attrgetter("rows_per_s"))
     return list(tried.values())

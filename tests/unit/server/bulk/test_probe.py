@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,8 +30,8 @@ class Costly(Doubling):
 
         super().__init__(before)
 
-    async def tried(self, rows: int, sizes: Sequence[int] = ()) -> Sequence[Measured]:
-        sample = Sample(numbers(0, rows), ["y"], partial(cut, rows))
+    async def tried(self, rows: int, sizes: Sequence[int] = (), job_rows: float = math.inf) -> Sequence[Measured]:
+        sample = Sample(numbers(0, rows), ["y"], partial(cut, rows), job_rows)
         return await measure(self, sample, sizes or sizes_of(self), clock=lambda: self.now_ns)
 
 
@@ -63,6 +64,13 @@ async def test_sizes_that_were_disturbed_get_another_chance() -> None:
 async def test_slow_models_are_not_tried_for_long() -> None:
     tried = await Costly(lambda rows: 4_000).tried(64)
     assert [one.batch_rows for one in tried] == [1, 2]
+
+
+async def test_small_jobs_are_not_tried_for_long() -> None:
+    model = Costly(lambda rows: 10 + rows)
+    tried = await model.tried(64, job_rows=1_000)  # eleven seconds by single rows, one and a half by the largest calls
+    assert best(tried).batch_rows > 1
+    assert model.now_ns < 1.5e9
 
 
 async def test_rows_at_fault_do_not_count() -> None:
