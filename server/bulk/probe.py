@@ -156,7 +156,8 @@ async def measure(
 ) -> Sequence[Measured]:
     """Each of `sizes`, in ascending order, that is worth a try. Raises BulkError if no row can be computed."""
     tried: dict[int, Measured] = {}
-    began_ns, largest, losing, reason = clock(), 0, 0, "there are none"
+    began_ns, largest, losing = clock(), 0, 0
+    reason = next((row.reason for row in sample.rows.bad), "there are none")
     # In a small job all sizes share the little time there is, from the second on, when it is known what that is.
     window_ns = (_WINDOW_NS if sample.job_rows > _SMALL_ROWS else _WINDOW_NS // 10) if rates else 0
     for size in sizes:
@@ -174,8 +175,15 @@ async def measure(
         window_ns = min(_WINDOW_NS, int(most_ns / (2 * len(sizes)))) if rates else 0
         if losing == _MOST_LOSING or run.call_bytes > _MOST_CALL_BYTES or clock() - began_ns > most_ns:
             break
+    if not tried and sizes[0] > 1:
+        # Each batch may have a row at fault. Rows alone tell that it works, and about how fast it is.
+        run = await _run(model, sample, sample.batches(1), clock)
+        reason = run.reason or reason
+        if run.computed_rows:
+            return [run.measured(sizes[0])]
     if not tried:
-        raise BulkError(f"none of the first {len(sample.rows.good)} rows could be computed: {reason}")
+        rows = len(sample.rows.good) + len(sample.rows.bad)
+        raise BulkError(f"none of the first {rows} rows could be computed: {reason}")
     # Once more, as something else may have kept the machine busy.
     for size, first in tried.items() if len(tried) > 1 else ():
         if clock() - began_ns < sample.most_ns(_best_rate(tried.values())):

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.probe import Measured, Sample, best, layouts, measure, sizes_of
-from paceline.server.bulk.values import BulkError, Places
+from paceline.server.bulk.values import BulkError, Chunk, Places
 from paceline.server.models.defaults import Offline
-from tests.unit.server.bulk.computing import Doubling, failing_on, numbers
+from tests.unit.server.bulk.computing import DESCRIPTION, Doubling, failing_on, numbers
 
 Cost = Callable[[int], int]
 
@@ -80,11 +82,24 @@ async def test_rows_at_fault_do_not_count() -> None:
     assert model.calls.count([2, 3]) == 1
 
 
+async def test_probe_goes_on_with_bad_rows_in_each_batch() -> None:
+    (tried,) = await Costly(lambda rows: 1, 1, 6).tried(8, [4])
+    assert tried.batch_rows == 4
+    assert tried.rows_per_s == pytest.approx(1_000, rel=0.02)
+
+
 async def test_rows_that_are_all_at_fault_end_the_probe() -> None:
     with pytest.raises(BulkError, match="none of the first 4 rows could be computed: can't double"):
         await Costly(lambda rows: 1, 0, 1, 2, 3).tried(4)
     with pytest.raises(BulkError, match="none of the first 0 rows could be computed: there are none"):
         await Costly(lambda rows: 1).tried(0)
+
+
+async def test_rows_that_all_misfit_end_the_probe_with_reason() -> None:
+    unfit = Chunk(pa.record_batch({"x": pa.array([None, None], pa.int64())}), np.arange(2))
+    rows = Columns(DESCRIPTION, unfit.table.schema).rows(unfit)
+    with pytest.raises(BulkError, match=r"none of the first 2 rows could be computed: column 'x'.* got null"):
+        await measure(Doubling(), Sample(rows, ["y"], partial(cut, 0)), [1, 2])
 
 
 def test_smallest_batch_that_is_nearly_best_is_chosen() -> None:
