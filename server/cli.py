@@ -75,7 +75,7 @@ class _Commands(click.Group):
     """Also has commands of other modules, which are imported only when they are used: a server does without."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_OF_CLIENTS, "bulk", "check", "load", "top"])
+        return sorted([*super().list_commands(ctx), *_OF_CLIENTS, "bulk", "check", "load", "top", "tune"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "check":
@@ -94,6 +94,10 @@ class _Commands(click.Group):
             from paceline.clients.top import top
 
             return top
+        if cmd_name == "tune":
+            from paceline.server.tune.command import tune
+
+            return tune
         if cmd_name in _OF_CLIENTS:
             from paceline.clients import cli
 

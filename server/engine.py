@@ -175,7 +175,7 @@ class Engine:
                 else:
                     answered.set_exception(_error(request.error, served.name))
 
-        request = self._announce(served, inputs, asked, on_end)
+        request = self.announce(served, inputs, asked, on_end)
         try:
             return await _within(answered, asked.get("timeout_s"))
         finally:
@@ -196,7 +196,7 @@ class Engine:
         def on_end(request: InnerRequest) -> None:
             answers.put_nowait((None, request.outputs if request.error is None else _error(request.error, served.name)))
 
-        request = self._announce(served, inputs, asked, on_end, on_next)
+        request = self.announce(served, inputs, asked, on_end, on_next)
         ends_ns, timeout_s = request.deadline_ns, asked.get("timeout_s")
         try:
             while True:
@@ -232,7 +232,7 @@ class Engine:
         except ServerError as error:
             raise _error(error, model) from None
 
-    def _announce(
+    def announce(
         self,
         served: ServedModel,
         inputs: Inputs,
@@ -240,7 +240,7 @@ class Engine:
         on_end: Callable[[InnerRequest], None],
         on_next: Callable[[InnerRequest, AnswerInMaking, Exception | None], None] | None = None,
     ) -> InnerRequest:
-        """Start a request. Raises what is wrong with it before it is one."""
+        """Start a request: for tools that stand on this engine. Raises what is wrong with it before it is one."""
         if asyncio.get_running_loop() is not self._loop:  # nothing would wake whoever waits there
             raise RuntimeError(
                 "expected the event loop on which the engine was started; BlockingEngine is for all threads"

@@ -27,8 +27,9 @@ from paceline.server.bulk.values import BulkError, Computes, Places
 from paceline.server.codec.codec import memory_bytes
 from paceline.server.cpus import usable_cpus
 from paceline.server.models.defaults import Offline
+from paceline.server.models.offline import layouts
 
-__all__ = ["MOST_ROWS", "Choice", "Measured", "Sample", "best", "choose", "layouts", "measure", "sizes_of"]
+__all__ = ["MOST_ROWS", "Choice", "Measured", "Sample", "best", "choose", "measure", "sizes_of"]
 
 MOST_ROWS = 1_024
 """Of a call to a model that sets no limit of its own."""
@@ -125,17 +126,6 @@ async def choose(
     # The first unless others are better by more than chance.
     most = _best_rate(choice.measured for choice in choices)
     return next(choice for choice in choices if choice.measured.rows_per_s >= _NEARLY * most)
-
-
-def layouts(instances: int, cpus: int, whole_threads: int = 0) -> list[Offline]:
-    """What may be best on so many CPUs, the simplest first: the model as it is configured, which is one instance with
-    all of them if that says nothing; or several with a few threads each. `instances`: if they are given.
-    `whole_threads`: those of an instance that has all of them; 0: ONNX Runtime decides."""
-    if instances:
-        return [Offline(instances, max(1, cpus // instances) if instances > 1 else whole_threads)]
-    # Of CPUs that are two halves of a core, only one may be of use.
-    shares = {(cpus // threads, threads) for threads in (1, 2, 4) if cpus // threads > 1} | {(max(1, cpus // 2), 1)}
-    return [Offline(0, whole_threads), *(Offline(*share) for share in sorted(shares, reverse=True) if share[0] > 1)]
 
 
 def best(tried: Sequence[Measured]) -> Measured:

@@ -1,7 +1,8 @@
 """Models for work whose results mustn't depend on what else is asked at the time.
 
-Lives here: what `Offline` changes in a model's configuration and in how it is served. Must not: load anything. The
-rule: sizes of batches and what they are filled up to stay as configured, as results depend on those.
+Lives here: what `Offline` changes in a model's configuration and in how it is served, and which are worth a try. Must
+not: load anything. The rule: sizes of batches and what they are filled up to stay as configured, as results depend on
+those.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from paceline.scheduler.policy import QueueLimits
 from paceline.server.models.defaults import INTRA, Offline
 from paceline.server.models.model_config import ServingPlan
 
-__all__ = ["configured_for", "executed_alone"]
+__all__ = ["configured_for", "executed_alone", "layouts"]
 
 
 def configured_for(offline: Offline, config: pb.ModelConfig) -> pb.ModelConfig:
@@ -43,3 +44,14 @@ def executed_alone(plan: ServingPlan) -> ServingPlan:
         limits=QueueLimits(),
     )
     return replace(plan, policy=policy)
+
+
+def layouts(instances: int, cpus: int, whole_threads: int = 0) -> list[Offline]:
+    """What may be best on so many CPUs, the simplest first: the model as it is configured, which is one instance with
+    all of them if that says nothing; or several with a few threads each. `instances`: if they are given.
+    `whole_threads`: those of an instance that has all of them; 0: ONNX Runtime decides."""
+    if instances:
+        return [Offline(instances, max(1, cpus // instances) if instances > 1 else whole_threads)]
+    # Of CPUs that are two halves of a core, only one may be of use.
+    shares = {(cpus // threads, threads) for threads in (1, 2, 4) if cpus // threads > 1} | {(max(1, cpus // 2), 1)}
+    return [Offline(0, whole_threads), *(Offline(*share) for share in sorted(shares, reverse=True) if share[0] > 1)]

@@ -67,8 +67,10 @@ class Served:
 class Simulated:
     """What became of the requests that count. `latencies`: of those that were answered, from when they were due.
     `refused`: the others. `batches`: how many had so many rows. `busy`: the share of the instances' time in which they
-    executed. Of an open load, `throughput` is no more than what is asked for, and less if that is too much."""
+    executed. `offered`: how many came a second; `throughput`: how many were answered meanwhile, fewer if that is too
+    much."""
 
+    offered: float
     throughput: float
     latencies: Histogram
     refused: int
@@ -249,8 +251,10 @@ class _World:
         # Until the last came: what then still waits isn't answered at the rate of a load that goes on.
         first_ns, last_ns = self._due_ns[self._first], self._due_ns[-1]
         counted = sum(first_ns < at_ns <= last_ns for at_ns in self._answered_ns)
+        per_s = 1e9 / (last_ns - first_ns) if last_ns > first_ns else 0.0
         return Simulated(
-            throughput=counted * 1e9 / (last_ns - first_ns) if last_ns > first_ns else 0.0,
+            offered=per_s * (self._requests - self._first - 1),
+            throughput=per_s * counted,
             latencies=Histogram.of(self._latencies_ns),
             refused=self._refused,
             batches=dict(sorted(self._batches.items())),

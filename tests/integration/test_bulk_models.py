@@ -18,11 +18,12 @@ from paceline.clients.errors import InferenceError, Internal, InvalidArgument
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.models import EngineModel, engine_model
-from paceline.server.bulk.probe import Sample, choose, layouts
+from paceline.server.bulk.probe import Sample, choose
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BulkError, Chunk
 from paceline.server.cpus import usable_cpus
 from paceline.server.models.defaults import Offline
+from paceline.server.models.offline import layouts
 from tests import models
 from tests.integration.serving import echo_model, write_model
 from tests.memory_models import MemoryBackend, MemoryModel

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pytest
 
 from paceline.server.bulk.columns import Columns
-from paceline.server.bulk.probe import Measured, Sample, best, layouts, measure, sizes_of
+from paceline.server.bulk.probe import Measured, Sample, best, measure, sizes_of
 from paceline.server.bulk.values import BulkError, Chunk, Places
 from paceline.server.models.defaults import Offline
+from paceline.server.models.offline import layouts
 from tests.unit.server.bulk.computing import DESCRIPTION, Doubling, failing_on, numbers
 
 Cost = Callable[[int], int]

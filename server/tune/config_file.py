@@ -1,0 +1,82 @@
+"""The chosen settings as a model's `config.pbtxt`, which says what was changed and why.
+
+Lives here: that text. Must not: choose, or write files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from textwrap import wrap
+from typing import NamedTuple
+
+from google.protobuf import text_format
+
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.models.defaults import INTRA
+from paceline.server.models.offline import configured_for
+from paceline.server.tune.choosing import Setting
+
+__all__ = ["Change", "changes_of", "config_text"]
+
+_WIDTH = 100
+
+
+class Change(NamedTuple):
+    """A field of the configuration, its value as the model is served now and as it was chosen, and why."""
+
+    field: str
+    before: str
+    after: str
+    why: str
+
+
+def changes_of(now: Setting, chosen: Setting) -> list[Change]:
+    """What differs."""
+    mine, policy = now.policy, chosen.policy
+    layout, offline = chosen.layout, chosen.layout.offline
+    threads = "ONNX Runtime's choice" if not now.layout.offline.intra_op_threads else "as it was"
+    best_ms = layout.curve.mean_ns(max(size for size in layout.curve.sizes if size <= policy.max_batch_rows)) / 1e6
+    found = [
+        Change(
+            "max_batch_size",
+            str(mine.max_batch_rows),
+            str(policy.max_batch_rows),
+            f"such a batch executes for {best_ms:.3g} ms, and computes {chosen.capacity:.4g} rows/s on all instances",
+        ),
+        Change(
+            "dynamic_batching.preferred_batch_size",
+            str(list(mine.preferred_batch_rows)),
+            str(list(policy.preferred_batch_rows)),
+            "batches leave when an instance is free, whatever their size",
+        ),
+        Change(
+            "dynamic_batching.max_queue_delay_microseconds",
+            str(mine.max_queue_delay_ns // 1_000),
+            str(policy.max_queue_delay_ns // 1_000),
+            "what requests gain in larger batches is more than they wait for each other"
+            if policy.max_queue_delay_ns
+            else "waiting for more requests costs more than larger batches save",
+        ),
+    ]
+    if offline.instances:
+        share = f"together they compute {chosen.capacity:.4g} rows/s, with {now.layout.instances}: {now.capacity:.4g}"
+        found.append(Change("instance_group.count", str(now.layout.instances), str(offline.instances), share))
+    if offline.intra_op_threads:
+        found.append(Change(f"parameters.{INTRA}", threads, str(offline.intra_op_threads), "each has its own CPUs"))
+    return [one for one in found if one.before != one.after]
+
+
+def config_text(config: pb.ModelConfig, chosen: Setting, changes: Iterable[Change], heading: Iterable[str]) -> str:
+    """`config` with `changes`, below comments that say them, after the lines of `heading`."""
+    changed, fields = configured_for(chosen.layout.offline, config), {one.field for one in changes}
+    if "max_batch_size" in fields or (not config.max_batch_size and chosen.policy.max_batch_rows > 1):
+        changed.max_batch_size = chosen.policy.max_batch_rows
+    if "dynamic_batching.max_queue_delay_microseconds" in fields:
+        changed.dynamic_batching.max_queue_delay_microseconds = chosen.policy.max_queue_delay_ns // 1_000
+    if "dynamic_batching.preferred_batch_size" in fields:
+        del changed.dynamic_batching.preferred_batch_size[:]
+    if chosen.policy.max_batch_requests != 1 and chosen.policy.max_batch_rows > 1:
+        changed.dynamic_batching.SetInParent()
+    lines = [*heading, *(f"{one.field}: {one.after}, was {one.before}: {one.why}" for one in changes)]
+    comments = [f"# {part}" for line in lines for part in wrap(line, _WIDTH - 2)]
+    return "\n".join([*comments, text_format.MessageToString(changed)])

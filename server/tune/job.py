@@ -1,0 +1,131 @@
+"""Tuning a model, from its files to what was chosen.
+
+Lives here: the order of things, and which models can be tuned. Must not: flags, words of the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.backends.base import Backend, DeviceKind
+from paceline.backends.spec import Array
+from paceline.clients.description import metadata_of
+from paceline.clients.inputs import RandomInputs, prepare
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.cpus import usable_cpus
+from paceline.server.engine import Engine, EngineSettings
+from paceline.server.errors import ConfigError, StartError
+from paceline.server.models.defaults import BatchDefaults, Offline
+from paceline.server.models.layout import CONFIG_FILE
+from paceline.server.models.model_config import parse_config
+from paceline.server.models.offline import layouts
+from paceline.server.models.served_model import ServedModel
+from paceline.server.tune.choosing import Goal, Setting, choose, settings_of
+from paceline.server.tune.config_file import changes_of, config_text
+from paceline.server.tune.measuring import Layout, TuneError, measure, sizes_to_try
+from paceline.server.tune.report import Tuned
+
+__all__ = ["Asked", "tune_model"]
+
+_MOST_ROWS = 64
+"""Of a batch that is tried, of models without a configuration."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`shapes` are those of a request's inputs that the model leaves open, with the rows in front."""
+
+    model: Path
+    goal: Goal
+    shapes: Mapping[str, tuple[int, ...]]
+    seed: int = 0
+    allow_python_models: bool = False
+
+
+async def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | None = None) -> tuple[Tuned, str]:
+    """What was found, and the text of a configuration that has it. `say` is told how far it is. Raises TuneError,
+    and InputError for inputs that can't be made up."""
+    config = _config(asked.model)
+    async with _engine(asked, None, BatchDefaults().max_batch_rows, backend_of) as (_, served):
+        # All requests are equally long, so none is filled up.
+        policy = replace(served.batcher.policy, lengths=(), max_batch_elements=0)
+    possible = layouts(0, usable_cpus().count)
+    tried = [await _measured(asked, offline, say, backend_of) for offline in possible]
+    now = Setting(tried[0], policy)
+    settings = settings_of(tried, policy, asked.goal)
+    shown = -1
+
+    def show(done: int, of: int) -> None:
+        nonlocal shown
+        if (tenth := 10 * done // of) > shown:
+            shown = tenth
+            say(f"simulating {len(settings)} settings: {10 * tenth} %")
+
+    choice = await choose(now, settings, asked.goal, asked.seed, show)
+    chosen = choice.best[0].setting
+    tuned = Tuned(asked.model.name, asked.goal, choice, changes_of(now, chosen), asked.seed)
+    return tuned, config_text(config, chosen, tuned.changes, [f"Tuned: {tuned.verdict()}."])
+
+
+def _config(model: Path) -> pb.ModelConfig:
+    """What the model's own configuration says; no more than its backend if it has none."""
+    file = model / CONFIG_FILE
+    try:
+        return parse_config(file) if file.is_file() else pb.ModelConfig(backend="onnxruntime")
+    except ConfigError as error:
+        raise TuneError(f"{model}: {error}") from error
+
+
+async def _measured(asked: Asked, offline: Offline, say: Say, backend_of: Callable[[str], Backend] | None) -> Layout:
+    async with _engine(asked, offline, _MOST_ROWS, backend_of) as (engine, served):
+        metadata, has_rows = metadata_of(served.config, [served.version]), served.max_batch_rows > 0
+
+        def inputs_of(rows: int) -> Mapping[str, Array]:
+            shapes = {name: (rows, *shape[1:]) if has_rows else shape for name, shape in asked.shapes.items()}
+            return prepare(metadata, {}, RandomInputs(rows if has_rows else None, shapes, asked.seed)).arrays
+
+        instances, threads = len(served.instances.runners), offline.intra_op_threads
+        say(f"measuring {instances} instance{'s' * (instances > 1)}" + (f", {threads} threads each" if threads else ""))
+        sizes = [size for size in sizes_to_try(max(1, served.max_batch_rows)) if size >= asked.goal.rows]
+        if not sizes:
+            largest = served.max_batch_rows
+            raise TuneError(f"--rows {asked.goal.rows}: expected at most {largest}, the model's largest batch")
+        return await measure(engine, served, inputs_of, sizes, offline)
+
+
+@asynccontextmanager
+async def _engine(
+    asked: Asked, offline: Offline | None, most_rows: int, backend_of: Callable[[str], Backend] | None
+) -> AsyncIterator[tuple[Engine, ServedModel]]:
+    """The model in an engine, served as it is or for `offline` work. Raises TuneError if it can't be tuned."""
+    settings: EngineSettings = {"max_batch_size": most_rows, "allow_python_models": asked.allow_python_models}
+    if offline is not None:
+        settings["offline"] = offline
+    async with AsyncExitStack() as undo:
+        try:
+            engine = await undo.enter_async_context(Engine(asked.model, backend_of=backend_of, **settings))
+        except StartError as error:
+            raise TuneError(str(error)) from error
+        if len(engine.models) != 1:
+            raise TuneError(f"{asked.model}: expected one model, got {', '.join(engine.models)}")
+        served = engine.find("", "")
+        if why := _why_not(served):
+            raise TuneError(f"model '{served.name}' can't be tuned: {why}")
+        yield engine, served
+
+
+def _why_not(served: ServedModel) -> str:
+    if served.pipeline is not None:
+        return "it is an ensemble; tune the models of its steps"
+    if served.spec.sequence is not None:
+        return "its requests are steps of sequences, which depend on each other"
+    if served.decoupled:
+        return "it may answer a request more than once"
+    if any(one.device.kind is not DeviceKind.CPU for one in served.instances.runners.values()):
+        return "it executes on a GPU, and only what is measured on CPUs is simulated"
+    return ""

@@ -1,0 +1,105 @@
+"""How long a model's executions take, by trying: by rows, for each layout of instances and threads, all of them busy.
+
+Lives here: what is tried and for how long. Must not: open models, or judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.backends.spec import Array
+from paceline.server.engine import Engine
+from paceline.server.models.defaults import Offline
+from paceline.server.models.served_model import ServedModel
+from paceline.server.requests.inner_request import InnerRequest
+from paceline.server.tune.curve import Curve
+
+__all__ = ["Layout", "TuneError", "measure", "sizes_to_try"]
+
+InputsOf = Callable[[int], Mapping[str, Array]]
+"""Inputs of so many rows."""
+
+_WINDOW_NS, _LONGEST_NS = 300_000_000, 2_000_000_000
+_ENOUGH = 20
+"""Executions of a size: as many as its window has, at least these, unless they take too long."""
+_MOST_NS = 12_000_000_000
+"""Nothing larger is tried after this, on a layout."""
+_LOSING, _MOST_LOSING = 0.7, 2
+"""Larger batches aren't tried once so many in a row compute that much fewer rows a second than the best."""
+
+
+class TuneError(Exception):
+    """A model can't be tuned, or not so; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`instances` that execute at the same time, asked for as `offline`, and what was measured of them: how long
+    executions take while all are busy, and the event loop's own work for a request, apart from gRPC's."""
+
+    offline: Offline
+    instances: int
+    curve: Curve
+    handling_ns: int
+
+
+def sizes_to_try(most_rows: int) -> list[int]:
+    """Powers of two, and the largest."""
+    return sorted({*(1 << power for power in range(most_rows.bit_length())), most_rows})
+
+
+async def measure(
+    engine: Engine, served: ServedModel, inputs_of: InputsOf, sizes: Sequence[int], offline: Offline
+) -> Layout:
+    """Try `sizes`, which ascend, on an engine for offline work: each request is an execution. Raises TuneError."""
+    instances = len(served.instances.runners)
+    # One more waits for each that executes, so that none is ever idle.
+    at_once, began_ns = 2 * instances, time.monotonic_ns()
+    durations_ns: dict[int, Sequence[int]] = {}
+    best = handling_ns = losing = 0.0
+    for rows in sizes:
+        inputs = inputs_of(rows)
+        await asyncio.gather(*(_executed_ns(engine, served, inputs) for _ in range(at_once)))  # first ones allocate
+        used_ns, found = time.thread_time_ns(), list[int]()
+        until_ns, last_ns = time.monotonic_ns() + _WINDOW_NS, time.monotonic_ns() + _LONGEST_NS
+
+        async def work(
+            inputs: Mapping[str, Array] = inputs,
+            found: list[int] = found,
+            until_ns: int = until_ns,
+            last_ns: int = last_ns,
+        ) -> None:
+            while not found or (
+                (now_ns := time.monotonic_ns()) < until_ns or (len(found) < _ENOUGH and now_ns < last_ns)
+            ):
+                found.append(await _executed_ns(engine, served, inputs))
+
+        await asyncio.gather(*(work() for _ in range(at_once)))
+        # Of the smallest: the work for a request itself, apart from its rows.
+        handling_ns = handling_ns or (time.thread_time_ns() - used_ns) / len(found)
+        durations_ns[rows] = sorted(found)
+        per_s = rows * len(found) / max(1, sum(found))
+        best = max(best, per_s)
+        losing = losing + 1 if per_s < _LOSING * best else 0
+        if losing == _MOST_LOSING or time.monotonic_ns() - began_ns > _MOST_NS:
+            break
+    return Layout(offline, instances, Curve(durations_ns), int(handling_ns))
+
+
+async def _executed_ns(engine: Engine, served: ServedModel, inputs: Mapping[str, Array]) -> int:
+    """How long one execution took, without waiting for its turn."""
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def on_end(request: InnerRequest) -> None:
+        if ended.done():
+            return
+        if request.error is None:
+            ended.set_result(sum(request.spent_ns))
+        else:
+            ended.set_exception(TuneError(f"model '{served.name}' fails on inputs that were made up: {request.error}"))
+
+    engine.announce(served, inputs, {}, on_end)
+    return await ended

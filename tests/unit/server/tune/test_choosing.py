@@ -1,0 +1,76 @@
+"""Which settings are chosen for which load, of models whose executions take as long as is said here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.scheduler.policy import BatchPolicy
+from paceline.server.models.defaults import Offline
+from paceline.server.tune.choosing import Choice, Goal, Setting, choose, settings_of
+from paceline.server.tune.curve import Curve
+from paceline.server.tune.measuring import Layout
+
+MS = 1_000_000
+SIZES = (1, 2, 4, 8)
+POLICY = BatchPolicy(max_batch_rows=8)
+
+
+def layout(base_ms: float, row_ms: float, instances: int = 1) -> Layout:
+    durations = {size: [int((base_ms + row_ms * size) * MS)] for size in SIZES}
+    return Layout(Offline(instances if instances > 1 else 0), instances, Curve(durations), 0)
+
+
+async def chosen(goal: Goal, *layouts: Layout, policy: BatchPolicy = POLICY) -> Choice:
+    return await choose(Setting(layouts[0], policy), settings_of(layouts, policy, goal), goal, seed=1, requests=1_000)
+
+
+async def test_batches_are_as_large_as_throughput_needs() -> None:
+    choice = await chosen(Goal(clients=32), layout(8, 0.1), policy=replace(POLICY, max_batch_rows=1))
+    (best, *_) = choice.best
+    assert best.setting.policy.max_batch_rows == 8
+    assert best.found.throughput == pytest.approx(8_000 / 8.8, rel=0.02)
+    assert choice.now.found.throughput == pytest.approx(1_000 / 8.1, rel=0.02)
+
+
+async def test_settings_as_good_as_now_change_nothing() -> None:
+    choice = await chosen(Goal(rate=50, p99_ns=100 * MS), layout(8, 0.1), layout(8, 0.1))
+    assert choice.best[0].is_met
+    policy = choice.best[0].setting.policy
+    assert choice.best[0].setting.layout is choice.now.setting.layout
+    assert (policy.max_batch_rows, policy.max_queue_delay_ns) == (8, 0)
+
+
+async def test_second_instance_is_used_where_it_helps() -> None:
+    # One instance alone can make 100 requests a second, whatever it does.
+    choice = await chosen(Goal(rate=150, p99_ns=200 * MS), layout(0, 10), layout(0, 10, 2))
+    assert choice.best[0].is_met
+    assert choice.best[0].setting.layout.instances == 2
+    assert 150 <= choice.best[0].sustained <= 200
+    assert not choice.now.is_met
+
+
+async def test_goal_that_is_too_much_is_told() -> None:
+    choice = await chosen(Goal(rate=1_000, p99_ns=20 * MS), layout(0, 10))
+    assert not any(one.is_met for one in choice.best)
+    assert choice.best[0].p99_ns > 20 * MS
+
+
+async def test_equal_measurements_and_seed_choose_the_same() -> None:
+    measured = layout(5, 1)
+    first, second = [await chosen(Goal(rate=120, p99_ns=50 * MS), measured) for _ in range(2)]
+    assert [one.p99_ns for one in first.best] == [one.p99_ns for one in second.best]
+    assert [one.setting for one in first.best] == [one.setting for one in second.best]
+
+
+def test_settings_stay_within_what_the_model_allows() -> None:
+    measured = [layout(5, 1)]
+    fixed = replace(POLICY, batch_sizes=(4, 8))
+    assert {one.policy.max_batch_rows for one in settings_of(measured, fixed, Goal(rate=1))} == {8}
+    alone = replace(POLICY, max_batch_requests=1)
+    (one,) = settings_of(measured, alone, Goal(rate=1))
+    assert one.policy == alone
+    waits = [one.policy.max_queue_delay_ns for one in settings_of(measured, POLICY, Goal(rate=1, p99_ns=8 * MS))]
+    assert 0 < max(waits) <= 4 * MS
+    assert min(one.policy.max_batch_rows for one in settings_of(measured, POLICY, Goal(rate=1, rows=3))) == 4

@@ -1,0 +1,53 @@
+"""The chosen settings as a configuration: what changes is set and said, all else stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from google.protobuf import text_format
+
+from paceline.protos import model_config_pb2 as pb
+from paceline.scheduler.policy import BatchPolicy
+from paceline.server.models.defaults import Offline
+from paceline.server.tune.choosing import Setting
+from paceline.server.tune.config_file import changes_of, config_text
+from paceline.server.tune.curve import Curve
+from paceline.server.tune.measuring import Layout
+
+CURVE = Curve({1: [1_000_000], 8: [4_000_000]})
+NOW = Setting(Layout(Offline(), 1, CURVE, 0), BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,)))
+BEST = Setting(Layout(Offline(2, 1), 2, CURVE, 0), BatchPolicy(max_batch_rows=8, max_queue_delay_ns=500_000))
+
+
+def parsed(text: str) -> pb.ModelConfig:
+    return text_format.Parse(text, pb.ModelConfig())
+
+
+def test_changed_settings_are_set_and_explained() -> None:
+    config = parsed('name: "m" max_batch_size: 4 dynamic_batching { preferred_batch_size: [2] priority_levels: 2 }')
+    changes = changes_of(NOW, BEST)
+    text = config_text(config, BEST, changes, ["Tuned: for a test."])
+    assert parsed(text) == parsed(
+        """name: "m" max_batch_size: 8
+        dynamic_batching { priority_levels: 2 max_queue_delay_microseconds: 500 }
+        instance_group { count: 2 } parameters { key: "intra_op_thread_count" value { string_value: "1" } }"""
+    )
+    assert text.startswith("# Tuned: for a test.\n# max_batch_size: 8, was 4: such a batch executes for 4 ms")
+    assert [one.field for one in changes] == [
+        "max_batch_size",
+        "dynamic_batching.preferred_batch_size",
+        "dynamic_batching.max_queue_delay_microseconds",
+        "instance_group.count",
+        "parameters.intra_op_thread_count",
+    ]
+
+
+def test_model_without_configuration_gets_one_that_batches() -> None:
+    text = config_text(pb.ModelConfig(backend="onnxruntime"), NOW, changes_of(NOW, NOW), ())
+    assert parsed(text) == parsed('backend: "onnxruntime" max_batch_size: 4 dynamic_batching {}')
+
+
+def test_model_that_batches_nothing_stays_so() -> None:
+    alone = replace(NOW, policy=BatchPolicy(max_batch_requests=1))
+    assert changes_of(alone, alone) == []
+    assert config_text(pb.ModelConfig(name="m"), alone, (), ()) == 'name: "m"\n'

@@ -1,0 +1,22 @@
+"""What measured executions say of those of other sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.server.tune.curve import Curve
+
+CURVE = Curve({1: [10, 10, 10, 40], 4: [30, 30, 30, 60], 8: [80]})
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "expected"),
+    [(1, 0.0, 10), (1, 0.99, 40), (2, 0.5, 17), (4, 0.8, 60), (6, 0.9, 70), (8, 0.3, 80), (16, 0.0, 160)],
+)
+def test_sizes_between_lie_on_lines_between(rows: int, share: float, expected: int) -> None:
+    assert CURVE.cost(rows, share) == expected
+
+
+def test_best_size_says_what_instances_can() -> None:
+    assert CURVE.rows_per_s(8) == pytest.approx(4e9 / 37.5)
+    assert CURVE.rows_per_s(1) == pytest.approx(1e9 / 17.5)
