@@ -62,6 +62,8 @@ class Computing:
         """Raises BulkError for what would be wrong with any row, too: nothing is begun then."""
         settings = self._settings
         rates = not (settings.batch_rows and settings.instances and settings.unit_rows)
+        if not source.schema.names:  # files of text without any row
+            return fixed_sizes(_UNPROBED, settings.memory_bytes, settings.unit_rows)
         try:
             return self._fixed(await self._try(source, settings.batch_rows, settings.instances, rates=rates))
         except _NoRows:

@@ -136,18 +136,27 @@ def _elements(lists: _Lists, datatype: Datatype, faults: Faults) -> Array | pa.A
     else:
         values = array.to_numpy()
     try:
-        return cast(values, datatype)
+        return _cast(values, datatype)
     except ValueError:
         target = np.zeros(len(values), datatype.dtype)
         _cast_rows(values, target, lists.bounds, datatype, 0, faults)
         return target
 
 
+def _cast(values: Array, datatype: Datatype) -> Array:
+    """As `cast`; raises ValueError for whole numbers, too, of which a column of floats may not have kept all digits."""
+    if values.dtype.kind == "f" and datatype.dtype.kind in "iu":
+        inexact = np.abs(values) >= 2.0 ** (np.finfo(values.dtype).nmant + 1)
+        if inexact.any():
+            raise ValueError(f"the column has {values.dtype}, which can't tell {values[inexact][0]:.0f} from others")
+    return cast(values, datatype)
+
+
 def _cast_rows(values: Array, target: Array, bounds: Places, datatype: Datatype, first: int, faults: Faults) -> None:
     """Write `values` of the rows between `bounds`, of which the first one's place is `first`, into `target`."""
     part = slice(bounds[0], bounds[-1])
     try:
-        target[part] = cast(values[part], datatype)
+        target[part] = _cast(values[part], datatype)
     except ValueError as error:
         if len(bounds) == 2:
             faults.setdefault(first, f"expected values that are {datatype.name} without loss: {error}")

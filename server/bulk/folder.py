@@ -234,7 +234,11 @@ class JobFolder:
     def _job(self, fingerprint: Mapping[str, Plain], files: Sequence[InputFile]) -> _Job:
         """As it is before it begins."""
         named = plain({**fingerprint, "output-format": self._format})
-        return _Job(_LAYOUT, named, [[file.path, file.size_bytes, file.changed_ns] for file in files], {})
+        facts: list[list[str | int]] = []
+        for file in files:  # by their whole paths, as the job may go on in another folder
+            path = file.path if "://" in file.path else os.path.abspath(file.path)
+            facts.append([path, file.size_bytes, file.changed_ns])
+        return _Job(_LAYOUT, named, facts, {})
 
     def _enter(self, start: Start) -> _Job | None:
         """Takes the lock. What the job was begun with, if it was."""

@@ -43,14 +43,19 @@ def run_in_foreground(
 ) -> int:
     """Do the job, and return the exit status. `summary`: where to write it as JSON, too."""
     told, status = _shown(progress, lambda tally: _told(settings, tally, backend_of))
-    click.echo(told.text(), err=status != 0)
+    lost = list[str]()
     if summary is not None:
         try:
             summary.write_text(told.as_json(), encoding="utf-8")
         except OSError as error:
-            click.echo(f"--summary {summary} can't be written: {error.strerror}", err=True)
-            return status or 1
-    return status
+            lost.append(f"--summary {summary} can't be written: {error.strerror}")
+    try:
+        click.echo(told.text(), err=status != 0)
+    except OSError as error:
+        lost.append(f"{told.text()}\nstdout can't be written: {error.strerror}")
+    for text in lost:
+        click.echo(text, err=True)
+    return status or int(bool(lost))
 
 
 def dry_run_in_foreground(settings: BulkSettings, progress: str, backend_of: Callable[[str], Backend] | None) -> int:

@@ -156,3 +156,16 @@ async def test_a_mistake_in_columns_leaves_no_job_behind(job: BulkJob) -> None:
         await job.run(keep=("idd",))
     await job.run()
     assert job.rows() == ROWS
+
+
+async def test_files_of_text_without_rows_are_a_job_that_is_done(job: BulkJob) -> None:
+    for text in ("", "a\n"):
+        (job.root / "empty.csv").write_text(text)
+        assert await job.run(inputs=(str(job.root / "empty.csv"),), keep=(), resumes=False) == (0, 0, 0)
+
+
+async def test_a_job_goes_on_from_another_folder(job: BulkJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(job.root)
+    totals = await job.run(inputs=("in",))
+    monkeypatch.chdir(job.root / "in")
+    assert await job.run(inputs=("../in",)) == totals

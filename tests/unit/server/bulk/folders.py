@@ -16,7 +16,7 @@ from paceline.server.bulk.values import BadRow, FileIndex, Fixed, InputFile, Uni
 __all__ = ["FILES", "FINGERPRINT", "FIXED", "SCHEMA", "UNITS", "contents", "do", "opened"]
 
 FINGERPRINT: dict[str, Plain] = {"batch": 32, "map": {"ids": "tokens", "mask": "mask"}, "keep": ["id"]}
-FILES = [InputFile(0, "in/a.parquet", 10, 1), InputFile(1, "in/b.parquet", 20, 2)]
+FILES = [InputFile(0, "/in/a.parquet", 10, 1), InputFile(1, "/in/b.parquet", 20, 2)]
 FIXED = Fixed(unit_rows=2, chunk_rows=2, chunk_bytes=100, batch_rows=2, intra_op_threads=1, instances=1)
 SCHEMA = pa.schema([("x", pa.int64())])
 UNITS = list(units(FILES, lambda file: FileIndex(3 if file.index == 0 else 4), FIXED.unit_rows))

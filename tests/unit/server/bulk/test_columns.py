@@ -107,6 +107,7 @@ def test_optional_input_without_column_is_left_out() -> None:
         ),
         ([[1], []], pa.list_(pa.list_(pa.int8())), "INT8", (-1, -1), "got lists of different sizes in axis 1"),
         ([1, 2, 3], pa.list_(pa.int64()), "INT64", (2, 2), "expected INT64 of shape [2, 2], or 4 elements, got 3"),
+        (2.0**53, pa.float64(), "INT64", (), "float64, which can't tell 9007199254740992 from others"),
         (256, pa.int64(), "UINT8", (), "expected values that are UINT8 without loss: UINT8 takes 0 to 255, got 256"),
         (0.5, pa.float64(), "INT32", (), "INT32 takes whole numbers"),
         (1e39, pa.float64(), "FP32", (), "out of range"),

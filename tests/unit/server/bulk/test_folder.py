@@ -83,7 +83,7 @@ def test_job_is_done_unit_by_unit(tmp_path: Path) -> None:
     assert os.listdir(out / "_paceline" / "tmp") == []
     assert pq.read_table(out / "part-00003.parquet")["x"].to_pylist() == [2]
     assert json.loads((out / "_bad" / "part-00003.jsonl").read_text()) == {
-        "file": "in/b.parquet",
+        "file": "/in/b.parquet",
         "row": 3,
         "reason": "odd",
     }
@@ -172,14 +172,14 @@ def test_other_configuration_is_refused_by_name(tmp_path: Path, change: dict[str
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ([replace(FILES[0], size_bytes=11), FILES[1]], "with input in/a.parquet of 10 bytes, got 11"),
-        ([replace(FILES[0], changed_ns=9), FILES[1]], "before input in/a.parquet was changed"),
-        ([FILES[0]], "with input in/b.parquet, which is gone"),
-        ([*FILES, InputFile(2, "in/c.parquet", 1, 1)], "without input in/c.parquet"),
+        ([replace(FILES[0], size_bytes=11), FILES[1]], "with input /in/a.parquet of 10 bytes, got 11"),
+        ([replace(FILES[0], changed_ns=9), FILES[1]], "before input /in/a.parquet was changed"),
+        ([FILES[0]], "with input /in/b.parquet, which is gone"),
+        ([*FILES, InputFile(2, "/in/c.parquet", 1, 1)], "without input /in/c.parquet"),
         (FILES[::-1], "with its inputs in another order"),
         (
-            [InputFile(place, f"{place}", 1, 1) for place in range(4)],
-            "without input 2; with 3 more inputs that dif",
+            [InputFile(place, f"/{place}", 1, 1) for place in range(4)],
+            "without input /2; with 3 more inputs that dif",
         ),
     ],
     ids=["size", "time", "gone", "new", "order", "many"],
