@@ -33,4 +33,4 @@ def accepted(words: Sequence[str]) -> dict[str, Any]:
 def flags_of(command: str) -> set[str]:
     """Every spelling of every flag of a command."""
     options = (each for each in all_commands()[command].params if each.param_type_name == "option")
-    return {"--help", *(name for each in options for name in each.opts)}
+    return {"--help", *(name for each in options for name in (*each.opts, *each.secondary_opts))}
