@@ -94,59 +94,65 @@ def _parameters(context: click.Context, parameter: click.Parameter, texts: tuple
     return parameters
 
 
+def _flag(*names: str, **more: Value) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option, which a variable of its name gives as well."""
+    long = next(name for name in names if name.startswith("--")).partition("/")[0]
+    return click.option(*names, envvar="PACELINE_BULK_" + long[2:].replace("-", "_").upper(), **more)
+
+
 _OPTIONS = (
-    click.option("-i", "--input", "inputs", multiple=True, required=True, metavar="PATTERN",
+    _flag("-i", "--input", "inputs", multiple=True, required=True, metavar="PATTERN",
         help="Files, folders, globs or URLs with rows. Repeatable."),
-    click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Output folder."),
-    click.option("--map", "columns", multiple=True, callback=_pairs, metavar="INPUT=COLUMN",
+    _flag("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Output folder."),
+    _flag("--map", "columns", multiple=True, callback=_pairs, metavar="INPUT=COLUMN",
         help="Which column feeds an input of the model; by default the one of its name. Repeatable."),
-    click.option("--keep", multiple=True, callback=_names, metavar="COLUMN,…", help="Columns to copy to the output."),
-    click.option("--output", "outputs", multiple=True, callback=_pairs, metavar="COLUMN=OUTPUT",
+    _flag("--keep", multiple=True, callback=_names, metavar="COLUMN,…", help="Columns to copy to the output."),
+    _flag("--output", "outputs", multiple=True, callback=_pairs, metavar="COLUMN=OUTPUT",
         help="Write only this output of the model, as this column. Repeatable."),
-    click.option("--binary", multiple=True, callback=_names, metavar="OUTPUT,…",
+    _flag("--binary", multiple=True, callback=_names, metavar="OUTPUT,…",
         help="Outputs with text that may be any bytes."),
-    click.option("--parameter", "parameters", multiple=True, callback=_parameters, metavar="NAME=VALUE",
+    _flag("--parameter", "parameters", multiple=True, callback=_parameters, metavar="NAME=VALUE",
         help="Parameter of each request, such as max_tokens=64. Repeatable."),
-    click.option("--format", type=click.Choice(["parquet", "arrow", "csv", "jsonl", "npy", "files"]),
+    _flag("--format", type=click.Choice(["parquet", "arrow", "csv", "jsonl", "npy", "files"]),
         help="Of the input; by default the files' names tell."),
-    click.option("--output-format", default="parquet", show_default=True,
+    _flag("--output-format", default="parquet", show_default=True,
         type=click.Choice(["parquet", "jsonl", "npy"]), help="Of the output."),
-    click.option("--batch", "batch_rows", default="auto", show_default=True, type=_AutoOr(), metavar="auto|ROWS",
+    _flag("--batch", "batch_rows", default="auto", show_default=True, type=_AutoOr(), metavar="auto|ROWS",
         help="Rows of an execution."),
-    click.option("--instances", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
+    _flag("--instances", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
         help="Copies of the model that execute at the same time."),
-    click.option("--rows-per-part", "unit_rows", default="auto", show_default=True, type=_AutoOr(), metavar="auto|ROWS",
+    _flag("--rows-per-part", "unit_rows", default="auto", show_default=True, type=_AutoOr(), metavar="auto|ROWS",
         help="Most rows of an output file. One is done again as a whole if it wasn't finished."),
-    click.option("--memory", "memory_bytes", default="2GiB", show_default=True, callback=_read(parse_bytes),
+    _flag("--memory", "memory_bytes", default="2GiB", show_default=True, callback=_read(parse_bytes),
         metavar="BYTES", help="Most memory for rows, beyond the loaded model."),
-    click.option("--sort-by-length", is_flag=True,
+    _flag("--sort-by-length", is_flag=True,
         help="Batch rows of similar length; the output keeps the input's order."),
-    click.option("--shard", callback=_shard, metavar="K/N",
+    _flag("--shard", callback=_shard, metavar="K/N",
         help="Do only the K-th of N shards of the job, from 0; by default Kubernetes' JOB_COMPLETION_INDEX."),
-    click.option("--server", default="", callback=_target, metavar="HOST[:PORT]",
+    _flag("--server", default="", callback=_target, metavar="HOST[:PORT]",
         help="Let this server compute; MODEL is then the name of its model."),
-    click.option("--ray", default="", metavar="ADDRESS",
+    _flag("--ray", default="", metavar="ADDRESS",
         help="Do the job on this Ray cluster, in actors with an engine each; auto: the one that this machine is in."),
-    click.option("--ray-actors", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
+    _flag("--ray-actors", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
         help="How many actors."),
-    click.option("--ray-actor-cpus", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
+    _flag("--ray-actor-cpus", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
         help="CPUs of an actor."),
-    click.option("--ray-actor-gpus", default=0.0, show_default=True, type=click.FloatRange(0, 1024), metavar="N",
+    _flag("--ray-actor-gpus", default=0.0, show_default=True, type=click.FloatRange(0, 1024), metavar="N",
         help="GPUs of an actor, or a share of one."),
-    click.option("--on-bad-row", default="record", show_default=True, type=click.Choice(["record", "fail"]),
+    _flag("--on-bad-row", default="record", show_default=True, type=click.Choice(["record", "fail"]),
         help="Record a row at fault and go on, or fail."),
-    click.option("--max-bad", default="1%", show_default=True, callback=_read(parse_max_bad), metavar="SHARE|ROWS",
+    _flag("--max-bad", default="1%", show_default=True, callback=_read(parse_max_bad), metavar="SHARE|ROWS",
         help="Fail with more rows at fault than that."),
-    click.option("--retry-bad", "retries_bad", is_flag=True, help="Do finished parts with rows at fault again."),
-    click.option("--resume/--no-resume", "resumes", default=True,
+    _flag("--retry-bad", "retries_bad", is_flag=True, help="Do finished parts with rows at fault again."),
+    _flag("--resume/--no-resume", "resumes", default=True,
         help="Go on with a job that was begun, or begin anew."),
-    click.option("--allow-python-models", is_flag=True, help="Whether the model may be Python code."),
-    click.option("--execution-timeout-secs", "execution_timeout_s", default=0.0, type=Seconds(min=0), metavar="SECONDS",
+    _flag("--allow-python-models", is_flag=True, help="Whether the model may be Python code."),
+    _flag("--execution-timeout-secs", "execution_timeout_s", default=0.0, type=Seconds(min=0), metavar="SECONDS",
         help="Longest execution before its instance is replaced; 0: no limit."),
-    click.option("--dry-run", is_flag=True, help="Say what would be done and how long it would take, and do nothing."),
-    click.option("--progress", default="auto", show_default=True,
+    _flag("--dry-run", is_flag=True, help="Say what would be done and how long it would take, and do nothing."),
+    _flag("--progress", default="auto", show_default=True,
         type=click.Choice(["auto", "bar", "lines", "json", "none"]), help="How to show, on stderr, how far it is."),
-    click.option("--summary", type=click.Path(dir_okay=False, path_type=Path),
+    _flag("--summary", type=click.Path(dir_okay=False, path_type=Path),
         help="Write the summary there, as JSON."),
 )  # fmt: skip
 
@@ -157,7 +163,7 @@ def _flagged(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command(context_settings={"auto_envvar_prefix": "PACELINE_BULK"})
+@click.command()
 @click.argument("model")
 @_flagged
 @access_options

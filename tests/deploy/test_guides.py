@@ -55,7 +55,7 @@ def test_guide_names_only_variables_that_exist(guide: Path) -> None:
     named = set(re.findall(r"\bPACELINE_[A-Z_]+", guide.read_text()))
     commands = all_commands()
     serve = {f"PACELINE_{each.name}".upper() for each in commands["serve"].params if each.name}
-    bulk = {f"PACELINE_BULK_{each.name}".upper() for each in commands["bulk"].params if each.name}
+    bulk = {each.envvar for each in commands["bulk"].params}
     assert named <= serve | bulk | {"PACELINE_HEALTH_SERVER"}
 
 

@@ -95,3 +95,8 @@ def test_a_job_that_fails_says_why_in_its_status(model: Path, tmp_path: Path) ->
     failed = run_command(*given(model, tmp_path / "other", "--keep", "b"))
     assert failed.returncode == 1
     assert "column 'b'" in failed.stderr
+
+
+def test_variables_give_what_flags_dont(model: Path, tmp_path: Path) -> None:
+    refused = run_command(*given(model, tmp_path / "out"), env={"PACELINE_BULK_MEMORY": "much"})
+    assert (refused.returncode, "got 'much'" in refused.stderr) == (2, True), refused.stderr
