@@ -86,10 +86,11 @@ class _Clients:
         call: Any = channel.unary_unary(METHOD, None, pb.ModelInferResponse.FromString)
         for payload in cycle(payloads):
             try:
-                self.tally.tokens += tokens_in(await call(payload))
+                tokens = tokens_in(await call(payload))
             except grpc.aio.AioRpcError as error:
                 self.tally.errors[error.details() or error.code().name] += 1
                 return
+            self.tally.tokens += tokens  # read and written at once: in one line with the wait, others' would be lost
             self.tally.answers += 1
             self.heard.set()
 

@@ -400,7 +400,7 @@ def shown_figures() -> list[str]:
 def test_figures_are_those_that_were_measured() -> None:
     measured = {
         float(number)
-        for page in ("", "-gpu", "-lengths", "-sequences", "-generations", "-pipelines", "-response-cache")
+        for page in ("", "-gpu", "-lengths", "-sequences", "-generations", "-pipelines", "-response-cache", "-bulk")
         for number in numbers((REPO / "docs" / f"measurements{page}.md").read_text(encoding="utf-8"))
     }
     shown = shown_figures()
