@@ -6,12 +6,11 @@ indexes. The rule: numbers depend on the list of files and on `unit_rows` alone,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from paceline.server.bulk.values import BulkError, FileIndex, InputFile, Unit
 
-__all__ = ["ALONE", "Shard", "units", "units_of"]
+__all__ = ["ALONE", "Shard", "units_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +36,6 @@ class Shard:
 
 
 ALONE = Shard(0, 1)
-
-
-def units(files: Iterable[InputFile], index: Callable[[InputFile], FileIndex], unit_rows: int) -> Iterator[Unit]:
-    """All units in order, of all shards. Asks for a file's index when its first unit is."""
-    number = 0
-    for file in files:
-        found = units_of(file, index(file), unit_rows, number)
-        yield from found
-        number += len(found)
 
 
 def units_of(file: InputFile, index: FileIndex, unit_rows: int, first: int) -> list[Unit]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from paceline.server.bulk.differences import Plain
 from paceline.server.bulk.folder import JobFolder, Mark, Start
-from paceline.server.bulk.plan import ALONE, Shard, units
+from paceline.server.bulk.plan import ALONE, Shard, units_of
 from paceline.server.bulk.values import BadRow, FileIndex, Fixed, InputFile, Unit
 
 __all__ = ["FILES", "FINGERPRINT", "FIXED", "SCHEMA", "UNITS", "contents", "do", "opened"]
@@ -19,7 +19,8 @@ FINGERPRINT: dict[str, Plain] = {"batch": 32, "map": {"ids": "tokens", "mask": "
 FILES = [InputFile(0, "/in/a.parquet", 10, 1), InputFile(1, "/in/b.parquet", 20, 2)]
 FIXED = Fixed(unit_rows=2, chunk_rows=2, chunk_bytes=100, batch_rows=2, intra_op_threads=1, instances=1)
 SCHEMA = pa.schema([("x", pa.int64())])
-UNITS = list(units(FILES, lambda file: FileIndex(3 if file.index == 0 else 4), FIXED.unit_rows))
+_FIRST = units_of(FILES[0], FileIndex(3), FIXED.unit_rows, 0)
+UNITS = [*_FIRST, *units_of(FILES[1], FileIndex(4), FIXED.unit_rows, len(_FIRST))]
 
 
 @contextmanager

@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.server.bulk.plan import Shard, units
+from paceline.server.bulk.plan import Shard, units_of
 from paceline.server.bulk.values import BulkError, FileIndex, InputFile, Unit
 
 FILES = [InputFile(place, f"in/{place}.csv", 10, 1) for place in range(3)]
-INDEXES = {FILES[0]: FileIndex(5, (0, 20, 40)), FILES[1]: FileIndex(0), FILES[2]: FileIndex(4)}
 
 
-def test_unit_never_spans_two_files() -> None:
-    assert list(units(FILES, INDEXES.__getitem__, 2)) == [
+def test_units_of_files_are_numbered_on() -> None:
+    first = units_of(FILES[0], FileIndex(5, (0, 20, 40)), 2, 0)
+    assert first == [
         Unit(0, FILES[0], 0, 2, 0),
         Unit(1, FILES[0], 2, 4, 20),
         Unit(2, FILES[0], 4, 5, 40),
-        Unit(3, FILES[2], 0, 2),
-        Unit(4, FILES[2], 2, 4),
     ]
-
-
-def test_files_are_indexed_when_needed() -> None:
-    asked: list[int] = []
-
-    def index(file: InputFile) -> FileIndex:
-        asked.append(file.index)
-        return INDEXES[file]
-
-    all_units = units(FILES, index, 5)
-    assert asked == []
-    next(all_units)
-    assert asked == [0]
-    assert [unit.number for unit in all_units] == [1]
-    assert asked == [0, 1, 2]
+    assert units_of(FILES[1], FileIndex(0), 2, 3) == []
+    assert units_of(FILES[2], FileIndex(4), 2, 3) == [Unit(3, FILES[2], 0, 2), Unit(4, FILES[2], 2, 4)]
 
 
 def test_shards_share_units_without_rest() -> None:
