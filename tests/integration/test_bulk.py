@@ -13,6 +13,7 @@ from paceline.backends.errors import ExecutionError
 from paceline.server.bulk.settings import MaxBad
 from paceline.server.bulk.values import BulkError
 from tests.integration.bulk_jobs import BulkJob, files_of, write_rows
+from tests.polling import eventually_async
 
 
 def has(*values: float) -> object:
@@ -70,10 +71,12 @@ async def test_a_stopped_job_goes_on_to_the_same_bytes(job: BulkJob) -> None:
     job.memory.gate.release(all_batches - 2)
     running = asyncio.create_task(job.run())
     await asyncio.to_thread(job.memory.gate.wait_entered, 2 * all_batches - 1)
+    # Two executions are held, so that some units can't be finished; others are, each once it is on disk.
+    await eventually_async(lambda: job.tally.units_done > 0, "a finished unit")
     running.cancel()
+    job.memory.gate.open()
     await asyncio.gather(running, return_exceptions=True)
     assert "_SUCCESS" not in files_of(job.out)
-    job.memory.gate.open()
     await job.run()
     assert 0 < job.tally.units_before < 4
     assert files_of(job.out) == undisturbed
