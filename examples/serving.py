@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
+import json
+import re
 import subprocess
 import sys
+import threading
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,25 +17,43 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.clients import AsyncInferenceClient
 
 CLIENTS = 64
+_SERVES = re.compile(r":(\d+), metrics on port (\d+)$")
 
 
 @contextlib.contextmanager
 def serving(repository: Path, *more: str) -> Iterator[tuple[int, int]]:
-    """A server process on free ports of this machine; yields the ports, (gRPC, metrics)."""
-    grpc_port, metrics_port = free_port(), free_port()
-    command = [sys.executable, "-m", "paceline", "serve", str(repository), "--log-level", "warning", *more]
-    address = ["--grpc-address", "127.0.0.1", "--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port)]
-    process = subprocess.Popen([*command, *address])
-    try:
-        yield grpc_port, metrics_port
-    finally:
-        process.terminate()
-        process.wait()
+    """A server process on free ports of this machine; yields the ports, (gRPC, metrics), which its log tells: a port
+    that is picked before it starts may be somebody else's by then."""
+    command = [sys.executable, "-m", "paceline", "serve", str(repository), "--log-format", "json", *more]
+    address = ["--grpc-address", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "0"]
+    with subprocess.Popen([*command, *address], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = None
+        for line in process.stderr:
+            if found := _SERVES.search(_told(line)):
+                break
+        if found is None:
+            raise SystemExit("the server ended before it served")
+        rest = threading.Thread(target=_tell, args=(process.stderr,))
+        rest.start()
+        try:
+            yield int(found[1]), int(found[2])
+        finally:
+            process.terminate()
+            rest.join()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def _tell(lines: Iterable[str]) -> None:
+    for line in lines:
+        _told(line)
+
+
+def _told(line: str) -> str:
+    """The message of a line that the server printed. Warnings and errors, and what isn't its log, are printed."""
+    entry = json.loads(line) if line.startswith("{") else {"level": "error", "message": line.rstrip()}
+    if entry["level"] in ("warning", "error"):
+        print(entry["message"], file=sys.stderr)
+    return str(entry["message"])
 
 
 @contextlib.asynccontextmanager
