@@ -1,7 +1,7 @@
 """The contract between the server and whatever runs a model.
 
-Lives here: the protocols, and the values that cross them besides tensors (`backends.spec`). Must not: anything specific
-to one runtime.
+Lives here: the protocols of models that serve, and the values that cross them besides tensors (`backends.spec`). Must
+not: anything specific to one runtime, or what is asked of a model before it serves (`backends.trials`).
 """
 
 from __future__ import annotations
@@ -11,47 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from paceline.backends.errors import LoadError, StepHangs
 from paceline.backends.model_call import OnCall
 from paceline.backends.spec import Array, ModelSpec, Tensors
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What running a model showed. `spec`: what the model declares, with output dims as observed. `why_not`: why rows
-    can't be stacked, or why that couldn't be determined; "" if nothing speaks against it. `deadly`: the trial ended the
-    process that it ran in. `fixed_rows`: how many rows the model always takes, if they don't depend on each
-    other, so that it can be served by rows all the same; else 0."""
-
-    spec: ModelSpec
-    why_not: str = ""
-    deadly: bool = False
-    fixed_rows: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LengthAxis:
-    """An axis of an input, of which 0 is the batch's, along which requests are to be filled up with `fill`."""
-
-    input: str
-    axis: int
-    fill: int | float = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LengthTrial:
-    """What filling up requests showed. `spec` is the one that was tried, with the `lengths` that are to be used, and
-    their inputs' `fill`. `why_not`: why it has none although the model may have a mask, or, where they were asked for,
-    what differs from requests alone; "" if nothing speaks against it."""
-
-    spec: ModelSpec
-    why_not: str = ""
+from paceline.backends.trials import Supervise, unsupervised
 
 
 class GroupKind(Enum):
@@ -360,26 +327,6 @@ class OpenModel(Protocol):
         """Release the model's own resources; called after the last instance's close."""
 
 
-class Supervise(Protocol):
-    """Runs one execution of a model that is being loaded. May raise errors that aren't a backend's."""
-
-    def __call__(self, function: Callable[[], T], /) -> T: ...
-
-
-def unsupervised(function: Callable[[], T], /) -> T:
-    """The `Supervise` that only calls `function`."""
-    return function()
-
-
-@runtime_checkable
-class Triable(Protocol):
-    """A model whose declarations can be checked before anybody relies on them."""
-
-    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
-        """Run it with made-up inputs, before any instance is made. Blocks for a few executions, each run by
-        `supervise`."""
-
-
 @runtime_checkable
 class CompletesConfig(Protocol):
     """A model that was shown its configuration, and has filled in what that left open."""
@@ -393,19 +340,6 @@ class CompletesConfig(Protocol):
 
     def configure(self, config: str) -> None:
         """With this configuration it will serve. Before any instance is made."""
-
-
-@runtime_checkable
-class TriesLengths(Protocol):
-    """A model that can be asked along which axes requests of different sizes may be filled up."""
-
-    def try_lengths(
-        self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
-    ) -> LengthTrial:
-        """Run rows of different sizes, alone and filled up together, before any instance is made. `spec` is batched and
-        as it will be served. `asked`: the axes that a configuration names; None: find out, of a model that has a mask.
-        Blocks for some executions, each run by `supervise`. Raises LoadError for axes that can't be filled up, naming
-        the input, what was expected and what was asked for."""
 
 
 @runtime_checkable

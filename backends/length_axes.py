@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from paceline.backends.base import LengthAxis
 from paceline.backends.errors import LoadError
 from paceline.backends.lengths import filling
 from paceline.backends.spec import Length, ModelSpec, TensorSpec
+from paceline.backends.trials import LengthAxis
 from paceline.protos.datatypes import by_name
 
 Place = tuple[int, int]

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.backends.base import LengthAxis, LengthTrial
 from paceline.backends.errors import ExecutionError, InstanceError, LoadError
 from paceline.backends.length_axes import asked_lengths, is_of_integers, masked_lengths, named_masks
 from paceline.backends.length_outputs import Sizes, States, said, with_assumed_outputs, with_outputs
@@ -31,6 +30,7 @@ from paceline.backends.lengths import Filling, Lengths, fill_up
 from paceline.backends.made_up import MAX_BYTES, bytes_of
 from paceline.backends.ragged import as_the_model_sees
 from paceline.backends.spec import Array, ControlKind, ModelSpec, Tensors, TensorSpec
+from paceline.backends.trials import LengthAxis, LengthTrial
 from paceline.protos.datatypes import by_name
 
 Run = Callable[[Sequence[Array]], Tensors]

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.backends.base import Trial
 from paceline.backends.batching import stack as stack_rows
 from paceline.backends.errors import ExecutionError, InstanceError, OutOfMemory, ProcessError
 from paceline.backends.made_up import (
@@ -35,6 +34,7 @@ from paceline.backends.made_up import (
     make_rows,
 )
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.trials import Trial
 
 _MANY = 8
 """How many rows are in a longer stack. It shows what rows do to others that aren't next to them, or that are like them

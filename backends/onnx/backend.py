@@ -16,20 +16,7 @@ from pathlib import Path
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from paceline.backends.base import (
-    Device,
-    DeviceKind,
-    GroupKind,
-    InstanceGroup,
-    LengthAxis,
-    LengthTrial,
-    ModelSource,
-    Supervise,
-    Trial,
-    on_cpu,
-    on_gpus,
-    unsupervised,
-)
+from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, on_cpu, on_gpus
 from paceline.backends.cuda.accelerator import CudaAccelerator, accelerator_of
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.cuda.long_calls import captures
@@ -47,6 +34,7 @@ from paceline.backends.own_process.served import OwnProcessOnnxModel
 from paceline.backends.own_process.session import Job, OwnProcessSession, Runs, try_lengths_of, try_model
 from paceline.backends.paths import is_file, is_folder
 from paceline.backends.spec import ModelSpec
+from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, unsupervised
 
 Accelerators = Callable[[Device], CudaAccelerator | None]
 

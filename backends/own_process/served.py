@@ -11,17 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from paceline.backends.base import (
-    Device,
-    DeviceKind,
-    Files,
-    LengthAxis,
-    LengthTrial,
-    ModelSource,
-    Supervise,
-    Trial,
-    unsupervised,
-)
+from paceline.backends.base import Device, DeviceKind, Files, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError, ProcessError
 from paceline.backends.onnx.model_files import files_changed
 from paceline.backends.onnx.options import without_graphs
@@ -30,6 +20,7 @@ from paceline.backends.own_process.session import FILE, Job, ProcessRunner, ask,
 from paceline.backends.python.instance import Processes, PythonInstance
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import ModelSpec
+from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, unsupervised
 
 _log = logging.getLogger("paceline.backends.onnx")
 

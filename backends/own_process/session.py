@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from paceline.backends.base import Device, LengthAxis, LengthTrial, ModelSource, Supervise, Trial
+from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import (
     BackendError,
     ExecutionError,
@@ -36,6 +36,7 @@ from paceline.backends.python.process import ModelProcess
 from paceline.backends.ragged import turning
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.backends.trial import try_rows
+from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial
 
 FILE = Path(__file__).with_name("model.py")
 """What runs there."""

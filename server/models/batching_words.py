@@ -5,8 +5,8 @@ Lives here: the texts. Must not: decide anything.
 
 from __future__ import annotations
 
-from paceline.backends.base import Trial
 from paceline.backends.spec import ModelSpec
+from paceline.backends.trials import Trial
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.models.model_config import is_complete
 from paceline.server.models.padding import Padding

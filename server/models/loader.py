@@ -21,14 +21,12 @@ from paceline.backends.base import (
     ModelSource,
     OpenModel,
     Rounding,
-    Supervise,
-    Triable,
-    Trial,
 )
 from paceline.backends.generation import Generates
 from paceline.backends.onnx.options import OWN_PROCESS
 from paceline.backends.paths import exists, is_file, open_inside
 from paceline.backends.remote import RemoteInstance, RemoteModel
+from paceline.backends.trials import Supervise, Triable, Trial
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.codec.classification import Labels, read_labels
 from paceline.server.errors import ConfigError, LoadHangs

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.backends.base import Device, DeviceKind, LengthAxis, OpenModel, Supervise, TriesLengths
+from paceline.backends.base import Device, DeviceKind, OpenModel
 from paceline.backends.errors import LoadError
 from paceline.backends.spec import Length, ModelSpec
+from paceline.backends.trials import LengthAxis, Supervise, TriesLengths
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.batch_policy import OwnSettings, PadAxis, own_settings

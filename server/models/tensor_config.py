@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from paceline.backends.base import Trial
 from paceline.backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
+from paceline.backends.trials import Trial
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES
 from paceline.server.errors import ConfigError

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TypeVar
 
-from paceline.backends.base import ExecutesMadeUp, ModelInstance, Slotted, Supervise, unsupervised
+from paceline.backends.base import ExecutesMadeUp, ModelInstance, Slotted
 from paceline.backends.errors import (
     BackendError,
     DeviceLost,
@@ -29,6 +29,7 @@ from paceline.backends.errors import (
     UnfitOutputs,
 )
 from paceline.backends.spec import Tensors
+from paceline.backends.trials import Supervise, unsupervised
 from paceline.backends.worker_thread import WorkerThread
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.tensors import TensorError

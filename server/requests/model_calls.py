@@ -21,10 +21,10 @@ from paceline.scheduler.policy import NEVER
 from paceline.server.models.callers import Caller
 from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.requests.call_waits import CallWaits, MadeCall
-from paceline.server.requests.decoupled import flights_of
 from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
 from paceline.server.requests.inference import Inference
 from paceline.server.requests.inner_request import InnerRequest, array_request, status_and_text
+from paceline.server.requests.open_flight import flights_of
 
 __all__ = ["ModelCalls"]
 

@@ -13,8 +13,8 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from paceline.backends.base import LengthAxis, LengthTrial, Supervise, unsupervised
 from paceline.backends.spec import Array, Length, ModelSpec, Tensors, TensorSpec
+from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, unsupervised
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.datatypes import by_name
 from paceline.protos.tensors import decode_raw

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.backends.base import LengthAxis
 from paceline.backends.errors import ExecutionError, LoadError, UnfitOutputs
 from paceline.backends.length_trial import try_lengths, without_trial
 from paceline.backends.ragged import batch_runner
 from paceline.backends.spec import Array, JoinedAxis, Length, ModelSpec, SequenceSpec, State, Tensors, TensorSpec
+from paceline.backends.trials import LengthAxis
 
 STATE = State(
     TensorSpec("past", "FP32", (-1, 2), axis_names=("batch", "past", "")),

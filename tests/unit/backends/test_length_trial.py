@@ -12,11 +12,12 @@ import numpy as np
 import onnx
 import pytest
 
-from paceline.backends.base import Device, LengthAxis, LengthTrial, ModelSource, TriesLengths
+from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError, ProcessError
 from paceline.backends.length_trial import try_lengths
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.spec import Array, Length, ModelSpec, Tensors, TensorSpec
+from paceline.backends.trials import LengthAxis, LengthTrial, TriesLengths
 from tests.models import write
 from tests.unit.backends.length_models import encoder, images, texts
 

@@ -15,13 +15,14 @@ import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from paceline.backends.base import Device, ModelSource, Trial
+from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
 from paceline.backends.made_up import MAX_BYTES
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.own_process.session import OwnProcessSession
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.backends.trial import try_rows
+from paceline.backends.trials import Trial
 from tests import models
 from tests.host_accelerator import HostAccelerator
 

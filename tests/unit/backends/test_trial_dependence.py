@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.backends.base import Trial
 from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.backends.trial import try_rows
+from paceline.backends.trials import Trial
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
 

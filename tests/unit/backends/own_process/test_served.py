@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import pytest
 
-from paceline.backends.base import Device, DeviceKind, ModelSource, OpenModel, Trial
+from paceline.backends.base import Device, DeviceKind, ModelSource, OpenModel
 from paceline.backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError, StalePlan
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.onnx.instance import OnnxInstance
@@ -28,6 +28,7 @@ from paceline.backends.python.instance import PythonInstance
 from paceline.backends.python.messages import FAILED
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
+from paceline.backends.trials import Trial
 from tests import models
 from tests.host_accelerator import HostAccelerator
 from tests.operators import build_library, twice

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
-from paceline.backends.base import Supervise, Trial, unsupervised
 from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.trials import Supervise, Trial, unsupervised
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults

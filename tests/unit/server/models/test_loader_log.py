@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.backends.base import Supervise, Trial, unsupervised
 from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.trials import Supervise, Trial, unsupervised
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.layout import ModelFolder

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.base import Device, DeviceKind, Execution, InstanceGroup, Supervise, Trial, unsupervised
+from paceline.backends.base import Device, DeviceKind, Execution, InstanceGroup
 from paceline.backends.errors import ExecutionError
 from paceline.backends.onnx.options import OWN_PROCESS
 from paceline.backends.spec import ModelSpec, Tensors
+from paceline.backends.trials import Supervise, Trial, unsupervised
 from paceline.server.errors import LoadHangs
 from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.loader import load_model

@@ -9,18 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.base import (
-    Device,
-    DeviceKind,
-    InstanceGroup,
-    LengthAxis,
-    LengthTrial,
-    Supervise,
-    Trial,
-    unsupervised,
-)
+from paceline.backends.base import Device, DeviceKind, InstanceGroup
 from paceline.backends.errors import LoadError
 from paceline.backends.spec import Length, ModelSpec, TensorSpec
+from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, unsupervised
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.loader import LoadedVersion, load_model

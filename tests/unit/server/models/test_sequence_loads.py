@@ -13,9 +13,9 @@ import pytest
 from onnx import helper
 
 from paceline.backends import registry
-from paceline.backends.base import Supervise, Trial, unsupervised
 from paceline.backends.errors import BackendError
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.trials import Supervise, Trial, unsupervised
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.loader import LoadedVersion, load_model
