@@ -1,9 +1,10 @@
-"""Generations without a server: batches stepped by `session.run` alone, whose keys and values stay where the session
-left them.
+"""Generations without a server, stepped by `session.run` alone: batches, or callers that ask for one answer after the
+other.
 
-Lives here: the loop over a batch, and what it makes of many. Must not: anything of the server. Prompts are padded on
+Lives here: the loops, and what they make of many. Must not: anything of the server. Of a batch, prompts are padded on
 the left, and all rows are stepped until the longest answer is there: a static batch. With rows of equal lengths, none
-waits or is padded.
+waits or is padded. Of callers in a closed loop, the server's `Iterations` say who is stepped with whom, its `Block`
+holds keys and values, and the likeliest token is taken: what continuous batching can reach.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,26 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench.generation_requests import Wanted
+from paceline.backends.onnx.decoder_block import GONE, Block
+from paceline.backends.onnx.decoder_layout import find_layout
+from paceline.backends.onnx.options import DecoderSettings
+from paceline.backends.onnx.spec import tensor_spec
+from paceline.backends.spec import ModelSpec, Tensors
+from paceline.scheduler.iterations import Iterations
+from paceline.scheduler.step_costs import StepCosts
 from tests.wire import Array
 
-__all__ = ["answers", "main", "open_session", "tokens_per_s"]
+__all__ = ["Callers", "answers", "in_closed_loop", "main", "open_session", "tokens_per_s"]
+
+_WARMUP_S = 3.0
 
 
 def open_session(file: Path, threads: int) -> ort.InferenceSession:
-    """`threads`: 0 for as many as cores."""
+    """`threads`: 0 for as many as cores. Libraries beside the file have operators that it may need."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    for library in file.parent.glob("*.so"):
+        options.register_custom_ops_library(str(library))
     return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
@@ -72,15 +85,126 @@ def tokens_per_s(session: ort.InferenceSession, batches: Sequence[Sequence[Wante
     return tokens / (time.perf_counter() - began_s)
 
 
+class Callers:
+    """Callers in a closed loop, each of which goes round in requests of its own. `answered`: the answers so far, each
+    with what was asked for."""
+
+    def __init__(self, session: ort.InferenceSession, asked: Sequence[Sequence[Wanted]]) -> None:
+        self.answered: list[tuple[Wanted, list[int]]] = []
+        self.executions = self.rows = 0
+        self._session = session
+        inputs, outputs = (
+            tuple(tensor_spec("", "tensor", one) for one in nodes)
+            for nodes in (session.get_inputs(), session.get_outputs())
+        )
+        layout = find_layout(ModelSpec(inputs, outputs), frozenset(), {})
+        assert not isinstance(layout, str), layout
+        self._layout = layout
+        self._costs, settings = StepCosts(), DecoderSettings()
+        most_tokens = settings.most_cache_bytes // self._layout.token_bytes
+        self._iterations = Iterations(len(asked), most_tokens, settings.prefill_tokens, self._costs)
+        self._following = [cycle(own) for own in asked]
+        self._wanted: dict[int, Wanted] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._blocks: dict[int, Block] = {}
+        for caller in range(len(asked)):
+            self._ask(caller)
+
+    def _ask(self, caller: int) -> None:
+        self._wanted[caller] = wanted = next(self._following[caller])
+        self._tokens[caller] = [*wanted.prompt]
+        self._iterations.enter(caller, len(wanted.prompt))
+
+    def iterate(self) -> int:
+        """How many tokens were chosen in one more iteration."""
+        iteration, tokens = self._iterations.next(), 0
+        for row in iteration.put_out:
+            self._blocks.pop(row).drop(row)
+        for more in (*map(dict, iteration.pieces), *(dict.fromkeys(group, 1) for group in iteration.groups)):
+            tokens += self._execute(more)
+        return tokens
+
+    def _execute(self, more: dict[int, int]) -> int:
+        own = [self._blocks.get(row) or Block.empty(row, self._layout) for row in more]
+        block = Block.of(more.keys(), [*dict.fromkeys(own)])
+        self._blocks.update(dict.fromkeys(more, block))
+        longest, most = block.longest, max(more.values())
+        # -1 where a prompt has none, 0 where a row is that has gone.
+        ids = np.full((len(block.rows), most), 0 if most == 1 else -1)
+        for place, (row, length) in enumerate(zip(block.rows, block.lengths.tolist(), strict=True)):
+            if row != GONE:
+                ids[place, -more[row] :] = self._tokens[row][length : length + more[row]]
+        began_ns = time.perf_counter_ns()
+        logits = block.step(self, ids, self._layout)
+        now_ns = time.perf_counter_ns()
+        self.executions, self.rows = self.executions + 1, self.rows + len(more)
+        if not longest:
+            self._costs.observe_begin(len(block.rows), most, now_ns - began_ns, now_ns)
+        elif most == 1:
+            self._costs.observe(len(block.rows), longest + 1, now_ns - began_ns)
+        if not self._iterations.computed(more):
+            return 0
+        going = list[int]()
+        for row, token in zip(block.rows, logits.argmax(axis=1).tolist(), strict=True):
+            if row != GONE:
+                self._tokens[row].append(token)
+                (self._end if self._is_whole(row) else going.append)(row)
+        self._iterations.extended(going)
+        return len(more)
+
+    def _is_whole(self, row: int) -> bool:
+        wanted = self._wanted[row]
+        return len(self._tokens[row]) == len(wanted.prompt) + wanted.tokens
+
+    def _end(self, row: int) -> None:
+        wanted = self._wanted[row]
+        self.answered.append((wanted, self._tokens[row][len(wanted.prompt) :]))
+        self._blocks.pop(row).drop(row)
+        self._iterations.leave(row)
+        self._ask(row)
+
+    # ---- `StepsModel` ----
+
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        names = (one.name for one in self._layout.executed.inputs)
+        outputs: list[Array] = self._session.run(
+            [one.name for one in self._layout.executed.outputs], dict(zip(names, inputs, strict=True))
+        )
+        return outputs
+
+
+def in_closed_loop(
+    session: ort.InferenceSession, asked: Sequence[Sequence[Wanted]], seconds: float
+) -> dict[str, float]:
+    """Tokens of answers per second of so many callers, and the mean number of rows of an execution."""
+    callers = Callers(session, asked)
+    warm_s = time.perf_counter() + min(_WARMUP_S, seconds)
+    while not callers.answered or time.perf_counter() < warm_s:
+        callers.iterate()
+    executions, rows, tokens, began_s = callers.executions, callers.rows, 0, time.perf_counter()
+    while not tokens or time.perf_counter() < began_s + seconds:
+        tokens += callers.iterate()
+    took_s = time.perf_counter() - began_s
+    return {
+        "tokens_per_s": tokens / took_s,
+        "rows": (callers.rows - rows) / (callers.executions - executions),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.generation_direct", description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path, help="a decoder")
-    parser.add_argument("batches", type=Path, help="JSON: batches of pairs, of a prompt and the length of its answer")
+    parser.add_argument("asked", type=Path, help="JSON: batches of pairs, of a prompt and the length of its answer")
+    parser.add_argument("--callers", action="store_true", help="what each of several callers asks for, not batches")
     parser.add_argument("--seconds", type=float, default=10.0, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of the session, 0 for as many as cores")
     got = parser.parse_args(arguments)
-    batches = [[Wanted(*pair) for pair in batch] for batch in json.loads(got.batches.read_text())]
-    print(json.dumps({"tokens_per_s": tokens_per_s(open_session(got.file, got.threads), batches, got.seconds)}))
+    asked = [[Wanted(*pair) for pair in batch] for batch in json.loads(got.asked.read_text())]
+    session = open_session(got.file, got.threads)
+    if got.callers:
+        print(json.dumps(in_closed_loop(session, asked, got.seconds)))
+    else:
+        print(json.dumps({"tokens_per_s": tokens_per_s(session, asked, got.seconds)}))
 
 
 if __name__ == "__main__":

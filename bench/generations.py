@@ -4,16 +4,21 @@ Lives here: the loads, the ratios. Must not: assert. In each round all loads fol
 backwards. Prompts of 8 to 128 tokens, answers of 16 to 256, over streams; `whole`: in one response each.
 
 1. `fixed`: a decoder whose steps cost the same whatever their rows, or nearly so, on one thread.
-2. `large`: 45 MB of weights, FP32, and keys and values that are copied in each step, on all cores.
-3. `arriving`: 8 clients of that decoder whose answers are long, while two more send prompts of 1,000 tokens, for one
+2. `waiting`: the same, but that cost is waiting, as for another device, which leaves the cores to others: 5, 10 and
+   20 ms a step.
+3. `large`: 45 MB of weights, FP32, and keys and values that are copied in each step, on all cores.
+4. `few`: 1, 2, 4 and 8 clients of that decoder. `of_alone_N`: N of them over the session alone, one answer at a time.
+5. `arriving`: 8 clients of that decoder whose answers are long, while two more send prompts of 1,000 tokens, for one
    token each, one after the other. `gap_of_prefill`: the time from one token to the next of the 8, at the 99th
    percentile, over that of such a prompt by the session alone. `gap_of_full_step`: the same over a step of the 8 and as
    many tokens of a prompt as a step may have, both by the session alone.
 
-Of the first two, `of_one`: over a single client of the same server. `of_static`: over batches of as many, stepped by
+Of the first three, `of_one`: over a single client of the same server. `of_static`: over batches of as many, stepped by
 nothing but the session until their longest answer is there. `of_full`: over a batch as large of equal lengths, stepped
-in the same way. Before that, each client's first answer is compared with what the naive loop generates; `ties`: answers
-that went another way where two tokens were equal but for rounding.
+in the same way. `of_continuous`: over the same requests in the same closed loop, stepped by the session in the groups
+that the server's rules make, without a server: what continuous batching can reach with these lengths;
+`continuous_of_full`: that over a full batch. Before that, each client's first answer is compared with what the naive
+loop generates; `ties`: answers that went another way where two tokens were equal but for rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +47,14 @@ from tests import decoder_models
 from tests.decoder_models import Decoder
 from tests.generation_truth import Asked, NaiveLoop, is_same
 from tests.harness import ServerProcess
+from tests.operators import build_library
 
 __all__ = [
     "ARRIVING",
+    "FEW",
     "FIXED",
     "LARGE",
+    "WAITING",
     "Part",
     "Report",
     "closed_load",
@@ -53,15 +62,22 @@ __all__ = [
     "main",
     "measure",
     "measure_arriving",
+    "measure_few",
     "serving",
     "ties",
 ]
 
-_RATIOS = ("of_one", "of_static", "of_full", "whole_of_static", "whole_of_full", "gap_of_prefill", "gap_of_full_step")
+_FEW = (1, 2, 4, 8)
+_RATIOS = (
+    *("of_one", "of_static", "of_full", "of_continuous"),
+    *("whole_of_static", "whole_of_full", "whole_of_continuous", "continuous_of_full"),
+    *(f"of_alone_{clients}" for clients in _FEW),
+    *("gap_of_prefill", "gap_of_full_step"),
+)
 _TIMES = ("first_p50_ms", "first_p99_ms", "token_p50_ms", "token_p99_ms")
 _REQUESTS = 16  # of each client, which goes round in them
 _COMPARED_TOKENS = 32
-_PARTS = ("fixed", "large", "arriving")
+_PARTS = ("fixed", "waiting", "large", "few", "arriving")
 _ARRIVING = 2
 _PROMPT_TOKENS = 1_000
 _PIECE_TOKENS = DecoderSettings().prefill_tokens
@@ -73,17 +89,24 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is measured with a decoder. `threads`: of its session, in the server and without it, 0 for all cores."""
+    """What is measured with a decoder. `threads`: of its session, in the server and without it, 0 for all cores.
+    `wait_us`: of each execution of one that waits."""
 
     name: str
     decoder: Decoder
     threads: int
     clients: int = 32
     lengths: Lengths = field(default_factory=Lengths)
+    wait_us: int = 0
 
 
 FIXED = Part("fixed", decoder_models.FIXED_COST, threads=1)
+WAITING = tuple(
+    Part(f"waiting_{ms}_ms", replace(decoder_models.FIXED_COST, fixed_products=0, waits=True), 1, wait_us=1000 * ms)
+    for ms in (5, 10, 20)
+)
 LARGE = Part("large", decoder_models.LARGE, threads=0)
+FEW = Part("few", decoder_models.LARGE, threads=0, clients=max(_FEW))
 ARRIVING = Part("arriving", decoder_models.LARGE, threads=0, clients=8, lengths=Lengths((8, 32), (200, 256)))
 
 
@@ -119,17 +142,19 @@ def measure(part: Part, rounds: int, seconds: float, report: Report) -> None:
     rows = generation_requests.full_batch(part.clients, part.lengths, vocabulary)
     with serving(part, asked) as (server, folder, paths):
         short = [Wanted(own[0].prompt, min(own[0].tokens, _COMPARED_TOKENS)) for own in asked]
-        different = asyncio.run(ties(server.target, part.name, folder, short))
+        without = decoder_models.write(replace(part.decoder, waits=False), folder.parent / "without waiting")
+        different = asyncio.run(ties(server.target, part.name, without, short))
         loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
             ("together", lambda: closed_load(server, paths, seconds)),
             ("whole", lambda: closed_load(server, paths, seconds, whole=True)),
             ("one", lambda: closed_load(server, paths[:1], seconds)),
             ("static", lambda: direct(part, folder, generation_requests.batches(asked), seconds)),
             ("full", lambda: direct(part, folder, [rows], seconds)),
+            ("continuous", lambda: direct(part, folder, asked, seconds, callers=True)),
         ]
         for number in range(rounds):
             found = {name: measured() for name, measured in (loads[::-1] if number % 2 else loads)}
-            together, others = found["together"], ("whole", "one", "static", "full")
+            together, others = found["together"], ("whole", "one", "static", "full", "continuous")
             report(
                 {
                     "part": part.name,
@@ -138,12 +163,36 @@ def measure(part: Part, rounds: int, seconds: float, report: Report) -> None:
                     **{f"of_{name}": together["tokens_per_s"] / found[name]["tokens_per_s"] for name in others},
                     **{
                         f"whole_of_{name}": found["whole"]["tokens_per_s"] / found[name]["tokens_per_s"]
-                        for name in ("static", "full")
+                        for name in ("static", "full", "continuous")
                     },
+                    "continuous_of_full": found["continuous"]["tokens_per_s"] / found["full"]["tokens_per_s"],
                     **{key: together[key] for key in (*_TIMES, "server_cpu_us", "loop_cpu_us", "load_cores")},
                     **{f"one_{key}": found["one"][key] for key in _TIMES},
                 }
             )
+
+
+def measure_few(part: Part, rounds: int, seconds: float, report: Report) -> None:
+    """All rounds with 1, 2, 4 and 8 clients of `part`; each is reported. Raises BenchError."""
+    vocabulary = part.decoder.vocabulary
+    asked = [generation_requests.drawn(client, _REQUESTS, part.lengths, vocabulary) for client in range(part.clients)]
+    one_by_one = [[wanted] for own in asked for wanted in own]
+    with serving(part, asked) as (server, folder, paths):
+        loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
+            ("alone", lambda: direct(part, folder, one_by_one, seconds)),
+            *(
+                (f"clients_{clients}", partial(closed_load, server, paths[:clients], seconds))
+                for clients in _FEW
+                if clients <= part.clients
+            ),
+        ]
+        for number in range(rounds):
+            found = {name: measured() for name, measured in (loads[::-1] if number % 2 else loads)}
+            alone = found.pop("alone")["tokens_per_s"]
+            ratios = {
+                f"of_alone_{name.removeprefix('clients_')}": one["tokens_per_s"] / alone for name, one in found.items()
+            }
+            report({"part": part.name, "alone_per_s": alone, **ratios})
 
 
 def measure_arriving(part: Part, prompt: int, rounds: int, seconds: float, report: Report) -> None:
@@ -192,6 +241,11 @@ def serving(part: Part, asked: Sequence[Sequence[Wanted]]) -> Iterator[tuple[Ser
         ]
         args = ["--model-control-mode=none"]
         args += [f"--backend-config=onnxruntime,intra_op_thread_count={part.threads}"] if part.threads else []
+        if part.decoder.waits:
+            library = build_library(folder / "waits.so", wait_us=part.wait_us)
+            config = f'model_operations {{ op_library_filename: "{folder.name}/{library.name}" }}'
+            (folder.parent / "config.pbtxt").write_text(config)
+            args += ["--allow-op-libraries=true"]
         with ServerProcess(Path(name) / "models", args=args, fresh=True) as server:
             yield server, folder, paths
 
@@ -213,13 +267,17 @@ def closed_load(
     return {**told, "server_cpu_us": cpu_us, "loop_cpu_us": loop_cpu_us, "load_cores": told["cores"]}
 
 
-def direct(part: Part, folder: Path, batches: Sequence[Sequence[Wanted]], seconds: float) -> dict[str, float]:
+def direct(
+    part: Part, folder: Path, asked: Sequence[Sequence[Wanted]], seconds: float, *, callers: bool = False
+) -> dict[str, float]:
+    """By the session alone: batches, or what each of `callers` asks for, in a closed loop."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump([[astuple(one) for one in batch] for batch in batches], file)
+        json.dump([[astuple(one) for one in batch] for batch in asked], file)
         file.flush()
         return run_module(
             *("generation_direct", str(folder / "model.onnx"), file.name),
             *("--seconds", str(seconds), "--threads", str(part.threads)),
+            *(["--callers"] if callers else []),
             timeout_s=seconds + _SPARE_S,
         )
 
@@ -247,9 +305,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rounds.append(found)
         print(json.dumps(found), flush=True)
 
-    for part in (part for part in (FIXED, LARGE) if part.name in (got.parts or _PARTS)):
-        measure(part, got.rounds, got.seconds, report)
-    if ARRIVING.name in (got.parts or _PARTS):
+    wanted = got.parts or _PARTS
+    for name, parts in (("fixed", [FIXED]), ("waiting", WAITING), ("large", [LARGE])):
+        for part in parts if name in wanted else ():
+            measure(part, got.rounds, got.seconds, report)
+    if FEW.name in wanted:
+        measure_few(FEW, got.rounds, got.seconds, report)
+    if ARRIVING.name in wanted:
         measure_arriving(ARRIVING, _PROMPT_TOKENS, got.rounds, got.seconds, report)
     print(f"\n{_table(rounds)}", flush=True)
 

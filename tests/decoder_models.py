@@ -42,7 +42,8 @@ class Decoder:
     FP16, of weights and caches; `logits`: of these, if another. `end_tokens`: what its configuration says ends an
     answer. `places`: where positions come from: "given" as `position_ids`; without that input, "counted" in the mask,
     or by "index" as in older exports, which padding spoils. `fixed_products`: products of matrices in each execution,
-    whatever its rows, of which nothing remains. `merged`: two graphs in one, of which the one with pasts takes "many"
+    whatever its rows, of which nothing remains; `waits`: in each, the operator of `tests/operators.py`, whose library
+    says for how long. `merged`: two graphs in one, of which the one with pasts takes "many"
     or "one" token.
 
     `grouped`: a "llama" of onnxruntime-genai's builder, which rotates "counted" positions in its operator. `packed`:
@@ -63,6 +64,7 @@ class Decoder:
     end_tokens: tuple[int, ...] = (2,)
     places: str = "given"
     fixed_products: int = 0
+    waits: bool = False
     merged: str = ""
     grouped: bool = False
     packed: bool = False
@@ -140,7 +142,7 @@ def build(decoder: Decoder) -> onnx.ModelProto:
     graph = Graph(decoder)
     hidden = _gpt2(graph) if decoder.family == "gpt2" else _llama(graph)
     logits = graph.project(hidden, decoder.vocabulary, _LOGITS_DEVIATION)
-    if decoder.fixed_products:
+    if decoder.fixed_products or decoder.waits:
         logits = graph.node("Add", logits, graph.fixed_cost())
     logits_type = decoder.logits or decoder.datatype
     graph.node("Cast", logits, to=models.ELEMENT_TYPES[logits_type], output="logits")
@@ -170,6 +172,8 @@ def build(decoder: Decoder) -> onnx.ModelProto:
     model = models.model(graph.nodes, inputs, outputs, graph.constants)
     if decoder.grouped:
         model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
+    if decoder.waits:
+        model.opset_import.append(helper.make_opsetid("test", 1))
     return model
 
 
@@ -262,7 +266,7 @@ class Graph:
         return self.node("Reshape", joined, self.constant([0, 0, decoder.width]))
 
     def fixed_cost(self) -> str:
-        """Zero, as late as the products take."""
+        """Zero, as late as the products and the waiting take."""
         all_ids = self.cast(self.node("ReduceSum", "input_ids", keepdims=0), np.float32)
         zero = self.constant(0, np.float32)
         drawn = self._random.standard_normal((_WIDTH, _WIDTH), np.float32) * np.float32(_WIDTH**-0.5)
@@ -270,7 +274,10 @@ class Graph:
         product = self.node("Add", matrix, self.node("Mul", all_ids, zero))
         for _ in range(self.decoder.fixed_products):
             product = self.node("MatMul", product, matrix)
-        return self.cast(self.node("Mul", self.node("ReduceSum", product, keepdims=0), zero), self.type)
+        nothing = self.node("Mul", self.node("ReduceSum", product, keepdims=0), zero)
+        if self.decoder.waits:
+            nothing = self.node("Twice", nothing, domain="test")
+        return self.cast(nothing, self.type)
 
 
 def _llama(graph: Graph) -> str:

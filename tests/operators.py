@@ -54,6 +54,7 @@ static void compute(void *kernel, void *context) {
   api[RELEASE_SHAPE](shape);
   if (count < LEAST) raise(SIGFPE);
   while (count == ENDLESS) pause();
+  if (WAIT_US) usleep(WAIT_US);
   api[OUTPUT](context, (size_t)0, dims, rank, &output);
   api[DATA](input, &from);
   api[DATA](output, &to);
@@ -74,15 +75,16 @@ void *RegisterCustomOps(void *options, struct base *runtime) {
 """
 
 
-def build_library(path: Path, least: int = 0, endless: int = -1) -> Path:
+def build_library(path: Path, least: int = 0, endless: int = -1, wait_us: int = 0) -> Path:
     """Compile the library to `path`, or skip the test where there is no compiler. With fewer than `least` elements, its
-    operator kills the process, as integer divisions by zero do, and with `endless` of them it never ends."""
+    operator kills the process, as integer divisions by zero do, and with `endless` of them it never ends. Before it
+    computes, it waits for `wait_us`, as if on another device."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
     source = path.with_suffix(".c")
     source.write_text(_SOURCE)
-    flags = ["-shared", "-fPIC", "-w", "-std=gnu99", f"-DLEAST={least}", f"-DENDLESS={endless}"]
+    flags = ["-shared", "-fPIC", "-w", "-std=gnu99", f"-DLEAST={least}", f"-DENDLESS={endless}", f"-DWAIT_US={wait_us}"]
     subprocess.run([compiler, *flags, "-o", str(path), str(source)], check=True)
     return path
 

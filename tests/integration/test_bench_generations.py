@@ -19,11 +19,20 @@ LENGTHS = Lengths((2, 20), (1, 12))
 
 
 def test_all_answers_are_compared_and_loads_measured() -> None:
-    part = generations.Part("fixed", DECODER, threads=1, clients=4, lengths=LENGTHS)
+    waiting = replace(DECODER, fixed_products=0, waits=True)
+    part = generations.Part("waiting", waiting, threads=1, clients=4, lengths=LENGTHS, wait_us=2_000)
     found: list[dict[str, Any]] = []
-    generations.measure(part, 1, 0.5, found.append)
-    assert [(one["part"], one["ties"]) for one in found] == [("fixed", 0)]
-    assert all(one[key] > 0 for one in found for key in ("of_one", "of_full", "whole_of_full", "first_p50_ms"))
+    generations.measure(part, 1, 0.2, found.append)
+    assert [(one["part"], one["ties"]) for one in found] == [("waiting", 0)]
+    assert found[0]["full_per_s"] < part.clients / 0.002  # none of whose steps is shorter
+    keys = ("of_one", "of_full", "whole_of_full", "whole_of_continuous", "continuous_of_full", "first_p50_ms")
+    assert all(one[key] > 0 for one in found for key in keys)
+
+
+def test_few_clients_are_compared_with_one_at_a_time() -> None:
+    found: list[dict[str, Any]] = []
+    generations.measure_few(generations.Part("few", DECODER, 1, clients=1, lengths=LENGTHS), 1, 0.1, found.append)
+    assert all(found[0][key] > 0 for key in ("alone_per_s", "of_alone_1"))
 
 
 def test_gaps_are_measured_while_prompts_arrive() -> None:
@@ -62,6 +71,18 @@ def test_static_batches_generate_what_rows_alone_do(tmp_path: Path) -> None:
     truth = NaiveLoop(folder)
     for wanted, tokens in zip(batch, found, strict=True):
         assert is_same(truth.generate(wanted.prompt, Asked(max_tokens=wanted.tokens)), tokens, "length")
+
+
+def test_callers_without_server_get_the_naive_answers(tmp_path: Path) -> None:
+    folder = decoder_models.write(DECODER, tmp_path)
+    asked = [generation_requests.drawn(caller, 3, LENGTHS, DECODER.vocabulary) for caller in range(4)]
+    session, truth = generation_direct.open_session(folder / "model.onnx", 1), NaiveLoop(folder)
+    callers, tokens = generation_direct.Callers(session, asked), 0
+    while len(callers.answered) < 24:
+        tokens += callers.iterate()
+    assert callers.executions < tokens  # they share steps
+    for wanted, given in callers.answered:
+        assert is_same(truth.generate(wanted.prompt, Asked(max_tokens=wanted.tokens)), given, "length")
 
 
 def test_requests_ask_for_lengths_within_bounds(tmp_path: Path) -> None:
