@@ -110,6 +110,10 @@ def array_request(
     parameters: Mapping[str, bool | int | float | str],
 ) -> ArrayRequest:
     """A request for `model`, with parameters as clients may send them. Raises InvalidRequest."""
+    texts = (("a parameter's name", parameters), ("an input's name", inputs), ("an output's name", outputs))
+    for what, names in (*texts, ("the request's id", (id,))):
+        for name in names:
+            _check_text(what, name)
     given = {key: _parameter(key, value) for key, value in parameters.items()}
     parse_parameters(given)
     return ArrayRequest(
@@ -149,16 +153,24 @@ def _named(model: ServedModel, inputs: Mapping[str, Array]) -> list[NamedArray]:
     return named
 
 
+def _check_text(what: str, text: object) -> None:
+    """Whether a message can have it."""
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{what}: expected a str, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{what}: expected text that UTF-8 can encode, got {text!r}") from None
+
+
 def _parameter(key: str, value: object) -> InferParameter:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool):
         return InferParameter(bool_param=value)
     if isinstance(value, str):
-        try:
-            return InferParameter(string_param=value)
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"parameter '{key}': expected text that UTF-8 can encode, got {error}") from None
+        _check_text(f"parameter '{key}'", value)
+        return InferParameter(string_param=value)
     if isinstance(value, float):
         return InferParameter(double_param=value)
     if not isinstance(value, int):

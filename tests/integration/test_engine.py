@@ -27,6 +27,7 @@ from tests.polling import eventually, eventually_async
 
 BATCHED = "max_batch_size: 8 dynamic_batching { }"
 PROMPT = [5, 6, 7]
+BROKEN = "x\ud800"
 
 
 def backend_of(**models: MemoryModel) -> Callable[[str], Backend]:
@@ -129,6 +130,24 @@ async def test_values_that_would_be_lost_are_refused_by_name(
         assert not model.batches
 
 
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ({"parameters": {BROKEN: 1}}, "a parameter's name"),
+        ({"parameters": {"k": BROKEN}}, "parameter 'k'"),
+        ({"request_id": BROKEN}, "the request's id"),
+        ({"outputs": [BROKEN]}, "an output's name"),
+        ({"inputs": {"a": [[1.0]], BROKEN: [[1.0]]}}, "an input's name"),
+    ],
+    ids=["name", "value", "id", "output", "input"],
+)
+async def test_text_without_bytes_is_refused_by_name(tmp_path: Path, asked: dict[str, Any], what: str) -> None:
+    async with engine_of(tmp_path, m=echo_model()) as engine:
+        error = await failure(engine.infer(**{"inputs": row(1), **asked}))
+        assert type(error) is paceline.InvalidArgument
+        assert error.message.startswith(f"{what}: expected text that UTF-8 can encode, got 'x\\ud800'")
+
+
 async def test_errors_are_the_clients_and_name_the_fault(tmp_path: Path) -> None:
     async with engine_of(tmp_path, m=(model := echo_model()), n=echo_model()) as engine:
         error = await failure(engine.infer({"b": [[1.0]]}, model="m"))
@@ -156,7 +175,6 @@ async def test_parameters_are_plain_values_or_refused_by_name(tmp_path: Path) ->
             (None, "NoneType"),
             (["a"], "list"),
             (-(2**70), "-1180591620717411303424"),
-            ("\ud800", "utf-8"),
         ):
             error = await failure(engine.infer(row(1), parameters={"p": value}))  # type: ignore[dict-item]
             assert error.status is grpc.StatusCode.INVALID_ARGUMENT
