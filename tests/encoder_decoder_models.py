@@ -33,8 +33,8 @@ _PAST, _NOW = "past_decoder_sequence_length", "decoder_sequence_length"
 class Pair:
     """What a pair is like. `family`: "t5" (texts with a mask, positions relative to each other), "whisper" (sounds of
     one size, learned positions) or "trocr" (pictures; axes that are free in the file although there is one size).
-    `takes`: how many tokens the decoder's graph with pasts takes, "many" or "one". `says`: more of its
-    `generation_config.json`."""
+    `datatype`: FP32 or FP16, of weights and caches, of sounds and pictures. `takes`: how many tokens the decoder's
+    graph with pasts takes, "many" or "one". `says`: more of its `generation_config.json`."""
 
     family: str = "t5"
     layers: int = 2
@@ -43,6 +43,7 @@ class Pair:
     inner: int = 64
     vocabulary: int = 128
     positions: int = 96
+    datatype: str = "FP32"
     start_token: int = 0
     end_tokens: tuple[int, ...] = (1,)
     takes: str = "many"
@@ -127,8 +128,10 @@ class _Layers(Graph):
     """Layers of a transformer. `name`: in front of those of constants, as two graphs come into one."""
 
     def __init__(self, pair: Pair, name: str, seed: int) -> None:
-        sizes = {"heads": pair.heads, "kv_heads": pair.heads, "head_size": pair.head_size, "seed": seed}
-        super().__init__(Decoder(layers=pair.layers, inner=pair.inner, vocabulary=pair.vocabulary, **sizes))
+        sizes = {"heads": pair.heads, "kv_heads": pair.heads, "head_size": pair.head_size, "inner": pair.inner}
+        super().__init__(
+            Decoder(layers=pair.layers, vocabulary=pair.vocabulary, datatype=pair.datatype, seed=seed, **sizes)
+        )
         self.name = name
 
     def constant(self, value: Any, dtype: DTypeLike = np.int64) -> str:
@@ -137,7 +140,7 @@ class _Layers(Graph):
         return name
 
     def norm(self, x: str) -> str:
-        ones, zeros = (self.constant(np.full(self.decoder.width, value), np.float32) for value in (1, 0))
+        ones, zeros = (self.constant(np.full(self.decoder.width, value), self.type) for value in (1, 0))
         return self.node("LayerNormalization", x, ones, zeros, epsilon=1e-5)
 
     def embedded(self, ids: str) -> str:
@@ -150,7 +153,7 @@ class _Layers(Graph):
     def seen(self, query: str, key: str, value: str, bias: str = "") -> str:
         """What queries see [batch, now, width]."""
         scores = self.node("MatMul", query, self.node("Transpose", key, perm=[0, 1, 3, 2]))
-        scores = self.node("Mul", scores, self.constant(self.decoder.head_size**-0.5, np.float32))
+        scores = self.node("Mul", scores, self.constant(self.decoder.head_size**-0.5, self.type))
         shares = self.node("Softmax", self.node("Add", scores, bias) if bias else scores, axis=-1)
         joined = self.node("Transpose", self.node("MatMul", shares, value), perm=[0, 2, 1, 3])
         joined = self.node("Reshape", joined, self.constant([0, 0, self.decoder.width]))
@@ -163,14 +166,14 @@ class _Layers(Graph):
     def masked(self, mask: str) -> str:
         """What is added to scores [batch, heads, now, all]."""
         given = self.node("Cast", mask, to=onnx.TensorProto.BOOL)
-        nothing, below = (self.constant(value, np.float32) for value in (0, np.finfo(np.float32).min))
+        nothing, below = (self.constant(value, self.type) for value in (0, np.finfo(self.type).min / 2))
         return self.node("Where", self.node("Unsqueeze", given, self.constant([1, 2])), nothing, below)
 
     def by_distance(self, first: str, second: str) -> str:
         """The same, by how far places are from each other."""
         apart = self.node("Sub", self.node("Unsqueeze", first, self.constant([1])), second)
-        slopes = self.constant(-(2.0 ** -np.arange(1, self.decoder.heads + 1)).reshape(1, -1, 1, 1), np.float32)
-        return self.node("Mul", self.node("Abs", self.cast(apart, np.float32)), slopes)
+        slopes = self.constant(-(2.0 ** -np.arange(1, self.decoder.heads + 1)).reshape(1, -1, 1, 1), self.type)
+        return self.node("Mul", self.node("Abs", self.cast(apart, self.type)), slopes)
 
     def places(self, begin: str, end: str) -> str:
         return self.node("Range", begin, end, self.constant(1))
@@ -183,7 +186,7 @@ def _encoder(pair: Pair) -> onnx.ModelProto:
     graph, bias = _Layers(pair, "encoder", pair.seed + 1), ""
     axes = {"t5": ("encoder_sequence_length",), "trocr": ("num_channels", "height", "width")}
     shape = ("batch_size", *axes.get(pair.family, pair.source_shape))
-    inputs = [models.tensor(pair.source_name, "INT64" if pair.family == "t5" else "FP32", shape)]
+    inputs = [models.tensor(pair.source_name, "INT64" if pair.family == "t5" else pair.datatype, shape)]
     if pair.family == "t5":
         inputs.append(models.tensor("attention_mask", "INT64", shape))
         x = graph.embedded("input_ids")
@@ -202,7 +205,7 @@ def _encoder(pair: Pair) -> onnx.ModelProto:
         query, key, value = (graph.split(inner) for _ in range(3))
         x = graph.fed_forward(graph.node("Add", x, graph.seen(query, key, value, bias)))
     graph.node("Identity", graph.norm(x), output="last_hidden_state")
-    left = models.tensor("last_hidden_state", "FP32", ("batch_size", "encoder_sequence_length", pair.width))
+    left = models.tensor("last_hidden_state", pair.datatype, ("batch_size", "encoder_sequence_length", pair.width))
     return models.model(graph.nodes, inputs, [left], graph.constants)
 
 
@@ -213,7 +216,7 @@ def _decoder(pair: Pair, *, has_past: bool) -> onnx.ModelProto:
     total = graph.node("Add", past, graph.size("input_ids", 1))
     new, every = graph.places(past, total), graph.places(graph.constant(0), total)
     before = graph.node("LessOrEqual", every, graph.node("Unsqueeze", new, graph.constant([1])))
-    nothing, below = (graph.constant(value, np.float32) for value in (0, np.finfo(np.float32).min))
+    nothing, below = (graph.constant(value, graph.type) for value in (0, np.finfo(graph.type).min / 2))
     bias, cross_bias, x = graph.node("Where", before, nothing, below), "", graph.embedded("input_ids")
     if pair.family == "t5":
         bias = graph.node("Add", bias, graph.by_distance(new, every))
@@ -232,7 +235,9 @@ def _decoder(pair: Pair, *, has_past: bool) -> onnx.ModelProto:
         for part in ("key", "value"):
             name, made = f"{layer}.encoder.{part}", graph.split("encoder_hidden_states")
             if has_past:
-                empty = helper.make_tensor("nothing", onnx.TensorProto.FLOAT, [0, pair.heads, 1, pair.head_size], [])
+                empty = helper.make_tensor(
+                    "nothing", models.ELEMENT_TYPES[pair.datatype], [0, pair.heads, 1, pair.head_size], []
+                )
                 graph.node("Constant", output=f"present.{name}", value=empty)
                 cross.append(f"past_key_values.{name}")
             else:
@@ -247,7 +252,9 @@ def _tensors_of_decoder(pair: Pair) -> tuple[Sequence[onnx.ValueInfoProto], Sequ
     def caches(prefix: str, axis: str) -> list[onnx.ValueInfoProto]:
         axes = {"decoder": axis, "encoder": "encoder_sequence_length"}
         return [
-            models.tensor(f"{prefix}.{layer}.{of}.{part}", "FP32", ("batch_size", pair.heads, axes[of], pair.head_size))
+            models.tensor(
+                f"{prefix}.{layer}.{of}.{part}", pair.datatype, ("batch_size", pair.heads, axes[of], pair.head_size)
+            )
             for layer in range(pair.layers)
             for of in axes
             for part in ("key", "value")
@@ -256,7 +263,7 @@ def _tensors_of_decoder(pair: Pair) -> tuple[Sequence[onnx.ValueInfoProto], Sequ
     source = ("batch_size", "encoder_sequence_length")
     masks = [models.tensor("encoder_attention_mask", "INT64", source)] if pair.family == "t5" else []
     ids = models.tensor("input_ids", "INT64", ("batch_size", _NOW))
-    hidden = models.tensor("encoder_hidden_states", "FP32", (*source, pair.width))
-    logits = models.tensor("logits", "FP32", ("batch_size", _NOW, pair.vocabulary))
+    hidden = models.tensor("encoder_hidden_states", pair.datatype, (*source, pair.width))
+    logits = models.tensor("logits", pair.datatype, ("batch_size", _NOW, pair.vocabulary))
     inputs = [*masks, ids, hidden, *caches("past_key_values", _PAST)]
     return inputs, [logits, *caches("present", f"{_PAST} + {_NOW}")]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from tests.generation_truth import Asked, Generation, choose
+from tests.generation_truth import DTYPES, Asked, Generation, choose
 from tests.wire import Array
 
 __all__ = ["NaivePair"]
@@ -75,7 +75,7 @@ class NaivePair:
 
     def _no_past(self) -> dict[str, Array]:
         return {
-            one.name: np.zeros((1, one.shape[1], 0, one.shape[3]), np.float32)
+            one.name: np.zeros((1, one.shape[1], 0, one.shape[3]), DTYPES[one.type])
             for one in self._decoder.get_inputs()
             if one.name.startswith("past_key_values.")
         }

@@ -28,12 +28,12 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from tests.wire import Array
 
-__all__ = ["TIE", "Asked", "Generation", "NaiveLoop", "choose", "is_same"]
+__all__ = ["DTYPES", "TIE", "Asked", "Generation", "NaiveLoop", "choose", "is_same"]
 
 TIE = 1e-4
 """Choices closer than that may go either way where sums are made in another order."""
 
-_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _END = -1
 
 
@@ -88,7 +88,7 @@ class NaiveLoop:
     def empty_past(self, rows: int = 1) -> dict[str, Array]:
         """Keys and values of nothing."""
         return {
-            name: np.zeros((rows, one.shape[1], 0, self._size or one.shape[3]), _DTYPES[one.type])
+            name: np.zeros((rows, one.shape[1], 0, self._size or one.shape[3]), DTYPES[one.type])
             for name, one in self._inputs.items()
             if name.startswith("past_key_values.")
         }

@@ -60,7 +60,9 @@ def made_up(pair: Pair, count: int) -> list[tuple[Array, Asked, list[int] | None
         asked = Asked(max_tokens=int(random.integers(3, 24)), **(seeded if number % 2 else {}))
         source: Array = random.integers(0, pair.vocabulary, random.integers(1, 40))
         if pair.source_shape:
-            source = random.standard_normal(pair.source_shape).astype(np.float32)
+            source = random.standard_normal(pair.source_shape).astype(
+                np.float16 if pair.datatype == "FP16" else np.float32
+            )
         made.append((source, asked, random.integers(12, 60, number % 5).tolist() if number % 3 == 0 else None))
     return made
 
@@ -82,8 +84,11 @@ WORDS = {"bad_words_ids": [[44], [83]], "forced_bos_token_id": 72}
 
 @pytest.mark.parametrize(
     "pair",
-    [TRANSLATION, replace(TRANSLATION, takes="one", says=WORDS), SPEECH, replace(SPEECH, takes="one"), VISION],
-    ids=["translation", "words", "speech", "whole", "pictures"],
+    [
+        *(TRANSLATION, replace(TRANSLATION, takes="one", says=WORDS), replace(TRANSLATION, datatype="FP16")),
+        *(SPEECH, replace(SPEECH, takes="one"), replace(SPEECH, datatype="FP16"), VISION),
+    ],
+    ids=["translation", "words", "halves", "speech", "whole", "sound of halves", "pictures"],
 )
 async def test_answers_equal_the_naive_loop_in_company(tmp_path: Path, pair: Pair) -> None:
     requests = made_up(pair, 20)
