@@ -2,6 +2,7 @@
 what came back.
 
     arrivals.py      when requests are due, without a clock
+    recording.py     when they were due once: the format of files
     mixture.py       what they contain: bytes, ready to be sent
     regions.py       inputs and outputs in system shared memory
     histogram.py     many durations in little memory, percentiles, intervals

@@ -20,7 +20,7 @@ import click
 from paceline.clients.answers import enable_empty_final
 from paceline.clients.generations import generation_request
 from paceline.clients.inputs import InputError, TypedInputs, parse_parameter, read_inputs, read_steps
-from paceline.clients.load.arrivals import Arrivals, Constant, Poisson, Recorded, Recording, read_recording
+from paceline.clients.load.arrivals import Arrivals, Constant, Poisson
 from paceline.clients.load.assertions import parse_assertion
 from paceline.clients.load.control import ControlClient, Served
 from paceline.clients.load.extent import Everything, Extent, FixedTime, UntilStable
@@ -29,6 +29,7 @@ from paceline.clients.load.mixture import mixed, parse_mixed_shape, recorded
 from paceline.clients.load.outcome import Outcome
 from paceline.clients.load.page import page
 from paceline.clients.load.printing import outcome_json, outcome_text, verdict_lines, written_time
+from paceline.clients.load.recording import Recording, read_recording
 from paceline.clients.load.regions import in_shared_memory
 from paceline.clients.load.tally import Counts, merged
 from paceline.clients.load.worker import Load
@@ -120,7 +121,8 @@ def _length(context: click.Context, parameter: click.Parameter, text: str | None
     "--arrivals",
     type=click.File(encoding="utf-8-sig"),
     metavar="FILE.jsonl",
-    help='Open loop: when requests came once, {"at_s": 0.25, "shapes": {"x": [1, 37]}} on each line, shapes if known.',
+    help='Open loop: when requests came once: {"at_s": 0.25, "shapes": {"x": [1, 37]}} on each line, shapes if known; '
+    "what `paceline top --record` has written; or a server's file of traces.",
 )
 @click.option(
     "--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
@@ -199,7 +201,9 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
     with one_line_errors(access):
         _refuse_contradictions(options)
         assertions = [parse_assertion(text) for text in options.assertions]
-        recording = read_recording(options.arrivals) if options.arrivals is not None else None
+        recording = None
+        if options.arrivals is not None:
+            recording = read_recording(options.arrivals, model, options.seed)
         with (
             ControlClient(options.server, tls=access.tls or False, token=access.token) as client,
             _messages(client, model, options, recording) as messages,
@@ -295,7 +299,7 @@ def _inputs(metadata: ModelMetadata, options: _Options, recording: Recording | N
     shapes = dict(map(parse_mixed_shape, options.shapes))
     if not metadata.inputs and not given and options.requests is None:
         raise InputError(f"the server names no inputs of model {metadata.name!r}: give --input or --requests")
-    if recording is not None and any(recording.shapes):
+    if recording is not None and recording.has_shapes:
         if shapes:
             raise InputError("--shape can't be combined with --arrivals that have shapes")
         return recorded(metadata, given, recording.shapes, options.rows, options.seed)
@@ -314,9 +318,7 @@ def _load_of(
 ) -> Load:
     arrivals: Arrivals | None = None
     if recording is not None:
-        # By shapes, if they were recorded; else requests go round.
-        contents = recording.contents if any(recording.shapes) else tuple(range(len(recording.at_ns)))
-        arrivals = Recorded(recording.at_ns, contents, options.speed)
+        arrivals = recording.arrivals(options.speed)
     elif options.rate is not None:
         arrivals = Constant(options.rate) if options.constant else Poisson(options.rate, options.seed)
     return Load(

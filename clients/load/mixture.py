@@ -34,6 +34,10 @@ class MixedShape:
     weights: tuple[float, ...]
     choices: tuple[tuple[tuple[int, int], ...], ...]
 
+    @property
+    def varies(self) -> bool:
+        return len(self.choices) > 1 or any(low < high for low, high in self.choices[0])
+
 
 def parse_mixed_shape(text: str) -> tuple[str, MixedShape]:
     """`NAME=SHAPE` as name and shape. Raises InputError."""

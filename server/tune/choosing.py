@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.clients.load.arrivals import Poisson
+from paceline.clients.load.arrivals import Poisson, Recorded
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.tune.measuring import Layout
-from paceline.server.tune.simulation import Closed, Open, Served, Simulated, simulate
+from paceline.server.tune.simulation import Closed, Contents, Open, Served, Simulated, simulate
 
 __all__ = ["Choice", "Goal", "Setting", "Tried", "choose", "settings_of"]
 
@@ -33,12 +33,24 @@ Show = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class Goal:
     """Requests come at `rate` a second, or from so many `clients`. `p99_ns`: how long all but 1 % of them may take at
-    most; 0: any time. Each has `rows` rows."""
+    most; 0: any time. They have the `contents`, in turn. `recorded`: when they came once, and what each had, rather
+    than at random; `rate` is then how many came a second."""
 
     rate: float = 0.0
     clients: int = 0
     p99_ns: int = 0
-    rows: int = 1
+    contents: Sequence[Contents] = (Contents(),)
+    recorded: Recorded | None = None
+
+    @property
+    def most_rows(self) -> int:
+        return max(one.rows for one in self.contents)
+
+    @property
+    def mean_rows(self) -> float:
+        """Of the requests of a recording, or of those that come in turn."""
+        numbers = self.recorded.contents if self.recorded is not None else range(len(self.contents))
+        return sum(self.contents[number % len(self.contents)].rows for number in numbers) / len(numbers)
 
     def is_met(self, found: Simulated) -> bool:
         """Whether `found` answers all of the load, as fast as it is to."""
@@ -87,7 +99,7 @@ def settings_of(layouts: Sequence[Layout], policy: BatchPolicy, goal: Goal) -> l
     """All that may be best: `policy` with other sizes of batches, and longer waits for more requests."""
     found = []
     for layout in layouts:
-        sizes = [size for size in layout.curve.sizes if size >= goal.rows]
+        sizes = [size for size in layout.curve.sizes if size >= goal.most_rows]
         alone = policy.max_batch_requests == 1
         if alone or policy.batch_sizes:  # what batches are filled up to has to end with the largest
             sizes = [policy.max_batch_rows]
@@ -95,7 +107,7 @@ def settings_of(layouts: Sequence[Layout], policy: BatchPolicy, goal: Goal) -> l
         # A wait is long if an execution could have been made meanwhile; rounded, as people read them.
         delays_us = sorted({0, *(max(100, int(once_us * part) // 100 * 100) for part in (0.5, 1, 2))})
         for size in sizes:
-            for delay_us in delays_us if size > goal.rows and not alone else [0]:
+            for delay_us in delays_us if size > goal.most_rows and not alone else [0]:
                 if not goal.p99_ns or delay_us * 2_000 <= goal.p99_ns:
                     changed = replace(
                         policy, max_batch_rows=size, max_queue_delay_ns=delay_us * 1_000, preferred_batch_rows=()
@@ -131,7 +143,7 @@ async def choose(
     best = await each([one for place, one in enumerate(some) if one not in some[:place]], requests)
     current = next(one for one in best if one.setting == now)
     if goal.rate:
-        most = max(one.capacity for one in some) / goal.rows
+        most = max(one.capacity for one in some) / goal.mean_rows
         best = [
             replace(one, sustained=await _sustained(one.setting, goal, most, requests // _PART, seed))
             for one in best
@@ -177,9 +189,11 @@ def _rank(one: Tried, goal: Goal) -> tuple[bool, float]:
 
 async def _loaded(setting: Setting, goal: Goal, rate: float, requests: int, seed: int) -> Tried:
     layout = setting.layout
-    served = Served(setting.policy, layout.instances, layout.curve.cost, layout.handling_ns)
-    load = Open(Poisson(rate, seed)) if rate else Closed(goal.clients)
-    found = await simulate(served, load, requests=requests, rows=goal.rows, seed=seed)
+    served = Served(setting.policy, layout.instances, layout.curves.cost, layout.handling_ns)
+    load: Open | Closed = Open(Poisson(rate, seed)) if rate else Closed(goal.clients)
+    if goal.recorded is not None:
+        load = Open(replace(goal.recorded.of_length(requests), speed=rate / goal.rate))
+    found = await simulate(served, load, requests=requests, contents=goal.contents, seed=seed)
     is_met = goal.is_met(found) and (not rate or found.throughput >= _SUSTAINED * found.offered)
     return Tried(setting, found, is_met)
 

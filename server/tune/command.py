@@ -9,10 +9,13 @@ import asyncio
 import os
 import re
 from pathlib import Path
+from typing import TextIO
 
 import click
 
-from paceline.clients.inputs import InputError, parse_shape
+from paceline.clients.inputs import InputError
+from paceline.clients.load.mixture import MixedShape, parse_mixed_shape
+from paceline.clients.load.recording import RecordError
 from paceline.clients.options import Unusable, one_line
 from paceline.server.flags import Value
 
@@ -32,9 +35,9 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     return max(1, round(float(found[1]) * _UNITS_NS[found[2]]))
 
 
-def _shapes(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+def _shapes(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, MixedShape]:
     try:
-        return dict(map(parse_shape, texts))
+        return dict(map(parse_mixed_shape, texts))
     except InputError as error:
         raise click.BadParameter(one_line(str(error)), context, parameter) from None
 
@@ -45,10 +48,15 @@ def _shapes(context: click.Context, parameter: click.Parameter, texts: tuple[str
     "--rate", type=click.FloatRange(min=0, min_open=True), help="So many requests a second, which come at random."
 )
 @click.option("--clients", type=_COUNT, help="So many clients, each with one request under way.")
+@click.option(
+    "--arrivals", type=click.File(encoding="utf-8-sig"), metavar="FILE",
+    help="Requests come as they came once: what `paceline load --arrivals` takes.",
+)  # fmt: skip
 @click.option("--p99", "p99_ns", callback=_duration, metavar="TIME", help="99 % are to be answered within, say, 20ms.")
-@click.option("--rows", type=_COUNT, default=1, show_default=True, help="Rows of a request.")
+@click.option("--rows", type=_COUNT, help="Rows of a request, where no shape says them.  [default: 1]")
 @click.option("--shape", "shapes", multiple=True, callback=_shapes, metavar="NAME=SHAPE",
-    help="Shape of an input that the model leaves open, with its rows in front: 1,128. Repeatable.")  # fmt: skip
+    help="Shape of an input that the model leaves open, with its rows in front: 1,128 or, at random, 1,16..512 or, "
+    "with weights, 1,16*3|1,512. Repeatable.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For all that is random.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="Write the configuration there, as config.pbtxt.")  # fmt: skip
@@ -61,6 +69,7 @@ def tune(
     model: Path,
     rate: float | None,
     clients: int | None,
+    arrivals: TextIO | None,
     out: Path | None,
     form: str,
     progress: bool,
@@ -74,8 +83,8 @@ def tune(
     Exits with 0 if the load can be served as asked for, with 1 if it can't, or the model can't be tuned; with 2 if a
     flag can't be used.
     """
-    if (rate is None) == (clients is None):
-        raise click.UsageError("expected one of --rate and --clients")
+    if [rate, clients, arrivals].count(None) != 2:
+        raise click.UsageError("expected one of --rate, --clients and --arrivals")
     if out is not None and not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
         raise click.UsageError(f"--out {out}: expected a file that can be written, in an existing folder")
     # Heavy: `paceline tune --help` does without.
@@ -86,8 +95,11 @@ def tune(
     from paceline.server.tuning import new_loop
 
     log.configure("warning", "text")
-    goal = Goal(rate or 0.0, clients or 0, given["p99_ns"], given["rows"])
-    asked = Asked(model, goal, given["shapes"], given["seed"], given["allow_python_models"])
+    goal = Goal(rate or 0.0, clients or 0, given["p99_ns"])
+    asked = Asked(
+        model, goal, given["shapes"], given["rows"], (arrivals and arrivals.readlines()) or (), given["seed"],
+        given["allow_python_models"],
+    )  # fmt: skip
 
     def say(text: str) -> None:
         if progress:
@@ -97,7 +109,7 @@ def tune(
         with asyncio.Runner(loop_factory=new_loop) as runner:
             # Callers of `main` can pass their own backends as click's `obj`, as tests do.
             tuned, config = runner.run(tune_model(asked, say, click.get_current_context().obj))
-    except InputError as error:
+    except (InputError, RecordError) as error:
         raise Unusable(one_line(str(error))) from None
     except TuneError as error:
         raise click.ClickException(one_line(str(error))) from None

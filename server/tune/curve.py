@@ -1,4 +1,4 @@
-"""How long executions take by their rows.
+"""How long executions take by their rows, and by the size of a row.
 
 Lives here: what was measured, and what that says of sizes between. Must not: measure.
 """
@@ -6,10 +6,12 @@ Lives here: what was measured, and what that says of sizes between. Must not: me
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Curve"]
+__all__ = ["Curve", "Curves"]
+
+_SHARES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +27,7 @@ class Curve:
     def cost(self, rows: int, share: float) -> int:
         """What an execution of `rows` rows takes, if `share` of such executions take less. Between two sizes that were
         measured, on the line between them; in proportion to the largest, beyond it."""
-        sizes = self.sizes
-        place = bisect_left(sizes, rows)
-        if place == len(sizes):
-            return round(self._quantile_ns(sizes[-1], share) * rows / sizes[-1])
-        above_ns = self._quantile_ns(sizes[place], share)
-        if sizes[place] == rows or not place:
-            return above_ns
-        below = sizes[place - 1]
-        part = (rows - below) / (sizes[place] - below)
-        return round((1 - part) * self._quantile_ns(below, share) + part * above_ns)
+        return _between(self.sizes, rows, lambda size: self._quantile_ns(size, share))
 
     def mean_ns(self, rows: int) -> float:
         """Of a size that was measured."""
@@ -47,3 +40,44 @@ class Curve:
     def _quantile_ns(self, rows: int, share: float) -> int:
         durations_ns = self.durations_ns[rows]
         return durations_ns[min(len(durations_ns) - 1, int(share * len(durations_ns)))]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Of rows of different sizes, which ascend: the texts of a request have more words, or fewer. `typical_size` is the
+    mean of those that requests have."""
+
+    by_size: Mapping[int, Curve]
+    typical_size: int
+
+    @property
+    def typical(self) -> Curve:
+        """Of rows of the typical size, for the numbers of rows that were measured of all sizes."""
+        if self.typical_size in self.by_size:
+            return self.by_size[self.typical_size]
+        first, *others = self.by_size.values()
+        shares = [number / _SHARES for number in range(_SHARES)]
+        return Curve(
+            {
+                rows: [self.cost(rows, self.typical_size, share) for share in shares]
+                for rows in first.sizes
+                if all(rows in other.durations_ns for other in others)
+            }
+        )
+
+    def cost(self, rows: int, size: int, share: float) -> int:
+        """What an execution of `rows` rows of `size` takes, as `Curve.cost`."""
+        return _between([*self.by_size], size, lambda near: self.by_size[near].cost(rows, share))
+
+
+def _between(measured: Sequence[int], at: int, value_ns: Callable[[int], int]) -> int:
+    """`value_ns` where it was `measured`; on the line between two such places; in proportion to the last, beyond it."""
+    place = bisect_left(measured, at)
+    if place == len(measured):
+        return round(value_ns(measured[-1]) * at / measured[-1])
+    above_ns = value_ns(measured[place])
+    if measured[place] == at or not place:
+        return above_ns
+    below = measured[place - 1]
+    part = (at - below) / (measured[place] - below)
+    return round((1 - part) * value_ns(below) + part * above_ns)

@@ -5,7 +5,7 @@ Lives here: the order of things, and which models can be tuned. Must not: flags,
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,9 @@ from pathlib import Path
 from paceline.backends.base import Backend, DeviceKind
 from paceline.backends.spec import Array
 from paceline.clients.description import metadata_of
-from paceline.clients.inputs import RandomInputs, prepare
+from paceline.clients.inputs import InputError, RandomInputs, prepare
+from paceline.clients.load.mixture import MixedShape, mixed, recorded
+from paceline.clients.load.recording import read_recording
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.cpus import usable_cpus
 from paceline.server.engine import Engine, EngineSettings
@@ -25,6 +27,7 @@ from paceline.server.models.offline import layouts
 from paceline.server.models.served_model import ServedModel
 from paceline.server.tune.choosing import Goal, Setting, choose, settings_of
 from paceline.server.tune.config_file import changes_of, config_text
+from paceline.server.tune.contents import LoadContents, contents_of
 from paceline.server.tune.measuring import Layout, TuneError, measure, sizes_to_try
 from paceline.server.tune.report import Tuned
 
@@ -32,17 +35,23 @@ __all__ = ["Asked", "tune_model"]
 
 _MOST_ROWS = 64
 """Of a batch that is tried, of models without a configuration."""
+_DISTINCT = 256
+"""How many requests shapes are drawn for, if they are drawn at random."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`shapes` are those of a request's inputs that the model leaves open, with the rows in front."""
+    """`shapes` are those of a request's inputs that the model leaves open, with the rows in front; `rows` are those of
+    other inputs. `arrivals` are lines of a recording, of which the goal gets its rate, and its contents if it has
+    shapes."""
 
     model: Path
     goal: Goal
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, MixedShape]
+    rows: int | None = None
+    arrivals: Sequence[str] = ()
     seed: int = 0
     allow_python_models: bool = False
 
@@ -52,12 +61,12 @@ async def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend
     and InputError for inputs that can't be made up."""
     config = _config(asked.model)
     async with _engine(asked, None, BatchDefaults().max_batch_rows, backend_of) as (_, served):
-        # All requests are equally long, so none is filled up.
-        policy = replace(served.batcher.policy, lengths=(), max_batch_elements=0)
+        policy = served.batcher.policy
+        goal, load = _load_of(asked, served)
     possible = layouts(0, usable_cpus().count)
-    tried = [await _measured(asked, offline, say, backend_of) for offline in possible]
+    tried = [await _measured(asked, load, offline, say, backend_of) for offline in possible]
     now = Setting(tried[0], policy)
-    settings = settings_of(tried, policy, asked.goal)
+    settings = settings_of(tried, policy, goal)
     shown = -1
 
     def show(done: int, of: int) -> None:
@@ -66,9 +75,9 @@ async def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend
             shown = tenth
             say(f"simulating {len(settings)} settings: {10 * tenth} %")
 
-    choice = await choose(now, settings, asked.goal, asked.seed, show)
+    choice = await choose(now, settings, goal, asked.seed, show)
     chosen = choice.best[0].setting
-    tuned = Tuned(asked.model.name, asked.goal, choice, changes_of(now, chosen), asked.seed)
+    tuned = Tuned(asked.model.name, goal, choice, changes_of(now, chosen), asked.seed)
     return tuned, config_text(config, chosen, tuned.changes, [f"Tuned: {tuned.verdict()}."])
 
 
@@ -81,21 +90,48 @@ def _config(model: Path) -> pb.ModelConfig:
         raise TuneError(f"{model}: {error}") from error
 
 
-async def _measured(asked: Asked, offline: Offline, say: Say, backend_of: Callable[[str], Backend] | None) -> Layout:
+def _load_of(asked: Asked, served: ServedModel) -> tuple[Goal, LoadContents]:
+    """The goal with what its requests have, and that by itself. Raises InputError and TuneError."""
+    metadata = metadata_of(served.config, [served.version])
+    recording = read_recording(asked.arrivals, served.name, asked.seed) if asked.arrivals else None
+    rows = asked.rows or 1 if served.max_batch_rows else None
+    if recording is not None and recording.has_shapes:
+        if asked.shapes:
+            raise InputError("--shape can't be combined with --arrivals that have shapes")
+        requests = recorded(metadata, {}, recording.shapes, rows, asked.seed)
+    else:
+        distinct = _DISTINCT if any(one.varies for one in asked.shapes.values()) else 1
+        requests = mixed(metadata, [{}], shapes=asked.shapes, rows=rows, distinct=distinct, seed=asked.seed)
+    arrivals = recording.arrivals() if recording is not None else None
+    if arrivals is not None and not arrivals.rate:
+        raise InputError("--arrivals: expected arrivals at different times")
+    numbers: Sequence[int] = arrivals.contents if arrivals is not None else range(len(requests))
+    order = [number % len(requests) for number in numbers]
+    load = contents_of(served, [one.arrays for one in requests], order)
+    rate = arrivals.rate if arrivals is not None else asked.goal.rate
+    return replace(asked.goal, contents=load.contents, recorded=arrivals, rate=rate), load
+
+
+async def _measured(
+    asked: Asked, load: LoadContents, offline: Offline, say: Say, backend_of: Callable[[str], Backend] | None
+) -> Layout:
     async with _engine(asked, offline, _MOST_ROWS, backend_of) as (engine, served):
         metadata, has_rows = metadata_of(served.config, [served.version]), served.max_batch_rows > 0
+        without_rows = {one.name for one in served.spec.inputs if one.shape_tensor or not has_rows}
 
-        def inputs_of(rows: int) -> Mapping[str, Array]:
-            shapes = {name: (rows, *shape[1:]) if has_rows else shape for name, shape in asked.shapes.items()}
-            return prepare(metadata, {}, RandomInputs(rows if has_rows else None, shapes, asked.seed)).arrays
+        def inputs_of(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[int], Mapping[str, Array]]:
+            def inputs(rows: int) -> Mapping[str, Array]:
+                sized = {name: shape if name in without_rows else (rows, *shape[1:]) for name, shape in shapes.items()}
+                return prepare(metadata, {}, RandomInputs(None, sized, asked.seed)).arrays
+
+            return inputs
 
         instances, threads = len(served.instances.runners), offline.intra_op_threads
         say(f"measuring {instances} instance{'s' * (instances > 1)}" + (f", {threads} threads each" if threads else ""))
-        sizes = [size for size in sizes_to_try(max(1, served.max_batch_rows)) if size >= asked.goal.rows]
-        if not sizes:
-            largest = served.max_batch_rows
-            raise TuneError(f"--rows {asked.goal.rows}: expected at most {largest}, the model's largest batch")
-        return await measure(engine, served, inputs_of, sizes, offline)
+        least = min(one.rows for one in load.contents)
+        batches = [rows for rows in sizes_to_try(max(1, served.max_batch_rows)) if rows >= least]
+        by_size = {size: inputs_of(shapes) for size, shapes in load.measured.items()}
+        return await measure(engine, served, by_size, load.typical_size, batches, offline)
 
 
 @asynccontextmanager

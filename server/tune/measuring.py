@@ -1,4 +1,5 @@
-"""How long a model's executions take, by trying: by rows, for each layout of instances and threads, all of them busy.
+"""How long a model's executions take, by trying: by rows and their size, for each layout of instances and threads, all
+of them busy.
 
 Lives here: what is tried and for how long. Must not: open models, or judge.
 """
@@ -15,7 +16,7 @@ from paceline.server.engine import Engine
 from paceline.server.models.defaults import Offline
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.inner_request import InnerRequest
-from paceline.server.tune.curve import Curve
+from paceline.server.tune.curve import Curve, Curves
 
 __all__ = ["Layout", "TuneError", "measure", "sizes_to_try"]
 
@@ -24,9 +25,9 @@ InputsOf = Callable[[int], Mapping[str, Array]]
 
 _WINDOW_NS, _LONGEST_NS = 300_000_000, 2_000_000_000
 _ENOUGH = 20
-"""Executions of a size: as many as its window has, at least these, unless they take too long."""
+"""Executions of so many rows: as many as their window has, at least these, unless they take too long."""
 _MOST_NS = 12_000_000_000
-"""Nothing larger is tried after this, on a layout."""
+"""Nothing larger is tried after this, on a layout; if rows of several sizes are tried, after a share of it each."""
 _LOSING, _MOST_LOSING = 0.7, 2
 """Larger batches aren't tried once so many in a row compute that much fewer rows a second than the best."""
 
@@ -42,8 +43,13 @@ class Layout:
 
     offline: Offline
     instances: int
-    curve: Curve
+    curves: Curves
     handling_ns: int
+
+    @property
+    def curve(self) -> Curve:
+        """Of rows of the typical size."""
+        return self.curves.typical
 
 
 def sizes_to_try(most_rows: int) -> list[int]:
@@ -52,15 +58,32 @@ def sizes_to_try(most_rows: int) -> list[int]:
 
 
 async def measure(
-    engine: Engine, served: ServedModel, inputs_of: InputsOf, sizes: Sequence[int], offline: Offline
+    engine: Engine,
+    served: ServedModel,
+    inputs_by_size: Mapping[int, InputsOf],
+    typical_size: int,
+    batches: Sequence[int],
+    offline: Offline,
 ) -> Layout:
-    """Try `sizes`, which ascend, on an engine for offline work: each request is an execution. Raises TuneError."""
-    instances = len(served.instances.runners)
+    """Try `batches` of so many rows, which ascend, of each size, on an engine for offline work: each request is an
+    execution. Raises TuneError."""
+    curves, handling_ns = dict[int, Curve](), 0
+    for size, inputs_of in inputs_by_size.items():
+        share_ns = _MOST_NS // len(inputs_by_size)
+        curves[size], loop_ns = await _curve(engine, served, inputs_of, batches, share_ns)
+        handling_ns = handling_ns or loop_ns
+    return Layout(offline, len(served.instances.runners), Curves(curves, typical_size), handling_ns)
+
+
+async def _curve(
+    engine: Engine, served: ServedModel, inputs_of: InputsOf, batches: Sequence[int], most_ns: int
+) -> tuple[Curve, int]:
+    """Of rows of one size, and the event loop's work for a request."""
     # One more waits for each that executes, so that none is ever idle.
-    at_once, began_ns = 2 * instances, time.monotonic_ns()
+    at_once, began_ns = 2 * len(served.instances.runners), time.monotonic_ns()
     durations_ns: dict[int, Sequence[int]] = {}
     best = handling_ns = losing = 0.0
-    for rows in sizes:
+    for rows in batches:
         inputs = inputs_of(rows)
         await asyncio.gather(*(_executed_ns(engine, served, inputs) for _ in range(at_once)))  # first ones allocate
         used_ns, found = time.thread_time_ns(), list[int]()
@@ -84,9 +107,9 @@ async def measure(
         per_s = rows * len(found) / max(1, sum(found))
         best = max(best, per_s)
         losing = losing + 1 if per_s < _LOSING * best else 0
-        if losing == _MOST_LOSING or time.monotonic_ns() - began_ns > _MOST_NS:
+        if losing == _MOST_LOSING or time.monotonic_ns() - began_ns > most_ns:
             break
-    return Layout(offline, instances, Curve(durations_ns), int(handling_ns))
+    return Curve(durations_ns), int(handling_ns)
 
 
 async def _executed_ns(engine: Engine, served: ServedModel, inputs: Mapping[str, Array]) -> int:

@@ -40,8 +40,11 @@ class Tuned:
                 f"{self._asked()} can't be met here: {found}. It takes more or faster CPUs, a GPU, or a smaller model"
             )
         if goal.rate:
-            headroom = best.sustained / goal.rate - 1
-            return f"{self._asked()} is met, and would be up to {best.sustained:.4g} requests/s ({headroom:+.0%})"
+            times = best.sustained / goal.rate
+            most = f"{best.sustained:.4g} requests/s ({times - 1:+.0%})"
+            if goal.recorded is not None:
+                most = f"{times:.3g} times as fast"
+            return f"{self._asked()} is met, and would be up to {most}"
         return f"{self._asked()}: {best.found.throughput:.4g} requests/s"
 
     def text(self) -> str:
@@ -79,7 +82,8 @@ class Tuned:
                     "rate": goal.rate or None,
                     "clients": goal.clients or None,
                     "p99_ms": goal.p99_ns / 1e6 or None,
-                    "rows": goal.rows,
+                    "rows": goal.mean_rows,
+                    "recorded": len(goal.recorded.at_ns) if goal.recorded is not None else None,
                 },
                 "seed": self.seed,
                 "met": self.is_met,
@@ -94,6 +98,8 @@ class Tuned:
     def _asked(self) -> str:
         goal = self.goal
         load = f"{goal.rate:g} requests/s" if goal.rate else f"{goal.clients} clients"
+        if goal.recorded is not None:
+            load = f"{len(goal.recorded.at_ns)} recorded arrivals, {goal.rate:.4g} a second,"
         return f"{load} with p99 within {_ms(goal.p99_ns)}" if goal.p99_ns else load
 
 

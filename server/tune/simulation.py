@@ -11,15 +11,16 @@ calls may be on any loop, of which only turns are used, never the time.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, groupby, islice
 from random import Random
 from typing import NamedTuple
 
-from paceline.clients.load.arrivals import Arrivals
+from paceline.clients.load.arrivals import Arrival, Arrivals
 from paceline.clients.load.histogram import Histogram
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.observer import BatchReport, Drop
@@ -28,14 +29,29 @@ from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Done, Outcome
 from paceline.scheduler.waiting import SharedQueueLimits
 
-__all__ = ["Closed", "Cost", "Open", "Served", "Simulated", "simulate"]
+__all__ = ["Closed", "Contents", "Cost", "Open", "Served", "Simulated", "simulate"]
 
-Cost = Callable[[int, float], int]
-"""How many nanoseconds an execution of so many rows takes; of all that it may take, the one below which the given share
-of them (from 0 to 1) lies."""
+Cost = Callable[[int, int, float], int]
+"""How many nanoseconds an execution of so many rows of a size takes; of all that it may take, the one below which the
+given share of them (from 0 to 1) lies."""
 
 _ALARM, _END, _ARRIVAL = range(3)
 """What is due at the same moment is done in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a request has, as far as batching goes: rows, key and sizes as `Request` has them. A row's size is
+    `row_size` times its `sizes`, or those that they are filled up to."""
+
+    rows: int = 1
+    key: Hashable = ""
+    sizes: tuple[int, ...] = ()
+    row_size: int = 1
+
+    def size(self, sizes: tuple[int, ...]) -> int:
+        """Of each row, filled up to `sizes`."""
+        return self.row_size * math.prod(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +100,18 @@ class Simulated:
 
 
 async def simulate(
-    served: Served, load: Open | Closed, *, requests: int, rows: int = 1, seed: int = 0, warmup: float = 0.1
+    served: Served,
+    load: Open | Closed,
+    *,
+    requests: int,
+    contents: Sequence[Contents] = (Contents(),),
+    seed: int = 0,
+    warmup: float = 0.1,
 ) -> Simulated:
-    """Let `requests` requests come, of `rows` rows each, and wait until the last has left. The first of them, a share
-    of `warmup`, don't count: the batcher learns from them how long executions take."""
-    return await _World(served, load, requests, rows, seed, int(requests * warmup)).run()
+    """Let `requests` requests come and wait until the last has left. Arrivals say which of `contents` each has; clients
+    send them in turn. The first requests, a share of `warmup`, don't count: the batcher learns from them how long
+    executions take. An open load has to have so many."""
+    return await _World(served, load, requests, contents, seed, int(requests * warmup)).run()
 
 
 class _Clock:
@@ -153,7 +176,12 @@ class _Executed(NamedTuple):
     results: Sequence[None]
 
 
-_Handed = tuple[int, int, Done[None]]
+class _Payload(NamedTuple):
+    number: int
+    contents: Contents
+
+
+_Handed = tuple[Sequence[_Payload], int, Done[None]]
 """Requests, rows that the model sees, and who is told of the end."""
 
 
@@ -162,8 +190,9 @@ class _Instance:
 
     stages = True
 
-    def __init__(self, clock: _Clock, cost: Cost, random: Random) -> None:
-        self._clock, self._cost, self._random = clock, cost, random
+    def __init__(self, clock: _Clock, served: Served, random: Random) -> None:
+        self._clock, self._random = clock, random
+        self._cost, self._lengths = served.cost, served.policy.lengths
         self._current: _Handed | None = None
         self._next: _Handed | None = None
         self._began_ns = self._ends_ns = 0
@@ -178,8 +207,8 @@ class _Instance:
     def call_off(self) -> None:
         pass
 
-    def run(self, payloads: Sequence[int], padded_rows: int, done: Done[None]) -> None:
-        handed = len(payloads), padded_rows, done
+    def run(self, payloads: Sequence[_Payload], padded_rows: int, done: Done[None]) -> None:
+        handed = payloads, padded_rows, done
         if self._current is None:
             self._begin(handed, self._clock.now_ns())
         else:
@@ -193,7 +222,11 @@ class _Instance:
         return True
 
     def _begin(self, handed: _Handed, now_ns: int) -> None:
-        duration_ns = self._cost(handed[1], self._random.random())
+        payloads, rows, _ = handed
+        columns = zip(*[one.contents.sizes for one in payloads], strict=True)
+        sizes = tuple([padded(max(column)) for padded, column in zip(self._lengths, columns, strict=True)])
+        # All of a batch have the same key, and so the same size apart from these.
+        duration_ns = self._cost(rows, payloads[0].contents.size(sizes), self._random.random())
         self._current = handed
         self._began_ns, self._ends_ns = now_ns, now_ns + duration_ns
         self.executed_ns += duration_ns
@@ -201,28 +234,31 @@ class _Instance:
 
     def _on_end(self, at_ns: int) -> None:
         assert self._current is not None
-        (requests, _, done), began_ns = self._current, self._began_ns
+        (payloads, _, done), began_ns = self._current, self._began_ns
         self._current = None
         if self._next is not None:
             following, self._next = self._next, None
             self._begin(following, at_ns)
-        done(Outcome(began_ns, at_ns, executed=_Executed([None] * requests)))
+        done(Outcome(began_ns, at_ns, executed=_Executed([None] * len(payloads))))
 
 
 class _World:
-    """One load on one model. A request's payload is its number."""
+    """One load on one model."""
 
-    def __init__(self, served: Served, load: Open | Closed, requests: int, rows: int, seed: int, first: int) -> None:
+    def __init__(
+        self, served: Served, load: Open | Closed, requests: int, contents: Sequence[Contents], seed: int, first: int
+    ) -> None:
         self._served, self._load = served, load
         self._clock = _Clock()
-        self._made, self._left, self._requests, self._rows = 0, 0, requests, rows
+        self._made, self._left, self._requests, self._contents = 0, 0, requests, contents
         self._first = first
         self._due_ns: list[int] = []
-        self._open_ns: Iterator[int] = iter(())
+        self._numbers: list[int] = []
+        self._arrivals: Iterator[Arrival] = iter(())
         self._instances = [
-            _Instance(self._clock, served.cost, Random(f"{seed} {number}")) for number in range(served.instances)
+            _Instance(self._clock, served, Random(f"{seed} {number}")) for number in range(served.instances)
         ]
-        self._batcher: Batcher[int, None] = Batcher(
+        self._batcher: Batcher[_Payload, None] = Batcher(
             served.policy,
             self._instances,
             clock=self._clock,
@@ -237,10 +273,10 @@ class _World:
     async def run(self) -> Simulated:
         self._batcher.start()
         if isinstance(self._load, Open):
-            self._open_ns = (at_ns for at_ns, _ in self._load.arrivals.times())
-            self._expect(self._open_ns)
+            self._arrivals = self._load.arrivals.times()
+            self._expect(islice(self._arrivals, 1))
         else:
-            self._expect([0] * min(self._load.clients, self._requests))
+            self._expect((0, number) for number in range(self._load.clients))
         busy_ns = began_ns = 0
         while self._left < self._requests:
             if self._made <= self._first:
@@ -265,48 +301,53 @@ class _World:
         """Whoever submits counts those that are refused, and `_on_answers` the others."""
 
     def on_batch(self, report: BatchReport) -> None:
-        if report.requests[0].payload >= self._first:
+        if report.requests[0].payload.number >= self._first:
             self._batches[report.rows] += 1
 
     def _executed_ns(self) -> int:
         return sum(one.executed_ns for one in self._instances)
 
-    def _expect(self, due_ns: Iterable[int]) -> None:
-        """A closed load's next requests, or an open load's next one, which brings about those after it."""
-        for at_ns in due_ns:
-            if len(self._due_ns) == self._requests:
-                return
-            self._due_ns.append(at_ns)
-            self._clock.at(at_ns, _ARRIVAL, self._on_arrival)
-            if due_ns is self._open_ns:
-                return
+    def _expect(self, arrivals: Iterable[Arrival]) -> None:
+        """All of `arrivals`, up to the last request. Of an open load there is one, and each brings about the next."""
+        for at_ns, number in arrivals:
+            if len(self._due_ns) < self._requests:
+                self._due_ns.append(at_ns)
+                self._numbers.append(number)
+                self._clock.at(at_ns, _ARRIVAL, self._on_arrival)
 
     def _on_arrival(self, at_ns: int) -> None:
         number, self._made = self._made, self._made + 1
-        request: Request[int, None] = Request(number, self._rows, "", self._clock.now_ns(), tag=at_ns)
+        contents = self._contents[self._numbers[number] % len(self._contents)]
+        request: Request[_Payload, None] = Request(
+            _Payload(number, contents), contents.rows, contents.key, self._clock.now_ns(),
+            sizes=contents.sizes, tag=at_ns,
+        )  # fmt: skip
         request.on_answers = self._on_answers
         self._clock.spend(self._served.handling_ns // 2)
         self._batcher.announce(self._submit, request)
-        self._expect(self._open_ns)
+        self._expect(islice(self._arrivals, 1))
 
-    def _submit(self, requests: list[Request[int, None]]) -> None:
-        refusals = self._batcher.submit(requests) or [None] * len(requests)
-        self._leave([one for one, why in zip(requests, refusals, strict=True) if why is not None], answered=False)
+    def _submit(self, requests: list[Request[_Payload, None]]) -> None:
+        # What is submitted together has the same rows and key.
+        for _, alike in groupby(requests, lambda one: (one.rows, one.key)):
+            group = list(alike)
+            refusals = self._batcher.submit(group) or [None] * len(group)
+            self._leave([one for one, why in zip(group, refusals, strict=True) if why is not None], answered=False)
 
-    def _on_answers(self, requests: list[Request[int, None]]) -> None:
+    def _on_answers(self, requests: list[Request[_Payload, None]]) -> None:
         for one in requests:
             self._leave([one], answered=one.answered)
 
-    def _leave(self, requests: Sequence[Request[int, None]], *, answered: bool) -> None:
+    def _leave(self, requests: Sequence[Request[_Payload, None]], *, answered: bool) -> None:
         for one in requests:
             self._clock.spend(self._served.handling_ns - self._served.handling_ns // 2)
             self._left += 1
             now_ns = self._clock.now_ns()
             if answered:
                 self._answered_ns.append(now_ns)
-            if one.payload >= self._first and answered:
+            if one.payload.number >= self._first and answered:
                 self._latencies_ns.append(now_ns - one.tag)
-            elif one.payload >= self._first:
+            elif one.payload.number >= self._first:
                 self._refused += 1
             if isinstance(self._load, Closed):
-                self._expect([now_ns])
+                self._expect([(now_ns, len(self._due_ns))])

@@ -50,8 +50,8 @@ def test_target_that_cannot_be_met_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "expected one of --rate and --clients"),
-        (("--rate", "10", "--clients", "3"), "expected one of --rate and --clients"),
+        ((), "expected one of --rate, --clients and --arrivals"),
+        (("--rate", "10", "--clients", "3"), "expected one of --rate, --clients and --arrivals"),
         (("--rate", "10", "--p99", "20"), "expected a time such as 20ms, 0.5s or 800us, got '20'"),
         (("--rate", "10", "--out", "nowhere/config.pbtxt"), "expected a file that can be written"),
         (("--rate", "10", "--shape", "x"), "--shape"),
@@ -69,4 +69,4 @@ def test_requests_larger_than_any_batch_are_refused(tmp_path: Path) -> None:
     file = models.write(models.mlp((4, 4)), tmp_path / "m.onnx")
     result = tune(file, "--rate", 10, "--rows", 100)
     assert result.exit_code == 1
-    assert "--rows 100: expected at most 64, the model's largest batch" in result.stderr
+    assert "expected a batch of 1 to 32 rows, got 100" in result.stderr

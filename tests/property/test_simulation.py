@@ -17,7 +17,7 @@ from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Done
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
-from paceline.server.tune.simulation import Closed, Open, Served, Simulated, simulate
+from paceline.server.tune.simulation import Closed, Cost, Open, Served, Simulated, simulate
 
 US, MS = 1_000, 1_000_000
 
@@ -38,8 +38,8 @@ def policies(draw: st.DrawFn) -> BatchPolicy:
     )
 
 
-def line(base_ns: int, row_ns: int) -> Callable[[int, float], int]:
-    return lambda rows, _: base_ns + row_ns * rows
+def line(base_ns: int, row_ns: int) -> Cost:
+    return lambda rows, *_: base_ns + row_ns * rows
 
 
 costs = st.builds(line, st.integers(1, 4 * MS), st.integers(0, MS))
@@ -55,7 +55,7 @@ def run(served: Served, load: Open | Closed, requests: int, warmup: float = 0.1)
 
 @given(policies(), st.integers(1, 3), costs, loads, st.integers(1, 100), st.sampled_from([0, 50 * US]))
 def test_every_request_leaves_the_simulation_once(
-    policy: BatchPolicy, instances: int, cost: Callable[[int, float], int], load: Open | Closed, requests: int, ns: int
+    policy: BatchPolicy, instances: int, cost: Cost, load: Open | Closed, requests: int, ns: int
 ) -> None:
     found = run(Served(policy, instances, cost, ns), load, requests)
     assert found.latencies.count + found.refused == requests - requests // 10
@@ -103,22 +103,22 @@ class Quiet(ManualClock):
 class Timed(StepRunner[int, None]):
     """Says when its execution ends."""
 
-    def __init__(self, clock: Quiet, cost: Callable[[int, float], int]) -> None:
+    def __init__(self, clock: Quiet, cost: Cost) -> None:
         super().__init__(clock, stages=True)
         self.clock, self.cost, self.ends_ns = clock, cost, 0
 
     def run(self, payloads: Sequence[int], padded_rows: int, done: Done[None]) -> None:
         if not self.busy:
-            self.ends_ns = self.clock.now_ns() + self.cost(padded_rows, 0)
+            self.ends_ns = self.clock.now_ns() + self.cost(padded_rows, 1, 0)
         super().run(payloads, padded_rows, done)
 
     def end(self) -> None:
-        self.ends_ns = self.clock.now_ns() + self.cost(self.padded_rows[-1], 0)  # of the next one, if there is any
+        self.ends_ns = self.clock.now_ns() + self.cost(self.padded_rows[-1], 1, 0)  # of the next one, if there is any
         self.finish(lambda _: None)
 
 
 async def at_the_batcher(
-    policy: BatchPolicy, instances: int, cost: Callable[[int, float], int], due_ns: Sequence[int]
+    policy: BatchPolicy, instances: int, cost: Cost, due_ns: Sequence[int]
 ) -> tuple[Histogram, Counter[int]]:
     """The latencies of requests that come at `due_ns`, and how many batches have so many rows."""
     clock, observer, latencies_ns, left = Quiet(), RecordingObserver(), [], 0
@@ -158,7 +158,7 @@ gaps = st.lists(st.one_of(st.just(0), st.integers(1, 100 * US), st.integers(1, 1
 
 @given(policies(), st.integers(1, 3), costs, gaps)
 def test_simulation_decides_as_the_batcher_that_serves(
-    policy: BatchPolicy, instances: int, cost: Callable[[int, float], int], gaps_ns: list[int]
+    policy: BatchPolicy, instances: int, cost: Cost, gaps_ns: list[int]
 ) -> None:
     due_ns = [1 + sum(gaps_ns[: number + 1]) for number in range(len(gaps_ns))]
     load = Open(Recorded(tuple(due_ns), tuple(range(len(due_ns)))))

@@ -9,8 +9,6 @@ from paceline.clients.load.arrivals import (
     Constant,
     Poisson,
     Recorded,
-    RecordError,
-    read_recording,
     share,
 )
 
@@ -42,36 +40,15 @@ def test_processes_together_send_each_arrival_once(arrivals: Arrivals) -> None:
     assert together == sorted(islice(arrivals.times(), len(together)))
 
 
-def test_recording_is_sorted_and_begins_at_its_first_arrival() -> None:
-    lines = [
-        '{"at_s": 10.5, "shapes": {"x": [1, 3]}}',
-        "",
-        '{"at_s": 10, "shapes": {}}',
-        '{"at_s": 12, "shapes": {"x": [1, 3]}}',
-    ]
-    recording = read_recording(lines)
-    assert recording.at_ns == (0, S // 2, 2 * S)
-    assert [recording.shapes[place] for place in recording.contents] == [{}, {"x": (1, 3)}, {"x": (1, 3)}]
-
-
 def test_recorded_arrivals_can_be_sent_faster() -> None:
     recorded = Recorded((0, S, 3 * S), (0, 0, 1), speed=2.0)
     assert list(recorded.times()) == [(0, 0), (S // 2, 0), (3 * S // 2, 1)]
     assert recorded.seconds == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize(
-    ("lines", "fault"),
-    [
-        ([], "no arrivals"),
-        (["{"], "line 1: not JSON"),
-        (['{"at_s": 1}', "[1]"], 'line 2: expected an object with the seconds "at_s"'),
-        (['{"at_s": true}'], "at_s"),
-        (['{"at_s": NaN}'], "at_s"),
-        (['{"at_s": 1, "shapes": {"x": [-1]}}'], 'expected "shapes" to be lists of sizes'),
-        (['{"at_s": 1, "shapes": [1]}'], 'expected "shapes" to be lists of sizes'),
-    ],
-)
-def test_recording_that_is_none_is_refused(lines: list[str], fault: str) -> None:
-    with pytest.raises(RecordError, match=fault):
-        read_recording(lines)
+def test_recording_is_repeated_or_its_busiest_part_taken() -> None:
+    recorded = Recorded((0, 4 * S, 5 * S, 9 * S), (0, 1, 2, 3))
+    assert list(recorded.of_length(2).times()) == [(0, 1), (S, 2)]
+    assert list(recorded.of_length(6).times())[4:] == [(12 * S, 0), (16 * S, 1)]
+    assert recorded.of_length(8).seconds == pytest.approx(21)
+    assert recorded.rate == pytest.approx(1 / 3)

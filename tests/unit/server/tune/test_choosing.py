@@ -9,8 +9,9 @@ import pytest
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
 from paceline.server.tune.choosing import Choice, Goal, Setting, choose, settings_of
-from paceline.server.tune.curve import Curve
+from paceline.server.tune.curve import Curve, Curves
 from paceline.server.tune.measuring import Layout
+from paceline.server.tune.simulation import Contents
 
 MS = 1_000_000
 SIZES = (1, 2, 4, 8)
@@ -19,7 +20,7 @@ POLICY = BatchPolicy(max_batch_rows=8)
 
 def layout(base_ms: float, row_ms: float, instances: int = 1) -> Layout:
     durations = {size: [int((base_ms + row_ms * size) * MS)] for size in SIZES}
-    return Layout(Offline(instances if instances > 1 else 0), instances, Curve(durations), 0)
+    return Layout(Offline(instances if instances > 1 else 0), instances, Curves({1: Curve(durations)}, 1), 0)
 
 
 async def chosen(goal: Goal, *layouts: Layout, policy: BatchPolicy = POLICY) -> Choice:
@@ -73,4 +74,7 @@ def test_settings_stay_within_what_the_model_allows() -> None:
     assert one.policy == alone
     waits = [one.policy.max_queue_delay_ns for one in settings_of(measured, POLICY, Goal(rate=1, p99_ns=8 * MS))]
     assert 0 < max(waits) <= 4 * MS
-    assert min(one.policy.max_batch_rows for one in settings_of(measured, POLICY, Goal(rate=1, rows=3))) == 4
+    assert (
+        min(one.policy.max_batch_rows for one in settings_of(measured, POLICY, Goal(rate=1, contents=[Contents(3)])))
+        == 4
+    )

@@ -11,12 +11,12 @@ from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
 from paceline.server.tune.choosing import Setting
 from paceline.server.tune.config_file import changes_of, config_text
-from paceline.server.tune.curve import Curve
+from paceline.server.tune.curve import Curve, Curves
 from paceline.server.tune.measuring import Layout
 
-CURVE = Curve({1: [1_000_000], 8: [4_000_000]})
-NOW = Setting(Layout(Offline(), 1, CURVE, 0), BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,)))
-BEST = Setting(Layout(Offline(2, 1), 2, CURVE, 0), BatchPolicy(max_batch_rows=8, max_queue_delay_ns=500_000))
+CURVES = Curves({1: Curve({1: [1_000_000], 8: [4_000_000]})}, 1)
+NOW = Setting(Layout(Offline(), 1, CURVES, 0), BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,)))
+BEST = Setting(Layout(Offline(2, 1), 2, CURVES, 0), BatchPolicy(max_batch_rows=8, max_queue_delay_ns=500_000))
 
 
 def parsed(text: str) -> pb.ModelConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.server.tune.curve import Curve
+from paceline.server.tune.curve import Curve, Curves
 
 CURVE = Curve({1: [10, 10, 10, 40], 4: [30, 30, 30, 60], 8: [80]})
 
@@ -20,3 +20,11 @@ def test_sizes_between_lie_on_lines_between(rows: int, share: float, expected: i
 def test_best_size_says_what_instances_can() -> None:
     assert CURVE.rows_per_s(8) == pytest.approx(4e9 / 37.5)
     assert CURVE.rows_per_s(1) == pytest.approx(1e9 / 17.5)
+
+
+def test_size_of_rows_counts_between_curves() -> None:
+    curves = Curves({10: Curve({1: [100], 2: [150]}), 50: Curve({1: [300], 2: [550], 4: [900]})}, 30)
+    assert [curves.cost(1, size, 0.5) for size in (5, 10, 20, 50, 100)] == [100, 100, 150, 300, 600]
+    assert curves.cost(2, 30, 0.5) == 350
+    assert curves.typical.sizes == [1, 2]
+    assert curves.typical.mean_ns(2) == 350

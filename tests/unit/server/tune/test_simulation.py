@@ -1,0 +1,49 @@
+"""What simulated executions are of: the batcher shares batches among requests as it does when it serves."""
+
+from __future__ import annotations
+
+from paceline.clients.load.arrivals import Recorded
+from paceline.scheduler.policy import BatchPolicy
+from paceline.server.tune.simulation import Closed, Contents, Open, Served, simulate
+
+MS = 1_000_000
+SHORT, LONG = Contents(1, "", (10,)), Contents(1, "", (100,))
+
+
+def served(executed: list[tuple[int, int]], policy: BatchPolicy, base_ms: int) -> Served:
+    def cost(rows: int, size: int, share: float) -> int:
+        executed.append((rows, size))
+        return base_ms * MS + rows * size * 1_000
+
+    return Served(policy, 1, cost)
+
+
+async def executions(policy: BatchPolicy, base_ms: int, contents: list[Contents]) -> list[tuple[int, int]]:
+    executed = list[tuple[int, int]]()
+    await simulate(served(executed, policy, base_ms), Closed(16), requests=2_000, contents=contents)
+    return executed
+
+
+async def test_lengths_share_batches_where_that_saves_time() -> None:
+    policy = BatchPolicy(max_batch_rows=16, lengths=(lambda size: -(-size // 20) * 20,))
+    dear, cheap = [await executions(policy, base_ms, [SHORT, LONG]) for base_ms in (50, 0)]
+    assert {size for _, size in dear + cheap} == {20, 100}
+    # Executions that cost much whatever is in them have all that waits; others have equal lengths.
+    assert len(dear) < len(cheap)
+    assert sum(rows * size for rows, size in cheap) < sum(rows * size for rows, size in dear)
+
+
+async def test_requests_of_other_keys_share_no_batch() -> None:
+    contents = [Contents(2, "a", (), 10), Contents(2, "b", (), 100)]
+    executed = await executions(BatchPolicy(max_batch_rows=16), 50, contents)
+    assert {size for _, size in executed} == {10, 100}
+    assert sum(rows for rows, size in executed if size == 10) == 2_000
+
+
+async def test_recorded_requests_have_their_own_contents() -> None:
+    executed = list[tuple[int, int]]()
+    load = Open(Recorded(tuple(number * 500 * MS for number in range(4)), (1, 1, 0, 1)))
+    policy = BatchPolicy(lengths=(lambda size: size,))
+    found = await simulate(served(executed, policy, 1), load, requests=4, contents=[SHORT, LONG], warmup=0)
+    assert executed == [(1, 100), (1, 100), (1, 10), (1, 100)]
+    assert found.latencies.percentile_ns(100) <= 1.11 * MS
