@@ -85,8 +85,9 @@ protos: $(READY) ## regenerate the Python code of protos/*.proto
 bench: $(READY) ## measure against a bare gRPC server, bare ONNX Runtime and the other servers that are installed
 	$(BIN)/python -m bench $(ARGS)
 
-bench-quick: $(READY) ## one short round of every scenario: fails on errors, whatever the times
+bench-quick: $(READY) ## one short round of every scenario and measurement: fails on errors, whatever the times
 	$(BIN)/python -m bench --quick $(ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/integration/test_bench*.py tests/unit/bench
 
 bench-gpu: $(READY) ## measure on a GPU, ten minutes, correctness first; ARGS='--device cpu --quick' to check that it works
 	$(BIN)/python -m bench.gpu $(ARGS)
@@ -151,7 +152,7 @@ mutants: $(READY) ## plant 39 faults, one after the other, and see that the test
 
 proofs: $(READY) ## run the tests that have a longer form than in the suite, in it
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/conformance/test_node_models.py tests/fault/test_chaos.py tests/fault/test_sequence_chaos.py \
-	    tests/integration/test_bench.py tests/integration/test_stand_in_gpu.py tests/property \
+	    tests/integration/test_stand_in_gpu.py tests/property \
 	    tests/unit/scheduler/test_deadly_requests.py $(ARGS)
 
 bulk-kills: $(READY) ## kill a bulk job a hundred times, anywhere in its work, and see that it ends with the same bytes

@@ -30,7 +30,7 @@ from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import LoadError
 from tests import models as tiny_models
 from tests.harness import REPO, ServerProcess, write_identity
-from tests.lengths import LONG
+from tests.lengths import whole_measurement
 
 SHORT = Settings(rounds=2, seconds=0.1, warmup_s=0.2, rivals=False)
 TINY = {"server": "paceline", "model": "tiny"}
@@ -51,6 +51,7 @@ def test_run_measures_product_and_floor_in_every_round() -> None:
         assert min(found["requests_per_s"]) > 0, side
 
 
+@whole_measurement
 def test_open_loop_run_reports_how_many_were_answered_in_time() -> None:
     some = {"title": "t", "rates": [100], "subject": TINY}
     late = {"title": "t", "rates": [100], "deadline_s": 1e-6, "subject": TINY, "reference": [{"measure": "p99_ms"}]}
@@ -71,6 +72,7 @@ def test_run_of_a_product_that_does_not_start_fails_with_the_reason() -> None:
     assert "--no-such-flag" in absence.reason
 
 
+@whole_measurement
 def test_overload_measures_peak_surplus_and_the_time_after() -> None:
     case = overload.Case("few", ("--max-queued-requests=8",), 60.0)
     found = overload.measure(case, 0.5)
@@ -81,6 +83,7 @@ def test_overload_measures_peak_surplus_and_the_time_after() -> None:
     assert [line.partition("|")[2].split("|")[0].strip() for line in lines[4:]] == ["1x", "10x", "after"]
 
 
+@whole_measurement
 def test_command_writes_results_and_prints_the_table(tmp_path: Path) -> None:
     out = tmp_path / "results" / "found.json"
     done = command("stacking", "--quick", "--seconds", "0.02", "--out", str(out))
@@ -102,7 +105,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.skipif(not LONG, reason="the other tests run its parts; all of it takes 20 s: make proofs")
+@whole_measurement
 @pytest.mark.timeout(240)
 def test_gpu_benchmark_on_a_cpu_makes_a_document(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
@@ -118,6 +121,7 @@ def test_gpu_benchmark_on_a_cpu_makes_a_document(tmp_path: Path) -> None:
     assert "rows/s / run_with_iobinding, which waits for each batch" in markdown(found, "figures")
 
 
+@whole_measurement
 def test_gpu_benchmark_whose_server_dies_measures_the_rest(tmp_path: Path) -> None:
     doomed: set[str] = set()
 
@@ -136,6 +140,7 @@ def test_gpu_benchmark_whose_server_dies_measures_the_rest(tmp_path: Path) -> No
     assert not found["gpu-frontends"].absent
 
 
+@whole_measurement
 def test_gpu_benchmark_measures_what_it_can_and_says_why_not_the_rest(tmp_path: Path) -> None:
     class Plan(gpu_plan.Plan):
         @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bench import bulk
+from tests.lengths import whole_measurement
 
 
+@whole_measurement
 def test_every_job_is_done_and_compared() -> None:
     found = bulk.measure(0.5, bulk.Sizes(quick=True))
     assert min(found[key] for key in bulk.RATIOS) > 0

@@ -13,11 +13,13 @@ from paceline.protos import inference_pb2 as pb
 from tests import decoder_models
 from tests.decoder_models import TINY
 from tests.generation_truth import Asked, NaiveLoop, is_same
+from tests.lengths import whole_measurement
 
 DECODER = replace(TINY, end_tokens=(), fixed_products=1)
 LENGTHS = Lengths((2, 20), (1, 12))
 
 
+@whole_measurement
 def test_all_answers_are_compared_and_loads_measured() -> None:
     waiting = replace(DECODER, fixed_products=0, waits=True)
     part = generations.Part("waiting", waiting, threads=1, clients=4, lengths=LENGTHS, wait_us=2_000)
@@ -35,6 +37,7 @@ def test_few_clients_are_compared_with_one_at_a_time() -> None:
     assert all(found[0][key] > 0 for key in ("alone_per_s", "of_alone_1"))
 
 
+@whole_measurement
 def test_gaps_are_measured_while_prompts_arrive() -> None:
     part = generations.Part("arriving", DECODER, threads=1, clients=2, lengths=Lengths((2, 4), (40, 60)))
     found: list[dict[str, Any]] = []
@@ -47,6 +50,7 @@ def test_gaps_are_measured_while_prompts_arrive() -> None:
     )
 
 
+@whole_measurement
 def test_first_tokens_are_timed_at_random_arrivals(tmp_path: Path) -> None:
     part = generations.Part("fixed", DECODER, threads=1, clients=4, lengths=LENGTHS)
     found: list[dict[str, Any]] = []

@@ -8,8 +8,10 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
 from bench import lengths, text_model
+from tests.lengths import whole_measurement
 
 
+@whole_measurement
 def test_every_load_is_answered_and_compared() -> None:
     found = lengths.measure(0.5, text_model.QUICK)
     assert min(found[key] for key in ("of_best", "of_exact", "short_of_long")) > 0

@@ -9,8 +9,10 @@ import pytest
 
 from bench import pipelines
 from examples.embedding import build
+from tests.lengths import whole_measurement
 
 
+@whole_measurement
 def test_chain_of_identity_models_is_compared_with_one() -> None:
     found: list[dict[str, Any]] = []
     pipelines.measure_identity(1, 0.2, found.append)
@@ -18,6 +20,7 @@ def test_chain_of_identity_models_is_compared_with_one() -> None:
     assert len(found) == 1
 
 
+@whole_measurement
 def test_embeddings_are_compared_with_the_encoder_alone(tmp_path: Path) -> None:
     if wanted := build.missing():
         pytest.skip(f"make witness has not downloaded {', '.join(wanted)}")

@@ -10,8 +10,10 @@ import pytest
 
 from bench import sequence_costs, sequence_models, sequences
 from paceline.protos import inference_pb2 as pb
+from tests.lengths import whole_measurement
 
 
+@whole_measurement
 def test_all_streams_are_answered_and_compared(tmp_path: Path) -> None:
     files = {"fixed": sequence_models.write_fixed(tmp_path, products=1)}
     found: list[dict[str, Any]] = []
