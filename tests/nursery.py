@@ -37,7 +37,7 @@ __all__ = ["LIBRARIES", "Forked", "ForkedFront", "fork_what_is_started", "main",
 _NUMBER = struct.Struct("i")
 _MAX_BYTES, _MAX_DESCRIPTORS = 2**20, 16
 _PR_SET_PDEATHSIG = 1
-_TUNABLES = "GLIBC_TUNABLES"
+_TUNABLES, _VERBOSITY = "GLIBC_TUNABLES", "GRPC_VERBOSITY"
 LIBRARIES = "LD_LIBRARY_PATH"
 """The variable that is read at a process's start, and of which each value has a forking process of its own."""
 
@@ -164,7 +164,7 @@ def _nursery(libraries: str) -> socket.socket:
             [sys.executable, "-P", "-c", code, "paceline-nursery"],
             stdin=subprocess.DEVNULL,
             # The first is read by gRPC when it is imported, the last by the system when the process starts.
-            env={"GRPC_VERBOSITY": "NONE", **os.environ, **({LIBRARIES: libraries} if libraries else {})},
+            env={_VERBOSITY: "NONE", **os.environ, **({LIBRARIES: libraries} if libraries else {})},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -277,8 +277,10 @@ def _be_server(started_as: _StartedAs, given: list[int], path: list[str]) -> Non
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     tunables = {_TUNABLES: os.environ[_TUNABLES]} if _TUNABLES in os.environ else {}
+    # Which the server sets for itself, as it was set for this process before it imported gRPC.
+    verbosity = {_VERBOSITY: os.environ[_VERBOSITY]}
     _be_new(environment | tunables, folder, [*given, ours.fileno()])
-    fork_children(partial(_fork_child, ours), dict(os.environ))
+    fork_children(partial(_fork_child, ours), verbosity | os.environ)
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
