@@ -30,7 +30,9 @@ from typing import Any
 
 __all__ = ["READ_WHEN_USED", "Command", "become", "fork_children", "started_as_usual"]
 
-READ_WHEN_USED = re.compile("PACELINE_|OTEL_|TESTS_|PYTEST_|STAND_IN_|(TMPDIR|STORAGE_URI|INFERENCE_SERVICE_NAME)$")
+READ_WHEN_USED = re.compile(
+    "PACELINE_|OTEL_|TESTS_|PYTEST_|STAND_IN_|(TMPDIR|PATH|STORAGE_URI|INFERENCE_SERVICE_NAME)$"
+)
 """Environment variables that Python and the libraries don't read when they start."""
 _PYTHON = sys.executable
 _OURS = re.compile("paceline:|paceline-front$")

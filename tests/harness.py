@@ -162,10 +162,12 @@ class ServerProcess:
         self._ready.set()
 
 
-def run_command(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *arguments: str, env: dict[str, str] | None = None, cwd: Path = REPO
+) -> subprocess.CompletedProcess[str]:
     """`paceline ARGUMENTS` in a forked process, from start to end, which has to come within two minutes."""
     with tempfile.TemporaryFile("w+") as out:
-        process = Forked("paceline", arguments, {**os.environ, **(env or {})}, REPO, out.fileno())
+        process = Forked("paceline", arguments, {**os.environ, **(env or {})}, cwd, out.fileno())
         with process.stderr as stderr:
             said = stderr.read()
         status = process.wait(120)

@@ -11,12 +11,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.server.rpc.credentials import line_of
 from tests import decoder_models, models, state_models, text_models
 from tests.certificates import Authority
-from tests.harness import REPO, ServerProcess
+from tests.harness import REPO, ServerProcess, run_command
 
 __all__ = ["Reader", "make_clone", "start"]
 
@@ -27,6 +28,8 @@ _LOCAL_PORT = re.compile(r"(?:(?<=localhost:)|(?<=127\.0\.0\.1:))\d{4}\b")
 _WATCH = re.compile(r"\bpaceline top\b")
 _PORT_FLAG = re.compile(r"--(grpc|metrics)-port[ =](\d+)")
 
+_ALONE = re.compile(r"paceline (?:[^\\|<>&;$`*?~#(){}\[\]\n\"']|'[^']*'|\"[^\"$`\\]*\"|\\\n)*")
+"""A command that a shell only divides into words."""
 _MODELS = re.compile(r"(?<=[ =])/(mnt/)?models\b")
 
 
@@ -55,19 +58,23 @@ def make_clone(folder: Path) -> None:
 
 def start(folder: Path, command: str) -> ServerProcess:
     """The server that `paceline serve …` starts, on free ports."""
-    program, _, *arguments = shlex.split(command.replace("\\\n", ""), comments=True)
+    _, _, *arguments = shlex.split(command.replace("\\\n", ""), comments=True)
     listen = () if "unix:" in command else ("--grpc-address", "127.0.0.1", "--grpc-port", "0")
-    server = ServerProcess(*arguments, program=[program], env=_environment(folder), cwd=folder, listen=listen)
+    server = ServerProcess(*arguments, env=_variables(folder), cwd=folder, listen=listen)
     server.start()
     return server
 
 
+def _variables(folder: Path) -> dict[str, str]:
+    """The environment is active."""
+    return {"PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+
 def _environment(folder: Path) -> dict[str, str]:
-    """The environment is active, and `make` uses it, too. The demo has few files to classify. Whether `make` runs these
-    tests makes no difference."""
-    path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    """`make` uses the active one, too. The demo has few files to classify. Whether `make` runs these tests makes no
+    difference."""
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    return {**own, "PATH": path, "ENV": ".venv", "FOLDER": "protos", "TOKEN": "secret"}
+    return {**own, **_variables(folder), "ENV": ".venv", "FOLDER": "protos", "TOKEN": "secret"}
 
 
 class Reader:
@@ -105,21 +112,34 @@ class Reader:
             return ""
         command = _ASK.sub(r"\g<0> --server 127.0.0.1:8001", command)
         command = _WATCH.sub(r"\g<0> --metrics 127.0.0.1:8002", command)
+        if _ALONE.fullmatch(command):
+            return self._run_forked(shlex.split(command))
         return self._run("bash", "-euo", "pipefail", "-c", command)
 
     def paste(self, code: str) -> str:
         """Run Python; what it printed."""
         return self._run("python", "-c", code)
 
+    def _run_forked(self, words: Sequence[str]) -> str:
+        """Run `paceline …`, which takes a second when it is started."""
+        words = self._on_servers(words)
+        done = run_command(*words[1:], env=_variables(self._folder), cwd=self._folder)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
     def _run(self, *words: str) -> str:
-        for server in self._started:
-            server.wait_ready()
-        words = tuple(map(self._on_real_ports, words))
+        words = self._on_servers(words)
         done = subprocess.run(
             words, cwd=self._folder, env=_environment(self._folder), capture_output=True, text=True, timeout=_LONGEST_S
         )
         assert done.returncode == 0, f"{words[-1]}\n{done.stdout}{done.stderr}"
         return done.stdout
+
+    def _on_servers(self, words: Sequence[str]) -> tuple[str, ...]:
+        """The same with the ports of servers that are ready."""
+        for server in self._started:
+            server.wait_ready()
+        return tuple(map(self._on_real_ports, words))
 
     def _on_real_ports(self, text: str) -> str:
         ports = {port: server.grpc_port for port, server in self._grpc.items()}

@@ -16,14 +16,14 @@ TEXTS = 48
 
 
 def test_types_of_files_are_onnx_runtimes_own(tmp_path: Path) -> None:
-    found_paths = [path for folder in ("docs", "protos", "server") for path in magika.all_files(REPO / folder)]
+    found_paths = [path for folder in ("docs", "protos") for path in magika.all_files(REPO / folder)]
     paths = [path for path in found_paths if "__pycache__" not in path.parts]
     short = tmp_path / "empty"
     short.touch()
     said = magika.compare([*paths, short], tmp_path / "work")
     found = re.fullmatch(r"(\d+) files, (\d+) too short: all scores are those of ONNX Runtime alone", said)
     assert found is not None
-    assert int(found[1]) == len(paths) + 1 > 100
+    assert int(found[1]) == len(paths) + 1 > 50
     assert int(found[2]) >= 1
 
 
