@@ -1,33 +1,33 @@
 """Whether requests of different sizes may be filled up to a common one, found out by trying.
 
 Lives here: what is tried and what follows from it, in pure numpy. Must not: a runtime, a log, or know which axes may be
-lengths (`length_axes`) or which outputs follow them (`length_outputs`). A model that has a mask may ignore it, or some
-of its layers may: recurrences from both ends, averages over all words, convolutions. Then a text's results would depend
-on the longest text beside it. The rule: rows of several sizes, filled up a little and by much, must give what they give
-alone. They may differ by what floats round, and, for models that quantize at run time, not by much more than rows of
-equal sizes already differ in a batch.
+lengths (`length_axes`), which outputs follow them (`length_outputs`) or what is in rows (`length_rows`). A model that
+has a mask may ignore it, or some of its layers may: recurrences from both ends, averages over all words, convolutions.
+Then a text's results would depend on the longest text beside it. The rule: rows of several sizes, filled up a little
+and by much, must give what they give alone. They may differ by what floats round, and, for models that quantize at run
+time, not by much more than rows of equal sizes already differ in a batch.
 
-A step of a sequence is tried as the model sees it, with any state. If that leaves the state that it leaves alone, so
-does each step after it. A state that depends on who else was in the batch is refused, whoever asks for it.
+A step of a sequence is tried as the model sees it, with any state and with those that the model itself leaves, from the
+initial one on: a count of rows among them has to be right. If that leaves the state that it leaves alone, so does each
+step after it. A state that depends on who else was in the batch is refused, whoever asks for it.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from operator import mul
 from typing import NamedTuple
 
 import numpy as np
 
-from paceline.backends.errors import ExecutionError, InstanceError, LoadError
-from paceline.backends.length_axes import asked_lengths, is_of_integers, masked_lengths, named_masks
+from paceline.backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory
+from paceline.backends.length_axes import asked_lengths, masked_lengths, named_masks
 from paceline.backends.length_outputs import Sizes, States, said, with_assumed_outputs, with_outputs
+from paceline.backends.length_rows import ATTEMPTS, GivenUp, Row, Rows
 from paceline.backends.lengths import Filling, Lengths, fill_up
-from paceline.backends.made_up import MAX_BYTES, bytes_of
+from paceline.backends.made_up import MAX_BYTES
 from paceline.backends.ragged import as_the_model_sees
 from paceline.backends.spec import Array, ControlKind, ModelSpec, Tensors, TensorSpec
 from paceline.backends.trials import LengthAxis, LengthTrial
@@ -35,19 +35,14 @@ from paceline.protos.datatypes import by_name
 
 Run = Callable[[Sequence[Array]], Tensors]
 
-_SIZES = ((5, 11, 24), (13, 6, 25))
-"""Of three rows, along lengths of even and odd index: not the same ones, to see which one an output follows."""
-_LONGER = 37
-"""Added for models that accept nothing shorter."""
 _SHORT, _MANY = (1, 3), 32
 """The sizes of many short rows, if the model accepts them, and how many there are."""
 _FILLED = (64, 160)
 """Larger sizes to fill up to, as long as the model accepts rows of that size."""
-_WORDS = 63
-"""The largest integer that is tried first, for the first input of integers: small vocabularies have fewer words."""
-_FREE = 2
-"""The size of free axes that aren't lengths."""
-
+_AGES = (0, 1, 4)
+"""How many steps sequences have behind them whose next one is tried."""
+_OLD = 2_000
+"""A size of states by which windows that keep the newest rows are likely to be full."""
 _CLOSE, _COARSE = 1e-4, 1e-2
 """How far results may be apart, as a fraction of their usual size: in single precision, and in less. Texts in
 encoders of 12 layers differ by 1e-6 to 1e-5 in single precision."""
@@ -59,23 +54,8 @@ _LONGEST_NS = 30 * 10**9
 """For a trial, from its first execution on: others wait for their loads."""
 
 
-class _GivenUp(InstanceError):
-    """The trial would take too much time or memory."""
-
-
 class _StateDiffers(InstanceError):
-    """A state shows the filling."""
-
-
-class _Attempt(NamedTuple):
-    """Rows with integers up to `highest`, or `words` in their first input of integers; sizes are `longer`."""
-
-    words: int
-    highest: int
-    longer: int = 0
-
-
-_ATTEMPTS = (_Attempt(_WORDS, 1), _Attempt(1, 1), _Attempt(0, 0), _Attempt(_WORDS, 1, _LONGER), _Attempt(1, 1, _LONGER))
+    """A state shows the filling, or there is none once a step is filled up."""
 
 
 def try_lengths(
@@ -89,7 +69,7 @@ def try_lengths(
     their rows in front, and raises ExecutionError. `coarse`: it computes in less than single precision.
 
     Blocks for about ten executions of up to four rows and two of 32 short ones, and one more for each attempt that the
-    model doesn't accept.
+    model doesn't accept; for some twenty more if there are states.
     After half a minute, no more are begun; nor of rows that take more than MAX_BYTES.
     """
     executed = spec.executed.rows_in_front
@@ -151,19 +131,18 @@ class _Trial:
         self._model, self._now_ns, self._began_ns = run, now_ns, 0
         self._coarse = coarse
         self._states = States.of(served)
-        # Steps in the middle of a sequence, as first ones may ignore their state.
+        # Most steps are in the middle of a sequence, as first ones may ignore their state.
         controls = served.sequence.controls if served.sequence is not None else ()
-        self._controls = {
-            index: control.values[control.kind is ControlKind.READY]
-            for index, control in enumerate(controls, len(served.inputs))
-            if control.values
-        }
+        valued = [(index, one) for index, one in enumerate(controls, len(served.inputs)) if one.values]
+        self._controls = {index: one.values[one.kind is ControlKind.READY] for index, one in valued}
+        self._first = {index: one.values[True] for index, one in valued if one.kind is ControlKind.START}
 
     def of(self, spec: ModelSpec, masks: frozenset[int]) -> _Tried:
         failed = ""
-        for attempt in _ATTEMPTS:
+        for attempt in ATTEMPTS:
             try:
-                return self._try(spec, _Rows(spec, {**dict.fromkeys(masks, 1), **self._controls}, attempt))
+                fixed = {**dict.fromkeys(masks, 1), **self._controls}
+                return self._try(spec, Rows(spec, fixed, attempt, masks & self._states.initial.keys()))
             except _StateDiffers as error:
                 return _Tried(spec, True, odd=str(error))
             except (InstanceError, MemoryError) as error:
@@ -175,61 +154,105 @@ class _Trial:
 
     def _run(self, inputs: Sequence[Array]) -> Tensors:
         if self._began_ns and self._now_ns() > self._began_ns + _LONGEST_NS:
-            raise _GivenUp(f"it took longer than {_LONGEST_NS // 10**9} s")
+            raise GivenUp(f"it took longer than {_LONGEST_NS // 10**9} s")
         try:
             return self._model(inputs)
         finally:
             self._began_ns = self._began_ns or self._now_ns()
 
-    def _try(self, spec: ModelSpec, rows: _Rows) -> _Tried:
+    def _try(self, spec: ModelSpec, rows: Rows) -> _Tried:
         """Raises ExecutionError if the model doesn't accept rows alone, and InstanceError."""
-        few = rows.few()
-        alone = [self._run(row) for _, row in few]
-        spec, odd = with_outputs(spec, [sizes for sizes, _ in few], alone, self._states)
+        few = [rows.one(number, rows.sizes(number)) for number in range(3)]
+        alone = [self._run(row.inputs) for row in few]
+        spec, odd = with_outputs(spec, [row.sizes for row in few], alone, self._states)
         if odd:
             return _Tried(spec, odd=odd)
         limits, varied = self._limits(spec, rows, few, alone)
         if not any(varied):
             return _Tried(spec, True, why_not=_SAME)
-        row_bytes = sum(one.nbytes for one in (*few[-1][1], *alone[-1]))
+        has_states = len(self._states.inputs) > 0
+        played = self._played(spec, rows) if has_states else []
+        largest = [(few[-1], alone[-1]), *played]
+        row_bytes = max(sum(one.nbytes for one in (*row.inputs, *result)) for row, result in largest)
         if 4 * row_bytes > MAX_BYTES:
-            raise _GivenUp(f"four rows with their results take more than {MAX_BYTES >> 20} MiB")
+            raise GivenUp(f"four rows with their results take more than {MAX_BYTES >> 20} MiB")
+        why_not = ""
         for number, size in enumerate((0, *_FILLED)):
             larger = size + rows.longer
             is_late = self._now_ns() > self._began_ns + _ENOUGH_NS
-            grown = (larger // few[-1][0][0] + 1) ** len(spec.lengths)
+            grown = (larger // few[-1].sizes[0] + 1) ** len(spec.lengths)
             if size and (is_late or 4 * row_bytes * grown > MAX_BYTES):
                 break
             more = [rows.one(1, (larger,) * len(spec.lengths))] if size else []
             try:
-                others = [self._run(row) for _, row in more]
+                others = [self._run(row.inputs) for row in more]
             except ExecutionError:
                 break  # it is longer than the model accepts
             try:
-                why_not = self._compare(spec, [*few, *more], [*alone, *others], limits)
-                if not number and not why_not:
+                why_not = self._compare(spec, [*few, *more], [*alone, *others], limits) or why_not
+                for row, result in played:  # one by one: what isn't filled up may differ in size, too
+                    common = tuple(max(*sizes, size) for sizes in zip(few[-1].sizes, row.sizes, strict=True))
+                    why_not = self._compare(spec, [row], [result], limits, common) or why_not
+                if not number and (has_states or not why_not):
                     count = min(_MANY, MAX_BYTES // row_bytes)
-                    why_not = self._compare_short(spec, rows, few[-1][0], count, limits, varied)
-            except _GivenUp:
+                    why_not = self._compare_short(spec, rows, few[-1].sizes, count, limits, varied) or why_not
+            except GivenUp:
                 if number:
                     break
                 raise
-            if why_not:
-                return _Tried(spec, True, why_not=why_not)
-        return _Tried(spec, True)
+            # What an output shows is a warning to who has asked for it. States are looked at to the end.
+            if why_not and not has_states:
+                break
+        odd = self._dropped(spec, rows, few, alone) if spec.joined else ""
+        return _Tried(spec, True, odd=odd, why_not=why_not)
+
+    def _played(self, spec: ModelSpec, rows: Rows) -> list[tuple[Row, Tensors]]:
+        """Steps as sequences come to them, and their results. Raises as `_try`."""
+        played = []
+        for age in _AGES:
+            states = dict(self._states.initial)
+            for step in range(age + 1):
+                sizes = [*rows.sizes((age + step) % 3)]
+                for number, length in enumerate(spec.lengths):
+                    for index, axis in length.inputs:
+                        sizes[number] = states[index].shape[axis] if index in states else sizes[number]
+                row = rows.one(age + step, tuple(sizes))
+                for index, value in {} if step else self._first.items():
+                    row.inputs[index][...] = value
+                for index, array in states.items():
+                    row.inputs[index] = array
+                result = self._run(row.inputs)
+                states = {index: np.array(result[output]) for output, index in self._states.inputs.items()}
+            played.append((row, result))
+        return played
+
+    def _dropped(self, spec: ModelSpec, rows: Rows, few: Sequence[Row], alone: Sequence[Tensors]) -> str:
+        """Whether states that have grown for long lose rows, so that which ones are left depends on what was filled up,
+        in words; "" also if the model doesn't accept such states, or they would take too much."""
+        given = [any(index in self._states.initial for index, _ in length.inputs) for length in spec.lengths]
+        sizes = tuple(_OLD if is_given else size for is_given, size in zip(given, few[0].sizes, strict=True))
+        try:
+            result = self._run(rows.one(1, sizes).inputs)
+        except (GivenUp, OutOfMemory):
+            return ""
+        except InstanceError:
+            raise
+        except ExecutionError:
+            return ""
+        return with_outputs(spec, [*(row.sizes for row in few), sizes], [*alone, result], self._states)[1]
 
     def _limits(
-        self, spec: ModelSpec, rows: _Rows, few: Sequence[_Row], alone: Sequence[Tensors]
+        self, spec: ModelSpec, rows: Rows, few: Sequence[Row], alone: Sequence[Tensors]
     ) -> tuple[list[float], list[bool]]:
         """How far results of each output may be apart, and whether they vary with what is in a row. Outputs that
         differ when the same row runs again are random, or count executions: nothing is expected of them."""
-        again = _apart(spec, alone[0], self._run(few[0][1]))
+        again = _apart(spec, alone[0], self._run(few[0].inputs))
         limits = [_MOST if one <= _COARSE else np.inf for one in again]
         if min(limits, default=0) == np.inf:
-            raise _GivenUp("its results differ from run to run")
+            raise GivenUp("its results differ from run to run")
         bases, varied = [0.0] * len(limits), [False] * len(limits)
         for (sizes, row), result in ((few[0], alone[0]), (few[-1], alone[-1])):
-            other = rows.one(3, sizes)[1]
+            other = rows.one(3, sizes).inputs
             both = self._run([np.concatenate(pair) for pair in zip(row, other, strict=True)])
             if any(len(one) != 2 for one in both):
                 raise ExecutionError("its outputs don't have the rows of its inputs")
@@ -244,7 +267,7 @@ class _Trial:
     def _compare_short(
         self,
         spec: ModelSpec,
-        rows: _Rows,
+        rows: Rows,
         common: Sizes,
         count: int,
         limits: Sequence[float],
@@ -255,8 +278,8 @@ class _Trial:
         numbers, or its place, shows the filling only where that exceeds all words: the fewer these are, the likelier.
         """
         for size in (*_SHORT, 0):
-            sizes = (size,) * len(spec.lengths) if size else rows.few()[0][0]
-            many = [rows.one(4 + number, sizes)[1] for number in range(count)]
+            sizes = (size,) * len(spec.lengths) if size else rows.sizes(0)
+            many = [rows.one(4 + number, sizes).inputs for number in range(count)]
             together = [np.concatenate(column) for column in zip(*many, strict=True)]
             try:
                 expected = self._run(together)
@@ -264,7 +287,7 @@ class _Trial:
                 raise
             except ExecutionError:
                 continue
-            if why_not := self._compare(spec, [(sizes, together)], [expected], limits, common):
+            if why_not := self._compare(spec, [Row(sizes, together)], [expected], limits, common):
                 return why_not
             # An output that never varies says nothing, whatever the others say.
             for tensor, limit, array, has_varied in zip(spec.outputs, limits, expected, varied, strict=True):
@@ -276,7 +299,7 @@ class _Trial:
     def _compare(
         self,
         spec: ModelSpec,
-        rows: Sequence[_Row],
+        rows: Sequence[Row],
         alone: Sequence[Tensors],
         limits: Sequence[float],
         common: Sizes | None = None,
@@ -298,76 +321,34 @@ class _Trial:
         except InstanceError:
             raise
         except ExecutionError as error:
-            return f"it runs with requests of sizes {said(sizes)} alone, and fails once they are filled up: {error}"
+            why_not = f"it runs with requests of sizes {said(sizes)} alone, and fails once they are filled up: {error}"
+            if self._states.inputs:
+                raise _StateDiffers(why_not) from error
+            return why_not
         if any(len(one) != ends[-1] for one in outputs):
             return "its outputs don't have the rows of its inputs once they are filled up"
         cut = filling.cut([[one[begin:end] for one in outputs] for begin, end in pairwise(ends)])
-        for size, mine, other in zip(sizes, alone, cut, strict=True):
-            for index, apart in enumerate(_apart(spec, mine, other)):
-                if apart > limits[index]:
-                    why_not = (
-                        f"output '{spec.outputs[index].name}' of a request of size {said([size])} differs from alone "
-                        f"by {apart:.1%} once it is filled up to {said([filling.common])}"
-                    )
-                    if index in self._states.inputs:
-                        raise _StateDiffers(f"{why_not}, and is the state of the step after it")
-                    return why_not
-        return ""
+        found = [
+            (index, size, apart)
+            for size, mine, other in zip(sizes, alone, cut, strict=True)
+            for index, apart in enumerate(_apart(spec, mine, other))
+            if apart > limits[index]
+        ]
+        if not found:
+            return ""
+        # A state first: nothing may be filled up then.
+        index, size, apart = min(found, key=lambda one: one[0] not in self._states.inputs)
+        why_not = (
+            f"output '{spec.outputs[index].name}' of a request of size {said([size])} differs from alone by "
+            f"{apart:.1%} once it is filled up to {said([filling.common])}"
+        )
+        if index in self._states.inputs:
+            raise _StateDiffers(f"{why_not}, and is the state of the step after it")
+        return why_not
 
 
 _SAME = "it isn't known whether the filling shows in its results, as all made-up rows give the same results"
 _SAME_IN = "it isn't known whether the filling shows in output '{}', which is the same for all made-up rows"
-_Row = tuple[Sizes, Sequence[Array]]
-
-
-class _Rows:
-    """Made-up rows of `spec`; inputs in `fixed` have that value throughout."""
-
-    def __init__(self, spec: ModelSpec, fixed: Mapping[int, object], attempt: _Attempt) -> None:
-        self._spec, self._fixed, self._attempt = spec, fixed, attempt
-        words = (index for index, one in enumerate(spec.inputs) if is_of_integers(one) and index not in fixed)
-        self._words = next(words, None)
-        self._axes = Lengths(spec).inputs
-        self.longer = attempt.longer
-
-    def few(self) -> list[_Row]:
-        """Three rows. In those of even `content`, no integer is what is filled up with: a maximum over all words would
-        not show it otherwise."""
-        return [
-            self.one(number, tuple(_SIZES[at % 2][number] + at + self.longer for at in range(len(self._spec.lengths))))
-            for number in range(3)
-        ]
-
-    def one(self, content: int, sizes: Sizes) -> _Row:
-        random = np.random.default_rng((content, *sizes))
-        shapes, made = [], list[Array]()
-        for tensor, axes in zip(self._spec.inputs, self._axes, strict=True):
-            own = dict(axes)
-            dims = [sizes[own[axis]] if axis in own else dim for axis, dim in enumerate(tensor.dims, 1)]
-            shapes.append((1, *(_FREE if dim < 0 else dim for dim in dims)))
-        sizes_bytes = map(bytes_of, (one.datatype for one in self._spec.inputs))
-        if 4 * sum(map(mul, map(math.prod, shapes), sizes_bytes)) > MAX_BYTES:
-            raise _GivenUp(f"four rows take more than {MAX_BYTES >> 20} MiB")
-        for index, (tensor, shape) in enumerate(zip(self._spec.inputs, shapes, strict=True)):
-            highest = self._attempt.words if index == self._words else self._attempt.highest
-            if index in self._fixed:
-                made.append(np.full(shape, self._fixed[index], by_name(tensor.datatype).dtype))
-            else:
-                made.append(_elements(tensor, random, shape, highest, content % 2 == 0))
-        return sizes, made
-
-
-def _elements(
-    tensor: TensorSpec, random: np.random.Generator, shape: tuple[int, ...], highest: int, other_than_fill: bool
-) -> Array:
-    dtype = by_name(tensor.datatype).dtype
-    if not is_of_integers(tensor) and not dtype.hasobject:
-        floats = random.standard_normal(shape, np.float32)
-        return (floats.view(np.uint32) >> 16).astype(dtype) if tensor.datatype == "BF16" else floats.astype(dtype)
-    if dtype.hasobject:
-        return np.array([b"%d" % one for one in random.integers(0, 10, shape).ravel()], object).reshape(shape)
-    words = [one for one in range(highest + 1) if one != tensor.fill or not other_than_fill] or [0]
-    return random.choice(np.array(words), shape).astype(dtype)
 
 
 def _is_exact(tensor: TensorSpec) -> bool:

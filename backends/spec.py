@@ -229,7 +229,7 @@ class ModelSpec:
     @property
     def rows_in_front(self) -> ModelSpec:
         """This spec as if all its tensors had the batch axis in front, as they are joined and split."""
-        inputs, outputs = (tuple(replace(one, batch_axis=0) for one in side) for side in (self.inputs, self.outputs))
+        inputs, outputs = (tuple(map(_rows_in_front, side)) for side in (self.inputs, self.outputs))
         return replace(self, inputs=inputs, outputs=outputs)
 
     def with_fills(self, executed: Sequence[TensorSpec]) -> ModelSpec:
@@ -254,3 +254,8 @@ class ModelSpec:
     def paddable(self) -> bool:
         """Whether a batch may be padded with rows: not if tensors are joined or split other than by rows."""
         return not (self.batch_inputs or self.batch_outputs or any(tensor.ragged for tensor in self.inputs))
+
+
+def _rows_in_front(tensor: TensorSpec) -> TensorSpec:
+    at, names = tensor.batch_axis, tensor.axis_names
+    return replace(tensor, batch_axis=0, axis_names=(*names[at : at + 1], *names[:at], *names[at + 1 :]))
