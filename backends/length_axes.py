@@ -76,10 +76,29 @@ def masked_lengths(spec: ModelSpec, of_clients: int) -> Iterator[tuple[ModelSpec
     ]
     choices = [_masks(spec, family) for family in found]
     places = [(index, axis) for family in found for index in family for axis in free_axes(spec.inputs[index])]
-    for number in range(max(map(len, choices), default=0)):
+    kept, kept_masks = _masked_states(spec, of_clients)
+    for number in range(max(map(len, choices), default=1)):
         masks = frozenset[int]().union(*(one[min(number, len(one) - 1)] for one in choices))
-        # Not of states: that those have the size of what is sent is only known to who asks for it.
-        yield replace(spec, lengths=_lengths(spec.inputs[:of_clients], places, of_clients)), masks
+        if kept:
+            yield replace(spec, lengths=_lengths(spec.inputs, [*places, *kept], of_clients)), masks | kept_masks
+        if places:
+            # Not of other states: that those have the size of what is sent is only known to who asks for it.
+            yield replace(spec, lengths=_lengths(spec.inputs[:of_clients], places, of_clients)), masks
+
+
+def _masked_states(spec: ModelSpec, of_clients: int) -> tuple[list[Place], frozenset[int]]:
+    """The axes of states whose names are those of a mask's among them, and no axis of what clients send; and these
+    masks."""
+    sent = {axis_name(tensor, axis) for tensor in spec.inputs[:of_clients] for axis in free_axes(tensor)}
+    named: dict[str, list[Place]] = {}
+    for index, tensor in enumerate(spec.inputs[of_clients:], of_clients):
+        for axis in free_axes(tensor):
+            named.setdefault(axis_name(tensor, axis), []).append((index, axis))
+    masks, kept = named_masks(spec), list[Place]()
+    for name, places in named.items():
+        if name and name not in sent and len({index in masks for index, _ in places}) == 2:
+            kept += places
+    return kept, masks & {index for index, _ in kept}
 
 
 def _may_be_two_texts(spec: ModelSpec, family: Sequence[int]) -> bool:
