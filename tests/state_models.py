@@ -206,19 +206,19 @@ def last_chunk() -> onnx.ModelProto:
     )
 
 
-def attentive(size: int = 4) -> onnx.ModelProto:
+def attentive(seen: str = "SEEN", size: int = 4) -> onnx.ModelProto:
     """OUTPUT0, FP32 [batch, now, size], is what INPUT0 sees of itself and of all steps before it, which STATE keeps
-    [1, batch, past, size], with the batch on its second axis, and SEEN [batch, past] says which of these there are, as
-    MASK [batch, now] says it of INPUT0."""
+    [1, batch, past, size], with the batch on its second axis, and `seen` [batch, past] says which of these there are,
+    as MASK [batch, now] says it of INPUT0."""
     return model(
         [
             helper.make_node("Unsqueeze", ["INPUT0", "first"], ["layer"]),
             helper.make_node("Concat", ["STATE", "layer"], ["STATE_OUT"], axis=2),
-            helper.make_node("Concat", ["SEEN", "MASK"], ["SEEN_OUT"], axis=1),
+            helper.make_node("Concat", [seen, "MASK"], [f"{seen}_OUT"], axis=1),
             helper.make_node("Squeeze", ["STATE_OUT", "first"], ["keys"]),
             helper.make_node("Transpose", ["keys"], ["turned"], perm=[0, 2, 1]),
             helper.make_node("MatMul", ["INPUT0", "turned"], ["scores"]),
-            helper.make_node("Sub", ["one", "SEEN_OUT"], ["unseen"]),
+            helper.make_node("Sub", ["one", f"{seen}_OUT"], ["unseen"]),
             helper.make_node("Mul", ["unseen", "far"], ["away"]),
             helper.make_node("Unsqueeze", ["away", "second"], ["apart"]),
             helper.make_node("Sub", ["scores", "apart"], ["masked"]),
@@ -229,12 +229,12 @@ def attentive(size: int = 4) -> onnx.ModelProto:
             tensor("INPUT0", "FP32", ["batch", "now", size]),
             tensor("MASK", "FP32", ["batch", "now"]),
             tensor("STATE", "FP32", [1, "batch", "past", size]),
-            tensor("SEEN", "FP32", ["batch", "past"]),
+            tensor(seen, "FP32", ["batch", "past"]),
         ],
         [
             tensor("OUTPUT0", "FP32", ["batch", "now", size]),
             tensor("STATE_OUT", "FP32", [1, "batch", "all", size]),
-            tensor("SEEN_OUT", "FP32", ["batch", "all"]),
+            tensor(f"{seen}_OUT", "FP32", ["batch", "all"]),
         ],
         [
             numpy_helper.from_array(np.array([0], np.int64), "first"),

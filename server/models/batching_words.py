@@ -54,4 +54,12 @@ def _found_of_steps(spec: ModelSpec) -> str:
     shared = [one.name for one in spec.inputs if one.shape_tensor]
     of_axes = f"the batch is {' and '.join(axes)}" if axes else ""
     of_shared = f"steps share a batch if they have the same {' and '.join(shared)}" if shared else ""
-    return ", ".join(filter(None, (of_axes, of_shared)))
+    filled = {place for length in spec.lengths for place in length.inputs}
+    states = enumerate(spec.sequence.states, len(spec.executed.inputs) - len(spec.sequence.states))
+    own = [
+        state.input.name
+        for index, state in states
+        if any(dim == -1 and (index, axis) not in filled for axis, dim in enumerate(state.input.dims, 1))
+    ]
+    of_own = f"steps share a batch if states have the same size: {' and '.join(own)}" if own else ""
+    return ", ".join(filter(None, (of_axes, of_shared, of_own)))

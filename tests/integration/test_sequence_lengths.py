@@ -60,10 +60,14 @@ def text(random: np.random.Generator) -> Inputs:
     return {"INPUT0": random.integers(1, 99, (1, size)), "MASK": random.integers(0, 2, (1, size))}
 
 
-def vectors(random: np.random.Generator) -> Inputs:
-    size = random.integers(1, 6)
+def vectors(random: np.random.Generator, size: int = 0) -> Inputs:
+    size = size or random.integers(1, 6)
     vectors = random.standard_normal((1, size, 4)).astype(np.float32)
     return {"INPUT0": vectors, "MASK": np.ones((1, size), np.float32)}
+
+
+def two_vectors(random: np.random.Generator) -> Inputs:
+    return vectors(random, 2)
 
 
 def alone(path: Path, inputs: Sequence[Inputs], first: Inputs, told: Sequence[str] = ()) -> list[np.ndarray]:
@@ -123,6 +127,12 @@ CASES = {
         config(*KEYS, pad="INPUT0[1], STATE[2], SEEN[1]", pad_sizes="6,64"),
         vectors,
         {"STATE": np.zeros((1, 1, 0, 4), np.float32), "SEEN": EMPTY},
+    ),
+    "cache found by its mask": (
+        state_models.attentive("SEEN_MASK"),
+        config(state("STATE", "[1, -1, 4]", "[1, 0, 4]"), state("SEEN_MASK", "-1", "0"), pad_sizes="6,64"),
+        two_vectors,
+        {"STATE": np.zeros((1, 1, 0, 4), np.float32), "SEEN_MASK": EMPTY},
     ),
     "any common sizes": (
         state_models.attentive(),
@@ -287,7 +297,12 @@ async def test_lengths_that_a_state_cannot_have_are_refused(
     assert text in str(caught.value)
 
 
-async def test_padding_found_for_inputs_is_served_again_as_configured(tmp_path: Path) -> None:
-    async with served_with(tmp_path, state_models.words(), config(state("STATE"))) as served:
+@pytest.mark.parametrize(
+    ("case", "axes"),
+    [("input alone", "INPUT0[1]=0, MASK[1]=0"), ("cache found by its mask", "STATE[2]=0, SEEN_MASK[1]=0")],
+)
+async def test_padding_that_was_found_is_served_again_as_configured(tmp_path: Path, case: str, axes: str) -> None:
+    model, settings, *_ = CASES[case]
+    async with served_with(tmp_path, model, settings) as served:
         shown = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
-        assert shown.parameters["paceline.pad"].string_value == "INPUT0[1]=0, MASK[1]=0"
+        assert shown.parameters["paceline.pad"].string_value == axes

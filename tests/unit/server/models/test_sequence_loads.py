@@ -150,6 +150,11 @@ def test_model_that_max_batch_size_could_not_batch_says_why(tmp_path: Path, capl
     assert caplog.text.rstrip().endswith("(input 'STATE' has a first dimension of 1)")
 
 
+def test_states_that_wait_for_their_like_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "paceline.server.loader"), loading(tmp_path, state_models.growing, BATCHED):
+        assert "; steps share a batch if states have the same size: STATE" in caplog.text
+
+
 def test_state_with_the_batch_on_its_second_axis_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO, "paceline.server.loader"),
