@@ -24,7 +24,8 @@ from paceline.backends.errors import (
     UpstreamFailed,
     UpstreamRefused,
 )
-from paceline.backends.length_trial import _GivenUp, _StateDiffers
+from paceline.backends.length_rows import GivenUp
+from paceline.backends.length_trial import _StateDiffers
 from paceline.backends.trial import _TimeIsUp
 from paceline.protos.datatypes import UnknownDatatypeError
 from paceline.protos.generate import GenerateError
@@ -65,7 +66,7 @@ NEVER_REACH_A_CALLER = {
     GenerateError,  # from the generator of `protos`, a tool for developers
     PolicyError,  # a mistake in code: configurations are checked before they become policies
     _TimeIsUp,  # ends a trial, at load
-    _GivenUp,  # the same
+    GivenUp,  # the same
     _StateDiffers,  # the same
     TooManyElements,  # the caller gets a MessageTooLarge
     TooManyFields,  # the same
