@@ -25,8 +25,9 @@ import click
 
 from paceline.clients.connection import authorization, with_port
 from paceline.clients.errors import ClientError
+from paceline.clients.load.recording import recorded_line
 from paceline.clients.options import ConnectionOptions, Seconds, Unusable, access_options, one_line_errors, printable
-from paceline.clients.top_table import Snapshot, parse, table
+from paceline.clients.top_table import Snapshot, ended, parse, table
 
 __all__ = ["top"]
 
@@ -57,8 +58,14 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
     help="How often to refresh.",
 )
 @click.option("--once", is_flag=True, help="Print one table, of one interval, and exit.")
+@click.option(
+    "--record",
+    type=click.File("w", encoding="utf-8", lazy=False),
+    metavar="FILE",
+    help="Write how many requests came in each interval, as `paceline load` and `paceline tune` take it (--arrivals).",
+)
 @access_options
-def top(metrics: str, interval_s: float, once: bool, access: ConnectionOptions) -> None:
+def top(metrics: str, interval_s: float, once: bool, record: TextIO | None, access: ConnectionOptions) -> None:
     """Show requests, batches, waits and latencies of each model of a running server, until Ctrl-C.
 
     Times are the 50th and 99th percentile of the last interval; COMPUTE is a mean. A server's own metrics need neither
@@ -80,10 +87,12 @@ def top(metrics: str, interval_s: float, once: bool, access: ConnectionOptions) 
         if once:
             before = scrape()
             time.sleep(interval_s)
-            click.echo(table(before, scrape()))
+            now = scrape()
+            _record(record, before, now, before.taken_s)
+            click.echo(table(before, now))
             return
         with contextlib.suppress(KeyboardInterrupt), _screen(sys.stdout):
-            _watch(scrape, url, interval_s, sys.stdout)
+            _watch(scrape, url, interval_s, sys.stdout, record)
 
 
 class _ScrapeError(ClientError):
@@ -147,13 +156,26 @@ def _screen(out: TextIO) -> Iterator[None]:
             signal.signal(number, what)
 
 
-def _watch(scrape: Callable[[], Snapshot], url: str, interval_s: float, out: TextIO) -> None:
+def _record(file: TextIO | None, before: Snapshot, now: Snapshot, first_s: float) -> None:
+    """Requests count when they have ended: a server's counters don't tell when they came."""
+    if file is not None:
+        for name, requests in ended(before, now).items():
+            at_s, seconds = before.taken_s - first_s, now.taken_s - before.taken_s
+            file.write(recorded_line(name, at_s, seconds, requests) + "\n")
+        file.flush()
+
+
+def _watch(scrape: Callable[[], Snapshot], url: str, interval_s: float, out: TextIO, record: TextIO | None) -> None:
     """Look again and again. Where `out` is no terminal, tables follow each other."""
     before: Snapshot | None = None
+    first_s: float | None = None
     while True:
         began_s = time.monotonic()
         try:
             now = scrape()
+            first_s = now.taken_s if first_s is None else first_s
+            if before is not None:
+                _record(record, before, now, first_s)
             what, before = table(before, now), now
         except _ScrapeError as error:
             what = f"{error}; trying again every {interval_s:g} s"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.clients.options import printable
 
-__all__ = ["Histogram", "Model", "Snapshot", "parse", "quantile", "table"]
+__all__ = ["Histogram", "Model", "Snapshot", "ended", "parse", "quantile", "table"]
 
 Histogram = dict[float, float]
 """Cumulative counts by upper bound."""
@@ -101,10 +101,9 @@ def _add(model: Model, name: str, labels: Mapping[str, str], value: float) -> No
 def table(before: Snapshot | None, now: Snapshot) -> str:
     """What the server did from `before` to `now`. Without `before` there are no rates, and the rest covers all that it
     has done."""
-    restarted = before is not None and before.began_s != now.began_s
     seconds = None if before is None else max(now.taken_s - before.taken_s, 1e-3)
-    base = Snapshot(now.taken_s) if before is None or restarted else before
-    changes = [(key, _since(model, base.models.get(key))) for key, model in now.models.items()]
+    base = _base(before, now)
+    changes = _changes(base, now)
     # The busiest first, then by name and version.
     changes.sort(key=lambda item: (-item[1].succeeded - item[1].failed, item[0][0], item[0][1].zfill(10)))
     summary = _summary([change for _, change in changes], base, now, seconds)
@@ -117,6 +116,14 @@ def table(before: Snapshot | None, now: Snapshot) -> str:
         for name, *cells in (_HEADINGS, *rows)
     ]
     return "\n".join([summary, "", *lines])
+
+
+def ended(before: Snapshot, now: Snapshot) -> dict[str, int]:
+    """How many requests to each model, by name, have ended from `before` to `now`, also those that failed."""
+    found: dict[str, int] = {}
+    for (name, _), change in _changes(_base(before, now), now):
+        found[name] = found.get(name, 0) + round(change.succeeded + change.failed)
+    return found
 
 
 def quantile(share: float, histogram: Histogram) -> float | None:
@@ -135,6 +142,15 @@ def quantile(share: float, histogram: Histogram) -> float | None:
             return lower_bound + (bound - lower_bound) * (rank - lower_count) / (count - lower_count)
         lower_bound, lower_count = bound, count
     return lower_bound
+
+
+def _base(before: Snapshot | None, now: Snapshot) -> Snapshot:
+    """What the counters of `now` are to be compared with: nothing, if the server was restarted since `before`."""
+    return Snapshot(now.taken_s) if before is None or before.began_s != now.began_s else before
+
+
+def _changes(base: Snapshot, now: Snapshot) -> list[tuple[tuple[str, str], Model]]:
+    return [(key, _since(model, base.models.get(key))) for key, model in now.models.items()]
 
 
 def _since(now: Model, before: Model | None) -> Model:

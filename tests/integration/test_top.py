@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pty
 import signal
@@ -42,7 +43,8 @@ async def test_once_prints_one_table_of_the_current_activity(tmp_path: Path) -> 
                 await served.infer(infer("m", {"a": rows_of_floats(2)}))
 
         loading = asyncio.create_task(load())
-        result = await asyncio.to_thread(top_once, served.server.metrics_port)
+        record = tmp_path / "arrivals.jsonl"
+        result = await asyncio.to_thread(top_once, served.server.metrics_port, "--record", str(record))
         stop.set()
         await loading
     assert result.exit_code == 0
@@ -54,6 +56,11 @@ async def test_once_prints_one_table_of_the_current_activity(tmp_path: Path) -> 
     assert float(busy.split()[2]) > 0
     assert busy.split()[6] == "2.0"
     assert idle.split()[:3] == ["idle", "1", "0.0"]
+    recorded = [json.loads(line) for line in record.read_text().splitlines()]
+    assert {one["model"]: one["requests"] / one["seconds"] for one in recorded} == {
+        "m": pytest.approx(float(busy.split()[2]), abs=0.5),
+        "idle": 0,
+    }
 
 
 async def test_once_of_a_server_without_models_says_so(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from paceline.clients.top_table import Model, Snapshot, parse, quantile, table
+from paceline.clients.top_table import Model, Snapshot, ended, parse, quantile, table
 
 INF = math.inf
 
@@ -51,6 +51,13 @@ def test_table_has_what_happened_between_two_looks() -> None:
             "       5.5 ms  9.91 ms",
         ]
     )
+
+
+def test_ended_requests_are_counted_by_model() -> None:
+    before, now = look(10, m=model(100), n=model(5)), look(12, m=model(300, failed=10), n=model(2))
+    now.models["m", "2"] = model(7)
+    assert ended(before, now) == {"m": 217, "n": 2}
+    assert ended(look(10, 6.0, m=model(1)), now)["m"] == 317
 
 
 def test_table_of_the_first_look_has_no_rates() -> None:
