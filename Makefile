@@ -18,6 +18,8 @@ WORKERS ?= $(or $(shell nproc >/dev/null 2>&1 && expr $$(nproc) + 1),auto)
 RIVALS := mlserver kserve pytriton
 # The wheel with a voice detector, which remembers what it has heard.
 SILERO := silero-vad==6.2.3
+# MLPerf's load generator: wheels only for some platforms, so not one of the dependencies.
+LOADGEN := mlcommons-loadgen==6.0.17
 # What test-gpu collects: a given ENV needn't have what the other tests import.
 GPU_TESTS := $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 # What the site consists of: the pages, and the files that they link to.
@@ -37,7 +39,7 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-arrivals bench-bulk bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills bulk-ray clean
+.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-arrivals bench-bulk bench-loadgen bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills bulk-ray clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -112,6 +114,12 @@ bench-arrivals: $(READY) ## measure generations at random times: the time to the
 
 bench-bulk: $(READY) ## measure offline work: rows per second of bulk jobs over session.run alone, rows at fault, texts by length
 	$(BIN)/python -m bench.bulk $(ARGS)
+
+bench-loadgen: $(READY) .bench/loadgen/installed ## measure with MLPerf's LoadGen: its scenarios Offline and Server, on reduced models of the shapes of ResNet-50 and BERT-base
+	$(BIN)/python -m bench.loadgen $(ARGS)
+.bench/loadgen/installed:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --target $(@D) $(LOADGEN) \
+	    && touch $@ || echo "no LoadGen here: its wheels are for Linux on x86-64 with Python 3.11 to 3.13"
 
 bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures (1.4 GB)
 .bench/rivals/%/installed: bench/rivals/%.txt

@@ -114,7 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         graphs=got.graphs,
         until_s=time.monotonic() + 60 * got.minutes,
     )
-    chosen = [one for one in gpu_models.chosen(got.device, got.quick) if got.models in one.name]
+    chosen = [
+        one
+        for one in gpu_models.chosen(got.device, gpu_models.QUICK if got.quick else gpu_models.FULL)
+        if got.models in one.name
+    ]
     results = Results(got.out or _RESULTS / ("gpu-quick.json" if got.quick else "gpu.json"))
 
     def end(number: int, frame: object) -> None:

@@ -20,7 +20,20 @@ from paceline.protos.inference_pb2 import ModelInferRequest
 from tests import models
 from tests.wire import Array
 
-__all__ = ["INPUT", "OUTPUT", "GpuModel", "Sizes", "add", "batch_of", "chosen", "request", "write"]
+__all__ = [
+    "FULL",
+    "INPUT",
+    "OUTPUT",
+    "QUICK",
+    "SMALL",
+    "GpuModel",
+    "Sizes",
+    "add",
+    "batch_of",
+    "chosen",
+    "request",
+    "write",
+]
 
 INPUT, OUTPUT = "INPUT0", "OUTPUT0"
 _OPSET = 18
@@ -48,6 +61,8 @@ class Sizes:
 
 
 FULL = Sizes(224, 64, (3, 4, 6, 3), 1000, 12, 768, 12, 128, 30_522)
+SMALL = Sizes(96, 32, (3, 4, 6, 3), 1000, 12, 192, 4, 16, 1000)
+"""For a core or two: all layers, half of ResNet's channels, a quarter of BERT's width, small images, short texts."""
 QUICK = Sizes(32, 8, (1, 1, 1, 1), 10, 2, 32, 4, 16, 100)
 
 
@@ -174,13 +189,13 @@ def _bert(sizes: Sizes, datatype: str) -> onnx.ModelProto:
     return graph.model(models.tensor(INPUT, "INT64", ["batch", sizes.tokens]), hidden, datatype)
 
 
-def chosen(device: str, quick: bool) -> list[GpuModel]:
-    """The models to measure. A GPU multiplies FP32 as TF32, with ten bits of fraction, unless it is told otherwise.
+def chosen(device: str, sizes: Sizes) -> list[GpuModel]:
+    """The models to measure, of `sizes`. A GPU multiplies FP32 as TF32, with ten bits of fraction, unless it is told
+    otherwise.
 
     ResNets have batches of one size, because each change of size has ONNX Runtime plan every convolution anew. Why
     requests have so few rows, and BERTs so many sizes: bench/README.md, p99.
     """
-    sizes = QUICK if quick else FULL
     tolerances = {"FP32": 1e-4 if device == "cpu" else 1e-2, "FP16": 3e-2}
     found = []
     for datatype, tolerance in tolerances.items():

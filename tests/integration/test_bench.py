@@ -130,7 +130,7 @@ def test_gpu_benchmark_whose_server_dies_measures_the_rest(tmp_path: Path) -> No
             while doomed:
                 os.kill(int(doomed.pop()), signal.SIGKILL)
 
-    chosen = [one for one in gpu_models.chosen("cpu", quick=True) if one.name == "resnet50_fp32"]
+    chosen = [one for one in gpu_models.chosen("cpu", gpu_models.QUICK) if one.name == "resnet50_fp32"]
     before = children()
     sections = gpu.run(Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, 0.0), chosen, tmp_path)
     assert not next(sections).absent
@@ -147,7 +147,7 @@ def test_gpu_benchmark_measures_what_it_can_and_says_why_not_the_rest(tmp_path: 
         def on_gpu(self) -> bool:
             return True
 
-    good = next(one for one in gpu_models.chosen("cpu", quick=True) if one.name == "bert_base_fp32")
+    good = next(one for one in gpu_models.chosen("cpu", gpu_models.QUICK) if one.name == "bert_base_fp32")
     bad = replace(good, name="bad", sizes=(8, 4))  # which isn't how sizes are written
     plan = Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
     found = last_of(gpu.run(plan, [bad, good], tmp_path))

@@ -16,7 +16,7 @@ from bench.gpu_sections import scale_frontends
 from bench.summary import Comparison
 
 PLAN = Plan("cuda", 3, 4.0, 1.0, 8, (1, 2), 4, True, 0.0)
-MODEL = gpu_models.chosen("cuda", quick=True)[0]
+MODEL = gpu_models.chosen("cuda", gpu_models.QUICK)[0]
 
 
 def compared(found: Found) -> Mapping[str, Comparison]:

@@ -10,7 +10,7 @@ from bench import gpu_models
 from bench.gpu_steps import requests_of, source
 from paceline.protos.inference_pb2 import ModelInferRequest
 
-IMAGES, TEXTS = (one for one in gpu_models.chosen("cpu", quick=True) if one.datatype == "FP32")
+IMAGES, TEXTS = (one for one in gpu_models.chosen("cpu", gpu_models.QUICK) if one.datatype == "FP32")
 
 
 def test_requests_in_shared_memory_lie_one_after_the_other_in_it(tmp_path: Path) -> None:
