@@ -15,7 +15,7 @@ ARGS   ?=
 # One more than there are cores: tests wait for the processes that they start. On two cores this saves a tenth.
 WORKERS ?= $(or $(shell nproc >/dev/null 2>&1 && expr $$(nproc) + 1),auto)
 # Other servers, each in its own environment.
-RIVALS := mlserver kserve pytriton
+RIVALS := mlserver kserve pytriton mosec rayserve litserve
 # The wheel with a voice detector, which remembers what it has heard.
 SILERO := silero-vad==6.2.3
 # MLPerf's load generator: wheels only for some platforms, so not one of the dependencies.
@@ -121,7 +121,7 @@ bench-loadgen: $(READY) .bench/loadgen/installed ## measure with MLPerf's LoadGe
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --target $(@D) $(LOADGEN) \
 	    && touch $@ || echo "no LoadGen here: its wheels are for Linux on x86-64 with Python 3.11 to 3.13"
 
-bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures (1.4 GB)
+bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures (2.3 GB)
 .bench/rivals/%/installed: bench/rivals/%.txt
 	$(PYTHON) -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< && touch $@ || \

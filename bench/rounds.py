@@ -100,7 +100,7 @@ def _set_up(
                     requests,
                     point,
                     side.model,
-                    stream=side.transport == "stream",
+                    transport=side.transport,
                     deadline_s=scenario.deadline_s,
                     binary=binary,
                     side=side if binary else None,
@@ -163,6 +163,8 @@ def _requests(server: Subject, side: Side, folder: Path, stack: ExitStack) -> tu
         if side.transport == "shm":
             name, output_at = stack.enter_context(region(server.target, shape, output_bytes))
             payloads.append(models.in_memory(side.model, shape, name, output_at))
+        elif side.transport == "http":
+            payloads.append(models.row(shape))
         else:
             payloads.append(models.request(side.model, shape))
         subjects.ask_once(server.target, side.transport, payloads[-1], output_bytes)
@@ -173,10 +175,11 @@ def _requests(server: Subject, side: Side, folder: Path, stack: ExitStack) -> tu
 
 
 def _generator(scenario: Scenario, settings: Settings, loads: Mapping[Side, tuple[Subject, tuple[Path, ...]]]) -> str:
-    """The load generator, the same for all sides of a scenario, or ratios would compare generators."""
+    """The load generator, the same for all sides of a scenario, or ratios would compare generators. Over HTTP it is
+    `http_load`, Python like our own over gRPC."""
     if not loads:
         return ""
-    if any(isinstance(point, Open) for point in scenario.points):
+    if any(isinstance(point, Open) for point in scenario.points) or any(side.transport == "http" for side in loads):
         return GENERATOR
     able = all(subjects.has_config(server.target, side.model) for side, (server, _) in loads.items())
     closed = all(isinstance(point, Closed) for point in scenario.points)

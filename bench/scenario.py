@@ -16,6 +16,7 @@ from bench.models import MODELS
 
 __all__ = [
     "FOLDER",
+    "OVER_HTTP",
     "RIVALS",
     "Closed",
     "Open",
@@ -32,7 +33,8 @@ __all__ = [
 ]
 
 FOLDER = Path(__file__).parent / "scenarios"
-RIVALS = ("mlserver", "kserve", "pytriton")
+OVER_HTTP = ("mosec", "litserve")
+RIVALS = ("mlserver", "kserve", "pytriton", "rayserve", *OVER_HTTP)
 _IN_PROCESS = ("onnxruntime", "batching")
 _SERVERS = ("paceline", "echo", "naive", *_IN_PROCESS, *RIVALS)
 _TRANSPORTS = ("unary", "stream", "shm")
@@ -183,8 +185,8 @@ def parse(name: str, text: Mapping[str, Any]) -> Scenario:
     )
     subject_table.end()
     top.end()
-    if rates and any(one.transport == "stream" for one in made.sides):
-        raise ScenarioError("rates: streams are measured with clients only")
+    if rates and any(one.transport in ("stream", "http") for one in made.sides):
+        raise ScenarioError("rates: streams and HTTP are measured with clients only")
     return made
 
 
@@ -203,14 +205,18 @@ def _side(table: _Table, subject: Side | None) -> Side:
     args = tuple(_listed("args", table.take("args", list, list(subject.args) if subject and same else []), str))
     if args and server != "paceline":
         raise ScenarioError(f"args: only paceline takes them, not {server}")
-    upstream = table.choice("upstream", ("", "paceline", *RIVALS), subject.upstream if subject and same else "")
+    upstreams = ("", "paceline", *(one for one in RIVALS if one not in OVER_HTTP))
+    upstream = table.choice("upstream", upstreams, subject.upstream if subject and same else "")
     if upstream and server != "paceline":
         raise ScenarioError(f"upstream: only paceline has one, not {server}")
+    transport = "http"
+    if server not in OVER_HTTP:
+        transport = table.choice("transport", _TRANSPORTS, subject.transport if subject else "unary")
     return Side(
         server=server,
         model=model,
         shapes=shapes,
-        transport=table.choice("transport", _TRANSPORTS, subject.transport if subject else "unary"),
+        transport=transport,
         rows=table.take("rows", int, subject.rows if subject else 1),
         args=args,
         upstream=upstream,

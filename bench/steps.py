@@ -71,7 +71,7 @@ class Load:
     requests: tuple[Path, ...]
     point: Point
     model: str
-    stream: bool = False
+    transport: str = "unary"
     deadline_s: float = 30.0
     binary: Path | None = None
     side: Side | None = None
@@ -89,6 +89,10 @@ class Load:
         if self.binary is not None:
             before = self._looked()
             answer = self._perf_analyzer(seconds)
+            after = self._looked()
+        elif self.transport == "http":
+            before = self._looked()
+            answer = self._http(seconds, warmup_s)
             after = self._looked()
         else:
             answer = self._own(seconds, warmup_s)
@@ -114,12 +118,20 @@ class Load:
             except perf_analyzer.FailedError as error:
                 raise BenchError(str(error)) from None
 
+    def _http(self, seconds: float, warmup_s: float) -> dict[str, Any]:
+        assert isinstance(self.point, Closed)
+        (body,), times = self.requests, ("--seconds", str(seconds), "--warmup", str(warmup_s))
+        given = (self.subject.target, str(body), "--clients", str(self.point.clients), *times)
+        return run_module("http_load", *given, timeout_s=seconds + warmup_s + _SPARE_S)
+
     def _own(self, seconds: float, warmup_s: float) -> dict[str, Any]:
         target, requests = self.subject.target, self.requests
         if isinstance(self.point, Open):
             return open_loop(target, requests, self.point.per_s, self.deadline_s, seconds, warmup_s, look=self._looked)
         clients = self.point.clients
-        answer = closed(target, requests, clients, seconds, warmup_s, stream=self.stream, look=self._looked)
+        answer = closed(
+            target, requests, clients, seconds, warmup_s, stream=self.transport == "stream", look=self._looked
+        )
         if not answer["answers"]:
             raise NoAnswersError(f"no answer within {seconds:g} s")
         return answer

@@ -6,6 +6,7 @@ not: load or time them. Every process ends with the context that started it.
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import subprocess
@@ -19,8 +20,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from bench import models
-from bench.scenario import Side
+from bench import http_load, models
+from bench.scenario import OVER_HTTP, Side
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import REPO, ServerProcess
@@ -209,9 +210,19 @@ class RivalProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def _is_ready(self) -> bool:
+        if self._name not in OVER_HTTP:
+            return _is_ready(self.target, self._model)
+        row = models.row(models.MODELS[self._model].shape)
+        try:
+            ask_once(self.target, "http", row, models.MODELS[self._model].output_bytes(len(row)))
+        except NotServingError:
+            return False
+        return True
+
     def _wait_ready(self) -> None:
         until_s = time.monotonic() + _START_S
-        while not _is_ready(self.target, self._model):
+        while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > until_s:
                 last = self._log.read_text(errors="replace").strip().splitlines()[-3:]
                 raise NotServingError(f"{self._name} did not start: {' / '.join(last)}")
@@ -226,6 +237,14 @@ def stub(target: str) -> tuple[grpc.Channel, Any]:
 
 def ask_once(target: str, transport: str, request: bytes, output_bytes: int) -> None:
     """Send one request and check that as many bytes come back as expected; NotServingError says what came instead."""
+    if transport == "http":
+        try:
+            status, body = http_load.ask(target, request)
+        except (OSError, http.client.HTTPException) as error:
+            raise NotServingError(f"no answer: {error!r}") from None
+        if status != http.client.OK or len(body) != output_bytes:
+            raise NotServingError(f"answers with status {status} and {len(body)} bytes instead of {output_bytes}")
+        return
     channel, service = stub(target)
     message = pb.ModelInferRequest.FromString(request)
     with channel:

@@ -32,7 +32,7 @@ def test_parse_reads_subject_loads_and_references() -> None:
         "subject": {**SUBJECT, "transport": "stream", "shapes": [[3, 4], [5]]},
     }
     text["reference"] = [{"server": "echo", "label": "the floor", "measure": "p99_ms", "reach": "<= 1.5"}]
-    with pytest.raises(ScenarioError, match="streams are measured with clients only"):
+    with pytest.raises(ScenarioError, match="streams and HTTP are measured with clients only"):
         parse("name", text)
     found = parse("name", {**text, "rates": []})
     echo = Side("echo", "tiny", ((3, 4), (5,)), "stream")
@@ -128,3 +128,14 @@ def test_scenarios_hold_the_product_to_its_targets() -> None:
     assert {key: found.get(key) for key in TARGETS} == TARGETS
     assert len(scenarios) == len(list(FOLDER.glob("*.toml")))
     assert {one.title for one in scenarios if one.plot}, "no scenario makes a picture"
+
+
+def test_rivals_without_grpc_are_asked_over_http() -> None:
+    found = parse(
+        "name", {"title": "t", "subject": SUBJECT, "reference": [{"server": "mosec"}, {"server": "rayserve"}]}
+    )
+    assert [one.transport for one in found.sides] == ["unary", "http", "unary"]
+    with pytest.raises(ScenarioError, match="streams and HTTP are measured with clients only"):
+        parse("name", {"title": "t", "rates": [5], "subject": SUBJECT, "reference": [{"server": "mosec"}]})
+    with pytest.raises(ScenarioError, match="reference 1: unknown: transport"):
+        parse("name", {"title": "t", "subject": SUBJECT, "reference": [{"server": "mosec", "transport": "unary"}]})
