@@ -202,10 +202,10 @@ class Sender:
         return True
 
 
-async def _work(pipe: Pipe) -> None:
-    """Send the share that comes first through `pipe`, from the time that comes next, until that ends, or is closed."""
+async def _work(own: Share, pipe: Pipe) -> None:
+    """Send the share from the time that comes through `pipe` on, until that ends, or is closed."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
-    sender = Sender(pipe.recv())
+    sender = Sender(own)
     async with AsyncExitStack() as stack:
         try:
             await sender.connect(stack)
@@ -238,10 +238,22 @@ async def _tell(sender: Sender, pipe: Pipe) -> None:
 
 def main(descriptor: int) -> None:
     """Work for whoever has the other end of this socket, as long as it is open."""
-    # select(2) waits for microseconds, epoll(2) for whole milliseconds.
-    with (
-        suppress(EOFError, BrokenPipeError, ConnectionResetError),
-        Pipe(descriptor) as pipe,
-        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner,
-    ):
-        runner.run(_work(pipe))
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError), Pipe(descriptor) as pipe:
+        own = pipe.recv()
+        new_loop = _quick_loop if own.load.arrivals is None else _precise_loop
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(_work(own, pipe))
+
+
+def _quick_loop() -> asyncio.AbstractEventLoop:
+    """For closed loops: it takes an eighth less processor time, but waits for whole milliseconds."""
+    try:
+        import uvloop
+    except ImportError:  # it isn't there for every platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _precise_loop() -> asyncio.AbstractEventLoop:
+    """For open loops: select(2) waits for microseconds, epoll(2) for whole milliseconds."""
+    return asyncio.SelectorEventLoop(selectors.SelectSelector())

@@ -32,6 +32,7 @@ EXCEPTIONS = {
     "backends.onnx.providers": {"onnxruntime"},
     "backends.onnx.sessions": {"onnxruntime"},
     "backends.text": {"tokenizers"},
+    "clients.load.worker": {"uvloop"},
     "clients.top_table": {"prometheus_client"},
     "backends.remote": {"grpc", "google.protobuf"},
     "backends.remote_messages": {"protos", "google.protobuf"},
