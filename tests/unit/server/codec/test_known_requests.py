@@ -304,6 +304,7 @@ def test_answers_leave_room_in_a_message_for_their_envelope(envelope: Envelope |
         request = SimpleNamespace(message=infer("m"), options=options, value=results, targets={}, envelope=envelope)
         return plans.answers([request])[0]
 
-    assert answer(LARGEST_MESSAGE_BYTES - 2**11)
+    if envelope is not None:
+        assert answer(LARGEST_MESSAGE_BYTES - 2**11)
     # By itself it would be a few bytes shorter than the longest message.
     assert not answer(LARGEST_MESSAGE_BYTES - 50)
