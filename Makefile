@@ -160,7 +160,7 @@ mutants: $(READY) ## plant 39 faults, one after the other, and see that the test
 
 proofs: $(READY) ## run the tests that have a longer form than in the suite, in it
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/conformance/test_node_models.py tests/fault/test_chaos.py tests/fault/test_sequence_chaos.py \
-	    tests/integration/test_stand_in_gpu.py tests/property \
+	    tests/integration/test_bulk_examples.py tests/integration/test_stand_in_gpu.py tests/property \
 	    tests/unit/scheduler/test_deadly_requests.py $(ARGS)
 
 bulk-kills: $(READY) ## kill a bulk job a hundred times, anywhere in its work, and see that it ends with the same bytes

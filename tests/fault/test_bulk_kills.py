@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import models
+from tests.harness import REPO
 from tests.lengths import LONG
+from tests.nursery import Forked
 
 KILLS = (3, 1, 2, 4)
 """Of one job, at the most. The more there are, the sooner is each, so that the job isn't finished before the last."""
@@ -35,8 +35,10 @@ class Job:
     def start(self, out: Path, point: str) -> int:
         arguments = ["bulk", self.folder / "sums.onnx", "-i", self.folder / "in" / "*.parquet", "-o", out]
         options = "--map INPUT0=x --keep id --batch 8 --instances 1 --rows-per-part 16 --max-bad 100% --progress none"
-        command = ["-m", "tests.fault.dying", out, point, *arguments, *options.split()]
-        return subprocess.run([sys.executable, *map(str, command)], timeout=100, check=False).returncode
+        process = Forked("tests.fault.dying", [*map(str, (out, point, *arguments)), *options.split()], os.environ, REPO)
+        with process.stderr as stderr:
+            stderr.read()
+        return process.wait(100)
 
 
 def visible(out: Path) -> dict[str, bytes]:

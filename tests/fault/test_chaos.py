@@ -22,7 +22,7 @@ from tests.integration.http2 import call_frames
 from tests.lengths import LONG
 from tests.polling import eventually
 
-REQUESTS = 10_000 if LONG else 3_000
+REQUESTS = 10_000 if LONG else 1_500
 CONNECTIONS, AT_ONCE = 16, 128
 CONFIG = """dynamic_batching { max_queue_delay_microseconds: 200 default_queue_policy { max_queue_size: 64 } }
     instance_group { count: 2 } parameters { key: "execute_delay_ms" value { string_value: "1" } }"""

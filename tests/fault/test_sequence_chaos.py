@@ -25,7 +25,7 @@ from tests.lengths import LONG
 from tests.polling import eventually
 from tests.wire import infer
 
-STEPS = 10_000 if LONG else 1_500
+STEPS = 10_000 if LONG else 800
 WORKERS = 32
 CONFIG = """
     max_batch_size: 8 instance_group { count: 2 }

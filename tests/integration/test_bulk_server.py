@@ -90,7 +90,7 @@ class Watched:
 async def test_server_that_is_killed_and_started_anew_loses_no_row(tmp_path: Path) -> None:
     path = models.write(models.mlp(), tmp_path / "m.onnx")
     listen = ("--grpc-address", "127.0.0.1", "--grpc-port", str(port := free_port()))
-    x = np.random.default_rng(0).standard_normal((5_000, 16)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((1_000, 16)).astype(np.float32)
     columns = {"INPUT0": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 16)}
     (expected,) = InferenceSession(path).run(None, {"INPUT0": x})
     with ServerProcess(path, listen=listen) as first:

@@ -356,7 +356,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
 
 
 QueueAgainstNaive.TestCase.settings = settings(
-    max_examples=1000 if LONG else 200,
+    max_examples=1000 if LONG else 120,
     stateful_step_count=60,
     deadline=None,
     report_multiple_bugs=False,

@@ -30,6 +30,7 @@ from paceline.scheduler.sequence import Sequence as Sequence_
 from paceline.scheduler.sequence_batcher import SequenceBatcher
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 from paceline.scheduler.waiting import SharedQueueLimits
+from tests.lengths import LONG
 from tests.unit.scheduler.workbench import NeverWaits
 
 MS = 1_000_000
@@ -40,13 +41,15 @@ LIMIT_NS = 20 * MS
 @dataclass(eq=False)
 class Known:
     """A sequence, as far as its caller can know. `done` are the steps that made its state. `takes_more`: its id leads
-    to it. `is_broken`: of its steps that wait, those from number `broken_from` on mustn't be executed."""
+    to it. Of its steps that wait, those from number `broken_from` on mustn't be executed. `placed_on`: which instance
+    has a place for it; `instance`: the same, once a step of it was executed there."""
 
     id: int | str
     steps: list[Step] = field(default_factory=list)
     done: tuple[int, ...] = ()
     takes_more: bool = True
     broken_from: float = float("inf")
+    placed_on: int = -1
     instance: int = -1
     is_lost: bool = False
 
@@ -125,7 +128,7 @@ class World:
     def make_step(self, request: Request[Any, Any], sequence: Sequence_[Any]) -> Payload:
         step, place = self.of[request], sequence.place
         assert place is not None
-        step.sent = True
+        step.sent, step.sequence.placed_on = True, place[1]
         state: Any = () if step.asked.start else sequence.state or ()
         request.payload = Payload(step, state, place)
         return request.payload
@@ -134,7 +137,7 @@ class World:
         runner.is_lost = True
         self.missing += 1
         for known in self.known if self.limits.places else ():
-            if known.instance == runner.number:
+            if known.placed_on == runner.number:
                 known.is_lost = True
                 known.break_from(0)
 
@@ -248,10 +251,13 @@ class World:
         instance = busy[which % len(busy)]
         batch = instance.batch
         error = {"fail": Blame.REQUESTS, "lose": Blame.INSTANCE, "nobody": Blame.NOBODY}.get(how)
+        is_divided = error is Blame.REQUESTS and self.policy.isolate_failures and len(batch) > 1
         results: list[Any] = []
         for number, payload in enumerate(batch):
             step, known = payload.step, payload.step.sequence
             step.executing, step.over_ns = False, self.clock.now_ns()
+            if is_divided and step.request.cancelled():
+                known.break_from(step.number)  # it isn't executed again with the others
             if error is None and not (how == "one" and number == 0):
                 payload.after = known.done = (*payload.state, step.number)
                 results.append(step.number)
@@ -394,7 +400,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=600 if LONG else 200)
 @given(
     POLICIES,
     st.integers(1, 2),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.clients.load.arrivals import Constant, Poisson, Recorded
@@ -18,6 +18,7 @@ from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Done
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 from paceline.server.tune.simulation import Closed, Cost, Open, Served, Simulated, simulate
+from tests.lengths import LONG
 
 US, MS = 1_000, 1_000_000
 
@@ -72,6 +73,7 @@ def test_latency_is_the_delay_if_executions_cost_nothing(delay_ms: int, more_us:
     assert found.latencies.percentile_ns(0) == found.latencies.longest_ns == delay_ms * MS
 
 
+@settings(max_examples=100 if LONG else 20)
 @given(st.integers(1, 8), st.integers(1, 3), st.integers(0, 9))
 def test_overload_is_answered_as_fast_as_instances_are(rows: int, instances: int, seed: int) -> None:
     # Full batches of 10 ms, of which as many requests are asked for as would keep thrice as many instances busy.
