@@ -83,19 +83,22 @@ class SequencePolicy:
     A sequence of which nothing waits or executes for `idle_ns` ends. `places` is how many an instance holds at a time,
     each of which stays on that instance; 0: any instance may execute any step, and all together hold `max_sequences`.
     A new sequence waits until there is room. `backlog` is how many requests may wait for that, or for an earlier step
-    of their sequence.
+    of their sequence. `max_state_bytes` bounds what is kept of a sequence between its steps, 0: nothing does; whoever
+    executes steps sees to it.
     """
 
     idle_ns: int = 1_000_000_000
     places: int = 0
     max_sequences: int = 10_000
     backlog: int = 10_000
+    max_state_bytes: int = 0
 
     def __post_init__(self) -> None:
         _require(self.idle_ns >= 1, "max_sequence_idle_microseconds", ">= 1", self.idle_ns)
         _require(self.places >= 0, "places", ">= 0", self.places)
         _require(self.max_sequences >= 1, "max_sequences", ">= 1", self.max_sequences)
         _require(self.backlog >= 0, "sequence_backlog", ">= 0", self.backlog)
+        _require(self.max_state_bytes >= 0, "max_state_bytes", ">= 0", self.max_state_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ ServerError
 ├── ModelNotReady    known, but not serving: loading, failed to load, or the server stops
 │   └── ServerStopping   the server accepts nothing more; another one may
 ├── AnswerTooLarge   what was asked for exceeds a message
+├── StateTooLarge    a step leaves more than the states of a sequence may take
 ├── RegionNotFound   no shared memory region of that name
 ├── RegionExists     a shared memory region of that name is registered already
 ├── TooManyRegions   as many shared memory regions as allowed
@@ -94,6 +95,7 @@ __all__ = [
     "ServerError",
     "ServerStopping",
     "StartError",
+    "StateTooLarge",
     "StepFailed",
     "TooFewDescriptors",
     "TooManyModels",
@@ -139,6 +141,16 @@ class AnswerTooLarge(ServerError):
         super().__init__(
             f"model '{model}': expected outputs that one message can carry, at most {LARGEST_MESSAGE_BYTES} bytes in "
             "all, got more; request fewer rows or outputs, or use shared memory"
+        )
+
+
+class StateTooLarge(ServerError):
+    """A step leaves more bytes than the states of a sequence may take."""
+
+    def __init__(self, model: str, most_bytes: int, size_bytes: int) -> None:
+        super().__init__(
+            f"model '{model}': expected a step to leave states of at most {most_bytes} bytes "
+            f"(paceline.max_state_bytes), got {size_bytes}; the state of its sequence is as it was before"
         )
 
 
@@ -240,6 +252,7 @@ _CLASSES: Mapping[grpc.StatusCode, Sequence[type[BaseException]]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: (
         MessageTooLarge, AnswerTooLarge,  # as gRPC itself does for messages that are too large
         QueueFull, BacklogFull, TooManyRegions, TooManyModels, TooFewDescriptors, OutOfMemory, MemoryError,
+        StateTooLarge,
     ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlineExceeded, QueueTimeout, DeadlineUnreachable),
     grpc.StatusCode.CANCELLED: (asyncio.CancelledError,),

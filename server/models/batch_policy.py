@@ -60,6 +60,7 @@ class OwnSettings:
     state_batch_axis: StateAxes = field(default_factory=dict)
     max_sequences: int | None = None
     sequence_backlog: int | None = None
+    max_state_bytes: int | None = None
     max_open_requests: int = 1_024
     calls: CalledModels = ()
 

@@ -15,6 +15,7 @@ from paceline.backends.spec import ControlKind, ModelSpec, SequenceSpec, TensorS
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES
 from paceline.scheduler.policy import NEVER, BatchPolicy, PolicyError, SequencePolicy
+from paceline.server.codec.codec import memory_bytes
 from paceline.server.errors import ConfigError
 from paceline.server.models.batch_policy import OwnSettings, own_settings
 from paceline.server.models.sequence_controls import asked_controls, controls_of
@@ -28,6 +29,7 @@ NOT_ITERATIVE = (
 _DEFAULT_IDLE_NS = 1_000_000_000
 _LONGEST_IDLE_NS = NEVER // 2
 _MAX_SEQUENCES = _MAX_BACKLOG = 10_000
+_MAX_STATE_BYTES = 2**30
 _MOST_PREFERRED = 65_536
 """Sizes of a batch that `minimum_slot_utilization` may allow: all are listed."""
 
@@ -41,6 +43,7 @@ def check_sequences(config: pb.ModelConfig) -> None:
             state_batch_axis=dict(own.state_batch_axis),
             max_sequences=own.max_sequences,
             sequence_backlog=own.sequence_backlog,
+            max_state_bytes=own.max_state_bytes,
         )
         return
     if config.sequence_batching.iterative_sequence and (config.backend or config.platform) != "python":
@@ -54,6 +57,8 @@ def check_sequences(config: pb.ModelConfig) -> None:
     check_states(config)
     _check_strategy(config)
     _refuse("each request of a sequence is one row", split_oversized=own.split_oversized)
+    if not config.sequence_batching.state:
+        _refuse("it only means something with a state", max_state_bytes=own.max_state_bytes)
 
 
 def _check_strategy(config: pb.ModelConfig) -> None:
@@ -214,6 +219,13 @@ def policy_of_sequences(config: pb.ModelConfig, spec: SequenceSpec, policy: Batc
             f"paceline.max_sequences: expected none, as each instance holds {spec.places} sequences, which the model "
             f"can tell apart: max_candidate_sequences of oldest, else max_batch_size; got {own.max_sequences}"
         )
+    most_bytes = _MAX_STATE_BYTES if own.max_state_bytes is None else own.max_state_bytes
+    first_bytes = sum(memory_bytes(state.initial) for state in spec.states)
+    if own.max_state_bytes and first_bytes > most_bytes:
+        raise ConfigError(
+            f"paceline.max_state_bytes: expected 0, or at least the {first_bytes} bytes of the states that a sequence "
+            f"begins with, got {most_bytes}"
+        )
     idle_ns = config.sequence_batching.max_sequence_idle_microseconds * 1_000 or _DEFAULT_IDLE_NS
     instances = sum(max(1, group.count) * max(1, len(group.gpus)) for group in config.instance_group) or 1
     most = max(_MAX_SEQUENCES, instances * _candidates(config, max_rows))
@@ -223,6 +235,7 @@ def policy_of_sequences(config: pb.ModelConfig, spec: SequenceSpec, policy: Batc
             places=spec.places,
             max_sequences=most if own.max_sequences is None else own.max_sequences,
             backlog=_MAX_BACKLOG if own.sequence_backlog is None else own.sequence_backlog,
+            max_state_bytes=max(most_bytes, first_bytes) if most_bytes else 0,
         )
     except PolicyError as error:
         raise ConfigError(f"paceline.{error}") from None

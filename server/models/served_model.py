@@ -149,7 +149,8 @@ class ServedModel:
             )
             if self.spec.sequence is None:
                 return execute
-            steps = executing_steps(execute, self.name, self.spec)
+            limits = loaded.plan.policy.sequences
+            steps = executing_steps(execute, self.name, self.spec, limits.max_state_bytes if limits else 0)
             if leaves_states:
                 steps = with_states_at_hand(steps, self.spec, gpu_of(instance))
             return cast("ExecuteInputs", steps)  # what `StepMaker` makes of inputs

@@ -21,7 +21,8 @@ from paceline.backends.spec import Array, Control, ControlKind, ModelSpec, Seque
 from paceline.protos.datatypes import by_name
 from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.sequence import AnySequence
-from paceline.server.errors import GpuLost, InvalidRequest, as_value
+from paceline.server.codec.codec import memory_bytes
+from paceline.server.errors import GpuLost, InvalidRequest, StateTooLarge, as_value
 from paceline.server.memory.reading import ExecuteInputs, read_now
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 
@@ -110,20 +111,30 @@ class StepMaker:
 ExecuteSteps = Callable[[Sequence[Step], int], Execution]
 
 
-def executing_steps(execute: ExecuteInputs, model: str, spec: ModelSpec) -> ExecuteSteps:
+def executing_steps(execute: ExecuteInputs, model: str, spec: ModelSpec, max_state_bytes: int = 0) -> ExecuteSteps:
     """`execute` for steps of `model`, which serves `spec`. A step that can't be read, or doesn't fit its state, gets an
-    InvalidRequest or GpuLost in the place of its results."""
+    InvalidRequest or GpuLost in the place of its results; a StateTooLarge if the states that it leaves take more than
+    `max_state_bytes`, unless 0."""
     sequence = spec.sequence
     assert sequence is not None
     outputs = {tensor.name: index for index, tensor in enumerate(spec.executed.outputs)}
     kept = [outputs[state.output.name] for state in sequence.states]
+    # Others always take as much as the first ones, which fit.
+    grow = any(-1 in one.output.dims or one.output.datatype == "BYTES" for one in sequence.states)
 
     def execute_steps(steps: Sequence[Step], padded_rows: int) -> Execution:
         done = execute([step.inputs for step in steps], padded_rows)
-        for step, result in zip(steps, done.results, strict=True):
+        too_large: dict[int, Exception] = {}
+        for number, (step, result) in enumerate(zip(steps, done.results, strict=True)):
             if kept and not isinstance(result, Exception):
-                step.after = _states_in(result, kept)
-        return done
+                states = _states_in(result, kept)
+                if grow and max_state_bytes and (size := _bytes_of(states)) > max_state_bytes:
+                    too_large[number] = StateTooLarge(model, max_state_bytes, size)
+                else:
+                    step.after = states
+        if not too_large:
+            return done
+        return replace(done, results=[too_large.get(number, one) for number, one in enumerate(done.results)])
 
     run: ExecuteSteps = execute_steps
     if sequence.rows:
@@ -182,6 +193,14 @@ def _states_in(result: Tensors, kept: Sequence[int]) -> States:
         return tuple([arrays[index][start:stop].copy() for index in kept])
     left: list[Array | DeviceTensor] = [result[index] for index in kept]
     return tuple([one if type(one) is DeviceTensor else np.array(one, order="C") for one in left])
+
+
+def _bytes_of(states: States) -> int:
+    # hot path
+    sizes = [
+        one.nbytes if isinstance(one, DeviceTensor) or not one.dtype.hasobject else memory_bytes(one) for one in states
+    ]
+    return sum(sizes)
 
 
 def _but_for(shape: tuple[int, ...], axes: frozenset[int]) -> tuple[int, ...]:

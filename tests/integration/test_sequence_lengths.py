@@ -187,6 +187,26 @@ async def test_failed_steps_of_any_sizes_leave_states_as_they_were(tmp_path: Pat
         assert answer == np.cumsum([one["INPUT0"].sum() for one in inputs]).tolist()
 
 
+async def test_state_may_not_grow_beyond_its_bound(tmp_path: Path) -> None:
+    settings = config(GROWS, pad="STATE[1], INPUT0[1]", pad_sizes=32, max_state_bytes=4 * 5)
+    async with served_with(tmp_path, state_models.growing("now"), settings) as served:
+
+        async def send(sequence: int, size: int, **more: bool) -> float:
+            request = step(sequence, {"INPUT0": np.ones((1, size), np.float32)}, **more)
+            return float(result(await served.infer(request)).item())
+
+        assert await asyncio.gather(*[send(number, 3, start=True) for number in (1, 2, 3)]) == [3, 3, 3]
+        one, other, third = await asyncio.gather(send(1, 3), send(2, 2), send(3, 1), return_exceptions=True)
+        assert isinstance(one, grpc.aio.AioRpcError)
+        assert one.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert one.details() == (
+            "model 'm': expected a step to leave states of at most 20 bytes (paceline.max_state_bytes), got 24; the "
+            "state of its sequence is as it was before"
+        )
+        assert (other, third) == (5, 4)
+        assert [await send(1, 2), await send(1, 1, start=True)] == [5, 1]
+
+
 async def test_two_fronts_hand_on_steps_of_any_sizes(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     given = [[text(random) for _ in range(6)] for _ in range(20)]

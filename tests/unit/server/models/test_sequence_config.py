@@ -328,7 +328,7 @@ def test_settings_that_do_not_go_together_are_refused(more: str, said: str) -> N
     assert said in refusal(sequences(corrid() + state(), more=more), own("ID", "h", "h_out"))
 
 
-@pytest.mark.parametrize("key", ["state_batch_axis", "max_sequences", "sequence_backlog"])
+@pytest.mark.parametrize("key", ["state_batch_axis", "max_sequences", "sequence_backlog", "max_state_bytes"])
 def test_settings_of_sequences_are_refused_without_them(key: str) -> None:
     value = "h=1" if key == "state_batch_axis" else "0"
 
@@ -345,6 +345,16 @@ def test_batch_sizes_are_allowed_where_rows_are_free() -> None:
     made = planned(sequences(state(), more=parameter("batch_sizes", "2,4")), own("h", "h_out"))
 
     assert made.policy.batch_sizes == (2, 4)
+
+
+def test_bound_in_bytes_goes_with_states_that_fit() -> None:
+    said = "paceline.max_state_bytes: expected"
+    assert f"{said} none, as it only means something with a state, got 9" in refusal(
+        sequences("", more=parameter("max_state_bytes", "9")), own()
+    )
+    assert f"{said} 0, or at least the 8 bytes of the states that a sequence begins with, got 7" in refusal(
+        sequences(state(), more=parameter("max_state_bytes", "7")), own("h", "h_out")
+    )
 
 
 def test_bound_of_no_sequences_is_refused() -> None:
