@@ -43,11 +43,12 @@ def closed(
     processes: int = 1,
     connections: int = 1,
     stream: bool = False,
-    steps: int | None = None,
+    steps: int | tuple[int, int] | None = None,
     look: Callable[[], Any] = lambda: None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """What `clients` in all, who send `requests` in turn, get out of a server; with `steps`, sequences of so many.
+    """What `clients` in all, who send `requests` in turn, get out of a server; with `steps`, sequences of so many,
+    or of so many at least and at most.
 
     `before` and `after` are what `look` returned at the ends of the measured time; `meanwhile` is called when it
     begins, if there is a warm-up. Raises BenchError if an answer is an error.
@@ -67,7 +68,7 @@ def closed(
         clients=clients,
         connections=connections,
         is_stream=stream,
-        steps=steps and (steps, steps),
+        steps=(steps, steps) if isinstance(steps, int) else steps,
     )
     found = _told(load, seconds, warmup_s, processes, looked)
     if found["errors"]:

@@ -1,17 +1,18 @@
 """Models with memory, what their clients send, and what they answer to one sequence alone.
 
 Lives here: Silero's voice detector, whose ONNX file comes from the wheel `silero-vad`; a model whose executions cost
-the same whatever their rows; the same in Python, for this server and for Triton's. Their configuration, made-up
-sequences, requests ready for the wire. Must not: serve or measure.
+the same whatever their rows, and one that also remembers all that it was sent; the former in Python, for this server
+and for Triton's. Their configuration, made-up sequences, requests ready for the wire. Must not: serve or measure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 from onnx import helper, numpy_helper
 
@@ -20,7 +21,9 @@ from tests import models
 from tests.wire import Array
 
 __all__ = [
+    "EXACT",
     "FIXED",
+    "GROWING",
     "PLAIN",
     "PYTHON",
     "VAD",
@@ -32,6 +35,7 @@ __all__ = [
     "plain_message",
     "session",
     "write_fixed",
+    "write_growing",
 ]
 
 RATE = 16_000
@@ -153,11 +157,45 @@ FIXED = Recurrent(
 )
 
 
+_GROWS = (
+    "sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { } "
+    'state { input_name: "STATE" output_name: "NEXT" dims: -1 '
+    'initial_state { name: "none" data_type: TYPE_FP32 dims: 0 zero_data: true } } }'
+)
+GROWING = Recurrent(
+    "growing",
+    ("STATE", "NEXT"),
+    "OUTPUT",
+    np.zeros((1, 0), np.float32),
+    0,
+    _numbers,
+    f'{_GROWS} parameters {{ key: "paceline.pad" value {{ string_value: "STATE[1]" }} }}',
+)
+EXACT = replace(
+    GROWING, name="exact", config=f'{_GROWS} parameters {{ key: "paceline.pad" value {{ string_value: "off" }} }}'
+)
+
+
 def write_fixed(folder: Path, products: int = 4) -> Path:
-    """Write the model of fixed cost: OUTPUT and NEXT are STATE + INPUT, after products of matrices of which nothing
-    remains. About 0.7 ms each on one thread."""
-    weights = np.random.default_rng(0).standard_normal((_WIDTH, _WIDTH)).astype(np.float32) / np.float32(_WIDTH**0.5)
+    """Write the model of fixed cost: OUTPUT and NEXT are STATE + INPUT."""
+    nodes = [helper.make_node("Add", ["INPUT", "STATE"], ["sum"]), helper.make_node("Identity", ["sum"], ["NEXT"])]
+    return _write(folder / "fixed.onnx", nodes, 1, products)
+
+
+def write_growing(folder: Path, products: int = 4) -> Path:
+    """Write the model of fixed cost that remembers all: NEXT is STATE with INPUT behind it, and OUTPUT is its sum."""
     nodes = [
+        helper.make_node("Concat", ["STATE", "INPUT"], ["NEXT"], axis=1),
+        helper.make_node("ReduceSum", ["NEXT", "second"], ["sum"], keepdims=1),
+    ]
+    return _write(folder / "growing.onnx", nodes, None, products)
+
+
+def _write(file: Path, nodes: Sequence[onnx.NodeProto], size: int | None, products: int) -> Path:
+    """Write a model whose OUTPUT is the `sum` of its `nodes`, after products of matrices of which nothing remains,
+    about 0.7 ms each on one thread. STATE and NEXT have the `size`."""
+    weights = np.random.default_rng(0).standard_normal((_WIDTH, _WIDTH)).astype(np.float32) / np.float32(_WIDTH**0.5)
+    made = [
         helper.make_node("ReduceSum", ["INPUT"], ["all"], keepdims=0),
         helper.make_node("Mul", ["all", "zero"], ["nothing"]),
         helper.make_node("Add", ["weights", "nothing"], ["product0"]),
@@ -165,21 +203,21 @@ def write_fixed(folder: Path, products: int = 4) -> Path:
             helper.make_node("MatMul", [f"product{number}", "weights"], [f"product{number + 1}"])
             for number in range(products)
         ),
-        helper.make_node("ReduceSum", [f"product{products}"], ["sum"], keepdims=0),
-        helper.make_node("Mul", ["sum", "zero"], ["cost"]),
-        helper.make_node("Add", ["INPUT", "STATE"], ["both"]),
-        helper.make_node("Add", ["both", "cost"], ["OUTPUT"]),
-        helper.make_node("Identity", ["OUTPUT"], ["NEXT"]),
+        helper.make_node("ReduceSum", [f"product{products}"], ["total"], keepdims=0),
+        helper.make_node("Mul", ["total", "zero"], ["cost"]),
+        *nodes,
+        helper.make_node("Add", ["sum", "cost"], ["OUTPUT"]),
     ]
     inputs, outputs = (
-        [models.tensor(name, "FP32", ("batch", 1)) for name in names]
-        for names in (("INPUT", "STATE"), ("OUTPUT", "NEXT"))
+        [models.tensor(sent, "FP32", ("batch", 1)), models.tensor(kept, "FP32", ("batch", size))]
+        for sent, kept in (("INPUT", "STATE"), ("OUTPUT", "NEXT"))
     )
     constants = [
         numpy_helper.from_array(weights, "weights"),
         numpy_helper.from_array(np.array(0, np.float32), "zero"),
+        numpy_helper.from_array(np.array([1], np.int64), "second"),
     ]
-    return models.write(models.model(nodes, inputs, outputs, constants), folder / "fixed.onnx")
+    return models.write(models.model(made, inputs, outputs, constants), file)
 
 
 def add(model: Recurrent, file: Path, repository: Path) -> None:

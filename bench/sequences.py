@@ -8,8 +8,11 @@ other round goes backwards.
    server makes of the steps' bytes without gRPC. `of_plain`: over what the server makes of
    requests as large for a model that does nothing and remembers nothing. `of_one`: over one stream in a closed loop.
    Before that, each of 64 sequences is compared with the model run alone.
-2. `triton` (needs perf_analyzer and Triton's server): the same Python model under the strategy `oldest`, in both.
-3. `costs`: `bench.sequence_costs`.
+2. `ages`: 64 streams in closed loops, of sequences of random lengths, whose state grows with each step. `of_exact`:
+   what the server makes of them if it fills states up to share batches, over batches of equal states. Both are compared
+   with the model alone, too.
+3. `triton` (needs perf_analyzer and Triton's server): the same Python model under the strategy `oldest`, in both.
+4. `costs`: `bench.sequence_costs`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import numpy as np
 
 from bench import perf_analyzer, sequence_costs, sequence_models
 from bench.load import closed
-from bench.sequence_models import FIXED, PLAIN, PYTHON, VAD, Recurrent
+from bench.sequence_models import EXACT, FIXED, GROWING, PLAIN, PYTHON, VAD, Recurrent
 from bench.stats import spread
 from bench.steps import BenchError, run_module
 from bench.subjects import cpu_s
@@ -40,10 +43,10 @@ from tests.differential import triton_process
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.wire import Array
 
-__all__ = ["difference", "joined_per_s", "main", "measure", "measure_triton"]
+__all__ = ["difference", "joined_per_s", "main", "measure", "measure_ages", "measure_triton"]
 
 STREAMS = 64
-_PARTS = ("vad", "fixed", "triton", "costs")
+_PARTS = ("vad", "fixed", "ages", "triton", "costs")
 _SILERO = REPO / ".witness" / "silero_vad.onnx"
 _ANALYZER = REPO / ".witness" / "perf_analyzer"
 _BY_NAME = {model.name: model for model in (VAD, FIXED)}
@@ -146,6 +149,35 @@ def _round(
     }
 
 
+def measure_ages(file: Path, rounds: int, seconds: float, steps: int, report: Callable[[dict[str, Any]], None]) -> None:
+    """One server has the growing model twice, filled up and not, loaded in turn with sequences of up to twice `steps`
+    steps."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name, ExitStack() as stack:
+        folder, ways = Path(name), {"shared": GROWING, "exact": EXACT}
+        for model in ways.values():
+            sequence_models.add(model, file, folder)
+        args = ["--model-control-mode=none"]
+        server = stack.enter_context(ServerProcess(folder, args=args, fresh=True))
+        apart = max(asyncio.run(difference(one, file, server.target, steps)) for one in ways.values())
+        for number in range(rounds):
+            found: dict[str, Any] = {"model": "ages", "difference": apart}
+            for way in ways if number % 2 else reversed(ways):
+                model = ways[way]
+                before = _counted(server, model.name)
+                told = closed(
+                    server.target,
+                    sequence_models.messages(model, 0, 2 * steps),
+                    STREAMS,
+                    seconds,
+                    min(_WARMUP_S, seconds),
+                    stream=True,
+                    steps=(1, 2 * steps),
+                )
+                rows, executions = (new - old for new, old in zip(_counted(server, model.name), before, strict=True))
+                found |= {way: float(told["requests_per_s"]), f"{way}_rows_per_batch": rows / executions}
+            report({**found, "of_exact": found["shared"] / found["exact"]})
+
+
 def _joined(model: str, file: Path, seconds: float) -> float:
     told = run_module(
         *("sequences", "--joined", model, str(file), "--seconds", str(seconds)), timeout_s=seconds + _SPARE_S
@@ -242,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     there = {
         "vad": got.silero.is_file(),
         "fixed": True,
+        "ages": True,
         "triton": analyzer is not None and not triton_process.missing(),
         "costs": True,
     }
@@ -259,17 +292,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sequence_models.write_fixed(Path(folder))
         if wanted := {part: files[part] for part in parts if part in files}:
             measure(wanted, got.rounds, got.seconds, got.steps, report)
+        if "ages" in parts:
+            growing = sequence_models.write_growing(Path(folder))
+            measure_ages(growing, got.rounds, got.seconds, got.steps, report)
     if "triton" in parts:
         assert analyzer is not None
         measure_triton(analyzer, got.rounds, got.seconds, got.delay_ms / 1e3, report)
     if "costs" in parts:
         print(json.dumps(sequence_costs.costs(got.seconds)), flush=True)
-    print(
-        "\n"
-        + _table(
-            rounds, ("difference", "inside_of_joined", "of_joined", "of_plain", "of_one", "rows_per_batch", "of_triton")
-        )
-    )
+    keys = ("difference", "inside_of_joined", "of_joined", "of_plain", "of_one", "rows_per_batch", "of_exact",
+            "shared_rows_per_batch", "exact_rows_per_batch", "of_triton")  # fmt: skip
+    print(f"\n{_table(rounds, keys)}")
 
 
 if __name__ == "__main__":

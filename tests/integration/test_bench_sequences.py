@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ def test_all_streams_are_answered_and_compared(tmp_path: Path) -> None:
     assert all(one[key] > 0 for one in found for key in ("inside_of_joined", "of_joined", "of_plain", "of_one"))
 
 
+@whole_measurement
+def test_sequences_of_all_ages_are_answered_and_compared(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    sequences.measure_ages(sequence_models.write_growing(tmp_path, products=1), 1, 0.2, 5, found.append)
+    assert all(one["difference"] == 0 and one["of_exact"] > 0 for one in found)
+
+
 def test_costs_of_steps_and_memory_are_measured() -> None:
     found = sequence_costs.costs(0.01, live=(64, 128))
     assert [one["live"] for one in found["steps"]] == [64, 128]
@@ -30,9 +38,18 @@ def test_costs_of_steps_and_memory_are_measured() -> None:
     assert 0 < found["sequence_bytes"] < 1024
 
 
-def test_model_of_fixed_cost_sums_up_its_inputs(tmp_path: Path) -> None:
-    steps = sequence_models.FIXED.inputs(3, 6)
-    found = sequence_models.alone(sequence_models.FIXED, sequence_models.write_fixed(tmp_path), steps)
+@pytest.mark.parametrize(
+    ("model", "write"),
+    [
+        (sequence_models.FIXED, sequence_models.write_fixed),
+        (sequence_models.GROWING, sequence_models.write_growing),
+    ],
+)
+def test_models_of_fixed_cost_sum_up_their_inputs(
+    tmp_path: Path, model: sequence_models.Recurrent, write: Callable[[Path], Path]
+) -> None:
+    steps = model.inputs(3, 6)
+    found = sequence_models.alone(model, write(tmp_path), steps)
     expected = np.cumsum([one["INPUT"] for one in steps])
     np.testing.assert_array_equal(np.ravel(found), expected)
     assert expected[-1] > 0
