@@ -235,7 +235,7 @@ def policy_of_sequences(config: pb.ModelConfig, spec: SequenceSpec, policy: Batc
             places=spec.places,
             max_sequences=most if own.max_sequences is None else own.max_sequences,
             backlog=_MAX_BACKLOG if own.sequence_backlog is None else own.sequence_backlog,
-            max_state_bytes=max(most_bytes, first_bytes) if most_bytes else 0,
+            max_state_bytes=max(most_bytes, first_bytes) if spec.states and most_bytes else 0,
         )
     except PolicyError as error:
         raise ConfigError(f"paceline.{error}") from None
