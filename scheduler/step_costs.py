@@ -75,12 +75,6 @@ class StepCosts:
         """What beginning with so many takes; 0 if that isn't certain enough to refuse anybody for it."""
         return self._beginning.proven_ns(None, _about(tokens), now_ns)
 
-    def gathers(self, entering: float, begin: int, rows: int, longest: int) -> bool:
-        """Whether it pays that `begin` rows lose a step, as another one may come, of which there are `entering` in an
-        iteration, and save an execution. `rows` and `longest` are those of the group that goes on."""
-        alone, together = self._row_ns(0, longest), self._row_ns(_level(rows), longest)
-        return alone is not None and together is not None and begin * together < entering * alone
-
     def joins(self, rows: int, longest: int, more_rows: int, more_longest: int) -> bool:
         """Whether two groups are to be one, which is so if that costs less, or to find out."""
         if self._apart_at == self._now:

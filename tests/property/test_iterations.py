@@ -38,7 +38,6 @@ class World:
     rows: dict[int, Row] = field(default_factory=dict)
     waiting: list[tuple[int, int, int]] = field(default_factory=list)
     arrived: int = 0
-    put_off: int = 0
 
     def __post_init__(self) -> None:
         self.costs = StepCosts()
@@ -89,8 +88,7 @@ class World:
                 assert all((0, tokens) == (self.rows[one].held, self.rows[one].total) for one, tokens in execution)
             assert (self.pads and self.pads_prompts) or len({tokens for _, tokens in execution}) == 1
         begin = any(not (row.held or row.is_out) for row in self.rows.values())
-        self.put_off = self.put_off + 1 if begin and not pieces else 0
-        assert self.put_off <= 2
+        assert pieces or not begin
         assert oldest is None or oldest in {*grouped, *pieces}
         together = [*done.groups, *([number for number, _ in execution] for execution in done.pieces)]
         inside = sum(

@@ -117,27 +117,9 @@ def test_prompts_begin_together_where_fill_costs_less(pads: bool) -> None:
     assert begin(iterations) == ([[(0, 20), (1, 90), (2, 20)], [(3, 250)]] if pads else apart)
 
 
-def test_prompts_wait_two_iterations_for_others() -> None:
-    costs = costly_executions()
-    iterations, together = running(8, costs=costs), list[int]()
-    for row in range(8, 60):
+def test_prompts_wait_for_no_others() -> None:
+    iterations = running(8, costs=costly_executions())
+    for row in range(8, 40):
         iterations.leave(row - 8)
         iterations.enter(row, 30)
-        _, pieces, groups = iterations.next()
-        together += map(len, pieces)
-        for one, tokens in [
-            *(own for execution in pieces for own in execution),
-            *((one, 1) for one in sum(groups, ())),
-        ]:
-            assert iterations.computed({one: tokens})
-            iterations.extended([one])
-    assert together[-10:] == [3] * 10
-
-
-def test_prompts_of_few_callers_wait_for_nobody() -> None:
-    iterations = running(2, costs=costly_executions())
-    iterations.leave(0)
-    for row in (2, 3):
-        iterations.enter(row, 30)
         assert begin(iterations) == [[(row, 30)]]
-        iterations.leave(row)
