@@ -160,6 +160,9 @@ class Share(_OnDemand):
         self.start = start
         self.stop = stop
 
+    def __len__(self) -> int:
+        return len(self.outputs.arrays)
+
     @property
     def arrays(self) -> tuple[Array, ...]:
         start, stop = self.start, self.stop
