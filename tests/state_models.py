@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.models import Dims, model, tensor
 
 __all__ = [
-    "accumulator", "attentive", "counter", "growing", "last_chunk", "marked", "picky", "recurrent", "told",
+    "accumulator", "attentive", "counter", "growing", "history", "last_chunk", "marked", "picky", "recurrent", "told",
     "two_memories", "words",
 ]  # fmt: skip
 
@@ -112,6 +112,18 @@ def growing(now: int | str = 1, kind: str = "behind") -> onnx.ModelProto:
             numpy_helper.from_array(np.array([np.iinfo(np.int64).max], np.int64), "end"),
             numpy_helper.from_array(np.zeros(100, np.float32), "zeros"),
         ],
+    )
+
+
+def history(datatype: str) -> onnx.ModelProto:
+    """STATE_OUT [batch, n] is STATE with INPUT0 [batch, now] behind it, and OUTPUT0 is INPUT0."""
+    return model(
+        [
+            helper.make_node("Concat", ["STATE", "INPUT0"], ["STATE_OUT"], axis=1),
+            helper.make_node("Identity", ["INPUT0"], ["OUTPUT0"]),
+        ],
+        [tensor("INPUT0", datatype, ["batch", "now"]), tensor("STATE", datatype, ["batch", "past"])],
+        [tensor("STATE_OUT", datatype, ["batch", "longer"]), tensor("OUTPUT0", datatype, ["batch", "now"])],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import grpc
@@ -30,6 +31,7 @@ def state(name: str, dims: str = "", first: str = "") -> str:
 
 
 WAITS = "oldest { max_queue_delay_microseconds: 20000 }"
+CONFIG_NAMES = {"FP16": "TYPE_FP16", "BF16": "TYPE_BF16", "BYTES": "TYPE_STRING"}
 ROWS = "direct { minimum_slot_utilization: 0.5 max_queue_delay_microseconds: 20000 }"
 """Steps that could share a batch have time to meet."""
 
@@ -185,6 +187,34 @@ async def test_failed_steps_of_any_sizes_leave_states_as_they_were(tmp_path: Pat
         answers = await asyncio.gather(*[play(place, inputs) for place, inputs in enumerate(given)])
     for answer, inputs in zip(answers, given, strict=True):
         assert answer == np.cumsum([one["INPUT0"].sum() for one in inputs]).tolist()
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "BYTES"])
+async def test_states_of_any_datatype_grow_as_alone(tmp_path: Path, datatype: str) -> None:
+    first = f'initial_state {{ name: "n" data_type: {CONFIG_NAMES[datatype]} dims: 0 zero_data: true }}'
+    grows = f'state {{ input_name: "STATE" output_name: "STATE_OUT" dims: -1 {first} }}'
+    outputs = f'output {{ name: "STATE_OUT" data_type: {CONFIG_NAMES[datatype]} dims: -1 }}'
+    settings = config(grows, pad="STATE[1], INPUT0[1]", pad_sizes="8,32") + outputs
+    random = np.random.default_rng(0)
+    given = []
+    for sequence in range(20):
+        sizes = random.integers(1, 5, 6)
+        words = [np.array([[b"%d" % one for one in random.integers(0, 999, size)]], object) for size in sizes]
+        halves = [random.standard_normal((1, size)).astype(np.float16) for size in sizes]
+        sent = steps(sequence + 1, [{"INPUT0": one} for one in (words if datatype == "BYTES" else halves)])
+        for request in sent:
+            request.inputs[0].datatype = datatype  # any 16 bits are a number
+        given.append(sent)
+
+    async def play(requests: Sequence[pb.ModelInferRequest]) -> list[bytes]:
+        return [(await served.infer(one)).raw_output_contents[0] for one in requests]
+
+    async with served_with(tmp_path, state_models.history(datatype), settings) as served:
+        answers = await asyncio.gather(*map(play, given))
+        assert await served.metric("paceline_padding_elements") > 0
+    for answer, requests in zip(answers, given, strict=True):
+        sent_bytes = [one.raw_input_contents[0] for one in requests]
+        assert answer == [*accumulate(sent_bytes)]
 
 
 async def test_state_may_not_grow_beyond_its_bound(tmp_path: Path) -> None:

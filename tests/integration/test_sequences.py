@@ -112,7 +112,8 @@ async def test_interleaved_sequences_keep_their_states_apart(tmp_path: Path, con
         assert await served.metric("nv_inference_count") == 40 * 12
         assert await served.metric("paceline_sequences", 'model="m",state="live",version="1"') == 0
         assert await served.metric("paceline_ended_sequences", 'model="m",reason="end",version="1"') == 40
-        if "instances" not in config and "max_batch_size: 0" not in config:
+        # Callers who wait for each answer may come too late to meet.
+        if send is over_a_stream and "instances" not in config and "max_batch_size: 0" not in config:
             assert await served.metric("nv_inference_exec_count") < 40 * 12
 
 

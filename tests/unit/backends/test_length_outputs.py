@@ -83,6 +83,25 @@ def test_axes_of_states_without_names_are_lengths_apart() -> None:
     ]
 
 
+def test_names_of_axes_move_with_the_batch_axis() -> None:
+    """As in caches that begin with their time."""
+    past = TensorSpec("past", "FP32", (-1, 2), axis_names=("past", "batch", ""), batch_axis=1)
+    mask = TensorSpec("past_mask", "FP32", (-1,), axis_names=("batch", "past"))
+    states = (
+        State(past, replace(past, name="all"), np.zeros((1, 0, 2), np.float32)),
+        State(mask, replace(mask, name="all_mask"), np.zeros((1, 0), np.float32)),
+    )
+
+    def run(inputs: Sequence[Array]) -> Tensors:
+        now, past, mask = inputs
+        ones = np.ones((len(now), 1), np.float32)
+        sums = (past * mask[..., None]).sum(axis=1) + now.sum(axis=1)
+        return [sums, np.concatenate([past, now[:, :1]], axis=1), np.concatenate([mask, ones], axis=1)]
+
+    spec = replace(SPEC, inputs=(TensorSpec("now", "FP32", (3, 2)),), sequence=SequenceSpec((), states))
+    assert try_lengths(spec, None, run).spec.lengths == (Length("past", ((1, 1), (2, 1))),)
+
+
 def test_untried_model_cannot_have_states_of_free_sizes() -> None:
     with pytest.raises(LoadError, match="state 'all': its size may follow that of what is filled up"):
         without_trial(SPEC, [NOW])
