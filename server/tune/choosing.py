@@ -6,15 +6,19 @@ The rule: equal measurements and an equal seed give the same choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from paceline.clients.load.arrivals import Poisson, Recorded
+from paceline.clients.load.arrivals import Arrivals, Poisson, Recorded
+from paceline.clients.load.histogram import Histogram
 from paceline.scheduler.policy import BatchPolicy
+from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout
 from paceline.server.tune.simulation import Closed, Contents, Open, Served, Simulated, simulate
 
-__all__ = ["Choice", "Goal", "Setting", "Tried", "choose", "settings_of"]
+__all__ = ["Choice", "Found", "Goal", "Needs", "Setting", "Tried", "choose", "settings_of"]
 
 _PART = 4
 """All settings are tried with so much fewer requests than the best of them."""
@@ -22,25 +26,49 @@ _EACH, _BEST = 3, 3
 """How many are tried again for each of two reasons, and how many are told."""
 _SUSTAINED = 0.97
 """Of a load that isn't too much, at least this share is answered as fast as it comes."""
+_SUSTAINED_LIVE = 0.93
+"""The same in a few seconds, at whose end as many answers may be due as not at their beginning."""
 _HALVINGS = 5
 _AS_GOOD = 1.05
 """A difference up to this may be chance."""
+_MORE_CPUS, _FASTER = (2, 3, 4, 8, 16), (1.25, 1.5, 2, 3, 5, 10, 20, 50)
+"""Times that are tried where the goal can't be met."""
 
 Show = Callable[[int, int], None]
 """Told how many simulations are done, of how many."""
+
+
+class Found(Protocol):
+    """What requests have met, as `Simulated` says."""
+
+    @property
+    def offered(self) -> float: ...
+    @property
+    def throughput(self) -> float: ...
+    @property
+    def latencies(self) -> Histogram: ...
+    @property
+    def refused(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
     """Requests come at `rate` a second, or from so many `clients`. `p99_ns`: how long all but 1 % of them may take at
     most; 0: any time. They have the `contents`, in turn. `recorded`: when they came once, and what each had, rather
-    than at random; `rate` is then how many came a second."""
+    than at random; `rate` is then how many came a second. `is_most`: the load isn't given, and as much is wanted as can
+    be had."""
 
     rate: float = 0.0
     clients: int = 0
     p99_ns: int = 0
     contents: Sequence[Contents] = (Contents(),)
     recorded: Recorded | None = None
+    is_most: bool = False
+
+    @property
+    def load(self) -> float:
+        """Requests a second, or clients."""
+        return self.rate or self.clients
 
     @property
     def most_rows(self) -> int:
@@ -52,10 +80,22 @@ class Goal:
         numbers = self.recorded.contents if self.recorded is not None else range(len(self.contents))
         return sum(self.contents[number % len(self.contents)].rows for number in numbers) / len(numbers)
 
-    def is_met(self, found: Simulated) -> bool:
-        """Whether `found` answers all of the load, as fast as it is to."""
+    def arrivals(self, seed: int, requests: int) -> Arrivals | None:
+        """Of an open load, at least so many; None for clients."""
+        if self.recorded is not None:
+            return replace(self.recorded.of_length(requests), speed=self.rate / self.recorded.rate)
+        return Poisson(self.rate, seed) if self.rate else None
+
+    def at(self, most: float) -> Goal:
+        """With another load: so many requests a second, or clients."""
+        return replace(self, rate=most) if self.rate else replace(self, clients=max(1, int(most)))
+
+    def is_met(self, found: Found, sustained: float = _SUSTAINED) -> bool:
+        """Whether `found` answers all of the load, as fast as it is to, and at least the share `sustained` of it as
+        fast as it came."""
         p99_ns = found.latencies.percentile_ns(99)
-        return not found.refused and p99_ns is not None and (not self.p99_ns or p99_ns <= self.p99_ns)
+        in_time = p99_ns is not None and (not self.p99_ns or p99_ns <= self.p99_ns)
+        return in_time and not found.refused and (not self.rate or found.throughput >= sustained * found.offered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +110,28 @@ class Setting:
         """Rows a second, if all batches were as large as is best."""
         return self.layout.instances * self.layout.curve.rows_per_s(self.policy.max_batch_rows)
 
+    def most_per_s(self, rows: float) -> float:
+        """Requests of so many rows a second that executions, the event loop and whoever sends could have at most."""
+        costs = self.layout.costs
+        return min(self.capacity / rows, *(1e9 / max(1, ns) for ns in (costs.loop_ns, costs.sender_ns)))
+
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a setting makes of the load. `sustained`: the largest rate at which the goal would be met; 0: it isn't
-    met, or there is no rate."""
+    """What a setting makes of the load. `most`: the largest rate at which the goal would be met, or the most clients;
+    0: none, or not looked for. `live` is what `load` met of a server with this setting, if that was tried."""
 
     setting: Setting
     found: Simulated
     is_met: bool
-    sustained: float = 0.0
+    most: float = 0.0
+    live: Live | None = None
+    load: Goal | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the load that was tried was served as it is to be."""
+        return self.live is not None and self.load is not None and self.load.is_met(self.live, _SUSTAINED_LIVE)
 
     @property
     def p99_ns(self) -> float:
@@ -88,11 +140,22 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The setting as it is `now`, the `best` ones, of which the first is chosen, and how many were tried."""
+    """The setting as it is `now`, the `best` ones, of which the first is chosen, and how many were tried. `needs`: what
+    would help if none meets the goal."""
 
     now: Tried
     best: Sequence[Tried]
     tried: int
+    needs: Needs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """So many times the CPUs would do, and executions that are so many times as fast; 0: not even the most that was
+    tried."""
+
+    cpus: float
+    speed: float
 
 
 def settings_of(layouts: Sequence[Layout], policy: BatchPolicy, goal: Goal) -> list[Setting]:
@@ -131,36 +194,37 @@ async def choose(
         nonlocal done
         tried = []
         for one in some:
-            tried.append(await _loaded(one, goal, goal.rate, requests, seed))
+            tried.append(await _loaded(one, goal, requests, seed))
             done += 1
             show(done, total)
         return sorted(tried, key=lambda one: _rank(one, goal))
 
     first = await each(settings, requests // _PART)
     # Those that answer soonest, those that have most room for more, and what is served now.
-    roomy = sorted((one for one in first if one.is_met), key=lambda one: -one.setting.capacity)
+    roomy = sorted([one for one in first if one.is_met] or first, key=lambda one: -one.setting.capacity)
     some = [one.setting for one in (*first[:_EACH], *roomy[:_EACH])] + [now]
     best = await each([one for place, one in enumerate(some) if one not in some[:place]], requests)
     current = next(one for one in best if one.setting == now)
-    if goal.rate:
-        most = max(one.capacity for one in some) / goal.mean_rows
-        best = [
-            replace(one, sustained=await _sustained(one.setting, goal, most, requests // _PART, seed))
-            for one in best
-            if one.is_met
-        ] or best
+    needs = None
+    if met := [one for one in best if one.is_met]:
+        if goal.rate:
+            most = max(one.most_per_s(goal.mean_rows) for one in some)
+            best = [await _with_most(one, goal, goal.rate, most, requests // _PART, seed) for one in met]
+    else:
+        best = [await _with_most(one, goal, 0.0, goal.load, requests // _PART, seed) for one in best]
+        needs = await _needs(max(best, key=lambda one: one.most).setting, goal, requests // _PART, seed)
     show(total, total)
-    return Choice(current, _fewest_changes(best, now)[:_BEST], len(settings))
+    return Choice(current, _fewest_changes(best, now)[:_BEST], len(settings), needs)
 
 
 def _fewest_changes(tried: Sequence[Tried], now: Setting) -> list[Tried]:
     """The best first; of those that are as good, the one that differs least from what is served now."""
 
+    # Room for more requests is worth more than a latency that is short enough.
+    of_most = any(one.most for one in tried)
+
     def value(one: Tried) -> float:
-        if not one.is_met:
-            return -one.p99_ns
-        # Room for more requests is worth more than a latency that is short enough.
-        return one.sustained or one.found.throughput
+        return one.most if of_most else one.found.throughput if one.is_met else 1e9 / one.p99_ns
 
     def differences(one: Tried) -> int:
         mine, policy = one.setting.policy, now.policy
@@ -174,7 +238,7 @@ def _fewest_changes(tried: Sequence[Tried], now: Setting) -> list[Tried]:
     best = max(value(one) for one in tried if one.is_met is met)
 
     def key(one: Tried) -> tuple[bool, bool, int, float]:
-        is_worse = value(one) < (best / _AS_GOOD if met else best * _AS_GOOD)
+        is_worse = value(one) < best / _AS_GOOD
         return one.is_met is not met, is_worse, differences(one) if not is_worse else 0, -value(one)
 
     return sorted(tried, key=key)
@@ -187,21 +251,51 @@ def _rank(one: Tried, goal: Goal) -> tuple[bool, float]:
     return False, -one.found.throughput
 
 
-async def _loaded(setting: Setting, goal: Goal, rate: float, requests: int, seed: int) -> Tried:
+async def _loaded(setting: Setting, goal: Goal, requests: int, seed: int) -> Tried:
     layout = setting.layout
-    served = Served(setting.policy, layout.instances, layout.curves.cost, layout.handling_ns)
-    load: Open | Closed = Open(Poisson(rate, seed)) if rate else Closed(goal.clients)
-    if goal.recorded is not None:
-        load = Open(replace(goal.recorded.of_length(requests), speed=rate / goal.rate))
+    served = Served(setting.policy, layout.instances, layout.curves.cost, layout.costs, layout.threads, layout.cpus)
+    arrivals = goal.arrivals(seed, requests)
+    load = Closed(goal.clients) if arrivals is None else Open(arrivals)
     found = await simulate(served, load, requests=requests, contents=goal.contents, seed=seed)
-    is_met = goal.is_met(found) and (not rate or found.throughput >= _SUSTAINED * found.offered)
-    return Tried(setting, found, is_met)
+    return Tried(setting, found, goal.is_met(found))
 
 
-async def _sustained(setting: Setting, goal: Goal, most: float, requests: int, seed: int) -> float:
-    """The largest rate at which the goal is met, from the one at which it is, to a 32nd of the way to `most`."""
-    low, high = goal.rate, max(goal.rate, most)
+async def _with_most(one: Tried, goal: Goal, low: float, high: float, requests: int, seed: int) -> Tried:
+    """`one` with the largest load at which the goal is met, from `low`, at which it is, to a 32nd of the way to
+    `high`."""
+    if not low:
+        least = goal.at(high / 2**_HALVINGS)
+        if not (await _loaded(one.setting, least, requests, seed)).is_met:
+            return one
+        low = least.load
     for _ in range(_HALVINGS):
-        rate = (low + high) / 2
-        low, high = (rate, high) if (await _loaded(setting, goal, rate, requests, seed)).is_met else (low, rate)
-    return low
+        load = (low + max(low, high)) / 2
+        if not goal.rate:
+            load = math.floor(load)
+        if not load or load == low:
+            break
+        low, high = (load, high) if (await _loaded(one.setting, goal.at(load), requests, seed)).is_met else (low, load)
+    return replace(one, most=low)
+
+
+async def _needs(setting: Setting, goal: Goal, requests: int, seed: int) -> Needs:
+    layout = setting.layout
+
+    async def least(changed: Callable[[float], Layout], factors: Sequence[float]) -> float:
+        async def is_met(factor: float) -> bool:
+            return (await _loaded(replace(setting, layout=changed(factor)), goal, requests, seed)).is_met
+
+        if await is_met(factors[-1]):
+            for factor in factors[:-1]:
+                if await is_met(factor):
+                    return factor
+            return factors[-1]
+        return 0.0
+
+    def faster(factor: float) -> Layout:
+        return replace(layout, curves=layout.curves.scaled(1 / factor))
+
+    def more(factor: float) -> Layout:
+        return replace(layout, instances=layout.instances * int(factor), cpus=layout.cpus * int(factor))
+
+    return Needs(cpus=await least(more, _MORE_CPUS), speed=await least(faster, _FASTER))

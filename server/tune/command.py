@@ -5,24 +5,25 @@ Lives here: reading flags, printing, exit codes. Must not: import what only tuni
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TextIO
 
 import click
 
+from paceline.clients.connection import checked_target
 from paceline.clients.inputs import InputError
 from paceline.clients.load.mixture import MixedShape, parse_mixed_shape
-from paceline.clients.load.recording import RecordError
-from paceline.clients.options import Unusable, one_line
+from paceline.clients.options import ConnectionOptions, Seconds, access_options, one_line, one_line_errors
 from paceline.server.flags import Value
 
 __all__ = ["tune"]
 
 _UNITS_NS = {"us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 _COUNT = click.IntRange(min=1)
+_BAR = 30
 
 
 def _duration(context: click.Context, parameter: click.Parameter, text: str | None) -> int:
@@ -35,11 +36,48 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     return max(1, round(float(found[1]) * _UNITS_NS[found[2]]))
 
 
+def _server(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    try:
+        return None if text is None else checked_target("--from-server", text, "--tls")
+    except ValueError as error:
+        raise click.BadParameter(one_line(str(error)), context, parameter) from None
+
+
 def _shapes(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, MixedShape]:
     try:
         return dict(map(parse_mixed_shape, texts))
     except InputError as error:
         raise click.BadParameter(one_line(str(error)), context, parameter) from None
+
+
+class Progress:
+    """How far it is: on a terminal as a bar, in a line that is gone at the end; elsewhere a line for each thing that is
+    begun; without `out`, nothing."""
+
+    def __init__(self, out: TextIO | None) -> None:
+        self._out, self._said = out, ""
+        self._draws = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._draws:
+            self._write("\r\x1b[K")
+
+    def say(self, doing: str, share: float) -> None:
+        """`share`: how much of all is done, from 0 to 1."""
+        if self._draws:
+            bar = "#" * round(_BAR * share)
+            self._write(f"\r[{bar:<{_BAR}}] {share:4.0%}  {doing}\x1b[K")
+        elif doing != self._said:
+            self._write(f"{doing}\n")
+        self._said = doing
+
+    def _write(self, text: str) -> None:
+        if self._out is not None:
+            self._out.write(text)
+            self._out.flush()
 
 
 @click.command(context_settings={"auto_envvar_prefix": "PACELINE_TUNE"})
@@ -52,6 +90,11 @@ def _shapes(context: click.Context, parameter: click.Parameter, texts: tuple[str
     "--arrivals", type=click.File(encoding="utf-8-sig"), metavar="FILE",
     help="Requests come as they came once: what `paceline load --arrivals` takes.",
 )  # fmt: skip
+@click.option(
+    "--from-server", callback=_server, metavar="HOST[:PORT]",
+    help="As many requests a second as come to a server that serves the model now, with as many rows.",
+)  # fmt: skip
+@click.option("--max-throughput", "most", is_flag=True, help="As many as can be served.")
 @click.option("--p99", "p99_ns", callback=_duration, metavar="TIME", help="99 % are to be answered within, say, 20ms.")
 @click.option("--rows", type=_COUNT, help="Rows of a request, where no shape says them.  [default: 1]")
 @click.option("--shape", "shapes", multiple=True, callback=_shapes, metavar="NAME=SHAPE",
@@ -64,12 +107,19 @@ def _shapes(context: click.Context, parameter: click.Parameter, texts: tuple[str
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
 @click.option("--progress/--no-progress", default=True, help="Say on stderr how far it is.")
+@click.option("--verify/--no-verify", default=True, show_default=True,
+    help="Whether the best settings are tried, on servers.")  # fmt: skip
+@click.option("--seconds", type=Seconds(min=0.2), default=5.0, show_default=True, help="How long they are tried each.")
 @click.option("--allow-python-models", is_flag=True, help="Whether the model may be Python code.")
+@access_options
 def tune(
     model: Path,
     rate: float | None,
     clients: int | None,
     arrivals: TextIO | None,
+    from_server: str | None,
+    most: bool,
+    access: ConnectionOptions,
     out: Path | None,
     form: str,
     progress: bool,
@@ -78,13 +128,13 @@ def tune(
     """Find the settings with which MODEL serves a load best on this machine.
 
     MODEL is a model's folder or a .onnx file. How long its executions take is measured, by rows, and with several
-    layouts of instances and threads; then the load is simulated with many settings.
+    layouts of instances and threads; then the load is simulated with many settings, and the best are tried on servers.
 
     Exits with 0 if the load can be served as asked for, with 1 if it can't, or the model can't be tuned; with 2 if a
     flag can't be used.
     """
-    if [rate, clients, arrivals].count(None) != 2:
-        raise click.UsageError("expected one of --rate, --clients and --arrivals")
+    if [rate, clients, arrivals, from_server, most or None].count(None) != 4:
+        raise click.UsageError("expected one of --rate, --clients, --arrivals, --from-server and --max-throughput")
     if out is not None and not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
         raise click.UsageError(f"--out {out}: expected a file that can be written, in an existing folder")
     # Heavy: `paceline tune --help` does without.
@@ -92,27 +142,25 @@ def tune(
     from paceline.server.tune.choosing import Goal
     from paceline.server.tune.job import Asked, tune_model
     from paceline.server.tune.measuring import TuneError
-    from paceline.server.tuning import new_loop
+    from paceline.server.tune.observing import observed
 
     log.configure("warning", "text")
-    goal = Goal(rate or 0.0, clients or 0, given["p99_ns"])
-    asked = Asked(
-        model, goal, given["shapes"], given["rows"], (arrivals and arrivals.readlines()) or (), given["seed"],
-        given["allow_python_models"],
-    )  # fmt: skip
-
-    def say(text: str) -> None:
-        if progress:
-            click.echo(text, err=True)
-
-    try:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
+    rows = given["rows"]
+    with Progress(sys.stderr if progress else None) as show, one_line_errors(access):
+        if from_server is not None:
+            show.say(f"looking at {from_server}", 0.0)
+            seen = observed(from_server, access, model.stem)
+            rate, rows = seen.per_s, rows or seen.rows
+        goal = Goal(rate or 0.0, clients or 0, given["p99_ns"], is_most=most)
+        asked = Asked(
+            model, goal, given["shapes"], rows, (arrivals and arrivals.readlines()) or (), given["seed"],
+            given["allow_python_models"], given["seconds"] if given["verify"] else 0.0,
+        )  # fmt: skip
+        try:
             # Callers of `main` can pass their own backends as click's `obj`, as tests do.
-            tuned, config = runner.run(tune_model(asked, say, click.get_current_context().obj))
-    except (InputError, RecordError) as error:
-        raise Unusable(one_line(str(error))) from None
-    except TuneError as error:
-        raise click.ClickException(one_line(str(error))) from None
+            tuned, config = tune_model(asked, show.say, click.get_current_context().obj)
+        except TuneError as error:
+            raise click.ClickException(one_line(str(error))) from None
     if out is not None:
         out.write_text(config, encoding="utf-8")
     click.echo(tuned.as_json() if form == "json" else tuned.text())

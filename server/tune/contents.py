@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.backends.spec import Array, ModelSpec
+from paceline.clients.inputs import TypedInputs
 from paceline.server.errors import InvalidRequest
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.inner_request import array_request
@@ -23,18 +24,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LoadContents:
-    """The `contents` of requests, in turn. `measured`: shapes of inputs, by the sizes that their rows have, filled up:
-    the smallest, the mean one or what is next to it, the largest. `typical_size`: the mean."""
+    """The `contents` of `requests`, in turn. `measured`: shapes of inputs, by the sizes that their rows have, filled
+    up: the smallest, the mean one or what is next to it, the largest. `typical_size`: the mean."""
 
+    requests: Sequence[TypedInputs]
     contents: Sequence[Contents]
     measured: Mapping[int, Mapping[str, Shape]]
     typical_size: int
 
 
-def contents_of(served: ServedModel, requests: Sequence[Mapping[str, Array]], order: Sequence[int]) -> LoadContents:
+def contents_of(served: ServedModel, requests: Sequence[TypedInputs], order: Sequence[int]) -> LoadContents:
     """Of a load with these `requests`, which come in this `order`. Raises TuneError for what the model can't take."""
     spec = served.spec
-    found = [_contents(served, inputs) for inputs in requests]
+    arrays = [one.arrays for one in requests]
+    found = [_contents(served, inputs) for inputs in arrays]
     largest = max(one.rows for one in found)
     if served.max_batch_rows and largest > served.max_batch_rows:
         raise TuneError(f"requests of {largest} rows: expected at most {served.max_batch_rows}, the largest batch")
@@ -42,7 +45,7 @@ def contents_of(served: ServedModel, requests: Sequence[Mapping[str, Array]], or
         # They differ in more than lengths, and a row's elements are what its size is.
         found = [
             replace(one, row_size=_elements(spec, inputs, bool(served.max_batch_rows)))
-            for one, inputs in zip(found, requests, strict=True)
+            for one, inputs in zip(found, arrays, strict=True)
         ]
     padded = [tuple(length.padded(size) for length, size in zip(spec.lengths, one.sizes, strict=True)) for one in found]
     sizes = [one.size(filled) for one, filled in zip(found, padded, strict=True)]
@@ -51,8 +54,8 @@ def contents_of(served: ServedModel, requests: Sequence[Mapping[str, Array]], or
     measured = {}
     for size in chosen:
         place = sizes.index(size)
-        measured[size] = _filled(spec, requests[place], padded[place])
-    return LoadContents(found, measured, mean)
+        measured[size] = _filled(spec, arrays[place], padded[place])
+    return LoadContents(requests, found, measured, mean)
 
 
 def _contents(served: ServedModel, inputs: Mapping[str, Array]) -> Contents:

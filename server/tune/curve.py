@@ -29,6 +29,11 @@ class Curve:
         measured, on the line between them; in proportion to the largest, beyond it."""
         return _between(self.sizes, rows, lambda size: self._quantile_ns(size, share))
 
+    def scaled(self, factor: float) -> Curve:
+        """Of executions that take so many times as long."""
+        durations = self.durations_ns.items()
+        return Curve({rows: [max(1, int(ns * factor)) for ns in found] for rows, found in durations})
+
     def mean_ns(self, rows: int) -> float:
         """Of a size that was measured."""
         return sum(self.durations_ns[rows]) / len(self.durations_ns[rows])
@@ -64,6 +69,10 @@ class Curves:
                 if all(rows in other.durations_ns for other in others)
             }
         )
+
+    def scaled(self, factor: float) -> Curves:
+        """Of executions that take so many times as long."""
+        return Curves({size: one.scaled(factor) for size, one in self.by_size.items()}, self.typical_size)
 
     def cost(self, rows: int, size: int, share: float) -> int:
         """What an execution of `rows` rows of `size` takes, as `Curve.cost`."""

@@ -5,9 +5,12 @@ Lives here: the order of things, and which models can be tuned. Must not: flags,
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from paceline.backends.base import Backend, DeviceKind
@@ -25,27 +28,38 @@ from paceline.server.models.layout import CONFIG_FILE
 from paceline.server.models.model_config import parse_config
 from paceline.server.models.offline import layouts
 from paceline.server.models.served_model import ServedModel
-from paceline.server.tune.choosing import Goal, Setting, choose, settings_of
+from paceline.server.tune.choosing import Choice, Goal, Setting, choose, settings_of
 from paceline.server.tune.config_file import changes_of, config_text
 from paceline.server.tune.contents import LoadContents, contents_of
+from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout, TuneError, measure, sizes_to_try
 from paceline.server.tune.report import Tuned
+from paceline.server.tune.trials import Trials
+from paceline.server.tune.verifying import verified
+from paceline.server.tuning import new_loop
 
-__all__ = ["Asked", "tune_model"]
+__all__ = ["Asked", "measure_model", "own_config", "tune_model"]
 
 _MOST_ROWS = 64
 """Of a batch that is tried, of models without a configuration."""
 _DISTINCT = 256
 """How many requests shapes are drawn for, if they are drawn at random."""
 
-Say = Callable[[str], None]
+_MOST_CLIENTS = 256
+_SHARES_OF_MOST = (0.6, 0.3, 0.15, 0.05)
+"""Of what instances can compute: rates that are tried until one can be served in time."""
+_AFTER_CURVES, _AFTER_COSTS, _AFTER_CHOICE = 0.5, 0.6, 0.7
+"""How much of all is done then, about."""
+_ATTEMPTS, _NEARLY = 4, 0.99
+
+Say = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """`shapes` are those of a request's inputs that the model leaves open, with the rows in front; `rows` are those of
     other inputs. `arrivals` are lines of a recording, of which the goal gets its rate, and its contents if it has
-    shapes."""
+    shapes. `seconds`: how long the best settings are tried each, on servers; 0: they aren't."""
 
     model: Path
     goal: Goal
@@ -54,34 +68,63 @@ class Asked:
     arrivals: Sequence[str] = ()
     seed: int = 0
     allow_python_models: bool = False
+    seconds: float = 0.0
 
 
-async def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | None = None) -> tuple[Tuned, str]:
-    """What was found, and the text of a configuration that has it. `say` is told how far it is. Raises TuneError,
-    and InputError for inputs that can't be made up."""
-    config = _config(asked.model)
-    async with _engine(asked, None, BatchDefaults().max_batch_rows, backend_of) as (_, served):
-        policy = served.batcher.policy
-        goal, load = _load_of(asked, served)
-    possible = layouts(0, usable_cpus().count)
-    tried = [await _measured(asked, load, offline, say, backend_of) for offline in possible]
-    now = Setting(tried[0], policy)
-    settings = settings_of(tried, policy, goal)
-    shown = -1
+def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | None = None) -> tuple[Tuned, str]:
+    """What was found, and the text of a configuration that has it. `say` is told what is done now, and what share of
+    all is done. Raises TuneError, and InputError for inputs that can't be made up. To be called on the main thread:
+    whatever ends it ends the servers that are tried."""
+    config = own_config(asked.model)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        goal, load, now, tried = runner.run(measure_model(asked, say, backend_of))
+        trials = Trials(asked.model, config, load, now, asked.seed, asked.allow_python_models)
+        if asked.seconds:
+            say("measuring what requests cost besides their executions", _AFTER_CURVES)
+            with trials.server(now) as server:
+                costs = trials.costs(server, goal, asked.seconds)
+            tried = [replace(one, costs=costs) for one in tried]
+            now = replace(now, layout=tried[0])
+        goal, choice = runner.run(_chosen(asked, goal, now, tried, say))
+    if asked.seconds:
+        attempts = count()
 
-    def show(done: int, of: int) -> None:
-        nonlocal shown
-        if (tenth := 10 * done // of) > shown:
-            shown = tenth
-            say(f"simulating {len(settings)} settings: {10 * tenth} %")
+        def attempt(setting: Setting, goal: Goal) -> Live:
+            share = _AFTER_CHOICE + (1 - _AFTER_CHOICE) * next(attempts) / _ATTEMPTS
+            say("trying the best settings on a server", min(_NEARLY, share))
+            with trials.server(setting) as server:
+                return trials.load(server, goal, asked.seconds)
 
-    choice = await choose(now, settings, goal, asked.seed, show)
+        choice = verified(choice, goal, attempt)
+    say("done", 1.0)
     chosen = choice.best[0].setting
     tuned = Tuned(asked.model.name, goal, choice, changes_of(now, chosen), asked.seed)
     return tuned, config_text(config, chosen, tuned.changes, [f"Tuned: {tuned.verdict()}."])
 
 
-def _config(model: Path) -> pb.ModelConfig:
+async def _chosen(asked: Asked, goal: Goal, now: Setting, tried: Sequence[Layout], say: Say) -> tuple[Goal, Choice]:
+    """With the goal that was meant, if as much as can be had was asked for."""
+    goals = [goal]
+    if goal.is_most:
+        all_rows = [Setting(one, replace(now.policy, max_batch_rows=one.curve.sizes[-1])) for one in tried]
+        largest = max(one.layout.instances * one.policy.max_batch_rows for one in all_rows) / goal.mean_rows
+        goals = [replace(goal, clients=max(2, min(_MOST_CLIENTS, math.ceil(2 * largest))))]
+        if goal.p99_ns:  # at ever lower rates, until one can be served in time: from there, ever more is tried
+            most = max(one.most_per_s(goal.mean_rows) for one in all_rows)
+            goals = [replace(goal, rate=share * most) for share in _SHARES_OF_MOST]
+    for goal in goals:
+        settings = settings_of(tried, now.policy, goal)
+
+        def show(done: int, of: int, settings: Sequence[Setting] = settings) -> None:
+            say(f"simulating {len(settings)} settings", _AFTER_COSTS + (_AFTER_CHOICE - _AFTER_COSTS) * done / of)
+
+        choice = await choose(now, settings, goal, asked.seed, show)
+        if choice.best[0].is_met:
+            break
+    return goal, choice
+
+
+def own_config(model: Path) -> pb.ModelConfig:
     """What the model's own configuration says; no more than its backend if it has none."""
     file = model / CONFIG_FILE
     try:
@@ -107,13 +150,30 @@ def _load_of(asked: Asked, served: ServedModel) -> tuple[Goal, LoadContents]:
         raise InputError("--arrivals: expected arrivals at different times")
     numbers: Sequence[int] = arrivals.contents if arrivals is not None else range(len(requests))
     order = [number % len(requests) for number in numbers]
-    load = contents_of(served, [one.arrays for one in requests], order)
+    load = contents_of(served, requests, order)
     rate = arrivals.rate if arrivals is not None else asked.goal.rate
     return replace(asked.goal, contents=load.contents, recorded=arrivals, rate=rate), load
 
 
-async def _measured(
-    asked: Asked, load: LoadContents, offline: Offline, say: Say, backend_of: Callable[[str], Backend] | None
+async def measure_model(
+    asked: Asked, say: Say, backend_of: Callable[[str], Backend] | None
+) -> tuple[Goal, LoadContents, Setting, Sequence[Layout]]:
+    """The goal with what its requests have, the model as it is now, and all layouts."""
+    async with _engine(asked, None, BatchDefaults().max_batch_rows, backend_of) as (_, served):
+        policy = served.batcher.policy
+        goal, load = _load_of(asked, served)
+    possible = layouts(0, usable_cpus().count)
+    found = []
+    for number, offline in enumerate(possible):
+        instances, threads = offline.instances, offline.intra_op_threads
+        what = f"{instances or 'the configured'} instances" + (f", {threads} threads each" if threads else "")
+        say(f"measuring {what}", _AFTER_CURVES * number / len(possible))
+        found.append(await _layout(asked, load, offline, backend_of))
+    return goal, load, Setting(found[0], policy), found
+
+
+async def _layout(
+    asked: Asked, load: LoadContents, offline: Offline, backend_of: Callable[[str], Backend] | None
 ) -> Layout:
     async with _engine(asked, offline, _MOST_ROWS, backend_of) as (engine, served):
         metadata, has_rows = metadata_of(served.config, [served.version]), served.max_batch_rows > 0
@@ -126,8 +186,6 @@ async def _measured(
 
             return inputs
 
-        instances, threads = len(served.instances.runners), offline.intra_op_threads
-        say(f"measuring {instances} instance{'s' * (instances > 1)}" + (f", {threads} threads each" if threads else ""))
         least = min(one.rows for one in load.contents)
         batches = [rows for rows in sizes_to_try(max(1, served.max_batch_rows)) if rows >= least]
         by_size = {size: inputs_of(shapes) for size, shapes in load.measured.items()}

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from paceline.server.tune.choosing import Choice, Goal, Tried
+from paceline.server.tune.choosing import Choice, Found, Goal, Needs, Tried
 from paceline.server.tune.config_file import Change
 
 __all__ = ["Tuned"]
 
-_NOT_IN_IT = "Figures are of this machine, and of the server from inside: gRPC and the network come on top."
+_PREDICTED = "Figures are of this machine, and of the server from inside: gRPC and the network come on top."
+_TRIED = "Figures are of this machine, which also sends the requests; live ones are of a server, with gRPC."
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,32 +30,59 @@ class Tuned:
 
     @property
     def is_met(self) -> bool:
-        return self.choice.best[0].is_met
+        """Whether the load that was asked for was served as it is to be; without a trial, would be."""
+        best, goal = self.choice.best[0], self.goal
+        if best.load is None:
+            return best.is_met
+        return best.holds and (goal.is_most or best.load.load >= goal.load)
 
     def verdict(self) -> str:
         """Whether the goal can be met, and what follows if not."""
         best, goal = self.choice.best[0], self.goal
-        if not best.is_met:
-            found = f"at best, p99 is {_ms(best.p99_ns)} at {best.found.throughput:.4g} requests/s"
-            return (
-                f"{self._asked()} can't be met here: {found}. It takes more or faster CPUs, a GPU, or a smaller model"
-            )
-        if goal.rate:
-            times = best.sustained / goal.rate
-            most = f"{best.sustained:.4g} requests/s ({times - 1:+.0%})"
-            if goal.recorded is not None:
-                most = f"{times:.3g} times as fast"
-            return f"{self._asked()} is met, and would be up to {most}"
-        return f"{self._asked()}: {best.found.throughput:.4g} requests/s"
+        if not self.is_met:
+            return self._unmet()
+        if goal.is_most:
+            found = best.live or best.found
+            return f"{self._asked()}: {found.throughput:.4g} requests/s"
+        if goal.clients:
+            met = f" with p99 {_p99(best.live or best.found)}" if goal.p99_ns else ""
+            return f"{self._asked()}: {(best.live or best.found).throughput:.4g} requests/s{met}"
+        tried = f" (p99 was {_p99(best.live)} when it was tried)" if best.live is not None else ""
+        times = best.most / goal.rate
+        most = f"{best.most:.4g} requests/s ({times - 1:+.0%})"
+        if goal.recorded is not None:
+            most = f"{times:.3g} times as fast"
+        return f"{self._asked()} is met{tried}, and would be up to {most}"
+
+    def _unmet(self) -> str:
+        best, needs = self.choice.best[0], self.choice.needs
+        if best.is_met and best.live is not None and best.load is not None:
+            expected = f"should be met by prediction, with p99 {_p99(best.found)}, but wasn't when it was tried"
+            return f"{self._asked()} {expected}. {self._highest()}"
+        found = f"at best, p99 is {_ms(best.p99_ns)} at {best.found.throughput:.4g} requests/s"
+        return f"{self._asked()} can't be met here: {found}. {self._highest()} {_what_helps(needs)}".rstrip()
+
+    def _highest(self) -> str:
+        """The largest load with which the goal is met."""
+        best, goal = self.choice.best[0], self.goal
+        if best.load is None:
+            load, met = best.most, "would be met"
+        else:
+            load, met = best.load.load, f"was met when tried (p99 {_p99(best.live)})"
+            if not best.holds:
+                return f"Nor was {_load(goal.at(load))} when tried (p99 {_p99(best.live)})."
+        if not load:
+            return "With less load it wouldn't, either."
+        return f"Up to {_load(goal.at(load))} {met}."
 
     def text(self) -> str:
         """Lines, without an end of the last."""
         choice = self.choice
-        rows: list[tuple[str, ...]] = [
-            ("", "instances", "threads", "max batch", "delay us", "requests/s", "p50", "p99", "rows/batch", "busy")
-        ]
+        rows: list[tuple[str, ...]] = [_HEADING]
         rows.append(("now", *_row(choice.now)))
         rows += [(name, *_row(one)) for name, one in zip(("best", "second", "third"), choice.best, strict=False)]
+        if choice.best[0].live is None:
+            rows = [row[:-_LIVE_COLUMNS] for row in rows]
         widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
         table = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
         layout = choice.best[0].setting.layout
@@ -66,7 +94,7 @@ class Tuned:
                 "",
                 *table,
                 "",
-                f"{choice.tried} settings simulated. {_NOT_IN_IT}",
+                f"{choice.tried} settings simulated. {_PREDICTED if choice.best[0].live is None else _TRIED}",
                 f"Executions with the best layout, all instances busy: {measured}.",
                 *(["to change:", *changes] if changes else ["nothing to change"]),
             ]
@@ -83,6 +111,7 @@ class Tuned:
                     "clients": goal.clients or None,
                     "p99_ms": goal.p99_ns / 1e6 or None,
                     "rows": goal.mean_rows,
+                    "most": goal.is_most,
                     "recorded": len(goal.recorded.at_ns) if goal.recorded is not None else None,
                 },
                 "seed": self.seed,
@@ -91,20 +120,28 @@ class Tuned:
                 "now": _json(self.choice.now),
                 "best": [_json(one) for one in self.choice.best],
                 "tried": self.choice.tried,
+                "needs": asdict(self.choice.needs) if self.choice.needs is not None else None,
                 "changes": [one._asdict() for one in self.changes],
             }
         )
 
     def _asked(self) -> str:
         goal = self.goal
-        load = f"{goal.rate:g} requests/s" if goal.rate else f"{goal.clients} clients"
+        load = "as much as possible" if goal.is_most else _load(goal)
         if goal.recorded is not None:
             load = f"{len(goal.recorded.at_ns)} recorded arrivals, {goal.rate:.4g} a second,"
         return f"{load} with p99 within {_ms(goal.p99_ns)}" if goal.p99_ns else load
 
 
+_LIVE_COLUMNS = 4
+_HEADING = (
+    *("", "instances", "threads", "max batch", "delay us", "requests/s", "p50", "p99", "rows/batch", "busy"),
+    *("live: load", "requests/s", "p50", "p99"),
+)
+
+
 def _row(one: Tried) -> tuple[str, ...]:
-    policy, found, layout = one.setting.policy, one.found, one.setting.layout
+    policy, found, layout, live = one.setting.policy, one.found, one.setting.layout, one.live
     return (
         str(layout.instances),
         str(layout.offline.intra_op_threads or "-"),
@@ -112,10 +149,25 @@ def _row(one: Tried) -> tuple[str, ...]:
         str(policy.max_queue_delay_ns // 1_000),
         f"{found.throughput:.4g}",
         _ms(found.latencies.percentile_ns(50) or 0),
-        _ms(one.p99_ns),
+        _p99(found),
         f"{found.rows_per_batch:.3g}",
         f"{found.busy:.0%}",
+        f"{one.load.load:.4g}" if one.load is not None else "-",
+        *((f"{live.throughput:.4g}", _ms(live.latencies.percentile_ns(50) or 0), _p99(live)) if live else ("-",) * 3),
     )
+
+
+def _what_helps(needs: Needs | None) -> str:
+    if needs is None:
+        return ""
+    if not needs.cpus and not needs.speed:
+        return "Neither more CPUs nor a faster model would do: requests take too long besides their executions."
+    ways = []
+    if needs.cpus:
+        ways.append(f"about {needs.cpus:g} times the CPUs")
+    if needs.speed:
+        ways.append(f"executions that are {needs.speed:g} times as fast: a smaller model, a faster CPU or a GPU")
+    return f"It takes {', or '.join(ways)}." + ("" if needs.cpus else " More CPUs alone wouldn't do.")
 
 
 def _json(one: Tried) -> dict[str, object]:
@@ -128,14 +180,44 @@ def _json(one: Tried) -> dict[str, object]:
         "max_queue_delay_microseconds": policy.max_queue_delay_ns // 1_000,
         "met": one.is_met,
         "requests_per_s": found.throughput,
-        "sustained_per_s": one.sustained or None,
+        "most": one.most or None,
         **{name: None if ns is None else ns / 1e6 for name, ns in percentiles.items()},
         "refused": found.refused,
         "busy": found.busy,
         "batches": {str(rows): number for rows, number in found.batches.items()},
         "measured_ms": {str(size): layout.curve.mean_ns(size) / 1e6 for size in layout.curve.sizes},
-        "handling_us": layout.handling_ns / 1e3,
+        "costs_us": {
+            "server": layout.costs.loop_ns / 1e3,
+            "sender": layout.costs.sender_ns / 1e3,
+            "transit": layout.costs.transit_ns / 1e3,
+        },
+        "live": _live_json(one),
     }
+
+
+def _live_json(one: Tried) -> dict[str, object] | None:
+    live, load = one.live, one.load
+    if live is None or load is None:
+        return None
+    return {
+        "rate": load.rate or None,
+        "clients": load.clients or None,
+        "met": one.holds,
+        "requests_per_s": live.throughput,
+        **{f"p{percent:g}_ms": (live.latencies.percentile_ns(percent) or 0) / 1e6 for percent in (50, 90, 99, 99.9)},
+        "refused": live.refused,
+        "rows_per_batch": live.rows_per_batch,
+    }
+
+
+def _load(goal: Goal) -> str:
+    if not goal.rate:
+        return f"{goal.clients} client{'s' * (goal.clients > 1)}"
+    return f"{goal.rate:.4g} requests/s"
+
+
+def _p99(found: Found | None) -> str:
+    return _ms((found and found.latencies.percentile_ns(99)) or 0)
 
 
 def _ms(ns: float) -> str:

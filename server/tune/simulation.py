@@ -14,7 +14,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, groupby, islice
 from random import Random
@@ -29,13 +29,13 @@ from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Done, Outcome
 from paceline.scheduler.waiting import SharedQueueLimits
 
-__all__ = ["Closed", "Contents", "Cost", "Open", "Served", "Simulated", "simulate"]
+__all__ = ["Closed", "Contents", "Cost", "Costs", "Open", "Served", "Simulated", "simulate"]
 
 Cost = Callable[[int, int, float], int]
 """How many nanoseconds an execution of so many rows of a size takes; of all that it may take, the one below which the
 given share of them (from 0 to 1) lies."""
 
-_ALARM, _END, _ARRIVAL = range(3)
+_ALARM, _END, _ARRIVAL, _SENDING = range(4)
 """What is due at the same moment is done in this order."""
 
 
@@ -69,14 +69,27 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What a request takes besides its execution: `loop_ns` of the server's event loop, `sender_ns` of the one process
+    that sends all requests, on the same machine, each of them half before the execution and half after it; and
+    `transit_ns` on the way between the two, there and back, in which neither computes."""
+
+    loop_ns: int = 0
+    sender_ns: int = 0
+    transit_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
-    """What serves: so many `instances`, batches by `policy`, of executions that take what `cost` says. A request costs
-    the event loop `handling_ns`, half of them when it comes, half when it is answered."""
+    """What serves: so many `instances`, batches by `policy`, of executions that take what `cost` says, if each of
+    the `threads` that compute then has a CPU. All that computes at a time shares `cpus` fairly; 0: there are enough."""
 
     policy: BatchPolicy
     instances: int
     cost: Cost
-    handling_ns: int = 0
+    costs: Costs = field(default_factory=Costs)
+    threads: float = 1.0
+    cpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +234,14 @@ class _Instance:
         self._next = None
         return True
 
+    def executes(self, now_ns: int) -> bool:
+        return self._current is not None and self._ends_ns > now_ns
+
+    def delay(self, ns: int) -> None:
+        """What executes ends so much later."""
+        self._ends_ns += ns
+        self.executed_ns += ns
+
     def _begin(self, handed: _Handed, now_ns: int) -> None:
         payloads, rows, _ = handed
         columns = zip(*[one.contents.sizes for one in payloads], strict=True)
@@ -234,6 +255,9 @@ class _Instance:
 
     def _on_end(self, at_ns: int) -> None:
         assert self._current is not None
+        if self._ends_ns > at_ns:
+            self._clock.at(self._ends_ns, _END, self._on_end)
+            return
         (payloads, _, done), began_ns = self._current, self._began_ns
         self._current = None
         if self._next is not None:
@@ -254,6 +278,9 @@ class _World:
         self._first = first
         self._due_ns: list[int] = []
         self._numbers: list[int] = []
+        # When whoever sends has time again, and how much it computes while the event loop does.
+        self._sender_ns = 0
+        self._sending = min(1.0, served.costs.sender_ns / max(1, served.costs.loop_ns))
         self._arrivals: Iterator[Arrival] = iter(())
         self._instances = [
             _Instance(self._clock, served, Random(f"{seed} {number}")) for number in range(served.instances)
@@ -313,19 +340,29 @@ class _World:
             if len(self._due_ns) < self._requests:
                 self._due_ns.append(at_ns)
                 self._numbers.append(number)
-                self._clock.at(at_ns, _ARRIVAL, self._on_arrival)
+                self._clock.at(at_ns, _SENDING, self._on_sending)
 
-    def _on_arrival(self, at_ns: int) -> None:
+    def _on_sending(self, at_ns: int) -> None:
+        """A request is due. Those that are due at the same time are sent one after the other."""
+        costs = self._served.costs
+        self._sender_ns = max(self._sender_ns, at_ns) + costs.sender_ns // 2
+
+        def arrive(_: int) -> None:
+            self._on_arrival(at_ns)
+
+        self._clock.at(self._sender_ns + costs.transit_ns // 2, _ARRIVAL, arrive)
+        self._expect(islice(self._arrivals, 1))
+
+    def _on_arrival(self, due_ns: int) -> None:
         number, self._made = self._made, self._made + 1
         contents = self._contents[self._numbers[number] % len(self._contents)]
         request: Request[_Payload, None] = Request(
             _Payload(number, contents), contents.rows, contents.key, self._clock.now_ns(),
-            sizes=contents.sizes, tag=at_ns,
+            sizes=contents.sizes, tag=due_ns,
         )  # fmt: skip
         request.on_answers = self._on_answers
-        self._clock.spend(self._served.handling_ns // 2)
+        self._spend(self._served.costs.loop_ns // 2)
         self._batcher.announce(self._submit, request)
-        self._expect(islice(self._arrivals, 1))
 
     def _submit(self, requests: list[Request[_Payload, None]]) -> None:
         # What is submitted together has the same rows and key.
@@ -339,15 +376,29 @@ class _World:
             self._leave([one], answered=one.answered)
 
     def _leave(self, requests: Sequence[Request[_Payload, None]], *, answered: bool) -> None:
+        costs = self._served.costs
         for one in requests:
-            self._clock.spend(self._served.handling_ns - self._served.handling_ns // 2)
+            self._spend(costs.loop_ns - costs.loop_ns // 2)
             self._left += 1
-            now_ns = self._clock.now_ns()
+            # The sender takes answers one after the other, too.
+            arrives_ns = self._clock.now_ns() + costs.transit_ns - costs.transit_ns // 2
+            self._sender_ns = ended_ns = max(self._sender_ns, arrives_ns) + costs.sender_ns - costs.sender_ns // 2
             if answered:
-                self._answered_ns.append(now_ns)
+                self._answered_ns.append(ended_ns)
             if one.payload.number >= self._first and answered:
-                self._latencies_ns.append(now_ns - one.tag)
+                self._latencies_ns.append(ended_ns - one.tag)
             elif one.payload.number >= self._first:
                 self._refused += 1
             if isinstance(self._load, Closed):
-                self._expect([(now_ns, len(self._due_ns))])
+                self._expect([(ended_ns, len(self._due_ns))])
+
+    def _spend(self, ns: int) -> None:
+        """Let the event loop compute for so long. Whoever sends computes meanwhile, and instances may: with fewer CPUs
+        than that, all of it takes longer."""
+        served, now_ns = self._served, self._clock.now_ns()
+        executing = [one for one in self._instances if one.executes(now_ns)]
+        computing = 1 + self._sending + served.threads * len(executing)
+        took_ns = round(ns * max(1.0, computing / served.cpus)) if served.cpus else ns
+        self._clock.spend(took_ns)
+        for one in executing:
+            one.delay(took_ns - ns)

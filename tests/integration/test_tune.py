@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from paceline.clients.options import ConnectionOptions
+from paceline.clients.sync import InferenceClient
 from paceline.server.cli import main
 from paceline.server.engine import Engine
+from paceline.server.tune.measuring import TuneError
+from paceline.server.tune.observing import observed
 from tests import models
+from tests.harness import ServerProcess
+
+LOADS = "--rate, --clients, --arrivals, --from-server and --max-throughput"
 
 
 def tune(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["tune", *map(str, arguments)])
 
 
+def small(folder: Path, most_rows: int) -> Path:
+    """A model of which little has to be tried."""
+    models.write(models.mlp((64, 64, 8)), folder / "m" / "1" / "model.onnx")
+    (folder / "m" / "config.pbtxt").write_text(f"max_batch_size: {most_rows} dynamic_batching {{ }}")
+    return folder / "m"
+
+
 def test_written_configuration_serves_as_it_was_chosen(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     file = models.write(models.mlp((64, 64, 8)), tmp_path / "m" / "1" / "model.onnx")
-    result = tune(file, "--clients", 8, "--format", "json", "--out", tmp_path / "m" / "config.pbtxt")
+    result = tune(file, "--clients", 8, "--no-verify", "--format", "json", "--out", tmp_path / "m" / "config.pbtxt")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["goal"]["clients"] == 8
@@ -41,17 +58,68 @@ def test_written_configuration_serves_as_it_was_chosen(tmp_path: Path) -> None:
 
 
 def test_target_that_cannot_be_met_is_told(tmp_path: Path) -> None:
-    result = tune(models.write(models.mlp((64, 64, 8)), tmp_path / "m.onnx"), "--rate", 100, "--p99", "1us")
+    result = tune(
+        models.write(models.mlp((64, 64, 8)), tmp_path / "m.onnx"), "--rate", 100, "--p99", "1us", "--no-verify"
+    )
     assert result.exit_code == 1
     assert "100 requests/s with p99 within 0.001 ms can't be met here: at best, p99 is" in result.stdout
-    assert "measuring 1 instance" in result.stderr
+    assert "With less load it wouldn't, either." in result.stdout
+    assert "measuring the configured instances" in result.stderr
+
+
+def test_best_settings_are_tried_on_servers(tmp_path: Path) -> None:
+    # One row at a time leaves nothing to choose but the layout.
+    result = tune(small(tmp_path, 1), "--clients", 2, "--seconds", 0.2, "--format", "json")
+    assert result.exit_code == 0, result.output
+    for one in json.loads(result.stdout)["best"]:
+        assert one["live"]["clients"] == 2
+        assert one["live"]["requests_per_s"] > 0
+        assert one["live"]["rows_per_batch"] == 1
+        assert one["costs_us"]["server"] > 0
+        assert one["costs_us"]["sender"] > 0
+    assert "trying the best settings on a server" in result.stderr
+
+
+def test_most_that_can_be_served_is_found(tmp_path: Path) -> None:
+    result = tune(small(tmp_path, 2), "--max-throughput", "--p99", "1s", "--no-verify", "--format", "json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["goal"]["most"]
+    assert found["best"][0]["most"] > found["goal"]["rate"]
+
+
+def test_load_of_a_running_server_is_read(tmp_path: Path) -> None:
+    models.write(models.mlp((4, 4)), tmp_path / "m" / "1" / "model.onnx")
+    over = threading.Event()
+    with ServerProcess(tmp_path) as server, ThreadPoolExecutor() as pool, InferenceClient(server.target) as client:
+        with pytest.raises(TuneError, match="answered no request for 'm'"):
+            observed(server.target, ConnectionOptions(), "m", 0.0)
+        with pytest.raises(TuneError, match="tells no statistics of a model 'other'"):
+            observed(server.target, ConnectionOptions(), "other", 0.0)
+        answered = threading.Event()
+
+        def ask() -> None:
+            while not over.is_set():
+                client.infer("m", {"INPUT0": np.zeros((3, 4), np.float32)})
+                answered.set()
+
+        asking = pool.submit(ask)
+        assert answered.wait(30)
+        found = observed(server.target, ConnectionOptions(), "m", 0.2)
+        over.set()
+        asking.result()
+    assert found.per_s > 0
+    assert found.rows == 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "expected one of --rate, --clients and --arrivals"),
-        (("--rate", "10", "--clients", "3"), "expected one of --rate, --clients and --arrivals"),
+        ((), "expected one of --rate, --clients, --arrivals, --from-server and --max-throughput"),
+        (
+            ("--rate", "10", "--clients", "3"),
+            "expected one of --rate, --clients, --arrivals, --from-server and --max-throughput",
+        ),
         (("--rate", "10", "--p99", "20"), "expected a time such as 20ms, 0.5s or 800us, got '20'"),
         (("--rate", "10", "--out", "nowhere/config.pbtxt"), "expected a file that can be written"),
         (("--rate", "10", "--shape", "x"), "--shape"),

@@ -15,8 +15,8 @@ from paceline.server.tune.curve import Curve, Curves
 from paceline.server.tune.measuring import Layout
 
 CURVES = Curves({1: Curve({1: [1_000_000], 8: [4_000_000]})}, 1)
-NOW = Setting(Layout(Offline(), 1, CURVES, 0), BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,)))
-BEST = Setting(Layout(Offline(2, 1), 2, CURVES, 0), BatchPolicy(max_batch_rows=8, max_queue_delay_ns=500_000))
+NOW = Setting(Layout(Offline(), 1, CURVES), BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,)))
+BEST = Setting(Layout(Offline(2, 1), 2, CURVES), BatchPolicy(max_batch_rows=8, max_queue_delay_ns=500_000))
 
 
 def parsed(text: str) -> pb.ModelConfig:

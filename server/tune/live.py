@@ -1,0 +1,163 @@
+"""A server with a setting, in a process of its own on this machine, and a load on it, made as `paceline load` does.
+
+Lives here: starting and ending it, the load, and what a request cost both sides. Must not: choose, or predict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import IO, NamedTuple
+
+from paceline.clients.errors import ClientError
+from paceline.clients.inputs import TypedInputs
+from paceline.clients.load.arrivals import Arrivals
+from paceline.clients.load.control import ControlClient, Served, Statistics
+from paceline.clients.load.extent import FixedTime
+from paceline.clients.load.histogram import Histogram
+from paceline.clients.load.measuring import measure
+from paceline.clients.load.outcome import Outcome
+from paceline.clients.load.worker import Load
+from paceline.clients.messages import infer_request
+from paceline.server.tune.measuring import TuneError
+
+__all__ = ["Live", "LiveServer", "serving"]
+
+_SERVES = re.compile(r"(?:ready|serving, not ready: .*): gRPC on .*:(\d+)$", re.DOTALL)
+_END_S, _KEPT_LINES = 20.0, 5
+_WARMUP_S, _TIMEOUT_S = 1.0, 5.0
+_SIGTERM = 15
+# The server ends with this process, whatever ends that: PR_SET_PDEATHSIG of prctl(2).
+_CODE = f"""import ctypes, sys
+ctypes.CDLL(None).prctl(1, {_SIGTERM})
+sys.path[:] = {{path!r}}
+from paceline.server.__main__ import main
+main()
+"""
+
+_OF_OVERLOAD = {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "NOT_SENT"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Live:
+    """What a load has met, as `Simulated` says it. `loop_ns` and `sender_ns`: what a request cost the server's event
+    loop, and whoever sent it. `executed_ns`: how long its batch was in the model, on average."""
+
+    offered: float
+    throughput: float
+    latencies: Histogram
+    refused: int
+    rows_per_batch: float
+    loop_ns: int
+    sender_ns: int
+    executed_ns: int
+
+
+class _Look(NamedTuple):
+    statistics: Statistics | None
+    loop_ns: int
+
+
+class LiveServer:
+    """Serves one model, on `target`."""
+
+    def __init__(self, target: str, pid: int, model: str, requests: Sequence[TypedInputs]) -> None:
+        self._target, self._pid, self._model = target, pid, model
+        messages = [infer_request(model, one.arrays, datatypes=one.datatypes) for one in requests]
+        self._messages = tuple([message.SerializeToString() for message in messages])
+
+    def load(self, seconds: float, *, clients: int = 0, arrivals: Arrivals | None = None) -> Live:
+        """What `clients` in a closed loop, or `arrivals` of an open one, meet for so long, after a warm-up of a second
+        at most. Raises LoadError, and TuneError if requests fail for other reasons than that they are too many."""
+        load = Load(self._target, self._messages, _TIMEOUT_S, clients=clients, arrivals=arrivals)
+        with ControlClient(self._target, tls=False) as client:
+            measured = measure(
+                load,
+                FixedTime(min(_WARMUP_S, seconds), seconds),
+                lambda: _Look(client.statistics(self._model, ""), _loop_ns(self._pid)),
+            )
+        served = Served.between(measured.before.statistics, measured.after.statistics)
+        total = Outcome(measured, served, 1, arrivals is not None).total
+        if wrong := total.errors.keys() - _OF_OVERLOAD:
+            status = min(wrong)
+            raise TuneError(f"requests fail when the model is served: {status}: {total.reasons[status]}")
+        if not total.answered:
+            raise TuneError("no request is answered in time when the model is served: a lower load is needed")
+        return Live(
+            offered=total.due / measured.seconds,
+            throughput=total.answered / measured.seconds,
+            latencies=total.latencies,
+            refused=total.failed,
+            rows_per_batch=served.rows_per_batch or 0.0 if served else 0.0,
+            loop_ns=(measured.after.loop_ns - measured.before.loop_ns) // max(1, total.answered),
+            sender_ns=total.cpu_ns // max(1, total.due),
+            executed_ns=round((served.compute_ms or 0.0) * 1e6) if served else 0,
+        )
+
+
+@contextmanager
+def serving(path: Path, model: str, requests: Sequence[TypedInputs], flags: Sequence[str]) -> Iterator[LiveServer]:
+    """Serve what is at `path`, which is `model`, for loads that send `requests` in turn. Raises TuneError if that
+    doesn't come to serve."""
+    command = [
+        *(sys.executable, "-P", "-c", _CODE.format(path=sys.path), "serve", str(path)),
+        *("--grpc-address", "127.0.0.1", "--grpc-port", "0", "--allow-metrics=false", "--exit-on-error=true"),
+        *("--log-format", "json", "--log-level", "info", *flags),
+    ]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,  # Ctrl-C is for this process, which then ends the server
+    )
+    assert process.stderr is not None
+    reader = Thread(target=deque, args=(process.stderr, 0), daemon=True)
+    try:
+        port = _port(process.stderr, model)
+        reader.start()  # a server whose log nobody reads stands still
+        yield LiveServer(f"127.0.0.1:{port}", process.pid, model, requests)
+    except ClientError as error:
+        raise TuneError(f"model '{model}' fails when it is served: {error}") from error
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        process.kill()
+        process.wait()
+        if reader.ident is not None:
+            reader.join()
+        process.stderr.close()
+
+
+def _port(log: IO[str], model: str) -> int:
+    last = deque[str](maxlen=_KEPT_LINES)
+    for line in log:
+        said = _message(line)
+        if found := _SERVES.match(said):
+            return int(found[1])
+        last.append(said)
+    raise TuneError(f"model '{model}' isn't served with the settings that were found: {' / '.join(last)}")
+
+
+def _message(line: str) -> str:
+    try:
+        record: Mapping[str, object] = json.loads(line)
+        return str(record["message"])
+    except (ValueError, KeyError, TypeError):  # what libraries write by themselves
+        return line.strip()
+
+
+def _loop_ns(pid: int) -> int:
+    """The processor time of a server's first thread, which has its event loop: proc(5)."""
+    fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")

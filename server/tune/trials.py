@@ -1,0 +1,85 @@
+"""A model on servers, with one setting or another: what loads meet there, and what requests cost.
+
+Lives here: folders of models with a setting, which loads say what requests cost. Must not: start servers, or choose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from paceline.protos import model_config_pb2 as pb
+from paceline.server.models.layout import CONFIG_FILE
+from paceline.server.tune.choosing import Goal, Setting
+from paceline.server.tune.config_file import changes_of, config_text
+from paceline.server.tune.contents import LoadContents
+from paceline.server.tune.live import Live, LiveServer, serving
+from paceline.server.tune.simulation import Costs
+
+__all__ = ["Trials"]
+
+_NAME = "tuned"
+_MANY_CLIENTS = 16
+_ALONE_S, _BUSY_S, _MARGIN_S = 1.5, 3.0, 5.0
+_BUSY = 0.7
+"""Costs of requests are measured with at most this share of the load that can be served."""
+
+
+class Trials:
+    """The model at `model`, whose own configuration is `config`, and which is served as `now` today."""
+
+    def __init__(
+        self,
+        model: Path,
+        config: pb.ModelConfig,
+        load: LoadContents,
+        now: Setting,
+        seed: int,
+        allow_python_models: bool,
+    ) -> None:
+        self._model, self._config, self._load, self._now, self._seed = model, config, load, now, seed
+        self._flags = ["--allow-python-models=true"] if allow_python_models else []
+
+    @contextmanager
+    def server(self, setting: Setting) -> Iterator[LiveServer]:
+        """The model as it is served with `setting`. Raises TuneError, and LoadError for what fails within."""
+        with TemporaryDirectory(prefix="paceline-tune-") as folder:
+            place, config = Path(folder) / _NAME, pb.ModelConfig()
+            config.CopyFrom(self._config)
+            config.name = _NAME
+            place.mkdir()
+            if self._model.is_file():
+                (place / "1").symlink_to(self._model.parent.absolute())
+                config.default_model_filename = self._model.name
+            else:
+                for entry in self._model.iterdir():
+                    if entry.name != CONFIG_FILE:
+                        (place / entry.name).symlink_to(entry.absolute())
+            text = config_text(config, setting, changes_of(self._now, setting), ())
+            (place / CONFIG_FILE).write_text(text, encoding="utf-8")
+            with serving(place, _NAME, self._load.requests, self._flags) as server:
+                yield server
+
+    def load(self, server: LiveServer, goal: Goal, seconds: float) -> Live:
+        """What the load of `goal` meets."""
+        requests = math.ceil(goal.rate * (seconds + _MARGIN_S))
+        return server.load(seconds, clients=goal.clients, arrivals=goal.arrivals(self._seed + 1, requests))
+
+    def costs(self, server: LiveServer, goal: Goal, seconds: float) -> Costs:
+        """What requests cost besides their execution, from loads on the model as it is `now`, of `seconds` at most: the
+        one of `goal`, if that isn't too much, and the one of a single client. Of that, what is left when all else is
+        known is on the way."""
+        layout = self._now.layout
+        alone = server.load(min(_ALONE_S, seconds), clients=1)
+        if goal.rate:
+            most = _BUSY * self._now.most_per_s(goal.mean_rows)
+            busy = self.load(server, goal.at(min(goal.rate, most)), min(_BUSY_S, seconds))
+        else:
+            busy = server.load(min(_BUSY_S, seconds), clients=goal.clients or _MANY_CLIENTS)
+        first = self._load.contents[0]
+        executed_ns = min(layout.curve.cost(first.rows, 0.5), alone.executed_ns or math.inf)
+        left_ns = (alone.latencies.percentile_ns(50) or 0.0) - executed_ns - busy.loop_ns - busy.sender_ns
+        return Costs(busy.loop_ns, busy.sender_ns, max(0, round(left_ns)))

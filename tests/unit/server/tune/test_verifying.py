@@ -1,0 +1,84 @@
+"""Which settings are chosen once they were tried, by what the trials say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.clients.load.histogram import Histogram
+from paceline.scheduler.policy import BatchPolicy
+from paceline.server.models.defaults import Offline
+from paceline.server.tune.choosing import Choice, Goal, Setting, Tried
+from paceline.server.tune.curve import Curve, Curves
+from paceline.server.tune.live import Live
+from paceline.server.tune.measuring import Layout
+from paceline.server.tune.simulation import Simulated
+from paceline.server.tune.verifying import verified
+
+MS = 1_000_000
+LAYOUT = Layout(Offline(), 1, Curves({1: Curve({1: [MS]})}, 1))
+GOAL = Goal(rate=100, p99_ns=20 * MS)
+
+
+def tried(rows: int, p99_ms: float, most: float = 0.0, throughput: float = 100.0) -> Tried:
+    """Told apart by `rows`."""
+    found = Simulated(100, throughput, Histogram.of([int(p99_ms * MS)]), 0, {}, 0.5)
+    return Tried(Setting(LAYOUT, BatchPolicy(max_batch_rows=rows)), found, p99_ms <= 20, most)
+
+
+def live(p99_ms: float, per_s: float) -> Live:
+    return Live(per_s, per_s, Histogram.of([int(p99_ms * MS)]), 0, 1.0, 0, 0, 0)
+
+
+def rows_of(choice: Choice) -> list[int]:
+    return [one.setting.policy.max_batch_rows for one in choice.best]
+
+
+def by_rows(p99_ms: dict[int, float]) -> Callable[[Setting, Goal], Live]:
+    return lambda setting, goal: live(p99_ms[setting.policy.max_batch_rows], goal.load)
+
+
+def test_best_that_holds_is_chosen() -> None:
+    choice = Choice(tried(1, 30), [tried(2, 10, 300), tried(3, 10, 200), tried(4, 10, 150)], 9)
+    found = verified(choice, GOAL, by_rows({1: 30, 2: 25, 3: 15, 4: 15}))
+    assert rows_of(found) == [3, 4, 2]
+    assert [one.holds for one in found.best] == [True, True, False]
+    assert found.now.live is not None
+
+
+def test_what_is_served_now_stays_if_only_it_holds() -> None:
+    choice = Choice(tried(1, 30), [tried(2, 10, 300)], 9)
+    assert rows_of(verified(choice, GOAL, by_rows({1: 15, 2: 25}))) == [1, 2]
+
+
+def test_throughput_that_was_met_counts_more_than_predictions() -> None:
+    choice = Choice(tried(1, 9, throughput=90), [tried(2, 9, throughput=200), tried(3, 9, throughput=150)], 9)
+    per_s = {1: 90.0, 2: 100.0, 3: 140.0}
+    goal = Goal(clients=4)
+    assert rows_of(verified(choice, goal, lambda one, _: live(9, per_s[one.policy.max_batch_rows]))) == [3, 2, 1]
+    alike = {1: 138.0, 2: 100.0, 3: 140.0}
+    assert rows_of(verified(choice, goal, lambda one, _: live(9, alike[one.policy.max_batch_rows])))[0] == 1
+
+
+def test_less_load_is_tried_until_it_is_served() -> None:
+    loads = []
+
+    def attempt(setting: Setting, goal: Goal) -> Live:
+        loads.append(goal.load)
+        return live(10 if goal.load <= 50 else 40, goal.load)
+
+    choice = Choice(tried(1, 30), [tried(2, 10, 300)], 9)
+    best = verified(choice, GOAL, attempt).best[0]
+    assert loads == [100, 100, 85, 70, 50]
+    assert best.holds
+    assert best.load == GOAL.at(50)
+
+
+def test_too_much_is_tried_with_the_most_that_was_predicted() -> None:
+    loads = []
+
+    def attempt(setting: Setting, goal: Goal) -> Live:
+        loads.append(goal.load)
+        return live(10, goal.load)
+
+    assert verified(Choice(tried(1, 30), [tried(2, 30, 60)], 9), GOAL, attempt).best[0].load == GOAL.at(60)
+    assert loads == [60, 60]
