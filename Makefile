@@ -39,7 +39,7 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-arrivals bench-bulk bench-loadgen bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills bulk-ray clean
+.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-arrivals bench-bulk bench-loadgen bench-tuning bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills bulk-ray clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -114,6 +114,9 @@ bench-arrivals: $(READY) ## measure generations at random times: the time to the
 
 bench-bulk: $(READY) ## measure offline work: rows per second of bulk jobs over session.run alone, rows at fault, texts by length
 	$(BIN)/python -m bench.bulk $(ARGS)
+
+bench-tuning: $(READY) ## measure tuning: what is predicted over what is measured, what is chosen over the best of a grid
+	$(BIN)/python -m bench.tuning $(ARGS)
 
 bench-loadgen: $(READY) .bench/loadgen/installed ## measure with MLPerf's LoadGen: its scenarios Offline and Server, on reduced models of the shapes of ResNet-50 and BERT-base
 	$(BIN)/python -m bench.loadgen $(ARGS)
