@@ -19,7 +19,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests import models
+from tests import models, odd_models
 from tests.harness import ServerProcess
 from tests.models import model, tensor
 from tests.wire import Array, infer
@@ -221,7 +221,7 @@ FOUND: dict[str, tuple[onnx.ModelProto, list[Request]]] = {
     "no_columns": (models.identity(dims=("batch", 0)), _rows(0)),
     "free_columns": (models.identity(), [{"INPUT0": _floats(2, columns)} for columns in (0, 1, 7)]),
     "no_rank": (models.scalar(), [{"INPUT0": _floats()} for _ in range(3)]),
-    "wrong_dims": (models.declared_dims((1, 3)), _rows(3)),
+    "wrong_dims": (odd_models.declared_dims((1, 3)), _rows(3)),
     "square": (_square(), [{"INPUT0": _floats(n, n)} for n in (1, 2, 3)]),
     "masked": (_masked(), [{"INPUT0": _floats(2, n), "mask": _floats(2, n)} for n in (0, 1, 3)]),
     "mean": (_mean(), _rows(3)),
@@ -231,9 +231,12 @@ FOUND: dict[str, tuple[onnx.ModelProto, list[Request]]] = {
         [{"rows": _floats(5, 3), "which": np.array(which)} for which in ([2], [1, 0], [0] * 9)],
     ),
     "nothing": (models.identity(dims=(0, 3)), [{"INPUT0": _floats(0, 3)}]),
-    "any_rank": (models.shapeless(), [{"INPUT0": _floats(*dims)} for dims in [(), (3,), (2, 0), (2, 3)]]),
-    "squeezed": (models.shapeless("Squeeze", ["n", None]), [{"INPUT0": _floats(*dims)} for dims in [(1, 1), (2, 3)]]),
-    "hidden_rank": (models.hidden_rank(), _rows(3)),
+    "any_rank": (odd_models.shapeless(), [{"INPUT0": _floats(*dims)} for dims in [(), (3,), (2, 0), (2, 3)]]),
+    "squeezed": (
+        odd_models.shapeless("Squeeze", ["n", None]),
+        [{"INPUT0": _floats(*dims)} for dims in [(1, 1), (2, 3)]],
+    ),
+    "hidden_rank": (odd_models.hidden_rank(), _rows(3)),
 }
 
 

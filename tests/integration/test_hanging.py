@@ -16,7 +16,7 @@ from paceline.backends.errors import LoadError
 from paceline.backends.spec import ModelSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
-from tests import models
+from tests import models, odd_models
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.memory_models import MemoryInstance, MemoryModel
@@ -62,7 +62,7 @@ async def test_failed_replacement_of_a_hanging_instance_is_tried_again(
 
 
 async def test_hang_between_operators_of_an_onnx_model_is_ended_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    path = models.write(models.endless(), tmp_path / "m" / "1" / "model.onnx")
+    path = models.write(odd_models.endless(), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text(LIMITED)
     async with serving(tmp_path) as served:
 

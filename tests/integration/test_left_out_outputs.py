@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from paceline.protos import inference_pb2 as pb
-from tests import models
+from tests import models, odd_models
 from tests.integration.serving import failure_of, serving
 from tests.wire import infer, rows_of_floats
 
@@ -23,7 +23,7 @@ _FLOATS = helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 2])
 
 def _beside(kind: str, type_proto: onnx.TypeProto, **attributes: int) -> onnx.ModelProto:
     """A model with OUTPUT0 = -INPUT0, and OUTPUT1, which the operator `kind` makes of INPUT0."""
-    model = models.shapeless("Neg", ["batch", 2])
+    model = odd_models.shapeless("Neg", ["batch", 2])
     model.graph.node.append(helper.make_node(kind, ["INPUT0"], ["OUTPUT1"], **attributes))
     model.graph.output.append(helper.make_value_info("OUTPUT1", type_proto))
     return model
@@ -31,7 +31,7 @@ def _beside(kind: str, type_proto: onnx.TypeProto, **attributes: int) -> onnx.Mo
 
 LEFT_OUT: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "maps": (
-        models.classifier,
+        odd_models.classifier,
         "seq(map(int64,tensor(float))) has no datatype in the v2 protocol; convert scikit-learn's classifiers with "
         "skl2onnx's options={'zipmap': False}",
     ),
@@ -74,7 +74,7 @@ async def test_output_that_no_message_can_carry_is_left_out_and_the_log_says_so(
 
 
 async def test_scikit_learn_classifier_is_batched_and_answers_with_its_labels(tmp_path: Path) -> None:
-    models.write(models.classifier(), tmp_path / "m" / "1" / "model.onnx")
+    models.write(odd_models.classifier(), tmp_path / "m" / "1" / "model.onnx")
     async with serving(tmp_path) as served:
         answer = await served.infer(infer("m", {"INPUT0": np.float32([[1, 2], [2, 1], [0, 9]])}))
         assert answer.raw_output_contents[0] == np.array([1, 0, 1], np.int64).tobytes()
@@ -85,15 +85,15 @@ async def test_scikit_learn_classifier_is_batched_and_answers_with_its_labels(tm
 @pytest.mark.parametrize(
     ("maker", "config", "words"),
     [
-        (models.map_output, "", "output 'OUTPUT0': seq(map(int64,tensor(float))) has no datatype"),
-        (models.sequence_output, "", "output 'OUTPUT0': seq(tensor(float)) has no datatype"),
+        (odd_models.map_output, "", "output 'OUTPUT0': seq(map(int64,tensor(float))) has no datatype"),
+        (odd_models.sequence_output, "", "output 'OUTPUT0': seq(tensor(float)) has no datatype"),
         (
-            models.sequence_input,
+            odd_models.sequence_input,
             "",
             "input 'INPUT0': seq(tensor(float)) has no datatype in the v2 protocol; export the",
         ),
         (
-            models.classifier,
+            odd_models.classifier,
             'max_batch_size: 4 input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2 ] } '
             'output { name: "OUTPUT1" data_type: TYPE_FP32 dims: [ 2 ] }',
             "output 'OUTPUT1': seq(map(int64,tensor(float))) has no datatype in the v2 protocol; convert",
@@ -113,7 +113,7 @@ async def test_model_that_needs_such_a_tensor_is_unavailable_saying_what_to_chan
 
 
 async def test_output_omitted_by_a_configuration_does_not_prevent_batching(tmp_path: Path) -> None:
-    model = models.shapeless("Neg", ["batch", 2])
+    model = odd_models.shapeless("Neg", ["batch", 2])
     model.graph.node.append(helper.make_node("ReduceSum", ["INPUT0"], ["OUTPUT1"], keepdims=0))
     model.graph.output.append(helper.make_tensor_value_info("OUTPUT1", TensorProto.FLOAT, []))
     path = models.write(model, tmp_path / "m" / "1" / "model.onnx")

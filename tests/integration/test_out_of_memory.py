@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import OutOfMemory
-from tests import models
+from tests import models, odd_models
 from tests.integration.scripted import own
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.memory_models import MemoryModel
@@ -72,7 +72,7 @@ async def test_request_that_does_not_fit_alone_fails_and_those_in_its_batch_are_
 
 
 async def test_onnx_model_runs_smaller_batches_when_full_ones_do_not_fit(tmp_path: Path) -> None:
-    models.write(models.memory_hungry(3), tmp_path / "m" / "1" / "model.onnx")
+    models.write(odd_models.memory_hungry(3), tmp_path / "m" / "1" / "model.onnx")
     config = (
         'max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 60000000 } model_warmup { name: "none" }'
     )

@@ -17,7 +17,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.config import Settings
 from paceline.server.models.defaults import parse_backend_config
-from tests import models
+from tests import models, odd_models
 from tests.harness import ServerProcess
 from tests.integration.controlling import explicit, index, load, load_request, unload
 from tests.integration.serving import Served, failure_of, serving
@@ -156,7 +156,7 @@ async def test_execution_that_hangs_in_an_operator_is_killed_with_its_process(tm
 
 
 async def test_batch_without_memory_in_its_process_is_rerun_in_smaller_ones(tmp_path: Path) -> None:
-    path = models.write(models.memory_hungry(2), tmp_path / "m" / "1" / "model.onnx")
+    path = models.write(odd_models.memory_hungry(2), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text(FOUR)
     rows = [np.full((1, 1), number, np.float32) for number in range(4)]
     async with serving(tmp_path) as served:

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
-from tests import models
+from tests import models, odd_models
 from tests.integration.serving import Served, serving
 from tests.operators import build_library, twice
 from tests.wire import Array, infer, rows_of_floats
@@ -126,7 +126,7 @@ def _alone_by_index(model: onnx.ModelProto) -> Callable[[int], Array]:
 
 
 async def test_unconfigured_model_with_wrongly_declared_output_dims_is_served_and_batched(tmp_path: Path) -> None:
-    model = models.declared_dims((1, 3))
+    model = odd_models.declared_dims((1, 3))
     models.write(model, tmp_path / "m" / "1" / "model.onnx")
     inputs = [rows_of_floats(1 + i % 3, 3, first=i) for i in range(8)]
     async with serving(tmp_path) as served:
@@ -142,7 +142,7 @@ async def test_unconfigured_model_with_wrongly_declared_output_dims_is_served_an
 
 
 async def test_wrongly_declared_output_dims_do_no_harm_unconfigured(tmp_path: Path) -> None:
-    model = models.declared_dims((2, 3))
+    model = odd_models.declared_dims((2, 3))
     path = models.write(model, tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text('input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }')
     inputs = [rows_of_floats(1 + i % 3, 3, first=i) for i in range(8)]
@@ -153,7 +153,7 @@ async def test_wrongly_declared_output_dims_do_no_harm_unconfigured(tmp_path: Pa
 
 @pytest.mark.parametrize("dims", [("batch", 4), (2, 3), (1, 3)])
 async def test_wrongly_declared_output_dims_may_be_free_in_a_configuration(tmp_path: Path, dims: models.Dims) -> None:
-    path = models.write(models.declared_dims(dims), tmp_path / "m" / "1" / "model.onnx")
+    path = models.write(odd_models.declared_dims(dims), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text("""
         input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }
         output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1, -1 ] }
@@ -163,7 +163,7 @@ async def test_wrongly_declared_output_dims_may_be_free_in_a_configuration(tmp_p
 
 
 async def test_output_that_no_message_can_carry_may_be_left_out_of_the_configuration(tmp_path: Path) -> None:
-    model = models.map_output()
+    model = odd_models.map_output()
     model.graph.node.append(onnx.helper.make_node("ArgMax", ["INPUT0"], ["OUTPUT1"], axis=1, keepdims=0))
     model.graph.output.append(models.tensor("OUTPUT1", "INT64", ["batch"]))
     path = models.write(model, tmp_path / "m" / "1" / "model.onnx")

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
-from tests import models
+from tests import models, odd_models
 from tests.integration.regions import register, settings
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.upstreams import proxying
@@ -61,7 +61,7 @@ async def shapes_of(served: Served) -> list[list[int]]:
 
 @pytest.mark.parametrize("frontends", [1, 2])
 async def test_input_of_unknown_rank_accepts_any_rank_and_is_not_batched(tmp_path: Path, frontends: int) -> None:
-    model = models.shapeless()
+    model = odd_models.shapeless()
     write(tmp_path, model)
     async with serving(tmp_path, settings=Settings(paths=(tmp_path,), frontends=frontends)) as served:
         await check(served, model, [floats(*shape) for shape in SHAPES])
@@ -81,7 +81,7 @@ async def test_input_of_unknown_rank_accepts_any_rank_and_is_not_batched(tmp_pat
 async def test_invalid_shape_for_an_input_of_unknown_rank_is_refused(
     tmp_path: Path, dims: tuple[int, ...], words: str
 ) -> None:
-    write(tmp_path, models.shapeless())
+    write(tmp_path, odd_models.shapeless())
     request = infer("m", {"INPUT0": floats(2, 3)})
     request.inputs[0].shape[:] = dims
     async with serving(tmp_path) as served:
@@ -113,7 +113,11 @@ async def test_scalar_is_a_one_element_vector_to_clients_if_configured(tmp_path:
 async def test_output_declared_as_a_scalar_may_be_a_one_element_vector_already(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
-    write(tmp_path, models.misdeclared_scalar(shape), 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }')
+    write(
+        tmp_path,
+        odd_models.misdeclared_scalar(shape),
+        'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }',
+    )
     async with serving(tmp_path) as served:
         np.testing.assert_array_equal(await answer(served, floats(1)), floats(1))
 
@@ -121,7 +125,9 @@ async def test_output_declared_as_a_scalar_may_be_a_one_element_vector_already(
 @pytest.mark.parametrize("dims", ["2", "-1"])
 async def test_output_declared_as_a_scalar_has_the_configured_dims(tmp_path: Path, dims: str) -> None:
     write(
-        tmp_path, models.misdeclared_scalar((2,)), f'output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ {dims} ] }}'
+        tmp_path,
+        odd_models.misdeclared_scalar((2,)),
+        f'output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ {dims} ] }}',
     )
     async with serving(tmp_path) as served:
         np.testing.assert_array_equal(await answer(served, floats(2)), floats(2))
@@ -156,13 +162,13 @@ async def test_configured_dims_that_the_model_never_computes_fail_the_load(
 
 
 async def test_configured_dims_that_contradict_only_the_declaration_are_served(tmp_path: Path) -> None:
-    write(tmp_path, models.hidden_rank(["batch"]), "max_batch_size: 4 " + one("input", "3") + one("output", "3"))
+    write(tmp_path, odd_models.hidden_rank(["batch"]), "max_batch_size: 4 " + one("input", "3") + one("output", "3"))
     async with serving(tmp_path) as served:
         np.testing.assert_array_equal(await answer(served, floats(2, 3)), floats(2, 3))
 
 
 async def test_input_of_unknown_rank_has_the_configured_dims(tmp_path: Path) -> None:
-    write(tmp_path, models.shapeless(), 'input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2, -1 ] }')
+    write(tmp_path, odd_models.shapeless(), 'input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2, -1 ] }')
     async with serving(tmp_path) as served:
         assert (await answer(served, floats(2, 5))).shape == (2, 5)
         for shape in [(), (2,), (3, 5)]:
@@ -186,7 +192,7 @@ async def test_input_of_unknown_rank_has_the_configured_dims(tmp_path: Path) -> 
 async def test_input_of_unknown_rank_has_rows_if_configured(
     tmp_path: Path, config: str, shapes: list[list[int]], inputs: list[tuple[int, ...]]
 ) -> None:
-    model = models.shapeless()
+    model = odd_models.shapeless()
     write(tmp_path, model, config)
     async with serving(tmp_path) as served:
         await check(served, model, [floats(*shape) for shape in inputs])
@@ -198,7 +204,7 @@ async def test_input_of_unknown_rank_has_rows_if_configured(
 
 
 async def test_output_of_unknown_rank_is_returned_unchanged(tmp_path: Path) -> None:
-    model = models.shapeless("Squeeze", ["n", "m"])
+    model = odd_models.shapeless("Squeeze", ["n", "m"])
     write(tmp_path, model)
     async with serving(tmp_path) as served:
         await check(served, model, [floats(*shape) for shape in [(1, 1), (2, 3), (2, 1), (1, 3), (0, 3)]])
@@ -206,7 +212,7 @@ async def test_output_of_unknown_rank_is_returned_unchanged(tmp_path: Path) -> N
 
 
 async def test_output_of_unknown_rank_is_split_by_rows_and_must_have_them(tmp_path: Path) -> None:
-    write(tmp_path, models.shapeless("Squeeze", ["n", "m", "k"]), "max_batch_size: 8")
+    write(tmp_path, odd_models.shapeless("Squeeze", ["n", "m", "k"]), "max_batch_size: 8")
     async with serving(tmp_path) as served:
         assert (await answer(served, floats(2, 3, 1))).shape == (2, 3)
         assert (await answer(served, floats(2, 1, 1))).shape == (2,)
@@ -218,7 +224,7 @@ async def test_output_of_unknown_rank_is_split_by_rows_and_must_have_them(tmp_pa
 
 
 async def test_output_of_unknown_rank_is_batched_if_a_trial_shows_its_rows(tmp_path: Path) -> None:
-    model = models.hidden_rank()
+    model = odd_models.hidden_rank()
     write(tmp_path, model)
     async with serving(tmp_path) as served:
         await check(served, model, [floats(rows, 3) for rows in (1, 2, 3)])
@@ -228,7 +234,7 @@ async def test_output_of_unknown_rank_is_batched_if_a_trial_shows_its_rows(tmp_p
 
 async def test_output_of_unknown_rank_has_the_configured_dims(tmp_path: Path) -> None:
     config = 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }'
-    write(tmp_path, models.shapeless(), config)
+    write(tmp_path, odd_models.shapeless(), config)
     async with serving(tmp_path) as served:
         assert (await answer(served, floats(2, 3))).shape == (2, 3)
         code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats(3)})))
@@ -236,7 +242,7 @@ async def test_output_of_unknown_rank_has_the_configured_dims(tmp_path: Path) ->
 
 
 async def test_tensors_of_unknown_rank_may_be_in_shared_memory(tmp_path: Path) -> None:
-    write(tmp_path, models.shapeless())
+    write(tmp_path, odd_models.shapeless())
     one = floats(2, 3)
     with shared_object(64) as region:
         region.put(one)
@@ -251,7 +257,7 @@ async def test_tensors_of_unknown_rank_may_be_in_shared_memory(tmp_path: Path) -
 
 
 async def test_reported_configuration_serves_any_rank_again(tmp_path: Path) -> None:
-    model = models.shapeless()
+    model = odd_models.shapeless()
     write(tmp_path / "one", model)
     async with serving(tmp_path / "one") as served:
         config = str(await told(served))
@@ -264,7 +270,7 @@ async def test_reported_configuration_serves_any_rank_again(tmp_path: Path) -> N
     ("config", "shapes"), [(None, SHAPES), ("max_batch_size: 4", [(1,), (2, 3), (3, 1, 2)])], ids=["alone", "rows"]
 )
 async def test_proxy_passes_any_rank_on(tmp_path: Path, config: str | None, shapes: list[tuple[int, ...]]) -> None:
-    model = models.shapeless()
+    model = odd_models.shapeless()
     write(tmp_path / "models", model, config)
     async with (
         serving(tmp_path / "models", settings=Settings(paths=(tmp_path / "models",), frontends=1)) as behind,

@@ -23,7 +23,7 @@ from paceline.backends.own_process.session import OwnProcessSession
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.backends.trial import try_rows
 from paceline.backends.trials import Trial
-from tests import models
+from tests import models, odd_models
 from tests.host_accelerator import HostAccelerator
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
@@ -348,7 +348,7 @@ def test_try_rows_finds_outputs_whose_rank_depends_on_rows() -> None:
 def test_try_rows_reports_the_dims_of_outputs_as_observed(
     tmp_path: Path, said: models.Dims, seen: tuple[int, ...]
 ) -> None:
-    tried = trial(tmp_path, models.declared_dims(said))
+    tried = trial(tmp_path, odd_models.declared_dims(said))
     assert [(tensor.dims, tensor.assumed) for tensor in tried.spec.outputs] == [(seen, False)]
     assert tried.why_not == ""
 

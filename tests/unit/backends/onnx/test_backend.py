@@ -16,7 +16,7 @@ from paceline.backends.errors import LoadError
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos.datatypes import DATATYPES
-from tests import models
+from tests import models, odd_models
 from tests.unit.backends.onnx_models import (
     CPU,
     batched,
@@ -182,9 +182,12 @@ def test_open_model_for_the_built_in_locale_needs_no_installation(tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (models.sequence_output(), "output 'OUTPUT0': seq(tensor(float)) has no datatype in the v2 protocol"),
-        (models.map_output(), "output 'OUTPUT0': seq(map(int64,tensor(float))) has no datatype in the v2 protocol"),
-        (models.float8_output(), "output 'OUTPUT0': tensor(float8e4m3fn) has no datatype in the v2 protocol"),
+        (odd_models.sequence_output(), "output 'OUTPUT0': seq(tensor(float)) has no datatype in the v2 protocol"),
+        (
+            odd_models.map_output(),
+            "output 'OUTPUT0': seq(map(int64,tensor(float))) has no datatype in the v2 protocol",
+        ),
+        (odd_models.float8_output(), "output 'OUTPUT0': tensor(float8e4m3fn) has no datatype in the v2 protocol"),
     ],
 )
 def test_open_type_that_the_protocol_lacks_is_refused_by_name(

@@ -12,7 +12,7 @@ from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, 
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.onnx.failures import failure
 from paceline.backends.spec import ModelSpec, TensorSpec
-from tests import models
+from tests import models, odd_models
 
 CUDA = (
     "[ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned while running Conv node. Name:'c' Status Message: "
@@ -134,7 +134,7 @@ def test_errors_about_tensors_are_plain_execution_errors(text: str) -> None:
 
 @pytest.mark.parametrize("arena", ["1", "0"])
 def test_execution_that_needs_too_much_memory_fails_alone(arena: str, tmp_path: Path) -> None:
-    path = models.write(models.memory_hungry(2), tmp_path / "model.onnx")
+    path = models.write(odd_models.memory_hungry(2), tmp_path / "model.onnx")
     model = OnnxBackend().open(ModelSource("m", path, parameters={"enable_mem_arena": arena}), Device())
     spec = ModelSpec((TensorSpec("INPUT0", "FP32", (1,)),), (TensorSpec("OUTPUT0", "FP32", (1,)),), batched=True)
     instance = model.instance(spec, Device())

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from paceline.backends.errors import LoadError
 from paceline.backends.onnx.model_files import read_model_files
-from tests import models
+from tests import models, odd_models
 
 SHAPES = [None, [], [3], ["batch", None], [0]]
 
@@ -41,9 +41,9 @@ def test_without_shape_is_what_onnx_reads(tmp_path: Path) -> None:
     assert read_model_files(path).facts.shapeless == _as_onnx_reads(path) == {"入力0", "OUTPUT0"}
 
 
-@pytest.mark.parametrize("make", [models.mlp, models.memory_hungry, models.batch_input_echo, models.endless])
+@pytest.mark.parametrize("make", [models.mlp, odd_models.memory_hungry, models.batch_input_echo, odd_models.endless])
 def test_operators_are_what_onnx_reads(make: Callable[..., onnx.ModelProto], tmp_path: Path) -> None:
-    made = make(2) if make is models.memory_hungry else make()
+    made = make(2) if make is odd_models.memory_hungry else make()
     path = models.write(made, tmp_path / "model.onnx")
     assert read_model_files(path).facts.operators == {node.op_type for node in onnx.load(path).graph.node}
 
@@ -61,7 +61,7 @@ def test_without_shape_of_a_file_in_another_format_is_empty(tmp_path: Path, data
 def test_without_shape_of_a_damaged_file_terminates(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    whole = bytearray(models.shapeless().SerializeToString())
+    whole = bytearray(odd_models.shapeless().SerializeToString())
     for place in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=8)):
         whole[place] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.getbasetemp() / "damaged"

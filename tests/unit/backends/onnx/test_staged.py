@@ -21,7 +21,7 @@ from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.onnx.instance import OnnxInstance
 from paceline.backends.onnx.staged import StagedInstance
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
-from tests import models
+from tests import models, odd_models
 from tests.cuda import stand_in
 from tests.host_accelerator import HostAccelerator
 
@@ -193,7 +193,7 @@ def test_execute_tensors_of_any_rank(tmp_path: Path, shapes: list[tuple[int, ...
         (TensorSpec("OUTPUT0", "FP32", (), any_rank=True),),
         batched=batched,
     )
-    instance = opened(tmp_path, models.shapeless(), spec, HostAccelerator())
+    instance = opened(tmp_path, odd_models.shapeless(), spec, HostAccelerator())
     assert isinstance(instance, StagedInstance)
     for shape in shapes * 2:
         one = np.full(shape, 3, np.float32)

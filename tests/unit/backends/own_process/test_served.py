@@ -29,7 +29,7 @@ from paceline.backends.python.messages import FAILED
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
 from paceline.backends.trials import Trial
-from tests import models
+from tests import models, odd_models
 from tests.host_accelerator import HostAccelerator
 from tests.operators import build_library, twice
 from tests.polling import eventually
@@ -88,7 +88,7 @@ SAME: dict[str, tuple[onnx.ModelProto, list[Tensors]]] = {
     "BYTES": (models.identity("BYTES"), [[TEXTS], [TEXTS[:1]]]),
     "two of each": (models.add_sub("FP32", 3), [[FLOATS, FLOATS], [FLOATS[:1], -FLOATS[:1]]]),
     "other dims": (models.transpose(), [[np.arange(12, dtype=np.float32).reshape(1, 2, 6)]]),
-    "left out": (models.classifier(), [[FLOATS[:, :2]]]),
+    "left out": (odd_models.classifier(), [[FLOATS[:, :2]]]),
 }
 
 
@@ -136,7 +136,10 @@ def test_failed_execute_keeps_the_class_and_message_of_its_error(
             instance.execute([[np.ones((1, 1), np.int64), np.zeros((1, 1), np.int64)]])
         assert type(caught.value) is ExecutionError
         assert not instance.has_ended
-    with opened(source_of(tmp_path, models.memory_hungry(1))) as model, serving(model, batched(model.spec)) as instance:
+    with (
+        opened(source_of(tmp_path, odd_models.memory_hungry(1))) as model,
+        serving(model, batched(model.spec)) as instance,
+    ):
         with pytest.raises(OutOfMemory, match=r"^onnx runtime error"):
             instance.execute([[np.zeros((2, 1), np.float32)]])
         assert not instance.has_ended
@@ -197,7 +200,7 @@ def test_failed_open_has_the_same_message_as_in_the_servers_process(tmp_path: Pa
         OnnxBackend().open(source_of(tmp_path), CPU)
     assert str(apart.value) == str(here.value)
     with pytest.raises(LoadError, match=r"output 'OUTPUT0': .*has no datatype in the v2 protocol"):
-        OnnxBackend().open(source_of(tmp_path, models.sequence_output()), CPU)
+        OnnxBackend().open(source_of(tmp_path, odd_models.sequence_output()), CPU)
 
 
 def test_open_on_a_missing_gpu_is_refused(tmp_path: Path) -> None:
@@ -215,7 +218,7 @@ def test_open_with_graphs_runs_without_them_and_logs_it(tmp_path: Path, caplog: 
 def test_outputs_that_the_protocol_cannot_carry_are_reported_in_the_servers_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with opened(source_of(tmp_path, models.classifier())):
+    with opened(source_of(tmp_path, odd_models.classifier())):
         assert "model 'm' is served without its output 'OUTPUT1'" in caplog.text
 
 

@@ -17,7 +17,7 @@ from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.own_process.session import Job, OwnProcessSession, _Idle, _started
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
-from tests import models
+from tests import models, odd_models
 from tests.operators import build_library, twice
 from tests.polling import eventually
 from tests.unit.backends.python_models import is_alive
@@ -182,7 +182,7 @@ def test_execution_that_hangs_is_ended_with_its_process(tmp_path: Path, monkeypa
 
 
 def test_execution_that_allocates_too_much_fails_and_its_process_goes_on(tmp_path: Path) -> None:
-    with OwnProcessSession(*job(tmp_path, models.growing())) as apart:
+    with OwnProcessSession(*job(tmp_path, odd_models.growing())) as apart:
         assert apart.run([np.array([[1000.0]], np.float32)])[0].tolist() == [[0]]
         process = process_of(apart)
         with pytest.raises(OutOfMemory):

@@ -16,7 +16,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.loader import LoadedVersion, load_model
 from paceline.server.models.model_config import ServingPlan
-from tests import models, state_models
+from tests import models, odd_models, state_models
 from tests.memory_models import MemoryModel
 from tests.unit.server.found import find_models
 
@@ -102,11 +102,11 @@ CONFIGS: dict[str, tuple[ModelMaker | None, str | None]] = {
     "none, nothing but a batch axis": (lambda: models.identity(dims=("batch",)), None),
     "none, free dimensions": (models.matrix_product, None),
     "none, an optional input": (lambda: models.with_default(), None),
-    "none, no shapes": (models.shapeless, None),
-    "none, an output without a shape": (models.hidden_rank, None),
-    "rows, no shapes": (models.shapeless, "max_batch_size: 4"),
-    "dims, no shapes": (models.shapeless, 'input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2, -1 ] }'),
-    "an output left out": (models.classifier, None),
+    "none, no shapes": (odd_models.shapeless, None),
+    "none, an output without a shape": (odd_models.hidden_rank, None),
+    "rows, no shapes": (odd_models.shapeless, "max_batch_size: 4"),
+    "dims, no shapes": (odd_models.shapeless, 'input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2, -1 ] }'),
+    "an output left out": (odd_models.classifier, None),
     "empty": (models.mlp, ""),
     "a name alone": (models.mlp, 'name: "m"'),
     "max_batch_size 1": (models.mlp, "max_batch_size: 1"),
