@@ -10,7 +10,7 @@ from tests import triton_puppet
 from tests.integration.serving import Served
 from tests.integration.streams import Stream
 from tests.integration.test_decoupled import Told, rest
-from tests.integration.test_triton_models import BATCHED, asking, number, served
+from tests.integration.triton_serving import BATCHED, asking, number, served
 from tests.polling import eventually_awaited
 
 DECOUPLED = f"{BATCHED} model_transaction_policy {{ decoupled: true }}"

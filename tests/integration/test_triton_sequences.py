@@ -13,7 +13,7 @@ import pytest
 from paceline.protos import inference_pb2 as pb
 from tests.integration.serving import Served, failure_of
 from tests.integration.streams import Stream
-from tests.integration.test_triton_models import asking, number, served, text
+from tests.integration.triton_serving import asking, number, served, text
 from tests.polling import eventually_awaited
 from tests.triton_puppet import TENSORS
 
