@@ -81,8 +81,9 @@ def try_lengths(
         tried = trial.of(
             replace(seen, inputs=as_the_model_sees(wanted).inputs, lengths=wanted.lengths), named_masks(seen)
         )
-        if tried.odd:
-            raise LoadError(tried.odd)
+        has_states = spec.sequence is not None and spec.sequence.states
+        if tried.odd or (has_states and not tried.is_known):
+            raise LoadError(tried.odd or tried.why_not)
         if not tried.is_known:
             return _assumed(spec, wanted, tried.why_not)
         spec = replace(spec.with_fills(wanted.inputs), lengths=tried.spec.lengths, joined=tried.spec.joined)
@@ -108,9 +109,10 @@ def _assumed(spec: ModelSpec, wanted: ModelSpec, why_not: str = "") -> LengthTri
     of which that has to be known."""
     for index in States.of(spec).inputs:
         if -1 in wanted.outputs[index].dims:
-            why = why_not or "models with an execution accelerator aren't tried"
-            name = wanted.outputs[index].name
-            raise LoadError(f"state '{name}': its size may follow that of what is filled up, and {why}")
+            raise LoadError(
+                f"state '{wanted.outputs[index].name}': its size may follow that of what is filled up, and models with "
+                "an execution accelerator aren't tried"
+            )
     return LengthTrial(replace(spec.with_fills(wanted.inputs), lengths=with_assumed_outputs(wanted).lengths), why_not)
 
 
@@ -168,9 +170,14 @@ class _Trial:
         if odd:
             return _Tried(spec, odd=odd)
         limits, varied = self._limits(spec, rows, few, alone)
-        if not any(varied):
-            return _Tried(spec, True, why_not=_SAME)
         has_states = len(self._states.inputs) > 0
+        if not any(varied):
+            return _Tried(spec, True, odd=_SAME if has_states else "", why_not=_SAME)
+        for index in self._states.inputs:
+            if limits[index] == np.inf:
+                name = spec.outputs[index].name
+                return _Tried(spec, odd=f"it isn't known whether state '{name}' shows the filling: it differs from run "
+                                        "to run")  # fmt: skip
         played = self._played(spec, rows) if has_states else []
         largest = [(few[-1], alone[-1]), *played]
         row_bytes = max(sum(one.nbytes for one in (*row.inputs, *result)) for row, result in largest)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -107,6 +108,33 @@ def test_untried_model_cannot_have_states_of_free_sizes() -> None:
         without_trial(SPEC, [NOW])
     fixed = replace(STATE, input=replace(STATE.input, dims=(3, 2)), output=replace(STATE.output, dims=(3, 2)))
     assert without_trial(replace(SPEC, sequence=SequenceSpec((), (fixed,))), [NOW]).spec.lengths
+
+
+def _refuses(inputs: Sequence[Array]) -> Tensors:
+    raise ExecutionError("no such rows")
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (
+            lambda past: np.random.default_rng().random(past.shape, np.float32),
+            "'all' shows the filling: it differs from",
+        ),
+        (np.zeros_like, "as all made-up rows give the same results"),
+        (_refuses, "as it accepts no made-up inputs (no such rows)"),
+    ],
+)
+def test_states_of_which_nothing_is_known_are_refused(state: Callable[[Array], Array], why: str) -> None:
+    fixed = replace(STATE, input=replace(STATE.input, dims=(3, 2)), output=replace(STATE.output, dims=(3, 2)))
+    fixed = replace(fixed, initial=np.zeros((1, 3, 2), np.float32))
+    answer = np.zeros_like if state is np.zeros_like else np.asarray
+    with pytest.raises(LoadError, match=re.escape(why)):
+        try_lengths(
+            replace(SPEC, sequence=SequenceSpec((), (fixed,))),
+            [NOW],
+            lambda inputs: [answer(inputs[0]).sum(axis=1), state(inputs[1])],
+        )
 
 
 def test_joined_output_of_another_size_is_refused() -> None:
