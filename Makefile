@@ -120,7 +120,7 @@ bench-tuning: $(READY) ## measure tuning: what is predicted over what is measure
 
 bench-loadgen: $(READY) .bench/loadgen/installed ## measure with MLPerf's LoadGen: its scenarios Offline and Server, on reduced models of the shapes of ResNet-50 and BERT-base
 	$(BIN)/python -m bench.loadgen $(ARGS)
-.bench/loadgen/installed:
+.bench/loadgen/installed: | $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --target $(@D) $(LOADGEN) \
 	    && touch $@ || echo "no LoadGen here: its wheels are for Linux on x86-64 with Python 3.11 to 3.13"
 

@@ -118,7 +118,7 @@ def run(target: str, folder: Path, scenario: str, per_s: float, seconds: float, 
     """What LoadGen says of one run with the samples in `folder`. Raises BenchError unless every sample got its answer:
     LoadGen itself waits for all, so one that is lost shows as a run that doesn't end."""
     given = (str(folder), target, scenario, "--per-s", str(per_s), "--seconds", str(seconds), *options)
-    found = run_module("loadgen_client", *given, timeout_s=8 * seconds + _SPARE_S)
+    found = run_module("loadgen_client", *given, timeout_s=4 * seconds + _SPARE_S)
     if found["problems"] or not found["answered"]:
         raise BenchError(f"{folder.name}, {scenario}: {found['answered']} right answers, and {found['problems']}")
     return found

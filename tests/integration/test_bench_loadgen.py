@@ -28,7 +28,7 @@ def test_only_right_answers_to_all_samples_are_a_run(tmp_path: Path) -> None:
     expected[7] += 1
     np.save(tmp_path / "wrong" / "expected.npy", expected)
     with ServerProcess(tmp_path / "models") as server:
-        found = run(server.target, tmp_path / "right", "server", 50.0, 0.5)
+        found = run(server.target, tmp_path / "right", "server", 400.0, 0.5)
         assert found["answered"] == found["result_query_count"] > 0
         with pytest.raises(BenchError, match="'wrong answer': "):
             run(server.target, tmp_path / "wrong", "offline", 200.0, 0.5)
