@@ -1,4 +1,4 @@
-"""Plots as SVG that a page holds in its own text: lines and bars. No outside assets, no scripts.
+"""Plots as SVG that a page holds in its own text: lines, dots and bars. No outside assets, no scripts.
 
 Lives here: drawing, pure: equal numbers give equal text. Must not: know what is drawn. Colours come from the variables
 of `STYLE`, which has them for bright and for dark pages.
@@ -7,27 +7,34 @@ of `STYLE`, which has them for bright and for dark pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-__all__ = ["STYLE", "Axis", "bars", "lines"]
+__all__ = ["STYLE", "Axis", "Level", "Point", "bars", "dots", "lines"]
 
 STYLE: Final = """
-:root { --ink: #1c2430; --dim: #68727f; --rule: #d8dde3; --page: #ffffff;
+:root { --ink: #1c2430; --dim: #68727f; --rule: #d8dde3; --page: #ffffff; --shade: #f3f5f7;
   --line0: #1b6ca8; --line1: #d1495b; --line2: #2e8b57; --line3: #b8860b; --line4: #6a4c93; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --dim: #98a2ae; --rule: #39414b; --page: #14181d;
+  --shade: #1d232a;
   --line0: #5aa9e6; --line1: #ff7b89; --line2: #63c58d; --line3: #e0b34a; --line4: #b79be0; } }
-svg.plot { width: 100%; max-width: 46rem; height: auto; }
-svg.plot text { font: 12px system-ui, sans-serif; fill: var(--dim); }
+svg.plot { display: block; width: 100%; max-width: 46rem; height: auto; margin: 1rem 0; }
+svg.plot text { font: 11px system-ui, sans-serif; fill: var(--dim); }
 svg.plot text.title { font-weight: 600; fill: var(--ink); }
 svg.plot .rule { stroke: var(--rule); stroke-width: 1; }
+svg.plot .level { stroke: var(--dim); stroke-width: 1; stroke-dasharray: 4 3; }
 svg.plot polyline { fill: none; stroke-width: 1.6; }
+svg.plot .mark { fill: none; stroke: var(--ink); stroke-width: 1.4; }
+@media (max-width: 40rem) { svg.plot text { font-size: 16px; } }
 """
+"""On a narrow screen, plots are half as large, and their text is larger."""
 
-_WIDTH, _HEIGHT = 720, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 44
+_WIDTH, _HEIGHT = 560, 280
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 52, 48
+_LETTER = 8.5
+"""As wide as a letter of a legend at most."""
 _COLORS: Final = 5
 _TICKS: Final = 5
 
@@ -43,18 +50,19 @@ class Axis:
     ticks: Mapping[float, str] | None = None
 
 
+Level = tuple[str, float]
+"""A name, and a value of y that it has everywhere."""
+
+
 def lines(
     title: str, x: Axis, y: Axis, series: Mapping[str, Sequence[Point]], band: tuple[float, float] | None = None
 ) -> str:
     """Lines through points, a colour for each of `series`, with their names. `band` is a stretch of x to stand out."""
-    points = [point for one in series.values() for point in one if not y.is_log or point[1] > 0]
+    points = _drawn(series, y)
     if not points:
-        return _frame(title, [])
-    xs, ys = (
-        _Scale.over([at for at, _ in points], x, _LEFT, _WIDTH - _RIGHT),
-        _Scale.over([value for _, value in points], y, _HEIGHT - _BOTTOM, _TOP),
-    )
-    parts = [*_axes(x, y, xs, ys)]
+        return _frame(title, y, [])
+    xs, ys = _scales(points, x, y)
+    parts = [*_axes(x, y, xs, ys), *_legend(series)]
     if band is not None:
         begin, end = xs.place(max(band[0], xs.low)), xs.place(min(band[1], xs.high))
         parts.insert(
@@ -63,22 +71,58 @@ def lines(
             f'height="{_HEIGHT - _BOTTOM - _TOP}" fill="var(--line0)" opacity="0.07"/>',
         )
     for number, (name, one) in enumerate(series.items()):
-        color = f"var(--line{number % _COLORS})"
-        drawn = " ".join(f"{xs.place(at):.1f},{ys.place(value):.1f}" for at, value in one if not y.is_log or value > 0)
-        parts.append(f'<polyline points="{drawn}" style="stroke: {color}"/>')
-        at = _WIDTH - _RIGHT - 90 * (len(series) - number)
-        parts.append(f'<rect x="{at}" y="12" width="12" height="4" fill="{color}"/>')
-        parts.append(f'<text x="{at + 16}" y="18">{escape(name)}</text>')
-    return _frame(title, parts)
+        drawn = " ".join(f"{xs.place(at):.1f},{ys.place(value):.1f}" for at, value in _drawn({name: one}, y))
+        parts.append(f'<polyline points="{drawn}" style="stroke: {_color(number)}"/>')
+    return _frame(title, y, parts)
+
+
+def dots(
+    title: str,
+    x: Axis,
+    y: Axis,
+    series: Mapping[str, Sequence[Point]],
+    marked: Mapping[str, Point],
+    level: Level | None = None,
+) -> str:
+    """A dot for each point, a colour for each of `series`. Those that are `marked` have a ring and a name of their own.
+    `level` is drawn if it is among the values."""
+    points = _drawn({**series, "": [*marked.values()]}, y)
+    if not points:
+        return _frame(title, y, [])
+    xs, ys = _scales(points, x, y)
+    parts = [*_axes(x, y, xs, ys), *_legend(series)]
+    if level is not None and ys.low <= level[1] <= ys.high:
+        at = ys.place(level[1])
+        parts.append(f'<line class="level" x1="{_LEFT}" y1="{at:.1f}" x2="{_WIDTH - _RIGHT}" y2="{at:.1f}"/>')
+        parts.append(f'<text x="{_LEFT + 4}" y="{at - 4:.1f}">{escape(level[0])}</text>')
+    for number, (name, one) in enumerate(series.items()):
+        parts += [
+            f'<circle cx="{xs.place(at):.1f}" cy="{ys.place(value):.1f}" r="3.5" fill="{_color(number)}" opacity="0.7">'
+            f"<title>{escape(name)}: {at:.4g}, {value:.4g}</title></circle>"
+            for at, value in _drawn({name: one}, y)
+        ]
+    named = list[float]()
+    for name, (at, value) in marked.items():
+        left, top = xs.place(at), ys.place(value)
+        is_right = left > (_LEFT + _WIDTH - _RIGHT) / 2
+        # Above its ring, unless another's name may be there.
+        text_top = top + 20 if any(abs(one - top + 7) < 20 for one in named) else top - 7
+        named.append(text_top)
+        parts.append(f'<circle class="mark" cx="{left:.1f}" cy="{top:.1f}" r="7"/>')
+        parts.append(
+            f'<text class="title" x="{left - 11 if is_right else left + 11:.1f}" y="{text_top:.1f}" '
+            f'text-anchor="{"end" if is_right else "start"}">{escape(name)}</text>'
+        )
+    return _frame(title, y, parts)
 
 
 def bars(title: str, x: Axis, y: Axis, values: Mapping[str, float]) -> str:
     """A bar for each value, in order, with its name below."""
     if not values:
-        return _frame(title, [])
+        return _frame(title, y, [])
     ys = _Scale(0.0, max(max(values.values()), 1e-12), _HEIGHT - _BOTTOM, _TOP, False)
     each = (_WIDTH - _LEFT - _RIGHT) / len(values)
-    every = math.ceil(len(values) / 24)  # or names would overlap
+    every = math.ceil(len(values) / 14)  # or names would overlap
     parts = [*_axes(x, y, None, ys)]
     for number, (name, value) in enumerate(values.items()):
         left, top = _LEFT + number * each, ys.place(value)
@@ -89,7 +133,7 @@ def bars(title: str, x: Axis, y: Axis, values: Mapping[str, float]) -> str:
         )
         if number % every == 0:
             parts.append(f'<text x="{middle:.1f}" y="{bottom + 16}" text-anchor="middle">{what}</text>')
-    return _frame(title, parts)
+    return _frame(title, y, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +164,16 @@ class _Scale:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             steps = (1, 2, 5) if len(decades) < 5 else (1,)
             found = [step * 10.0**decade for decade in decades for step in steps]
-        else:
+        if not self.is_log or sum(self.low <= at <= self.high for at in found) < 2:
             rough = (self.high - self.low) / _TICKS
             unit = 10 ** math.floor(math.log10(rough))
             step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
             found = [step * number for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        return {at: f"{at:,.6g}" for at in found if self.low <= at <= self.high * (1 + 1e-9)}
+        return {
+            at: f"{at:,.6g}" if abs(at) < 10_000 else f"{at / 1_000:,.6g}k"
+            for at in found
+            if self.low <= at <= self.high * (1 + 1e-9)
+        }
 
 
 def _axes(x: Axis, y: Axis, xs: _Scale | None, ys: _Scale) -> list[str]:
@@ -140,16 +188,37 @@ def _axes(x: Axis, y: Axis, xs: _Scale | None, ys: _Scale) -> list[str]:
             at = xs.place(value)
             parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{escape(label)}</text>')
     parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x.label)}</text>')
-    middle = (_TOP + bottom) / 2
-    parts.append(
-        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y.label)}</text>'
-    )
     return parts
 
 
-def _frame(title: str, parts: Sequence[str]) -> str:
+def _drawn(series: Mapping[str, Sequence[Point]], y: Axis) -> list[Point]:
+    return [point for one in series.values() for point in one if not y.is_log or point[1] > 0]
+
+
+def _scales(points: Sequence[Point], x: Axis, y: Axis) -> tuple[_Scale, _Scale]:
+    return (
+        _Scale.over([at for at, _ in points], x, _LEFT, _WIDTH - _RIGHT),
+        _Scale.over([value for _, value in points], y, _HEIGHT - _BOTTOM, _TOP),
+    )
+
+
+def _color(number: int) -> str:
+    return f"var(--line{number % _COLORS})"
+
+
+def _legend(names: Iterable[str]) -> list[str]:
+    parts, at = list[str](), 8.0
+    for number, name in enumerate(names):
+        parts.append(f'<rect x="{at:.0f}" y="31" width="12" height="4" fill="{_color(number)}"/>')
+        parts.append(f'<text x="{at + 16:.0f}" y="37">{escape(name)}</text>')
+        at += 30 + _LETTER * len(name)
+    return parts
+
+
+def _frame(title: str, y: Axis, parts: Sequence[str]) -> str:
+    """What values are in follows the title: beside the axis, it would take the room of numbers."""
     drawn = "".join(parts) or f'<text x="{_LEFT}" y="{_HEIGHT / 2}">nothing to show</text>'
     return (
         f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f'<text class="title" x="{_LEFT}" y="18">{escape(title)}</text>{drawn}</svg>'
+        f'<text class="title" x="8" y="17">{escape(", ".join(filter(None, (title, y.label))))}</text>{drawn}</svg>'
     )

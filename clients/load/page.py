@@ -7,17 +7,18 @@ escaped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import accumulate
 from typing import Final
 
+from paceline.clients.load.histogram import Histogram
 from paceline.clients.load.outcome import Outcome
 from paceline.clients.load.printing import Verdict, outcome_text, verdict_lines
 from paceline.clients.load.tally import blocks
 from paceline.clients.plots import STYLE, Axis, bars, lines
 
-__all__ = ["page"]
+__all__ = ["page", "spectrum"]
 
 _POINTS: Final = 120
 _SPECTRUM: Final = (*(percent / 2 for percent in range(180)), *(100 - 10 ** (1 - step / 20) for step in range(81)))
@@ -41,14 +42,17 @@ pre {{ white-space: pre-wrap; padding: 1rem; border: 1px solid var(--rule); bord
 
 def page(outcome: Outcome, title: str, heading: str, verdicts: Sequence[Verdict]) -> str:
     """The whole page."""
-    parts = [_over_time(outcome, "latency"), _over_time(outcome, "throughput"), _spectrum(outcome)]
+    histograms = {"latency": outcome.total.latencies}
+    if outcome.has_many_answers:
+        histograms |= {"first answer": outcome.total.first, "per token": outcome.total.gaps}
+    parts = [_over_time(outcome, "latency"), _over_time(outcome, "throughput"), spectrum(histograms)]
     served = outcome.served
     if served is not None and served.means_ms:
         means = {name.replace("_", " "): mean for name, mean in served.means_ms.items() if mean}
         parts.append(bars("Where a request's time goes in the server", Axis("mean"), Axis("ms"), means))
     if served is not None and served.executions:
         by_rows = {str(rows): float(count) for rows, count in served.executions.items()}
-        parts.append(bars("Batches by their rows", Axis("rows"), Axis("batches"), by_rows))
+        parts.append(bars("Batches by their rows", Axis("rows"), Axis(""), by_rows))
     text = "\n".join([outcome_text(outcome, heading), *([""] if verdicts else []), *verdict_lines(verdicts)])
     return _PAGE.format(title=escape(title), style=STYLE, text=escape(text), parts="\n".join(parts))
 
@@ -81,11 +85,8 @@ def _points(at: Iterable[float], values: Iterable[float | None], unit: float = 1
     return [(one, value / unit) for one, value in zip(at, values, strict=True) if value is not None]
 
 
-def _spectrum(outcome: Outcome) -> str:
+def spectrum(histograms: Mapping[str, Histogram]) -> str:
     """How long the slowest share of requests took, on an axis on which each nine is as wide as the last."""
-    histograms = {"latency": outcome.total.latencies}
-    if outcome.has_many_answers:
-        histograms |= {"first answer": outcome.total.first, "per token": outcome.total.gaps}
     series = {}
     for name, histogram in histograms.items():
         # Beyond that, a percentile is the slowest request.
@@ -95,6 +96,6 @@ def _spectrum(outcome: Outcome) -> str:
             for percent in _SPECTRUM
             if percent <= most and (ns := histogram.percentile_ns(percent)) is not None
         ]
-    ticks = {-math.log10(1 - percent / 100): f"{percent:g} %" for percent in (0, 50, 90, 99, 99.9, 99.99, 99.999)}
+    ticks = {-math.log10(1 - percent / 100): f"{percent:g} %" for percent in (50, 90, 99, 99.9, 99.99, 99.999)}
     x, y = Axis("share of requests that were at most so slow", ticks=ticks), Axis("ms", is_log=True)
     return lines("Latency by percentile", x, y, series)

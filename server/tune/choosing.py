@@ -119,12 +119,14 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Tried:
     """What a setting makes of the load. `most`: the largest rate at which the goal would be met, or the most clients;
-    0: none, or not looked for. `live` is what `load` met of a server with this setting, if that was tried."""
+    0: none, or not looked for; `rising`: the loads that were looked at for it, and their 99th percentiles. `live` is
+    what `load` met of a server with this setting, if that was tried."""
 
     setting: Setting
     found: Simulated
     is_met: bool
     most: float = 0.0
+    rising: Sequence[tuple[float, float]] = ()
     live: Live | None = None
     load: Goal | None = None
 
@@ -140,12 +142,14 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The setting as it is `now`, the `best` ones, of which the first is chosen, and how many were tried. `needs`: what
+    """The setting as it is `now`, the `best` ones, of which the first is chosen, and how many were tried.
+    `simulated` are all of these, with fewer requests. `needs`: what
     would help if none meets the goal."""
 
     now: Tried
     best: Sequence[Tried]
     tried: int
+    simulated: Sequence[Tried] = ()
     needs: Needs | None = None
 
 
@@ -214,7 +218,28 @@ async def choose(
         best = [await _with_most(one, goal, 0.0, goal.load, requests // _PART, seed) for one in best]
         needs = await _needs(max(best, key=lambda one: one.most).setting, goal, requests // _PART, seed)
     show(total, total)
-    return Choice(current, _fewest_changes(best, now)[:_BEST], len(settings), needs)
+    return Choice(current, _fewest_changes(best, now)[:_BEST], len(settings), first, needs)
+
+
+async def set_back(chosen: Setting, now: Setting, goal: Goal, seed: int, requests: int) -> dict[str, Tried]:
+    """What each of the changes is worth, by its name: `chosen` if only that were as it is `now`; and all of them."""
+    mine, policy = chosen.policy, now.policy
+    sizes = replace(mine, max_batch_rows=policy.max_batch_rows, preferred_batch_rows=policy.preferred_batch_rows)
+    settings = {
+        "instances and threads": replace(chosen, layout=now.layout),
+        "sizes of batches": replace(chosen, policy=sizes),
+        "wait for more requests": replace(chosen, policy=replace(mine, max_queue_delay_ns=policy.max_queue_delay_ns)),
+        "all": now,
+    }
+    found = {}
+    for name, setting in settings.items():
+        if setting != chosen:
+            one = await _loaded(setting, goal, requests, seed)
+            if goal.rate and one.is_met:
+                most = setting.most_per_s(goal.mean_rows)
+                one = await _with_most(one, goal, goal.rate, most, requests // _PART, seed)
+            found[name] = one
+    return found
 
 
 def _fewest_changes(tried: Sequence[Tried], now: Setting) -> list[Tried]:
@@ -268,14 +293,17 @@ async def _with_most(one: Tried, goal: Goal, low: float, high: float, requests: 
         if not (await _loaded(one.setting, least, requests, seed)).is_met:
             return one
         low = least.load
+    rising = [(goal.load, one.p99_ns)]
     for _ in range(_HALVINGS):
         load = (low + max(low, high)) / 2
         if not goal.rate:
             load = math.floor(load)
         if not load or load == low:
             break
-        low, high = (load, high) if (await _loaded(one.setting, goal.at(load), requests, seed)).is_met else (low, load)
-    return replace(one, most=low)
+        tried = await _loaded(one.setting, goal.at(load), requests, seed)
+        rising.append((load, tried.p99_ns))
+        low, high = (load, high) if tried.is_met else (low, load)
+    return replace(one, most=low, rising=sorted(rising))
 
 
 async def _needs(setting: Setting, goal: Goal, requests: int, seed: int) -> Needs:

@@ -100,9 +100,13 @@ class Progress:
 @click.option("--shape", "shapes", multiple=True, callback=_shapes, metavar="NAME=SHAPE",
     help="Shape of an input that the model leaves open, with its rows in front: 1,128 or, at random, 1,16..512 or, "
     "with weights, 1,16*3|1,512. Repeatable.")  # fmt: skip
+@click.option("--requests", type=click.IntRange(min=100), default=8_000, show_default=True,
+    help="How many are simulated with the best settings; with the others a fourth of them.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For all that is random.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="Write the configuration there, as config.pbtxt.")  # fmt: skip
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Also write a page with plots.")  # fmt: skip
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
@@ -121,6 +125,7 @@ def tune(
     most: bool,
     access: ConnectionOptions,
     out: Path | None,
+    html: Path | None,
     form: str,
     progress: bool,
     **given: Value,
@@ -135,14 +140,16 @@ def tune(
     """
     if [rate, clients, arrivals, from_server, most or None].count(None) != 4:
         raise click.UsageError("expected one of --rate, --clients, --arrivals, --from-server and --max-throughput")
-    if out is not None and not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
-        raise click.UsageError(f"--out {out}: expected a file that can be written, in an existing folder")
+    for flag, file in (("--out", out), ("--html", html)):
+        if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            raise click.UsageError(f"{flag} {file}: expected a file that can be written, in an existing folder")
     # Heavy: `paceline tune --help` does without.
     from paceline.server.telemetry import log
     from paceline.server.tune.choosing import Goal
     from paceline.server.tune.job import Asked, tune_model
     from paceline.server.tune.measuring import TuneError
     from paceline.server.tune.observing import observed
+    from paceline.server.tune.page import page
 
     log.configure("warning", "text")
     rows = given["rows"]
@@ -155,6 +162,7 @@ def tune(
         asked = Asked(
             model, goal, given["shapes"], rows, (arrivals and arrivals.readlines()) or (), given["seed"],
             given["allow_python_models"], given["seconds"] if given["verify"] else 0.0,
+            html is not None, given["requests"],
         )  # fmt: skip
         try:
             # Callers of `main` can pass their own backends as click's `obj`, as tests do.
@@ -163,6 +171,8 @@ def tune(
             raise click.ClickException(one_line(str(error))) from None
     if out is not None:
         out.write_text(config, encoding="utf-8")
+    if html is not None:
+        html.write_text(page(tuned, config), encoding="utf-8")
     click.echo(tuned.as_json() if form == "json" else tuned.text())
     if out is None and form == "text":
         click.echo(f"\nas config.pbtxt (--out writes it):\n\n{config}".rstrip())

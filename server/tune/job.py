@@ -28,7 +28,7 @@ from paceline.server.models.layout import CONFIG_FILE
 from paceline.server.models.model_config import parse_config
 from paceline.server.models.offline import layouts
 from paceline.server.models.served_model import ServedModel
-from paceline.server.tune.choosing import Choice, Goal, Setting, choose, settings_of
+from paceline.server.tune.choosing import Choice, Goal, Setting, Tried, choose, set_back, settings_of
 from paceline.server.tune.config_file import changes_of, config_text
 from paceline.server.tune.contents import LoadContents, contents_of
 from paceline.server.tune.live import Live
@@ -59,7 +59,8 @@ Say = Callable[[str, float], None]
 class Asked:
     """`shapes` are those of a request's inputs that the model leaves open, with the rows in front; `rows` are those of
     other inputs. `arrivals` are lines of a recording, of which the goal gets its rate, and its contents if it has
-    shapes. `seconds`: how long the best settings are tried each, on servers; 0: they aren't."""
+    shapes. `seconds`: how long the best settings are tried each, on servers; 0: they aren't. `explains`: what each
+    change is worth is wanted, too. `requests`: how many are simulated with the best settings."""
 
     model: Path
     goal: Goal
@@ -69,6 +70,8 @@ class Asked:
     seed: int = 0
     allow_python_models: bool = False
     seconds: float = 0.0
+    explains: bool = False
+    requests: int = 8_000
 
 
 def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | None = None) -> tuple[Tuned, str]:
@@ -96,9 +99,13 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
                 return trials.load(server, goal, asked.seconds)
 
         choice = verified(choice, goal, attempt)
+    chosen, worth = choice.best[0].setting, dict[str, Tried]()
+    if asked.explains:
+        say("simulating without each of the changes", _NEARLY)
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            worth = runner.run(set_back(chosen, now, goal, asked.seed, asked.requests))
     say("done", 1.0)
-    chosen = choice.best[0].setting
-    tuned = Tuned(asked.model.name, goal, choice, changes_of(now, chosen), asked.seed)
+    tuned = Tuned(asked.model.name, goal, choice, changes_of(now, chosen), asked.seed, worth)
     return tuned, config_text(config, chosen, tuned.changes, [f"Tuned: {tuned.verdict()}."])
 
 
@@ -118,7 +125,7 @@ async def _chosen(asked: Asked, goal: Goal, now: Setting, tried: Sequence[Layout
         def show(done: int, of: int, settings: Sequence[Setting] = settings) -> None:
             say(f"simulating {len(settings)} settings", _AFTER_COSTS + (_AFTER_CHOICE - _AFTER_COSTS) * done / of)
 
-        choice = await choose(now, settings, goal, asked.seed, show)
+        choice = await choose(now, settings, goal, asked.seed, show, asked.requests)
         if choice.best[0].is_met:
             break
     return goal, choice

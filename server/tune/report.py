@@ -6,13 +6,13 @@ Lives here: words and figures. Must not: compute more than their units.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from paceline.server.tune.choosing import Choice, Found, Goal, Needs, Tried
 from paceline.server.tune.config_file import Change
 
-__all__ = ["Tuned"]
+__all__ = ["Tuned", "ms"]
 
 _PREDICTED = "Figures are of this machine, and of the server from inside: gRPC and the network come on top."
 _TRIED = "Figures are of this machine, which also sends the requests; live ones are of a server, with gRPC."
@@ -20,13 +20,15 @@ _TRIED = "Figures are of this machine, which also sends the requests; live ones 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A model, what was asked for, and what was chosen."""
+    """A model, what was asked for, and what was chosen. `set_back`: what would be met if only one of the changes, by
+    its name, weren't made; if that was wanted."""
 
     model: str
     goal: Goal
     choice: Choice
     changes: Sequence[Change]
     seed: int
+    set_back: Mapping[str, Tried] = field(default_factory=dict)
 
     @property
     def is_met(self) -> bool:
@@ -59,7 +61,7 @@ class Tuned:
         if best.is_met and best.live is not None and best.load is not None:
             expected = f"should be met by prediction, with p99 {_p99(best.found)}, but wasn't when it was tried"
             return f"{self._asked()} {expected}. {self._highest()}"
-        found = f"at best, p99 is {_ms(best.p99_ns)} at {best.found.throughput:.4g} requests/s"
+        found = f"at best, p99 is {ms(best.p99_ns)} at {best.found.throughput:.4g} requests/s"
         return f"{self._asked()} can't be met here: {found}. {self._highest()} {_what_helps(needs)}".rstrip()
 
     def _highest(self) -> str:
@@ -75,18 +77,23 @@ class Tuned:
             return "With less load it wouldn't, either."
         return f"Up to {_load(goal.at(load))} {met}."
 
+    @property
+    def named(self) -> dict[str, Tried]:
+        """What is served now, and the best, by what they are called."""
+        return {"now": self.choice.now, **dict(zip(("best", "second", "third"), self.choice.best, strict=False))}
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading, and a row for each of `named`."""
+        rows = [_HEADING, *((name, *_row(one)) for name, one in self.named.items())]
+        return [row[:-_LIVE_COLUMNS] for row in rows] if self.choice.best[0].live is None else rows
+
     def text(self) -> str:
         """Lines, without an end of the last."""
-        choice = self.choice
-        rows: list[tuple[str, ...]] = [_HEADING]
-        rows.append(("now", *_row(choice.now)))
-        rows += [(name, *_row(one)) for name, one in zip(("best", "second", "third"), choice.best, strict=False)]
-        if choice.best[0].live is None:
-            rows = [row[:-_LIVE_COLUMNS] for row in rows]
+        choice, rows = self.choice, self.table()
         widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
         table = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
         layout = choice.best[0].setting.layout
-        measured = ", ".join(f"{size} rows {_ms(layout.curve.mean_ns(size))}" for size in layout.curve.sizes)
+        measured = ", ".join(f"{size} rows {ms(layout.curve.mean_ns(size))}" for size in layout.curve.sizes)
         changes = [f"  {one.field}: {one.before} -> {one.after}: {one.why}" for one in self.changes]
         return "\n".join(
             [
@@ -94,11 +101,16 @@ class Tuned:
                 "",
                 *table,
                 "",
-                f"{choice.tried} settings simulated. {_PREDICTED if choice.best[0].live is None else _TRIED}",
+                self.caution(),
                 f"Executions with the best layout, all instances busy: {measured}.",
                 *(["to change:", *changes] if changes else ["nothing to change"]),
             ]
         )
+
+    def caution(self) -> str:
+        """Where figures come from."""
+        from_where = _PREDICTED if self.choice.best[0].live is None else _TRIED
+        return f"{self.choice.tried} settings simulated. {from_where}"
 
     def as_json(self) -> str:
         """One object."""
@@ -122,6 +134,7 @@ class Tuned:
                 "tried": self.choice.tried,
                 "needs": asdict(self.choice.needs) if self.choice.needs is not None else None,
                 "changes": [one._asdict() for one in self.changes],
+                "set_back": {name: _json(one) for name, one in self.set_back.items()},
             }
         )
 
@@ -130,7 +143,7 @@ class Tuned:
         load = "as much as possible" if goal.is_most else _load(goal)
         if goal.recorded is not None:
             load = f"{len(goal.recorded.at_ns)} recorded arrivals, {goal.rate:.4g} a second,"
-        return f"{load} with p99 within {_ms(goal.p99_ns)}" if goal.p99_ns else load
+        return f"{load} with p99 within {ms(goal.p99_ns)}" if goal.p99_ns else load
 
 
 _LIVE_COLUMNS = 4
@@ -148,12 +161,12 @@ def _row(one: Tried) -> tuple[str, ...]:
         str(policy.max_batch_rows),
         str(policy.max_queue_delay_ns // 1_000),
         f"{found.throughput:.4g}",
-        _ms(found.latencies.percentile_ns(50) or 0),
+        ms(found.latencies.percentile_ns(50) or 0),
         _p99(found),
         f"{found.rows_per_batch:.3g}",
         f"{found.busy:.0%}",
         f"{one.load.load:.4g}" if one.load is not None else "-",
-        *((f"{live.throughput:.4g}", _ms(live.latencies.percentile_ns(50) or 0), _p99(live)) if live else ("-",) * 3),
+        *((f"{live.throughput:.4g}", ms(live.latencies.percentile_ns(50) or 0), _p99(live)) if live else ("-",) * 3),
     )
 
 
@@ -217,8 +230,9 @@ def _load(goal: Goal) -> str:
 
 
 def _p99(found: Found | None) -> str:
-    return _ms((found and found.latencies.percentile_ns(99)) or 0)
+    return ms((found and found.latencies.percentile_ns(99)) or 0)
 
 
-def _ms(ns: float) -> str:
+def ms(ns: float) -> str:
+    """In milliseconds, with three digits."""
     return f"{ns / 1e6:.3g} ms"

@@ -20,12 +20,13 @@ from paceline.server.tune.measuring import TuneError
 from paceline.server.tune.observing import observed
 from tests import models
 from tests.harness import ServerProcess
+from tests.unit.backends.length_models import encoder
 
 LOADS = "--rate, --clients, --arrivals, --from-server and --max-throughput"
 
 
 def tune(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["tune", *map(str, arguments)])
+    return CliRunner().invoke(main, ["tune", "--requests", "400", *map(str, arguments)])
 
 
 def small(folder: Path, most_rows: int) -> Path:
@@ -131,6 +132,24 @@ def test_flags_that_cannot_be_used_are_refused(tmp_path: Path, arguments: tuple[
     result = tune(file, *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_recorded_texts_of_any_length_are_tuned_for(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    models.write(encoder("pooled"), tmp_path / "m" / "1" / "model.onnx")
+    (tmp_path / "m" / "config.pbtxt").write_text("max_batch_size: 2 dynamic_batching {}")
+    recorded = [
+        {"at_s": number / 20, "shapes": dict.fromkeys(("ids", "mask"), (1, 4 + number))} for number in range(30)
+    ]
+    (tmp_path / "arrivals").write_text("\n".join(map(json.dumps, recorded)))
+    page = tmp_path / "page.html"
+    result = tune(
+        tmp_path / "m", "--arrivals", tmp_path / "arrivals", "--no-verify", "--format", "json", "--html", page
+    )
+    assert result.exit_code == 0, result.output
+    goal = json.loads(result.stdout)["goal"]
+    assert (goal["recorded"], goal["rate"], goal["rows"]) == (30, pytest.approx(20), 1)
+    assert "A row&#x27;s size goes from 4 to 33 elements." in page.read_text()
 
 
 def test_requests_larger_than_any_batch_are_refused(tmp_path: Path) -> None:

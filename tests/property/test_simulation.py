@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Done
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
-from paceline.server.tune.simulation import Closed, Cost, Costs, Open, Served, Simulated, simulate
+from paceline.server.tune.simulation import Closed, Contents, Cost, Costs, Open, Served, Simulated, simulate
 from tests.lengths import LONG
 
 US, MS = 1_000, 1_000_000
@@ -41,7 +43,7 @@ def policies(draw: st.DrawFn) -> BatchPolicy:
 
 
 def line(base_ns: int, row_ns: int) -> Cost:
-    return lambda rows, *_: base_ns + row_ns * rows
+    return lambda rows, size, _: base_ns + row_ns * rows * size
 
 
 costs = st.builds(line, st.integers(1, 4 * MS), st.integers(0, MS))
@@ -122,40 +124,46 @@ class Quiet(ManualClock):
         return [one.at_ns for one in self.made if one.at_ns is not None]
 
 
-class Timed(StepRunner[int, None]):
+class Timed(StepRunner[Contents, None]):
     """Says when its execution ends."""
 
-    def __init__(self, clock: Quiet, cost: Cost) -> None:
+    def __init__(self, clock: Quiet, cost: Cost, policy: BatchPolicy) -> None:
         super().__init__(clock, stages=True)
-        self.clock, self.cost, self.ends_ns = clock, cost, 0
+        self.clock, self.cost, self.policy, self.ends_ns = clock, cost, policy, 0
 
-    def run(self, payloads: Sequence[int], padded_rows: int, done: Done[None]) -> None:
+    def run(self, payloads: Sequence[Contents], padded_rows: int, done: Done[None]) -> None:
         if not self.busy:
-            self.ends_ns = self.clock.now_ns() + self.cost(padded_rows, 1, 0)
+            self.ends_ns = self.end_ns(payloads)
         super().run(payloads, padded_rows, done)
 
     def end(self) -> None:
-        self.ends_ns = self.clock.now_ns() + self.cost(self.padded_rows[-1], 1, 0)  # of the next one, if there is any
+        self.ends_ns = self.end_ns(self.batches[-1])  # of the next one, if there is any
         self.finish(lambda _: None)
+
+    def end_ns(self, payloads: Sequence[Contents]) -> int:
+        sizes = [length(max(one.sizes[0] for one in payloads)) for length in self.policy.lengths]
+        return self.clock.now_ns() + self.cost(len(payloads), payloads[0].size(tuple(sizes)), 0)
 
 
 async def at_the_batcher(
-    policy: BatchPolicy, instances: int, cost: Cost, due_ns: Sequence[int]
+    policy: BatchPolicy, instances: int, cost: Cost, due_ns: Sequence[int], contents: Sequence[Contents]
 ) -> tuple[Histogram, Counter[int]]:
-    """The latencies of requests that come at `due_ns`, and how many batches have so many rows."""
+    """The latencies of requests that come at `due_ns`, with `contents` in turn, and how many batches have so many
+    rows."""
     clock, observer, latencies_ns, left = Quiet(), RecordingObserver(), [], 0
-    runners = [Timed(clock, cost) for _ in range(instances)]
-    batcher: Batcher[int, None] = Batcher(policy, runners, clock=clock, observer=observer)
+    runners = [Timed(clock, cost, policy) for _ in range(instances)]
+    batcher: Batcher[Contents, None] = Batcher(policy, runners, clock=clock, observer=observer)
     batcher.start()
 
-    def on_answers(requests: list[Request[int, None]]) -> None:
+    def on_answers(requests: list[Request[Contents, None]]) -> None:
         nonlocal left
         left += len(requests)
         latencies_ns.extend(clock.now_ns() - one.arrived_ns for one in requests if one.answered)
 
-    def submit(requests: list[Request[int, None]]) -> None:
+    def submit(requests: list[Request[Contents, None]]) -> None:
         nonlocal left
-        left += len([one for one in batcher.submit(requests) if one is not None])
+        for _, alike in groupby(requests, lambda one: one.key):
+            left += len([one for one in batcher.submit([*alike]) if one is not None])
 
     came = 0
     while left < len(due_ns):
@@ -166,7 +174,8 @@ async def at_the_batcher(
             if one.busy and one.ends_ns == at_ns:
                 one.end()
         while came < len(due_ns) and due_ns[came] == at_ns:
-            request: Request[int, None] = Request(came, 1, "", at_ns)
+            one = contents[came % len(contents)]
+            request: Request[Contents, None] = Request(one, 1, one.key, at_ns, sizes=one.sizes)
             request.on_answers = on_answers
             batcher.announce(submit, request)
             came += 1
@@ -178,14 +187,21 @@ async def at_the_batcher(
 gaps = st.lists(st.one_of(st.just(0), st.integers(1, 100 * US), st.integers(1, 10 * MS)), min_size=1, max_size=40)
 
 
-@given(policies(), st.integers(1, 3), costs, gaps)
+texts = st.lists(st.builds(Contents, key=st.sampled_from("ab"), sizes=st.tuples(st.integers(1, 40))), min_size=1)
+alike = st.just([Contents()])
+
+
+@given(policies(), st.integers(1, 3), costs, gaps, st.one_of(alike, texts))
 def test_simulation_decides_as_the_batcher_that_serves(
-    policy: BatchPolicy, instances: int, cost: Cost, gaps_ns: list[int]
+    policy: BatchPolicy, instances: int, cost: Cost, gaps_ns: list[int], contents: list[Contents]
 ) -> None:
+    if contents[0].sizes:
+        policy = replace(policy, lengths=(lambda size: -(-size // 8) * 8,))
     due_ns = [1 + sum(gaps_ns[: number + 1]) for number in range(len(gaps_ns))]
     load = Open(Recorded(tuple(due_ns), tuple(range(len(due_ns)))))
-    found = run(Served(policy, instances, cost), load, len(due_ns), 0)
-    latencies, batches = asyncio.run(at_the_batcher(policy, instances, cost, due_ns))
+    served = Served(policy, instances, cost)
+    found = asyncio.run(simulate(served, load, requests=len(due_ns), contents=contents, warmup=0))
+    latencies, batches = asyncio.run(at_the_batcher(policy, instances, cost, due_ns, contents))
     assert found.batches == batches
     assert (found.latencies.sum_ns, found.latencies.longest_ns) == (latencies.sum_ns, latencies.longest_ns)
     assert found.refused == len(due_ns) - latencies.count

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.clients.plots import Axis, bars, lines
+from paceline.clients.plots import Axis, bars, dots, lines
 
 
 def numbers(text: str) -> list[float]:
@@ -17,7 +17,7 @@ def test_lines_stay_within_the_drawing() -> None:
     root = ElementTree.fromstring(drawn)
     points = [numbers(one.get("points", "")) for one in root.iter("polyline")]
     assert len(points) == 2
-    assert all(64 <= x <= 704 and 34 <= y <= 236 for one in points for x, y in zip(one[::2], one[1::2], strict=True))
+    assert all(64 <= x <= 544 and 52 <= y <= 232 for one in points for x, y in zip(one[::2], one[1::2], strict=True))
 
 
 @pytest.mark.parametrize("values", [[(0.0, 0.0)], [(3.0, 7.0)] * 2, [(0.0, 1e-9), (1.0, 1e12)]])
@@ -49,6 +49,18 @@ def test_bars_have_names_and_heights_in_proportion() -> None:
     assert "2 <" in [one.text for one in root.iter("text")]
 
 
+def test_marked_dots_have_names_that_do_not_overlap() -> None:
+    marked = {"now <": (1.0, 2.0), "chosen": (1.0, 2.001)}
+    root = ElementTree.fromstring(
+        dots("t", Axis("x"), Axis("ms", is_log=True), {"a": [(1, 2), (9, 4)]}, marked, level=("bound", 3.0))
+    )
+    assert len(list(root.iter("circle"))) == 4
+    tops = {one.text: float(one.get("y", "")) for one in root.iter("text")}
+    assert abs(tops["now <"] - tops["chosen"]) >= 16
+    assert {"bound", "2", "3", "4"} <= tops.keys()
+
+
 def test_plots_without_values_say_so() -> None:
-    for drawn in (bars("t", Axis("x"), Axis("y"), {}), lines("t", Axis("x"), Axis("y"), {"a": []})):
+    x, y = Axis("x"), Axis("y")
+    for drawn in (bars("t", x, y, {}), lines("t", x, y, {"a": []}), dots("t", x, y, {}, {})):
         assert "nothing to show" in drawn

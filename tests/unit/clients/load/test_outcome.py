@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -14,6 +13,7 @@ from paceline.clients.load.outcome import Outcome
 from paceline.clients.load.page import page
 from paceline.clients.load.printing import document, outcome_json, outcome_text, verdict_lines, written_time
 from paceline.clients.load.tally import Counts, Reply, Slices
+from tests.pages import Page
 from tests.unit.clients.load.counting import MS, S, counts
 
 PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
@@ -147,33 +147,9 @@ def test_times_are_written_with_three_digits(ns: float | None, text: str) -> Non
     assert written_time(ns) == text
 
 
-class Page(HTMLParser):
-    """Which tags are open, and all attributes that name something elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.elsewhere: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.elsewhere += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "xlink:href", "data")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_page_is_whole_and_needs_nothing_from_elsewhere() -> None:
     text = page(OUTCOME, "Load on m", "<script>alert(1)</script>", [(parse_assertion("errors==0"), 10.0)])
-    parsed = Page()
-    parsed.feed(text)
+    parsed = Page(text)
     assert parsed.open == []
     assert parsed.elsewhere == []
     assert parsed.tags.count("svg") == 5
