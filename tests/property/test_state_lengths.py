@@ -59,6 +59,9 @@ def attends(inputs: Sequence[Array], kind: str = "") -> Tensors:
     if kind == "place":
         new = new + np.float32(keys.shape[1])
     rows = np.concatenate([keys, new], axis=1)
+    if kind == "many rows":
+        new = new + np.float32(rows.shape[1] > 100)
+        rows = np.concatenate([keys, new], axis=1)
     if kind == "only what was before":
         rows, there = keys + 1, seen
     scores = np.where(there[:, None] > 0, new @ np.swapaxes(rows, 1, 2), -1e9)
@@ -68,7 +71,7 @@ def attends(inputs: Sequence[Array], kind: str = "") -> Tensors:
     after, left = np.concatenate(order, axis=1), np.concatenate([seen, mask], axis=1)
     if kind == "window":
         after, left = after[:, -500:], left[:, -500:]
-    answer = after.sum(axis=1) + (rows.mean(axis=1) if kind == "answers by the mean" else 0)
+    answer = after.sum(axis=1) + (rows.mean(axis=1) if kind in ("answers by the mean", "many rows") else 0)
     return [one.astype(np.float32) for one in (answer, after)] + [left, count + mask.sum(axis=1, keepdims=True)]
 
 
@@ -76,7 +79,7 @@ def _of(kind: str) -> Model:
     return lambda inputs: attends(inputs, kind)
 
 
-KINDS = ["all rows", "rows before the count", "place", "only what was before", "in front", "window"]
+KINDS = ["all rows", "rows before the count", "place", "many rows", "only what was before", "in front", "window"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

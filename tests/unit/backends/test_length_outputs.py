@@ -74,6 +74,20 @@ def test_state_that_follows_a_length_is_cut_like_an_output() -> None:
     assert found.spec.joined == ()
 
 
+def test_state_grows_by_its_own_length_beside_two_others() -> None:
+    other = TensorSpec("other", "FP32", (-1, 2), axis_names=("batch", "others", ""))
+    asked = [NOW, LengthAxis("other", 1), PAST]
+
+    def run(inputs: Sequence[Array]) -> Tensors:
+        now, other, past = inputs
+        ones = np.ones((len(now), 1, 2), np.float32)
+        sums = now.sum(axis=1) + other.sum(axis=1) + np.where(past == -1, 0, past).sum(axis=1)
+        return [sums, np.concatenate([past, ones], axis=1)]
+
+    found = try_lengths(replace(SPEC, inputs=(*SPEC.inputs, other)), asked, run)
+    assert found.spec.joined == (JoinedAxis(1, 1, (2, None)),)
+
+
 def test_axes_of_states_without_names_are_lengths_apart() -> None:
     state = replace(STATE, input=replace(STATE.input, axis_names=()))
     spec = replace(SPEC, inputs=(TensorSpec("now", "FP32", (-1, 2)),), sequence=SequenceSpec((), (state,)))
