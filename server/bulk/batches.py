@@ -16,9 +16,9 @@ from paceline.server.bulk.values import Fixed, Places
 
 __all__ = ["batches"]
 
-_WORTH_SHARE = 20
-"""A batch costs as much as one in so many of a full batch's elements, besides its own: of sizes within 5 % of the best
-rate, `Fixed.batch_rows` is the smallest."""
+_WORTH_SHARE = 40
+"""A batch costs as much as one in so many of a full batch's elements, besides its own: as `Fixed.batch_rows` is the
+smallest within 3 % of the best rate, that is 3 % at most, and more than half of it."""
 
 
 def batches(rows: Rows, fixed: Fixed, *, by_length: bool = False, max_elements: int = 0) -> list[Places]:

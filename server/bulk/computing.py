@@ -48,6 +48,7 @@ class _Tried(NamedTuple):
     sample_rows: int
     bad: Sequence[BadRow]
     row_bytes: float
+    job_rows: float
 
 
 class Computing:
@@ -98,14 +99,14 @@ class Computing:
     async def _try(self, source: Source, batch_rows: int, instances: int, *, rates: bool) -> _Tried:
         """Raises BulkError, and _NoRows."""
         settings = self._settings
-        shown = list[tuple[ModelDescription, pa.Schema, Chunk, Sequence[BadRow]]]()
+        shown = list[tuple[ModelDescription, pa.Schema, Chunk, Sequence[BadRow], float]]()
 
         def sample_of(model: Computes) -> Sample:
             columns = self._columns(source, model)
             limits = fixed_sizes(_UNPROBED, settings.memory_bytes, _SAMPLE_ROWS)
             chunk, job_rows = _first_chunk(source, columns.names, limits)
             rows = columns.rows(chunk)
-            shown.append((model.description, columns.output_schema, chunk, [*chunk.bad, *rows.bad]))
+            shown.append((model.description, columns.output_schema, chunk, [*chunk.bad, *rows.bad], job_rows))
 
             def of_most(batch_rows: int) -> Sequence[Places]:
                 most = replace(limits, batch_rows=batch_rows)
@@ -122,9 +123,9 @@ class Computing:
             choice = await choose(
                 self._engine, sample_of, batch_rows=batch_rows, instances=instances, cpus=self._cpus, rates=rates
             )
-        description, output_schema, chunk, bad = shown[0]
+        description, output_schema, chunk, bad, job_rows = shown[0]
         row_bytes = chunk.table.nbytes / max(1, chunk.table.num_rows)
-        return _Tried(choice, description, output_schema, chunk.read_rows, bad, row_bytes)
+        return _Tried(choice, description, output_schema, chunk.read_rows, bad, row_bytes, job_rows)
 
     def _fixed(self, tried: _Tried) -> Fixed:
         measured, offline = tried.choice.measured, tried.choice.offline
@@ -135,6 +136,7 @@ class Computing:
             offline.intra_op_threads,
             tried.row_bytes,
             measured.output_row_bytes,
+            tried.job_rows,
         )
         settings = self._settings
         return fixed_sizes(probed, settings.memory_bytes, settings.unit_rows, by_length=settings.sort_by_length)

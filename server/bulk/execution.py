@@ -3,9 +3,10 @@
 Lives here: which rows a call has after one has failed, how many calls there are at a time, and how often one is
 repeated. Must not: arrays' contents, or what a model is.
 
-A call that fails is done again in quarters, each of those that fail in quarters again, until the rows at fault are
-alone: among n rows that takes as many calls as halves do, and a third less work. Errors that aren't about the rows are
-waited out. Which rows are in a call depends on nothing but the rows, so that results don't either.
+After a call that fails, a first part of its rows is tried, of the part that has the fault again a first part, until it
+is a row alone; what was put aside meanwhile is one call in the end. A part needn't be tried as a whole if all else of a
+call that failed is good. Errors that aren't about the rows are waited out. Which rows are in a call depends on nothing
+but the rows, so that results don't either.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from paceline.server.bulk.values import BulkError, Computes, Places
 __all__ = ["NOT_THE_ROWS", "Calls", "execute"]
 
 _PARTS = 4
+_FEW_ROWS = 32
+"""Calls of fewer take about as long as those of half as many: halves are best, as they are the fewest calls. Of more
+rows, a quarter is tried, as a part that fails has cost its time."""
 _PATIENCE_S = 300.0
 """After so long without any answer, the job ends: it can be started again. A server may take that long to start."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
@@ -135,7 +139,8 @@ async def execute(calls: Calls, unit: int, rows: Rows, batches: Sequence[Places]
     BulkError."""
     results = Results()
 
-    async def solve(places: Places) -> None:
+    async def attempt(places: Places) -> InferenceError | None:
+        """Has them computed, or returns why that fails."""
         sizes, elements = rows.common_sizes(places), 0
 
         def inputs() -> Mapping[str, Array]:
@@ -147,18 +152,32 @@ async def execute(calls: Calls, unit: int, rows: Rows, batches: Sequence[Places]
         try:
             outputs = await calls(unit, inputs)
         except InferenceError as error:
-            if len(places) == 1:
-                results.failed.append(Failed(int(places[0]), error.message))
-                return
-        else:
-            results.computed.append(Computed(places, outputs, sizes))
-            tally.executions += 1
-            tally.rows_executed += len(places)
-            tally.elements += elements
-            tally.filled_elements += elements - rows.elements(places) if sizes else 0
+            return error
+        results.computed.append(Computed(places, outputs, sizes))
+        tally.executions += 1
+        tally.rows_executed += len(places)
+        tally.elements += elements
+        tally.filled_elements += elements - rows.elements(places) if sizes else 0
+        return None
+
+    async def solve(places: Places) -> None:
+        failing, aside = places, [places[:0]]
+        if (error := await attempt(places)) is None:
             return
-        for part in np.array_split(places, min(_PARTS, len(places))):
-            await solve(part)
+        while len(failing) > 1:
+            # Among `failing` is a row at fault, whose `error` is known if it was a call; nothing is known of `aside`.
+            part, others = np.split(failing, [len(failing) // (_PARTS if len(failing) > _FEW_ROWS else 2)])
+            if why := await attempt(part):
+                failing, error = part, why
+                aside.append(others)
+            else:
+                failing, error = others, None
+        if error := error or await attempt(failing):
+            results.failed.append(Failed(int(failing[0]), error.message))
+        left = np.sort(np.concatenate(aside))
+        if len(left) and await attempt(left) is not None:
+            for part in np.array_split(left, min(_PARTS, len(left))):
+                await solve(part)
 
     tasks = [asyncio.ensure_future(solve(places)) for places in batches]
     try:

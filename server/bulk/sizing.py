@@ -9,6 +9,7 @@ is written.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.server.bulk.values import Fixed
@@ -20,6 +21,8 @@ _MOST_UNITS = 3
 """Units at once: one is read or written while others are computed. More only take memory."""
 _UNIT_S = 30.0
 """A unit takes about this long, which is what a job that is killed loses of each."""
+_LEAST_UNITS = 24
+"""But there are as many of them: one alone is read, computed and written in turn."""
 _LEAST_BATCHES, _LEAST_SORTED_BATCHES = 16, 64
 """But it has as many batches of each instance, so that what is left at its end is a small part of it."""
 _MOST_UNIT_ROWS = 2**18
@@ -30,8 +33,8 @@ _LEAST_CHUNK_ROWS, _MOST_CHUNK_ROWS = 1_024, 2**15
 @dataclass(frozen=True, slots=True)
 class Probed:
     """What the first rows have shown: the best number of rows of a batch, how many rows a second that gives, with how
-    many instances of how many threads each (0: as configured), and how large a row is, as read and as
-    computed."""
+    many instances of how many threads each (0: as configured); how large a row is, as read and as computed; and about
+    how many there are."""
 
     batch_rows: int
     rows_per_s: float
@@ -39,6 +42,7 @@ class Probed:
     intra_op_threads: int
     input_row_bytes: float
     output_row_bytes: float
+    job_rows: float = math.inf
 
 
 def fixed_sizes(probed: Probed, memory_bytes: int, unit_rows: int, *, by_length: bool = False) -> Fixed:
@@ -48,7 +52,8 @@ def fixed_sizes(probed: Probed, memory_bytes: int, unit_rows: int, *, by_length:
     share_bytes = memory_bytes // (_MOST_UNITS + 1)  # one for what decompressing and allocators take
     fitting = int(share_bytes / (_COPIES * max(1.0, probed.input_row_bytes + probed.output_row_bytes)))
     least = batch * max(1, probed.instances) * (_LEAST_SORTED_BATCHES if by_length else _LEAST_BATCHES)
-    unit = unit_rows or max(least, min(_MOST_UNIT_ROWS, int(probed.rows_per_s * _UNIT_S)))
+    most = min(_MOST_UNIT_ROWS, probed.rows_per_s * _UNIT_S, probed.job_rows / _LEAST_UNITS)
+    unit = unit_rows or max(least, int(most))
     wanted = _MOST_CHUNK_ROWS if by_length else max(_LEAST_CHUNK_ROWS, min(_CHUNK_BATCHES * batch, _MOST_CHUNK_ROWS))
     chunk = max(1, min(fitting, wanted, unit))
     if chunk > batch:

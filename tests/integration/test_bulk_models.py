@@ -121,11 +121,11 @@ async def test_row_that_fails_alone_leaves_its_neighbours(tmp_path: Path) -> Non
         table = pa.record_batch({"a": pa.array([[number] for number in range(8)], pa.list_(pa.float32(), 1))})
         given = Columns(model.description, table.schema).rows(Chunk(table, batch))
         results = await execute(Calls(model, ["x"]), 0, given, [batch], Tally())
-    assert sorted(one.outputs["x"].ravel().tolist() for one in results.computed) == [[0, 1], [2, 3], [4], [6, 7]]
+    assert sorted(one.outputs["x"].ravel().tolist() for one in results.computed) == [[0, 1, 2, 3], [4], [6, 7]]
     (failed,) = results.failed
     assert failed.place == 5
     assert "5 is out of range" in failed.reason
-    assert memory.batches[:5] == [(8,), (2,), (2,), (2,), (1,)]
+    assert memory.batches[:5] == [(8,), (4,), (2,), (1,), (1,)]
 
 
 @pytest.mark.parametrize(

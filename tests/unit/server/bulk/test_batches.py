@@ -67,8 +67,8 @@ def test_sorted_lengths_waste_little() -> None:
     sizes = np.clip(random.lognormal(4, 1, 4000), 1, 512).astype(int).tolist()
     rows = _rows(sizes, _EXACT)
     shared = batches(rows, _fixed(32), by_length=True)
-    assert len(shared) <= 1.1 * math.ceil(len(sizes) / 32)
-    assert sum(len(batch) * math.prod(rows.common_sizes(batch)) for batch in shared) <= sum(sizes) / 0.95
+    assert len(shared) <= 1.2 * math.ceil(len(sizes) / 32)
+    assert sum(len(batch) * math.prod(rows.common_sizes(batch)) for batch in shared) <= sum(sizes) / 0.98
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=25), st.integers(1, 7), st.sampled_from([0, 30, 100]))
@@ -76,7 +76,7 @@ def test_sorted_rows_are_cut_best(sizes: list[int], most: int, max_elements: int
     """Against all ways to cut them."""
     rows = _rows(sizes, _EXACT)
     ordered = sorted(sizes)
-    worth = most * sum(sizes) // (20 * len(sizes)) + 1
+    worth = most * sum(sizes) // (40 * len(sizes)) + 1
 
     @cache
     def least(end: int) -> int:

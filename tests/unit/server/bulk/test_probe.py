@@ -79,8 +79,15 @@ async def test_small_jobs_are_not_tried_for_long() -> None:
 async def test_rows_at_fault_do_not_count() -> None:
     model = Costly(lambda rows: 1, 3)
     (tried,) = await model.tried(8, [2])
-    assert tried.rows_per_s == pytest.approx(2_000, rel=0.02)
+    assert tried.rows_per_s / tried.kept == pytest.approx(2_000, rel=0.02)
     assert model.calls.count([2, 3]) == 1
+
+
+async def test_rows_at_fault_make_smaller_batches_best() -> None:
+    """The larger a batch, the more of them fail."""
+    cost: Cost = lambda rows: 20 + 10 * rows  # noqa: E731
+    bad = range(30, 512, 60)
+    assert [best(await Costly(cost, *those).tried(512)).batch_rows for those in ((), bad)] == [32, 8]
 
 
 async def test_probe_goes_on_with_bad_rows_in_each_batch() -> None:
@@ -104,7 +111,7 @@ async def test_rows_that_all_misfit_end_the_probe_with_reason() -> None:
 
 
 def test_smallest_batch_that_is_nearly_best_is_chosen() -> None:
-    rates = {1: 50.0, 2: 94.9, 4: 95.0, 8: 100.0, 16: 99.0}
+    rates = {1: 50.0, 2: 96.9, 4: 97.0, 8: 100.0, 16: 99.0}
     tried = [Measured(size, rate, 0.0) for size, rate in rates.items()]
     assert best(tried).batch_rows == 4
 

@@ -47,6 +47,11 @@ def test_a_unit_takes_a_while_but_not_long(rows_per_s: float, unit_rows: int) ->
     assert (fixed.unit_rows, fixed.batch_rows) == (unit_rows, 32)
 
 
+def test_small_jobs_have_many_units_too() -> None:
+    fixed = fixed_sizes(Probed(32, 1_000.0, 2, 1, 100.0, 100.0, job_rows=50_000.0), 2 * GIB, 0)
+    assert fixed.unit_rows == 2_048
+
+
 def test_less_memory_later_means_fewer_units_at_once() -> None:
     fixed = fixed_sizes(Probed(32, 1_000.0, 1, 1, 100.0, 100.0), 2 * GIB, 0)
     assert [units_at_once(fixed, memory_bytes) for memory_bytes in (2 * GIB, GIB, GIB // 8)] == [3, 1, 1]
