@@ -1,15 +1,18 @@
-"""How much memory a process may still take.
+"""How much memory a process may still take, and giving back what it doesn't use.
 
-Lives here: what Linux says of that. Must not: decide what follows from it.
+Lives here: what Linux says of that, and what allocators are asked. Must not: decide when.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["memory_left", "resident_bytes"]
+import pyarrow as pa
+
+__all__ = ["give_back", "memory_left", "resident_bytes"]
 
 _LIMITS = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
@@ -38,3 +41,11 @@ def resident_bytes(root: Path = Path("/")) -> int:
             if line.startswith("VmRSS:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+def give_back() -> None:
+    """Return to the kernel what Arrow's allocator and malloc have kept of freed memory: without it, what a job takes
+    grows for as long as a hundred units, by a third. Takes 1.5 ms after units of some MiB."""
+    pa.default_memory_pool().release_unused()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(ctypes.c_size_t(0))
