@@ -3,8 +3,8 @@ other.
 
 Lives here: the loops, and what they make of many. Must not: anything of the server. Of a batch, prompts are padded on
 the left, and all rows are stepped until the longest answer is there: a static batch. With rows of equal lengths, none
-waits or is padded. Of callers in a closed loop, the server's `Iterations` say who is stepped with whom, its `Block`
-holds keys and values, and the likeliest token is taken: what continuous batching can reach.
+waits or is padded. Of callers in a closed loop, the server's `Iterations` say who is stepped with whom, its `Stepping`
+does that, and the likeliest token is taken: what continuous batching can reach.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench.generation_requests import Wanted
-from paceline.backends.onnx.decoder_block import GONE, Block
+from bench.steps import BenchError
+from paceline.backends.errors import ExecutionError
+from paceline.backends.onnx.decoder_block import GONE, Run
 from paceline.backends.onnx.decoder_layout import find_layout
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.onnx.spec import tensor_spec
+from paceline.backends.onnx.stepping import Stepping
 from paceline.backends.spec import ModelSpec, Tensors
 from paceline.scheduler.iterations import Iterations
 from paceline.scheduler.step_costs import StepCosts
@@ -92,21 +95,19 @@ class Callers:
     def __init__(self, session: ort.InferenceSession, asked: Sequence[Sequence[Wanted]]) -> None:
         self.answered: list[tuple[Wanted, list[int]]] = []
         self.executions = self.rows = 0
-        self._session = session
         inputs, outputs = (
             tuple(tensor_spec("", "tensor", one) for one in nodes)
             for nodes in (session.get_inputs(), session.get_outputs())
         )
         layout = find_layout(ModelSpec(inputs, outputs), frozenset(), {})
         assert not isinstance(layout, str), layout
-        self._layout = layout
-        self._costs, settings = StepCosts(), DecoderSettings()
-        most_tokens = settings.most_cache_bytes // self._layout.token_bytes
-        self._iterations = Iterations(len(asked), most_tokens, settings.prefill_tokens, self._costs)
+        settings, costs = DecoderSettings(), StepCosts()
+        most_tokens = settings.most_cache_bytes // layout.token_bytes
+        self._iterations = Iterations(len(asked), most_tokens, settings.prefill_tokens, costs)
+        self._stepping = Stepping(_Session(session, layout.executed), layout, costs)
         self._following = [cycle(own) for own in asked]
         self._wanted: dict[int, Wanted] = {}
         self._tokens: dict[int, list[int]] = {}
-        self._blocks: dict[int, Block] = {}
         for caller in range(len(asked)):
             self._ask(caller)
 
@@ -114,38 +115,26 @@ class Callers:
         self._wanted[caller] = wanted = next(self._following[caller])
         self._tokens[caller] = [*wanted.prompt]
         self._iterations.enter(caller, len(wanted.prompt))
+        self._stepping.enter(caller, self._tokens[caller])
 
     def iterate(self) -> int:
         """How many tokens were chosen in one more iteration."""
         iteration, tokens = self._iterations.next(), 0
         for row in iteration.put_out:
-            self._blocks.pop(row).drop(row)
+            self._stepping.forget(row)
         for more in (*map(dict, iteration.pieces), *(dict.fromkeys(group, 1) for group in iteration.groups)):
             tokens += self._execute(more)
         return tokens
 
     def _execute(self, more: dict[int, int]) -> int:
-        own = [self._blocks.get(row) or Block.empty(row, self._layout) for row in more]
-        block = Block.of(more.keys(), [*dict.fromkeys(own)])
-        self._blocks.update(dict.fromkeys(more, block))
-        longest, most = block.longest, max(more.values())
-        # -1 where a prompt has none, 0 where a row is that has gone.
-        ids = np.full((len(block.rows), most), 0 if most == 1 else -1)
-        for place, (row, length) in enumerate(zip(block.rows, block.lengths.tolist(), strict=True)):
-            if row != GONE:
-                ids[place, -more[row] :] = self._tokens[row][length : length + more[row]]
-        began_ns = time.perf_counter_ns()
-        logits = block.step(self, ids, self._layout)
-        now_ns = time.perf_counter_ns()
+        ((_, rows, logits),) = self._stepping.execute(more)
+        if isinstance(logits, ExecutionError):
+            raise logits
         self.executions, self.rows = self.executions + 1, self.rows + len(more)
-        if not longest:
-            self._costs.observe_begin(len(block.rows), most, now_ns - began_ns, now_ns)
-        elif most == 1:
-            self._costs.observe(len(block.rows), longest + 1, now_ns - began_ns)
         if not self._iterations.computed(more):
             return 0
         going = list[int]()
-        for row, token in zip(block.rows, logits.argmax(axis=1).tolist(), strict=True):
+        for row, token in zip(rows, logits.argmax(axis=1).tolist(), strict=True):
             if row != GONE:
                 self._tokens[row].append(token)
                 (self._end if self._is_whole(row) else going.append)(row)
@@ -159,18 +148,29 @@ class Callers:
     def _end(self, row: int) -> None:
         wanted = self._wanted[row]
         self.answered.append((wanted, self._tokens[row][len(wanted.prompt) :]))
-        self._blocks.pop(row).drop(row)
+        self._stepping.leave(row)
         self._iterations.leave(row)
         self._ask(row)
 
-    # ---- `StepsModel` ----
+
+class _Session:
+    """`StepsModel`: a session's tensors in the order of `executed`."""
+
+    def __init__(self, session: ort.InferenceSession, executed: ModelSpec) -> None:
+        self._session = session
+        self._inputs = [one.name for one in executed.inputs]
+        self._outputs = [one.name for one in executed.outputs]
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
-        names = (one.name for one in self._layout.executed.inputs)
-        outputs: list[Array] = self._session.run(
-            [one.name for one in self._layout.executed.outputs], dict(zip(names, inputs, strict=True))
-        )
+        outputs: list[Array] = self._session.run(self._outputs, dict(zip(self._inputs, inputs, strict=True)))
         return outputs
+
+    def keeping(self, kept: Sequence[Array]) -> Run:
+        raise BenchError("decoders whose attention adds to keys and values in place aren't stepped here")
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def in_closed_loop(

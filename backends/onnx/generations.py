@@ -1,9 +1,9 @@
 """Generations: an instance that owns a running batch, and steps it on a thread of its own.
 
-Lives here: the thread, and who waits for a place. Must not: decide who steps when (`scheduler.iterations`), hold keys
-and values (`decoder_block`), choose tokens (`sampling`), form answers (`growing_answer`). The rules: a request has one
-last answer, unless nobody waits for it; a row's fault ends that row alone; `execute_open` returns when its requests
-have places, so that others wait in the queue, by its rules.
+Lives here: the thread, and who waits for a place. Must not: decide who steps when (`scheduler.iterations`), execute
+steps (`stepping`), choose tokens (`sampling`), form answers (`growing_answer`). The rules: a request has one last
+answer, unless nobody waits for it; a row's fault ends that row alone; `execute_open` returns when its requests have
+places, so that others wait in the queue, by its rules.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 
 from paceline.backends.base import Device, Execution
 from paceline.backends.batching import Outputs, Share
-from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, OutOfMemory, StepHangs
+from paceline.backends.errors import ExecutionError, InstanceError, InstanceLost, ModelRefused, StepHangs
 from paceline.backends.generation import GenerationLimits, Wanted
 from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.growing_answer import GrowingAnswer
-from paceline.backends.onnx.decoder_block import GONE, NO_TOKEN, Block, StepsModel
-from paceline.backends.onnx.decoder_in_place import block_type
+from paceline.backends.onnx.decoder_block import GONE, StepsModel
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
 from paceline.backends.onnx.decoding_rules import DecodingRules
 from paceline.backends.onnx.encoder import EncoderThread
 from paceline.backends.onnx.made_up_request import MadeUpRequest
 from paceline.backends.onnx.options import DecoderSettings
+from paceline.backends.onnx.stepping import Stepping
 from paceline.backends.open_request import ELSEWHERE, NEVER, OpenRequest
 from paceline.backends.sampling import NONE, choose, logprobs_of
 from paceline.backends.spec import MISSING, Array, Tensors
@@ -70,29 +70,26 @@ class GeneratingInstance:
         self._name = name
         self._model = model
         self._layout = layout
-        self._kind = block_type(layout)
         self._limits = limits
         self._nothing_else = (MISSING,) * (len(limits.spec.outputs) - 1)
         self._asked = asked
         self._rules = rules
         self._encoder = encoder
         self._pads_sources = tried.pads_sources
-        self._costs = StepCosts(_DOUBT_IN_PLACE if layout.in_place else 1.0)
+        costs = StepCosts(_DOUBT_IN_PLACE if layout.in_place else 1.0)
         most_tokens = settings.most_cache_bytes // layout.token_bytes
         self._iterations = Iterations(
             settings.most_generations,
             most_tokens,
             settings.prefill_tokens,
-            self._costs,
+            costs,
             pads=tried.pads,
             pads_prompts=tried.pads_prompts,
             in_pieces=tried.in_pieces,
         )
-        # By the numbers of their requests: those with a place, what the encoder has left of each, and the blocks of
-        # those that have a past. Whoever is put out keeps what the encoder has left.
+        # Those with a place, by the numbers of their requests. Whoever is put out keeps what the encoder has left.
+        self._stepping = Stepping(model, layout, costs, now_ns)
         self._generations: dict[int, GrowingAnswer] = {}
-        self._sources: dict[int, Array] = {}
-        self._blocks: dict[int, Block] = {}
         # Those that may have to end before their answer does.
         self._ending = set[int]()
         # Guards places, and what other threads leave here. Who only steps doesn't hold it.
@@ -100,7 +97,6 @@ class GeneratingInstance:
         self._cancelled = set[int]()
         self._numbers = 0
         self._closed = False
-        self._began_ns = 0
         # Done when the thread has ended, or if it never began.
         self._stepped = Future[None]()
         self._lost: InstanceLost | None = None
@@ -126,7 +122,8 @@ class GeneratingInstance:
     def began_ns(self) -> int:
         """That of a step or of the encoder, which go on beside each other: the earlier one, which may hang."""
         encoder_ns = 0 if self._encoder is None else self._encoder.began_ns
-        return min(self._began_ns or encoder_ns, encoder_ns or self._began_ns)
+        began_ns = self._stepping.began_ns
+        return min(began_ns or encoder_ns, encoder_ns or began_ns)
 
     def give_up(self, limit_ns: int) -> StepHangs:
         ended = Future[None]()
@@ -238,8 +235,7 @@ class GeneratingInstance:
                 self._cancelled.discard(number)
                 return
             self._generations[number] = generation
-            if source is not None:
-                self._sources[number] = source
+            self._stepping.enter(number, generation.tokens, source)
             if request.ends_ns < NEVER:
                 self._ending.add(number)
             self._iterations.enter(number, prompt, fixed, 0 if self._pads_sources else length)
@@ -291,77 +287,28 @@ class GeneratingInstance:
         if iteration.put_out:
             self._watch.put_out(len(iteration.put_out))
         for number in iteration.put_out:
-            self._forget(number)
+            self._stepping.forget(number)
         # First those that begin, so that they wait for nobody's step.
         for pieces in iteration.pieces:
             self._execute(dict(pieces))
         for group in iteration.groups:
             self._execute(dict.fromkeys(group, 1))
 
-    # hot path: 25 to 33 us for each row of a step, with all that it calls (bench.generations_inside)
     def _execute(self, more: Mapping[int, int]) -> None:
-        """Compute so many more tokens of each of these rows."""
-        kept = [*map(self._blocks.get, more)]
-        if None in kept:
-            kept = [
-                one or self._kind.empty(row, self._layout, self._sources.get(row))
-                for row, one in zip(more, kept, strict=True)
-            ]
-        own = cast("list[Block]", [*dict.fromkeys(kept)])
-        block = self._kind.of(more.keys(), own)
-        if len(own) > 1 or block is not own[0] or not block.longest:
-            self._blocks.update(dict.fromkeys(more, block))
-        longest, most = block.longest, max(more.values())
-        began_ns = self._now_ns()
-        done = self._step(block, more)
+        """Compute so many more tokens of each of these rows, and choose the next ones of those that have all."""
+        done = self._stepping.execute(more)
         if self._closed:
             return  # maybe given up meanwhile: then its rows have had their answers
-        if len(done) == 1 and done[0][0] is block:
-            now_ns = self._now_ns()
-            if not longest:
-                self._costs.observe_begin(len(block.rows), most, now_ns - began_ns, now_ns)
-            elif most == 1:
-                self._costs.observe(len(block.rows), longest + 1, now_ns - began_ns)
-        for one, logits in done:
-            stepped = more if one.count == len(more) else {row: more[row] for row in one.rows if row != GONE}
-            if one is not block:
-                self._blocks.update(dict.fromkeys(stepped, one))
+        for stepped, rows, logits in done:
+            if isinstance(logits, ExecutionError):
+                if isinstance(logits, InstanceLost):
+                    self._lost = logits
+                self._fail([*stepped], logits)
+                continue
             with self._changed:
                 complete = self._iterations.computed(stepped)
             if complete:
-                self._choose(one.rows, logits)
-
-    def _step(self, block: Block, more: Mapping[int, int]) -> list[tuple[Block, Array]]:
-        """Step the rows of `block`, or if that fails, halves of it, until it is known whose fault that is: those end.
-        Returns what was stepped, with the logits."""
-        most, lengths = max(more.values()), block.lengths.tolist()
-        if most == 1:
-            found = [
-                0 if row == GONE else self._generations[row].tokens[length]
-                for row, length in zip(block.rows, lengths, strict=True)
-            ]
-            tokens = np.array(found)[:, None]
-        else:
-            tokens = np.full((len(block.rows), most), NO_TOKEN, np.int64)
-            for own, row, length in zip(tokens, block.rows, lengths, strict=True):
-                own[-more[row] :] = self._generations[row].tokens[length : length + more[row]]
-        self._began_ns = self._now_ns()
-        try:
-            return [(block, block.step(self._model, tokens, self._layout))]
-        except ExecutionError as error:
-            rows = [row for row in block.rows if row != GONE]
-            is_one = len(block.rows) == 1
-            if is_one or (isinstance(error, InstanceError) and not isinstance(error, OutOfMemory)):
-                if isinstance(error, InstanceLost):
-                    self._lost = error
-                self._fail(rows, error)
-                return []
-        finally:
-            self._began_ns = 0
-        half = len(rows) // 2
-        halves = [{row: more[row] for row in some} for some in (rows[:half], rows[half:]) if some]
-        blocks = [self._kind.of(one.keys(), (block,)) for one in halves]
-        return [done for of, one in zip(blocks, halves, strict=True) for done in self._step(of, one)]
+                self._choose(rows, logits)
 
     def _choose(self, rows: Sequence[int], logits: Array) -> None:
         """Choose another token of each of these, and answer."""
@@ -410,16 +357,11 @@ class GeneratingInstance:
     def _leave(self, number: int) -> None:
         """A generation has ended; with the lock."""
         del self._generations[number]
-        self._forget(number)
-        self._sources.pop(number, None)
+        self._stepping.leave(number)
         self._ending.discard(number)
         self._iterations.leave(number)
         self._watch.left(number)
         self._changed.notify_all()
-
-    def _forget(self, number: int) -> None:
-        if (block := self._blocks.pop(number, None)) is not None:
-            block.drop(number)
 
 
 def _too_late(left_ns: int, needed_ns: int) -> ModelRefused:

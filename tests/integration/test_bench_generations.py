@@ -31,6 +31,7 @@ def test_all_answers_are_compared_and_loads_measured() -> None:
     assert all(one[key] > 0 for one in found for key in keys)
 
 
+@whole_measurement
 def test_few_clients_are_compared_with_one_at_a_time() -> None:
     found: list[dict[str, Any]] = []
     generations.measure_few(generations.Part("few", DECODER, 1, clients=1, lengths=LENGTHS), 1, 0.1, found.append)

@@ -28,6 +28,7 @@ EXCEPTIONS = {
     "protos.generate": {"grpc_tools"},
     "backends.onnx.backend": {"onnxruntime"},
     "backends.onnx.generations": {"scheduler.iterations", "scheduler.step_costs"},
+    "backends.onnx.stepping": {"scheduler.step_costs"},
     "backends.onnx.instance": {"onnxruntime"},
     "backends.onnx.providers": {"onnxruntime"},
     "backends.onnx.sessions": {"onnxruntime"},
