@@ -39,7 +39,7 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-arrivals bench-bulk bench-loadgen bench-tuning bench-rivals dist lock witness witness-kserve fuzz mutants proofs bulk-kills bulk-ray clean
+.PHONY: help demo demo-bulk serve test test-gpu check docs protos bench bench-gpu bench-quick bench-sequences bench-pipelines bench-generations bench-arrivals bench-bulk bench-loadgen bench-tuning bench-rivals dist lock witness witness-browser witness-kserve status-figure fuzz mutants proofs bulk-kills bulk-ray clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -155,6 +155,12 @@ witness: $(READY) .witness/silero_vad.onnx ## install third-party programs that 
 	$(BIN)/python -m examples.embedding.build .witness/embedding || echo "no encoder of texts: its tests will skip"
 	tests/from_debian.sh .witness prometheus usr/bin/promtool || echo "no promtool: its tests will skip"
 	tests/from_debian.sh .witness libfaketime 'usr/lib/*/faketime/libfaketimeMT.so.1' || echo "no faketime: its tests will skip"
+
+witness-browser: ## unpack Debian's Chromium, in which a test looks at the status page (450 MB); not needed where chromium is installed
+	tests/browser.sh .witness/browser || { rm -rf .witness/browser; echo "no Chromium: its test will skip"; }
+
+status-figure: $(READY) witness-browser ## make the picture of the status page in the documents: a minute
+	$(BIN)/python -m tests.status_figure docs/figures/status.png
 
 witness-kserve: .bench/rivals/kserve/installed ## install KServe's SDK, whose clients tests use (400 MB)
 

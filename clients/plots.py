@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Final
 
-__all__ = ["STYLE", "Axis", "Level", "Point", "bars", "dots", "lines"]
+__all__ = ["STYLE", "Axis", "Level", "Point", "bars", "dots", "lines", "sparkline"]
 
 STYLE: Final = """
 :root { --ink: #1c2430; --dim: #68727f; --rule: #d8dde3; --page: #ffffff; --shade: #f3f5f7;
@@ -28,6 +29,11 @@ svg.plot .level { stroke: var(--dim); stroke-width: 1; stroke-dasharray: 4 3; }
 svg.plot polyline { fill: none; stroke-width: 1.6; }
 svg.plot .mark { fill: none; stroke: var(--ink); stroke-width: 1.4; }
 @media (max-width: 40rem) { svg.plot text { font-size: 16px; } }
+svg.spark { display: block; width: 100%; height: 2.75rem; }
+svg.spark polyline { fill: none; stroke-width: 1.6; stroke-linecap: round; vector-effect: non-scaling-stroke; }
+svg.spark path { stroke: var(--rule); vector-effect: non-scaling-stroke; }
+.line0 { stroke: var(--line0); } .line1 { stroke: var(--line1); } .line2 { stroke: var(--line2); }
+.line3 { stroke: var(--line3); } .line4 { stroke: var(--line4); }
 """
 """On a narrow screen, plots are half as large, and their text is larger."""
 
@@ -134,6 +140,28 @@ def bars(title: str, x: Axis, y: Axis, values: Mapping[str, float]) -> str:
         if number % every == 0:
             parts.append(f'<text x="{middle:.1f}" y="{bottom + 16}" text-anchor="middle">{what}</text>')
     return _frame(title, y, parts)
+
+
+def sparkline(
+    title: str, says: str, x: tuple[float, float], high: float, series: Sequence[Sequence[tuple[float, float | None]]]
+) -> str:
+    """Small lines without axes, over `x` and from 0 to `high`, with a gap wherever a value is None; as wide as there is
+    room. Who can't see it is told `title` and what it `says`."""
+    width, height = 200, 40
+    xs, ys = _Scale(x[0], max(x[1], x[0] + 1e-9), 0, width, False), _Scale(0.0, high or 1.0, height - 2, 2, False)
+    parts = []
+    for number, one in enumerate(series):
+        for is_known, points in groupby(one, lambda point: point[1] is not None):
+            if is_known:
+                places = [f"{xs.place(at):.1f},{ys.place(value or 0.0):.1f}" for at, value in points]
+                # A line of one point would not be drawn.
+                drawn = " ".join(places if len(places) > 1 else places * 2)
+                parts.append(f'<polyline class="line{number % _COLORS}" points="{drawn}"/>')
+    return (
+        f'<svg class="spark" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img">'
+        f"<title>{escape(title)}</title><desc>{escape(says)}</desc>"
+        f'<path d="M0 {height - 1}H{width}"/>{"".join(parts)}</svg>'
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The command `top`: what a running server does, in a terminal. `paceline` mounts it.
+"""The command `top`: what a running server does, in a terminal or as a page. `paceline` mounts it.
 
-Lives here: options, asking for metrics, the loop, the terminal. Must not: what metrics mean, or what is shown
-(top_table.py). With `--once`, the exit code is 1 when the server doesn't answer; without it, the error is shown and the
-server asked again.
+Lives here: options, asking for metrics, the loop, the terminal. Must not: what metrics mean (snapshots.py), or what is
+shown (top_table.py, status_page.py). With `--once`, the exit code is 1 when the server doesn't answer, with `--html`
+when it doesn't at first; else the error is shown and the server asked again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
@@ -27,7 +28,9 @@ from paceline.clients.connection import authorization, with_port
 from paceline.clients.errors import ClientError
 from paceline.clients.load.recording import recorded_line
 from paceline.clients.options import ConnectionOptions, Seconds, Unusable, access_options, one_line_errors, printable
-from paceline.clients.top_table import Snapshot, ended, parse, table
+from paceline.clients.snapshots import Interval, Snapshot, between, ended, parse
+from paceline.clients.status_page import status_page
+from paceline.clients.top_table import table
 
 __all__ = ["top"]
 
@@ -59,18 +62,37 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 )
 @click.option("--once", is_flag=True, help="Print one table, of one interval, and exit.")
 @click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a page with plots over time, after --count intervals or Ctrl-C, and exit.",
+)
+@click.option(
     "--record",
     type=click.File("w", encoding="utf-8", lazy=False),
     metavar="FILE",
     help="Write how many requests came in each interval, as `paceline load` and `paceline tune` take it (--arrivals).",
 )
+@click.option("--count", type=click.IntRange(1, 1000), metavar="N", help="Intervals on that page, by default 30.")
 @access_options
-def top(metrics: str, interval_s: float, once: bool, record: TextIO | None, access: ConnectionOptions) -> None:
+def top(
+    metrics: str,
+    interval_s: float,
+    once: bool,
+    html: Path | None,
+    count: int | None,
+    record: TextIO | None,
+    access: ConnectionOptions,
+) -> None:
     """Show requests, batches, waits and latencies of each model of a running server, until Ctrl-C.
 
     Times are the 50th and 99th percentile of the last interval; COMPUTE is a mean. A server's own metrics need neither
     TLS nor a token; a proxy in front of them may.
     """
+    if once and html is not None:
+        raise click.UsageError("--once can't be combined with --html: --count says how many intervals the page has")
+    if count is not None and html is None:
+        raise click.UsageError("--count needs --html FILE")
     if metrics.startswith("unix:"):
         raise Unusable(f"--metrics: expected HOST:PORT, as metrics are never on a Unix socket, got '{metrics}'")
     whole = f"{'https' if access.tls else 'http'}://{with_port(metrics, _PORT)}/metrics"
@@ -89,7 +111,13 @@ def top(metrics: str, interval_s: float, once: bool, record: TextIO | None, acce
             time.sleep(interval_s)
             now = scrape()
             _record(record, before, now, before.taken_s)
-            click.echo(table(before, now))
+            click.echo(table(between(before, now)))
+            return
+        if html is not None:
+            before = scrape()
+            with html.open("w", encoding="utf-8") as out:  # a file that can't be written is told of now
+                intervals = _intervals(scrape, before, interval_s, count or 30, record)
+                out.write(status_page(intervals, url, time.strftime("%Y-%m-%d %H:%M:%S %Z")))
             return
         with contextlib.suppress(KeyboardInterrupt), _screen(sys.stdout):
             _watch(scrape, url, interval_s, sys.stdout, record)
@@ -121,6 +149,24 @@ def _scrape(opener: urllib.request.OpenerDirector, url: str, token: str | None) 
         raise _ScrapeError(f"no answer from {url}: {what}") from None
     except ValueError as error:
         raise _ScrapeError(f"no metrics at {url}: {printable(str(error))}") from None
+
+
+def _intervals(
+    scrape: Callable[[], Snapshot], before: Snapshot, interval_s: float, count: int, record: TextIO | None
+) -> list[Interval]:
+    """Up to `count`, fewer after Ctrl-C. An interval goes on while the server doesn't answer."""
+    found: list[Interval] = []
+    first_s = next_s = before.taken_s
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in range(count):
+            next_s += interval_s
+            time.sleep(max(0.0, next_s - time.monotonic()))
+            with contextlib.suppress(_ScrapeError):
+                now = scrape()
+                _record(record, before, now, first_s)
+                found.append(between(before, now))
+                before = now
+    return found
 
 
 @contextlib.contextmanager
@@ -176,7 +222,7 @@ def _watch(scrape: Callable[[], Snapshot], url: str, interval_s: float, out: Tex
             first_s = now.taken_s if first_s is None else first_s
             if before is not None:
                 _record(record, before, now, first_s)
-            what, before = table(before, now), now
+            what, before = table(between(before, now)), now
         except _ScrapeError as error:
             what = f"{error}; trying again every {interval_s:g} s"
         text = f"{time.strftime('%H:%M:%S')}  {url}\n{what}"

@@ -109,6 +109,11 @@ class Batcher(Generic[P, R]):
         return self._queue.lanes
 
     @property
+    def slots(self) -> int:
+        """How many batches can execute at a time: the slots of all instances that are left."""
+        return self._instances.total_slots
+
+    @property
     def allowed_rows(self) -> int:
         """How many rows a batch may have: for a while after memory ran out, fewer than the policy says."""
         return self._queue.allowed_rows

@@ -279,6 +279,11 @@ class Instances(Generic[P, R]):
         for runner in reversed(self._runners):
             self.slots.add(runner)
 
+    @property
+    def total_slots(self) -> int:
+        """Free or not, of the instances that weren't given up."""
+        return len(self._runners)
+
     def close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()

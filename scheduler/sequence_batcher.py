@@ -126,6 +126,10 @@ class SequenceBatcher(Generic[P, R]):
         return sum(one.lanes for one in self._batchers)
 
     @property
+    def slots(self) -> int:
+        return sum(one.slots for one in self._batchers)
+
+    @property
     def allowed_rows(self) -> int:
         return min(one.allowed_rows for one in self._batchers)
 

@@ -30,7 +30,7 @@ from paceline.server.bounded_pool import BoundedPool
 from paceline.server.config import ControlMode, Settings
 from paceline.server.errors import StartError
 from paceline.server.fronts.pool import FRONT_METRICS, FrontPool, StartFront, start_front
-from paceline.server.health import Health, LoopProbe, status_page
+from paceline.server.health import Health, LoopProbe, index_page
 from paceline.server.memory.cuda_region import CudaRegions
 from paceline.server.memory.regions import Regions
 from paceline.server.models.defaults import LoadDefaults
@@ -54,6 +54,7 @@ from paceline.server.telemetry.generation_metrics import generation_families
 from paceline.server.telemetry.gpu_metrics import GpuCollector, open_nvml
 from paceline.server.telemetry.metrics import LIMITS, REFUSED_CALLS, Families, LimitShown, Metrics
 from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
+from paceline.server.telemetry.status import StatusPage
 from paceline.server.telemetry.tracing import Tracer
 
 __all__ = ["Server", "product_version"]
@@ -71,6 +72,8 @@ _FAILED_START_S = 3.0
 _MIN_GRACE_S = 0.5
 """Even without grace, the event loop and a thread need some turns to see that nothing runs and to close the models; on
 a machine that is busy otherwise, these take a while."""
+
+_SWITCHED_OFF = {"/status": "this page is off: --status-page true switches it on"}
 
 
 def product_version() -> str:
@@ -184,6 +187,7 @@ class Server:
             settings.limits.request_elements,
         )
         self._endpoint: MetricsEndpoint | None = None
+        self._status: StatusPage | None = None
         self._grpc: FrontPool | Listener = self._fronts() or Listener(
             settings, self._service.add_to, self._streaming.close
         )
@@ -330,15 +334,22 @@ class Server:
         # Who asks for a Unix socket wants nobody from elsewhere.
         of_grpc = settings.grpc_address if socket_path(settings.grpc_address) is None else "127.0.0.1"
         address = settings.metrics_address or of_grpc
-        page = LoopProbe(
-            asyncio.get_running_loop(),
-            lambda: status_page(settings.server_id, product_version(), self.repository.index()),
-        )
+        title, more = f"{settings.server_id} {product_version()}", dict[str, str]()
+        index = LoopProbe(asyncio.get_running_loop(), lambda: index_page(title, self.repository.index(), more))
+        pages: dict[str, Callable[[], str]] = {"/": index}
+        status = StatusPage(self._metrics, title, settings.status_interval_s) if settings.status_page else None
+        if status is not None:
+            pages["/status"], more["/status"] = status.text, "what the server has done in the last minutes"
         try:
-            self._endpoint = MetricsEndpoint(self._metrics, address, settings.metrics_port, self._health.probes(), page)
+            self._endpoint = MetricsEndpoint(
+                self._metrics, address, settings.metrics_port, self._health.probes(), pages, _SWITCHED_OFF
+            )
         except OSError as error:
             where = host_and_port(address, settings.metrics_port)
             raise StartError(f"metrics can't listen on {where}: {reason_of(error)}") from None
+        if status is not None:
+            status.start()
+            self._status = status
 
     async def _show_gpus(self) -> None:
         """Add metrics of GPUs; on a thread, since finding them takes up to a second."""
@@ -406,4 +417,7 @@ class Server:
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
             self._endpoint = None
+        if self._status is not None:
+            await asyncio.to_thread(self._status.close)
+            self._status = None
         await asyncio.to_thread(self._tracer.close)

@@ -184,6 +184,7 @@ _FLAGS: Sequence[Decorator] = (
         type=ADDRESS),
     _observing("metrics-port", 8002, "Port for /metrics, /livez and /readyz; 0 takes a free one.", type=PORT),
     _observing("allow-gpu-metrics", True, "Whether metrics include the GPUs that models may use."),
+    _observing("status-page", False, "Whether the metrics port has a page at /status with plots of the last minutes."),
     _observing("log-level", "info", "Lowest level to log.", type=click.Choice(["debug", "info", "warning", "error"])),
     _observing("log-format", "text", "Format of log lines.", type=click.Choice(["text", "json"])),
     _observing("trace-config", (),
@@ -246,6 +247,8 @@ def _settings(paths: Sequence[Path], given: Given) -> Settings:
     more = paths or given["model_repository"] or mode is not ControlMode.NONE or given["allow_client_shm"]
     if upstream is not None and more:
         raise click.UsageError("--upstream can't be combined with a PATH, --model-control-mode or --allow-client-shm")
+    if given["status_page"] and not given["allow_metrics"]:
+        raise click.UsageError("--status-page true needs the metrics port, which --allow-metrics false leaves closed")
     _check_load_models(mode, given["load_model"])
     _check_pattern(given["grpc_header_forward_pattern"])
     if upstream is not None and given["cache_config"]:

@@ -34,6 +34,7 @@ class Settings:
     files. Ports: 0 takes a free one. A `grpc_address` that is `unix:PATH` has no port; the socket has the permissions
     `grpc_socket_mode`. `grpc_message_timeout_secs`: how long the request of a call with one may take to arrive (0: no
     limit). `metrics_port` None switches metrics off, `allow_gpu_metrics` False those of GPUs.
+    `status_page`: whether there is one, with new numbers every `status_interval_s`.
     `batching` is for models without a configuration, `backend_config` for all; without `auto_complete`, models have to
     spell out their tensors. `model_config_name`: the configuration to read from the folder `configs` in a model's
     folder, instead of `config.pbtxt`. `model_name`: the name of the one model that isn't in a repository.
@@ -63,6 +64,8 @@ class Settings:
     metrics_address: str | None = None
     metrics_port: int | None = 8002
     allow_gpu_metrics: bool = True
+    status_page: bool = False
+    status_interval_s: float = 5.0
     allow_client_shm: bool = False
     max_client_shm_regions: int = 256
     drain_grace_secs: float = 0.0

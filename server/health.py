@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from html import escape
@@ -22,7 +22,7 @@ from paceline.server.models.model_record import IndexLine
 from paceline.server.rpc.listener import Listener
 from paceline.server.telemetry.metrics import Metrics
 
-__all__ = ["Health", "LoopProbe", "status_page"]
+__all__ = ["Health", "LoopProbe", "index_page"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -114,16 +114,17 @@ _LINKS = {
 }
 
 
-def status_page(server_id: str, version: str, models: Iterable[IndexLine]) -> str:
-    """The page at `/` of the metrics port, for people who open it: HTML with links, and a row for each line of the
-    repository's index. No scripts or styles from elsewhere, and only what /metrics and RepositoryIndex tell."""
-    links = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>\n' for path, what in _LINKS.items())
+def index_page(title: str, models: Iterable[IndexLine], more: Mapping[str, str]) -> str:
+    """The page at `/` of the metrics port, for people who open it: HTML with links, also those of `more`, and a row for
+    each line of the repository's index. No scripts or styles from elsewhere, and only what /metrics and RepositoryIndex
+    tell."""
+    links = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>\n' for path, what in {**_LINKS, **more}.items())
     rows = "".join(
         f"<tr><td>{escape(line.name)}</td><td>{escape(line.version)}</td>"
         f"<td>{line.state.name if line.state else 'not loaded'}</td></tr>\n"
         for line in models
     )
-    title = escape(f"{server_id} {version}")
+    title = escape(title)
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title></head><body>
 <h1>{title}</h1>

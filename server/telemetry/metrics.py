@@ -8,7 +8,7 @@ that Triton lacks begin with `paceline_`. Collecting may happen on any thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -65,8 +65,15 @@ class Families(Collector, Generic[T]):
         self._shown = shown
 
     def collect(self) -> Iterator[Metric]:
-        shown = list(self._shown())
-        for name, kind, help, read in self._families:
+        return self._collect(self._families)
+
+    def some(self, names: Container[str]) -> Iterator[Metric]:
+        """As of `Metrics`."""
+        return self._collect([family for family in self._families if family.name.removesuffix("_total") in names])
+
+    def _collect(self, families: Sequence[Family[T]]) -> Iterator[Metric]:
+        shown = list(self._shown()) if families else []
+        for name, kind, help, read in families:
             metric = Metric(name, help, kind)
             for labels, one in shown:
                 found = read(one)
@@ -124,6 +131,9 @@ class BatcherGauges(Protocol):
 
     @property
     def lanes(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
 
     @property
     def allowed_rows(self) -> int: ...
@@ -199,11 +209,12 @@ class Metrics:
         self._health = (False, 0)
         self._versions: dict[tuple[str, str], _Line] = {}
         self._registry = CollectorRegistry()
+        self._some: list[Callable[[Container[str]], Iterator[Metric]]] = []
         self.add_collector(Families(_OF_MODELS, self.shown))
         self.add_collector(Families(_OF_HEALTH, lambda: [({}, self._health)]))
         self.add_collector(Families([_LOST_LINES], lambda: [({}, lost_lines())]))
         self.add_collector(HostCollector())
-        ProcessCollector(registry=self._registry)
+        self._process = ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
 
@@ -235,6 +246,15 @@ class Metrics:
     def add_collector(self, collector: Collector) -> None:
         """Show what it collects."""
         self._registry.register(collector)
+        if isinstance(collector, Families):
+            self._some.append(collector.some)
+
+    def some(self, names: Container[str]) -> Iterator[Metric]:
+        """The families of `names`, counters without `_total`, and those of the process; at little cost, and without
+        those of the machine, which tell what happened since they were last asked for."""
+        for some in self._some:
+            yield from some(names)
+        yield from self._process.collect()
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""
@@ -365,6 +385,8 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
     _gauge("paceline_batch_growth_bound",
         "Rows (elements where requests differ in length) at which batches stop, as larger ones cost more; 0: nowhere",
         lambda version: version.batcher.growth_bound),
+    _gauge("paceline_slots", "Batches that can execute at a time: one for each instance, two on a GPU",
+        lambda version: version.batcher.slots),
     _gauge("paceline_lanes", "Shapes with waiting requests", lambda version: version.batcher.lanes),
     Family("paceline_sequences", "gauge", "Sequences that are live, and those that wait until there is room",
         _sequences),

@@ -1,4 +1,4 @@
-"""The small HTTP server of the metrics, of the probes of orchestrators, and of a page that leads to them.
+"""The small HTTP server of the metrics, of the probes of orchestrators, and of pages for people.
 
 Lives here: connections and paths. Must not: know any metric, or what health is.
 """
@@ -26,6 +26,13 @@ _log = logging.getLogger("paceline.server.metrics")
 
 _PLAIN = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
+_OF_PAGES = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of pages: a browser runs no script in them and gets nothing else for them, whatever their text contains."""
 _SILENCE_S = 10
 """How long a connection may be silent."""
 _MAX_CONNECTIONS = 64
@@ -38,7 +45,8 @@ class MetricsEndpoint:
     gRPC listens on for the same address. Port 0 takes a free one. Raises OSError.
 
     `probes`, by path: each returns "" if all is well, answered with 200, or the reason why not, answered with 503.
-    `page` returns the HTML at `/`. All may block; each connection has a thread of its own.
+    `pages` return HTML, by path. All may block; each connection has a thread of its own. `absent` says why there is
+    nothing at a path.
     """
 
     def __init__(
@@ -47,7 +55,8 @@ class MetricsEndpoint:
         address: str,
         port: int,
         probes: Mapping[str, Callable[[], str]] = MappingProxyType({}),
-        page: Callable[[], str] = lambda: "",
+        pages: Mapping[str, Callable[[], str]] = MappingProxyType({}),
+        absent: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         class Handler(BaseHTTPRequestHandler):
             timeout = _SILENCE_S
@@ -59,17 +68,21 @@ class MetricsEndpoint:
                 elif path in probes:
                     why_not = probes[path]()
                     self._answer(503 if why_not else 200, _PLAIN, in_utf8(f"{why_not or 'ok'}\n").encode())
-                elif path == "/":
-                    self._answer(200, _HTML, in_utf8(page()).encode())
+                elif path in pages:
+                    self._answer(200, _HTML, in_utf8(pages[path]()).encode(), _OF_PAGES)
+                elif path in absent:
+                    self._answer(404, _PLAIN, f"{absent[path]}\n".encode())
                 else:
                     self.send_error(404)
 
             do_HEAD = do_GET
 
-            def _answer(self, status: int, kind: str, body: bytes) -> None:
+            def _answer(
+                self, status: int, kind: str, body: bytes, more: Mapping[str, str] = MappingProxyType({})
+            ) -> None:
                 self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
+                for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **more}.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(body)

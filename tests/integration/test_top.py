@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -61,6 +62,33 @@ async def test_once_prints_one_table_of_the_current_activity(tmp_path: Path) -> 
         "m": pytest.approx(float(busy.split()[2]), abs=0.5),
         "idle": 0,
     }
+
+
+async def test_html_is_a_page_of_so_many_intervals(tmp_path: Path) -> None:
+    file = tmp_path / "status.html"
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        command = ["top", "--interval", "0.1", "--count", "2", "--html", str(file), "--metrics"]
+        result = await asyncio.to_thread(
+            CliRunner().invoke, main, [*command, f"127.0.0.1:{served.server.metrics_port}"]
+        )
+    assert (result.exit_code, result.output) == (0, "")
+    page = file.read_text()
+    assert "<h2>m <small>version 1</small></h2>" in page
+    (waiting,) = re.findall(r"Waiting <.*?points=\"(.*?)\"", page)
+    assert len(waiting.split()) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (("--once", "--html", "x"), "--once can't be combined with --html"),
+        (("--count", "3"), "--count needs --html FILE"),
+    ],
+)
+def test_page_options_of_no_effect_are_refused(given: Sequence[str], fault: str) -> None:
+    result = CliRunner().invoke(main, ["top", *given])
+    assert result.exit_code == 2
+    assert fault in result.stderr
 
 
 async def test_once_of_a_server_without_models_says_so(tmp_path: Path) -> None:

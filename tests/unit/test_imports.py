@@ -34,7 +34,7 @@ EXCEPTIONS = {
     "backends.onnx.sessions": {"onnxruntime"},
     "backends.text": {"tokenizers"},
     "clients.load.worker": {"uvloop"},
-    "clients.top_table": {"prometheus_client"},
+    "clients.snapshots": {"prometheus_client"},
     "backends.remote": {"grpc", "google.protobuf"},
     "backends.remote_messages": {"protos", "google.protobuf"},
     "server.bulk": {"clients", "pyarrow", "ray", "rich"},  # all of its modules
@@ -43,6 +43,7 @@ EXCEPTIONS = {
     "server.engine": {"clients"},
     "server.models.upstream": {"clients"},
     "server.models.upstream_settings": {"clients"},
+    "server.telemetry.status": {"clients"},
     "server.telemetry.spans": {"opentelemetry"},
     "server.tune": {"clients"},
 }

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from paceline.clients.top_table import Model, Snapshot, ended, parse, quantile, table
+from paceline.clients.snapshots import Model, Snapshot, between, ended, parse, quantile
+from paceline.clients.top_table import table
 
 INF = math.inf
 
@@ -30,17 +31,17 @@ def look(taken_s: float, began_s: float = 7.0, /, **models: Model) -> Snapshot:
 
 
 def lines(before: Snapshot | None, now: Snapshot) -> list[list[str]]:
-    return [line.split() for line in table(before, now).splitlines()]
+    return [line.split() for line in table(between(before, now)).splitlines()]
 
 
 def test_table_replaces_control_characters_in_names_and_versions() -> None:
-    text = table(None, Snapshot(1.0, {("m\x1b[2J", "1\r\x9b1m"): model(1)}, True))
+    text = table(between(None, Snapshot(1.0, {("m\x1b[2J", "1\r\x9b1m"): model(1)}, True)))
     assert all(line.isprintable() for line in text.split("\n"))
     assert "m?[2J" in text
 
 
 def test_table_has_what_happened_between_two_looks() -> None:
-    text = table(look(10, m=model(100)), look(12, m=model(300, waiting=4, failed=10)))
+    text = table(between(look(10, m=model(100)), look(12, m=model(300, waiting=4, failures={"OTHER": 10}))))
     assert text == "\n".join(
         [
             "ready, 105 requests/s, 4 waiting, CPU 50 %, memory 3 MiB",
@@ -54,7 +55,7 @@ def test_table_has_what_happened_between_two_looks() -> None:
 
 
 def test_ended_requests_are_counted_by_model() -> None:
-    before, now = look(10, m=model(100), n=model(5)), look(12, m=model(300, failed=10), n=model(2))
+    before, now = look(10, m=model(100), n=model(5)), look(12, m=model(300, failures={"OTHER": 10}), n=model(2))
     now.models["m", "2"] = model(7)
     assert ended(before, now) == {"m": 217, "n": 2}
     assert ended(look(10, 6.0, m=model(1)), now)["m"] == 317
@@ -73,7 +74,7 @@ def test_table_of_an_idle_model_has_zeros_and_no_times() -> None:
 
 
 def test_table_without_models_says_so() -> None:
-    assert table(look(10, m=model(1)), look(12)).splitlines()[-1] == "no models"
+    assert table(between(look(10, m=model(1)), look(12))).splitlines()[-1] == "no models"
 
 
 def test_table_has_the_busiest_models_first_then_names_and_versions() -> None:
@@ -96,7 +97,7 @@ def test_table_after_a_reload_counts_that_model_from_zero() -> None:
 
 
 def test_table_has_no_escape_sequence_of_a_model_name() -> None:
-    assert "\x1b" not in table(None, look(10, **{"\x1b[2Jm": model(1)}))
+    assert "\x1b" not in table(between(None, look(10, **{"\x1b[2Jm": model(1)})))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ class Gauges:
     levels: dict[int, int] = field(default_factory=dict)
     allowed_rows: int = 0
     growth_bound: int = 0
+    slots: int = 0
     sequences: SequenceCounts | None = None
 
     def waiting_of_level(self, level: int) -> int:

@@ -74,6 +74,7 @@ def test_help_all_shows_each_flag_by_section() -> None:
         (("m", "--grpc-port", "65536"), "Invalid value for '--grpc-port'"),
         (("m", "--grpc-port", "-1"), "Invalid value for '--grpc-port'"),
         (("m", "--metrics-port", "http"), "Invalid value for '--metrics-port'"),
+        (("m", "--allow-metrics=0", "--status-page=1"), "--status-page true needs the metrics port, which --allow-met"),
         (("m", "--allow-metrics", "perhaps"), "Invalid value for '--allow-metrics'"),
         (("m", "--exit-on-error"), "Option '--exit-on-error' requires an argument"),
         (("m", "--exit-timeout-secs", "-1"), "Invalid value for '--exit-timeout-secs'"),

@@ -54,6 +54,7 @@ OURS = {
     "paceline_out_of_memory": "counter",
     "paceline_allowed_batch_rows": "gauge",
     "paceline_batch_growth_bound": "gauge",
+    "paceline_slots": "gauge",
     "paceline_lanes": "gauge",
     "paceline_sequences": "gauge",
     "paceline_ended_sequences": "counter",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from paceline.server.health import status_page
+from paceline.server.health import index_page
 from paceline.server.models.model_record import IndexLine, ModelState
 
 
@@ -26,7 +26,7 @@ class Seen(HTMLParser):
 
 def test_names_are_text_and_never_markup() -> None:
     name = '<script>alert("1")</script>&amp;'
-    seen = Seen(status_page("<b>", "1", [IndexLine(name, "2", ModelState.READY), IndexLine("other")]))
+    seen = Seen(index_page("<b> 1", [IndexLine(name, "2", ModelState.READY), IndexLine("other")], {}))
     assert not seen.tags & {"script", "b"}
     at = seen.texts.index(name)
     assert [text for text in seen.texts[at:] if text.strip()][:5] == [name, "2", "READY", "other", "not loaded"]
