@@ -20,15 +20,16 @@ from tests.harness import ServerProcess
 from tests.wire import infer
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
     for number in range(4):
-        models.write(models.mlp(), tmp_path / f"m{number}" / "1" / "model.onnx")
-    (tmp_path / "m1" / "config.pbtxt").write_text("dynamic_batching { }")
+        models.write(models.mlp(), folder / f"m{number}" / "1" / "model.onnx")
+    (folder / "m1" / "config.pbtxt").write_text("dynamic_batching { }")
     own = 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
-    (tmp_path / "m2" / "config.pbtxt").write_text(f"max_batch_size: 8 {own}")
-    (tmp_path / "m3" / "config.pbtxt").write_text("max_batch_size: 8")  # which isn't tried, as no other but m0 is
-    return tmp_path
+    (folder / "m2" / "config.pbtxt").write_text(f"max_batch_size: 8 {own}")
+    (folder / "m3" / "config.pbtxt").write_text("max_batch_size: 8")  # which isn't tried, as no other but m0 is
+    return folder
 
 
 @contextmanager
@@ -42,6 +43,13 @@ def threads(server: ServerProcess) -> int:
     return len(os.listdir(f"/proc/{server.pid}/task"))
 
 
+@pytest.fixture(scope="module")
+def few(repository: Path) -> int:
+    """The threads of a server whose sessions have none of their own."""
+    with started(repository, "intra_op_thread_count=1") as (server, _):
+        return threads(server)
+
+
 def test_default_max_batch_size_applies_to_models_that_set_none(repository: Path) -> None:
     with started(repository, "default-max-batch-size=5") as (_, stub):
         config = stub.ModelConfig(pb.ModelConfigRequest(name="m1"), timeout=20).config
@@ -50,9 +58,7 @@ def test_default_max_batch_size_applies_to_models_that_set_none(repository: Path
         assert list(config.dynamic_batching.preferred_batch_size) == [5]
 
 
-def test_thread_count_applies_to_each_session_that_sets_none(repository: Path) -> None:
-    with started(repository, "intra_op_thread_count=1") as (server, _):
-        few = threads(server)
+def test_thread_count_applies_to_each_session_that_sets_none(repository: Path, few: int) -> None:
     with started(repository, "intra_op_thread_count=5") as (server, _):
         # Four more each for three models: the caller's thread counts too. gRPC's threads come and go.
         assert threads(server) > few + 9
@@ -71,9 +77,7 @@ def test_threads_follow_the_cpus_unless_told(repository: Path) -> None:
     assert counts[1] > counts[0] + 9
 
 
-def test_shared_threads_are_one_pool_for_all_models(repository: Path) -> None:
-    with started(repository, "intra_op_thread_count=1") as (server, _):
-        few = threads(server)
+def test_shared_threads_are_one_pool_for_all_models(repository: Path, few: int) -> None:
     shared = ("enable-global-threadpool=1", "intra_op_thread_count=5")
     with started(repository, *shared) as (server, stub):
         assert threads(server) <= few + 8
