@@ -31,9 +31,10 @@ from typing import Any
 __all__ = ["READ_WHEN_USED", "Command", "become", "fork_children", "started_as_usual"]
 
 READ_WHEN_USED = re.compile(
-    "PACELINE_|OTEL_|TESTS_|PYTEST_|STAND_IN_|(TMPDIR|PATH|STORAGE_URI|INFERENCE_SERVICE_NAME)$"
+    "PACELINE_|OTEL_|TESTS_|PYTEST_|STAND_IN_|RAY_|KMP_|(TMPDIR|PATH|STORAGE_URI|INFERENCE_SERVICE_NAME)$"
 )
-"""Environment variables that Python and the libraries don't read when they start."""
+"""Environment variables that Python and the libraries that are imported don't read when they start. Ray and
+scikit-learn set some when tests import them."""
 _PYTHON = sys.executable
 _OURS = re.compile("paceline:|paceline-front$")
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
