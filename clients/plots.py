@@ -128,7 +128,7 @@ def bars(title: str, x: Axis, y: Axis, values: Mapping[str, float]) -> str:
         return _frame(title, y, [])
     ys = _Scale(0.0, max(max(values.values()), 1e-12), _HEIGHT - _BOTTOM, _TOP, False)
     each = (_WIDTH - _LEFT - _RIGHT) / len(values)
-    every = math.ceil(len(values) / 14)  # or names would overlap
+    every = math.ceil(_LETTER * max(map(len, values)) / each)  # or names would overlap
     parts = [*_axes(x, y, None, ys)]
     for number, (name, value) in enumerate(values.items()):
         left, top = _LEFT + number * each, ys.place(value)

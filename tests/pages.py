@@ -8,13 +8,14 @@ __all__ = ["Page"]
 
 
 class Page(HTMLParser):
-    """Which tags are open, and all attributes that name something elsewhere."""
+    """Which tags are open, all attributes that name something elsewhere, and all text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []
         self.elsewhere: list[str] = []
+        self.texts: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -26,6 +27,9 @@ class Page(HTMLParser):
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
         self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data.strip())
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

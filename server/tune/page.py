@@ -17,7 +17,7 @@ from paceline.server.tune.choosing import Setting, Tried
 from paceline.server.tune.config_file import Change
 from paceline.server.tune.curve import Curve
 from paceline.server.tune.measuring import Layout
-from paceline.server.tune.report import Tuned, ms
+from paceline.server.tune.report import PREDICTED, Tuned, ms
 
 __all__ = ["page"]
 
@@ -59,13 +59,14 @@ def page(tuned: Tuned, config: str) -> str:
     parts = [
         _heading("What to change"),
         _changes(tuned.changes),
-        _table(tuned.table()),
+        _table([row[:PREDICTED] for row in tuned.table()]),
         f"<p>{escape(tuned.caution())}</p>",
         _heading("What was tried"),
         _tried(tuned),
         *([_heading("What each change is worth"), _worth(tuned)] if tuned.set_back else ()),
         _heading("Room for more"),
         _rising(tuned),
+        *([_heading("Predicted beside measured"), _measured(tuned)] if best.live is not None else ()),
         _heading("The chosen setting under this load"),
         spectrum(histograms),
         bars(
@@ -155,6 +156,25 @@ def _worth(tuned: Tuned) -> str:
                 f"{found.busy:.0%}",
             )
         )
+    return _table(rows)
+
+
+def _measured(tuned: Tuned) -> str:
+    """Of what was tried with the load that was asked for, the prediction stands beside."""
+    rows: list[tuple[str, ...]] = [
+        ("", "load", "requests/s", "measured", "p50", "measured", "p99", "measured", "rows/batch", "measured")
+    ]
+    for name, one in tuned.named.items():
+        if one.live is None or one.load is None:
+            continue
+        figures = [
+            [f"{found.throughput:.4g}", *(ms(found.latencies.percentile_ns(share) or 0) for share in (50, 99)),
+             f"{found.rows_per_batch:.3g}"]
+            for found in (one.found, one.live)
+        ]  # fmt: skip
+        predicted = figures[0] if one.load.load == tuned.goal.load else ["-"] * len(figures[0])
+        pairs = [cell for pair in zip(predicted, figures[1], strict=True) for cell in pair]
+        rows.append((name, f"{one.load.load:.4g}", *pairs))
     return _table(rows)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Final
 
 from paceline.server.tune.choosing import Choice, Found, Goal, Needs, Tried
 from paceline.server.tune.config_file import Change
 
-__all__ = ["Tuned", "ms"]
+__all__ = ["PREDICTED", "Tuned", "ms"]
 
 _PREDICTED = "Figures are of this machine, and of the server from inside: gRPC and the network come on top."
 _TRIED = "Figures are of this machine, which also sends the requests; live ones are of a server, with gRPC."
@@ -85,7 +86,7 @@ class Tuned:
     def table(self) -> list[tuple[str, ...]]:
         """A heading, and a row for each of `named`."""
         rows = [_HEADING, *((name, *_row(one)) for name, one in self.named.items())]
-        return [row[:-_LIVE_COLUMNS] for row in rows] if self.choice.best[0].live is None else rows
+        return [row[:PREDICTED] for row in rows] if self.choice.best[0].live is None else rows
 
     def text(self) -> str:
         """Lines, without an end of the last."""
@@ -146,11 +147,12 @@ class Tuned:
         return f"{load} with p99 within {ms(goal.p99_ns)}" if goal.p99_ns else load
 
 
-_LIVE_COLUMNS = 4
 _HEADING = (
     *("", "instances", "threads", "max batch", "delay us", "requests/s", "p50", "p99", "rows/batch", "busy"),
     *("live: load", "requests/s", "p50", "p99"),
 )
+PREDICTED: Final = _HEADING.index("live: load")
+"""So many columns of `Tuned.table` have settings and predictions, the others what was tried."""
 
 
 def _row(one: Tried) -> tuple[str, ...]:

@@ -6,12 +6,14 @@ import asyncio
 from dataclasses import replace
 from functools import cache
 
+from paceline.clients.load.histogram import Histogram
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
 from paceline.server.tune import choosing
 from paceline.server.tune.choosing import Goal, Setting, choose, settings_of
 from paceline.server.tune.config_file import changes_of
 from paceline.server.tune.curve import Curve, Curves
+from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout
 from paceline.server.tune.page import page
 from paceline.server.tune.report import Tuned
@@ -69,3 +71,16 @@ def test_page_of_a_goal_that_cannot_be_met_is_whole() -> None:
         text = page(asyncio.run(tuned(goal)), "")
         assert Page(text).open == []
         assert ">inf" not in text
+
+
+def test_what_was_tried_stands_beside_its_prediction() -> None:
+    was = found()
+    best, second, *others = was.choice.best
+    live = Live(150.0, 149.5, Histogram.of([12 * MS] * 100), 0, 1.25, 0, 0, 0)
+    less = replace(second, live=live, load=was.goal.at(100))
+    choice = replace(was.choice, best=[replace(best, live=live, load=was.goal), less, *others])
+    shown = " ".join(Page(page(replace(was, choice=choice), "")).texts)
+    p50, p99 = (f"{(best.found.latencies.percentile_ns(share) or 0) / 1e6:.3g} ms" for share in (50, 99))
+    per_s, rows = f"{best.found.throughput:.4g}", f"{best.found.rows_per_batch:.3g}"
+    assert f"best 150 {per_s} 149.5 {p50} 12 ms {p99} 12 ms {rows} 1.25" in shown
+    assert "second 100 - 149.5 - 12 ms - 12 ms - 1.25" in shown
