@@ -1,4 +1,4 @@
-"""Plots as SVG that a page holds in its own text: lines, dots and bars. No outside assets, no scripts.
+"""Plots as SVG that a page holds in its own text, and that page: lines, dots and bars. No outside assets, no scripts.
 
 Lives here: drawing, pure: equal numbers give equal text. Must not: know what is drawn. Colours come from the variables
 of `STYLE`, which has them for bright and for dark pages.
@@ -13,7 +13,7 @@ from html import escape
 from itertools import groupby
 from typing import Final
 
-__all__ = ["STYLE", "Axis", "Level", "Point", "bars", "dots", "lines", "sparkline"]
+__all__ = ["STYLE", "Axis", "Level", "Point", "bars", "document", "dots", "lines", "sparkline"]
 
 STYLE: Final = """
 :root { --ink: #1c2430; --dim: #68727f; --rule: #d8dde3; --page: #ffffff; --shade: #f3f5f7;
@@ -37,6 +37,24 @@ svg.spark path { stroke: var(--rule); vector-effect: non-scaling-stroke; }
 """
 """On a narrow screen, plots are half as large, and their text is larger."""
 
+_DOCUMENT: Final = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+body {{ margin: 2rem auto; max-width: 50rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif;
+  color: var(--ink); background: var(--page); }}
+h1 {{ font-size: 1.5rem; }}
+pre {{ overflow-x: auto; padding: 1rem; border: 1px solid var(--rule); border-radius: 6px; font-size: 13px; }}
+{style}
+</style>
+<h1>{title}</h1>
+{parts}
+</html>
+"""
+
 _WIDTH, _HEIGHT = 560, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 52, 48
 _LETTER = 8.5
@@ -54,6 +72,11 @@ class Axis:
     label: str
     is_log: bool = False
     ticks: Mapping[float, str] | None = None
+
+
+def document(title: str, parts: Iterable[str], style: str = "") -> str:
+    """A page with these `parts`, which are HTML, below its title; `style` is added to what all pages have."""
+    return _DOCUMENT.format(title=escape(title), style=STYLE + style, parts="\n".join(parts))
 
 
 Level = tuple[str, float]

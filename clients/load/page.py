@@ -16,28 +16,12 @@ from paceline.clients.load.histogram import Histogram
 from paceline.clients.load.outcome import Outcome
 from paceline.clients.load.printing import Verdict, outcome_text, verdict_lines
 from paceline.clients.load.tally import blocks
-from paceline.clients.plots import STYLE, Axis, bars, lines
+from paceline.clients.plots import Axis, bars, document, lines
 
 __all__ = ["page", "spectrum"]
 
 _POINTS: Final = 120
 _SPECTRUM: Final = (*(percent / 2 for percent in range(180)), *(100 - 10 ** (1 - step / 20) for step in range(81)))
-_PAGE: Final = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ margin: 2rem auto; max-width: 50rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif;
-  color: var(--ink); background: var(--page); }}
-pre {{ white-space: pre-wrap; padding: 1rem; border: 1px solid var(--rule); border-radius: 6px; font-size: 13px; }}
-{style}
-</style>
-<h1>{title}</h1>
-<pre>{text}</pre>
-{parts}
-</html>
-"""
 
 
 def page(outcome: Outcome, title: str, heading: str, verdicts: Sequence[Verdict]) -> str:
@@ -54,7 +38,7 @@ def page(outcome: Outcome, title: str, heading: str, verdicts: Sequence[Verdict]
         by_rows = {str(rows): float(count) for rows, count in served.executions.items()}
         parts.append(bars("Batches by their rows", Axis("rows"), Axis(""), by_rows))
     text = "\n".join([outcome_text(outcome, heading), *([""] if verdicts else []), *verdict_lines(verdicts)])
-    return _PAGE.format(title=escape(title), style=STYLE, text=escape(text), parts="\n".join(parts))
+    return document(title, [f"<pre>{escape(text)}</pre>", *parts], "pre { white-space: pre-wrap; }")
 
 
 def _over_time(outcome: Outcome, what: str) -> str:

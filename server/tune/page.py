@@ -12,7 +12,7 @@ from html import escape
 from typing import Final
 
 from paceline.clients.load.page import spectrum
-from paceline.clients.plots import STYLE, Axis, Point, bars, dots, lines
+from paceline.clients.plots import Axis, Point, bars, document, dots, lines
 from paceline.server.tune.choosing import Setting, Tried
 from paceline.server.tune.config_file import Change
 from paceline.server.tune.curve import Curve
@@ -21,32 +21,15 @@ from paceline.server.tune.report import PREDICTED, Tuned, ms
 
 __all__ = ["page"]
 
-_PAGE: Final = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-body {{ margin: 2rem auto; max-width: 50rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif;
-  color: var(--ink); background: var(--page); }}
-h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-.verdict {{ padding: 0.6rem 1rem; border-left: 4px solid var(--line{color}); background: var(--shade); }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: 13px; margin: 1rem 0; }}
-th, td {{ padding: 0.25rem 0.5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }}
-th:first-child, td:first-child {{ text-align: left; }}
-th {{ color: var(--dim); font-weight: 600; }}
-.changes td {{ white-space: normal; overflow-wrap: anywhere; }}
-small {{ color: var(--dim); }}
-pre {{ overflow-x: auto; padding: 1rem; border: 1px solid var(--rule); border-radius: 6px; font-size: 13px; }}
-{style}
-</style>
-<h1>{title}</h1>
-<p class="verdict">{verdict}</p>
-{parts}
-</html>
-"""
+_STYLE: Final = """h2 { font-size: 1.1rem; margin-top: 2rem; }
+.verdict { padding: 0.6rem 1rem; border-left: 4px solid var(--line1); background: var(--shade); }
+.met { border-color: var(--line2); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; }
+th, td { padding: 0.25rem 0.5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+th:first-child, td:first-child { text-align: left; }
+th, small { color: var(--dim); }
+.changes td { white-space: normal; } .changes td:first-child { overflow-wrap: anywhere; }"""
 
 
 def page(tuned: Tuned, config: str) -> str:
@@ -57,6 +40,7 @@ def page(tuned: Tuned, config: str) -> str:
     if best.live is not None:
         histograms["on a server"] = best.live.latencies
     parts = [
+        f'<p class="verdict{" met" * tuned.is_met}">{escape(tuned.verdict())}</p>',
         _heading("What to change"),
         _changes(tuned.changes),
         _table([row[:PREDICTED] for row in tuned.table()]),
@@ -79,14 +63,7 @@ def page(tuned: Tuned, config: str) -> str:
         f"<pre>{escape(config)}</pre>",
         f"<p>Seed {tuned.seed}. {escape(_contents(tuned))}</p>",
     ]  # fmt: skip
-    title = f"Settings for {tuned.model}"
-    return _PAGE.format(
-        title=escape(title),
-        color=2 if tuned.is_met else 1,
-        style=STYLE,
-        verdict=escape(tuned.verdict()),
-        parts="\n".join(parts),
-    )
+    return document(f"Settings for {tuned.model}", parts, _STYLE)
 
 
 def _heading(text: str) -> str:
