@@ -20,7 +20,7 @@ from paceline.server.tune.simulation import Closed, Contents, Open, Served, Simu
 
 __all__ = ["Choice", "Found", "Goal", "Needs", "Setting", "Tried", "choose", "settings_of"]
 
-_PART = 4
+_PART = 2
 """All settings are tried with so much fewer requests than the best of them."""
 _EACH, _BEST = 3, 3
 """How many are tried again for each of two reasons, and how many are told."""
@@ -189,7 +189,7 @@ async def choose(
     goal: Goal,
     seed: int,
     show: Show = lambda done, of: None,
-    requests: int = 8_000,
+    requests: int = 4_000,
 ) -> Choice:
     """Simulate all of `settings`, the best again with `requests`, and the very best with ever more a second."""
     done, total = 0, len(settings) + 2 * _EACH + 1

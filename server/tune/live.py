@@ -90,8 +90,6 @@ class LiveServer:
         if wrong := total.errors.keys() - _OF_OVERLOAD:
             status = min(wrong)
             raise TuneError(f"requests fail when the model is served: {status}: {total.reasons[status]}")
-        if not total.answered:
-            raise TuneError("no request is answered in time when the model is served: a lower load is needed")
         return Live(
             offered=total.due / measured.seconds,
             throughput=total.answered / measured.seconds,

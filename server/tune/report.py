@@ -52,6 +52,8 @@ class Tuned:
             return f"{self._asked()}: {(best.live or best.found).throughput:.4g} requests/s{met}"
         tried = f" (p99 was {_p99(best.live)} when it was tried)" if best.live is not None else ""
         times = best.most / goal.rate
+        if times < 1:  # more was served than was predicted
+            return f"{self._asked()} is met{tried}"
         most = f"{best.most:.4g} requests/s ({times - 1:+.0%})"
         if goal.recorded is not None:
             most = f"{times:.3g} times as fast"
@@ -232,7 +234,8 @@ def _load(goal: Goal) -> str:
 
 
 def _p99(found: Found | None) -> str:
-    return ms((found and found.latencies.percentile_ns(99)) or 0)
+    p99_ns = found.latencies.percentile_ns(99) if found is not None else None
+    return "-" if p99_ns is None else ms(p99_ns)
 
 
 def ms(ns: float) -> str:

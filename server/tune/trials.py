@@ -17,6 +17,7 @@ from paceline.server.tune.choosing import Goal, Setting
 from paceline.server.tune.config_file import changes_of, config_text
 from paceline.server.tune.contents import LoadContents
 from paceline.server.tune.live import Live, LiveServer, serving
+from paceline.server.tune.measuring import TuneError
 from paceline.server.tune.simulation import Costs
 
 __all__ = ["Trials"]
@@ -74,6 +75,8 @@ class Trials:
         known is on the way."""
         layout = self._now.layout
         alone = server.load(min(_ALONE_S, seconds), clients=1)
+        if not alone.latencies.count:
+            raise TuneError("the model is served, but doesn't answer a client within 5 s")
         if goal.rate:
             most = _BUSY * self._now.most_per_s(goal.mean_rows)
             busy = self.load(server, goal.at(min(goal.rate, most)), min(_BUSY_S, seconds))

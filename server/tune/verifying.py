@@ -46,6 +46,10 @@ def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
             if less.holds:
                 holding = [less]
                 break
+    if holding and searches and not goal.is_most:
+        # It wasn't expected, but may be met all the same.
+        whole = replace(holding[0], live=attempt(holding[0].setting, goal), load=goal)
+        holding = [whole, *holding[1:]] if whole.holds else holding
     others = [one for one in best if all(one.setting != found.setting for found in holding)]
     return replace(choice, now=now, best=[*_ordered(holding, goal, searches=searches), *others])
 

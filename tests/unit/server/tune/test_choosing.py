@@ -24,7 +24,7 @@ def layout(base_ms: float, row_ms: float, instances: int = 1) -> Layout:
 
 
 async def chosen(goal: Goal, *layouts: Layout, policy: BatchPolicy = POLICY) -> Choice:
-    return await choose(Setting(layouts[0], policy), settings_of(layouts, policy, goal), goal, seed=1, requests=1_000)
+    return await choose(Setting(layouts[0], policy), settings_of(layouts, policy, goal), goal, seed=1, requests=500)
 
 
 async def test_batches_are_as_large_as_throughput_needs() -> None:

@@ -78,7 +78,11 @@ def test_too_much_is_tried_with_the_most_that_was_predicted() -> None:
 
     def attempt(setting: Setting, goal: Goal) -> Live:
         loads.append(goal.load)
-        return live(10, goal.load)
+        return live(10 if goal.load <= most else 40, goal.load)
 
-    assert verified(Choice(tried(1, 30), [tried(2, 30, 60)], 9), GOAL, attempt).best[0].load == GOAL.at(60)
-    assert loads == [60, 60]
+    choice = Choice(tried(1, 30), [tried(2, 30, 60)], 9)
+    most = 70.0
+    assert verified(choice, GOAL, attempt).best[0].load == GOAL.at(60)
+    assert loads == [60, 60, 100]
+    most = 100.0
+    assert verified(choice, GOAL, attempt).best[0].load == GOAL
