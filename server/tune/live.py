@@ -18,6 +18,9 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, NamedTuple
 
+from google.protobuf import json_format
+
+from paceline.clients.base import Call
 from paceline.clients.errors import ClientError
 from paceline.clients.inputs import TypedInputs
 from paceline.clients.load.arrivals import Arrivals
@@ -28,6 +31,8 @@ from paceline.clients.load.measuring import measure
 from paceline.clients.load.outcome import Outcome
 from paceline.clients.load.worker import Load
 from paceline.clients.messages import infer_request
+from paceline.protos import inference_pb2
+from paceline.protos import model_config_pb2 as pb
 from paceline.server.tune.measuring import TuneError
 
 __all__ = ["Live", "LiveServer", "serving"]
@@ -67,12 +72,26 @@ class _Look(NamedTuple):
     loop_ns: int
 
 
+class _Client(ControlClient):
+    """Also loads models."""
+
+    def load_model(self, config: pb.ModelConfig) -> str:
+        """Load the only model that the server has, with `config` in place of its own. Returns its name."""
+        (entry,) = self.repository_index()
+        request = inference_pb2.RepositoryModelLoadRequest(model_name=entry.name)
+        request.parameters["config"].string_param = json_format.MessageToJson(config, preserving_proto_field_name=True)
+        self._call(Call("RepositoryModelLoad", request, lambda response: None), None, ())
+        return entry.name
+
+
 class LiveServer:
     """Serves one model, on `target`."""
 
-    def __init__(self, target: str, pid: int, model: str, requests: Sequence[TypedInputs]) -> None:
-        self._target, self._pid, self._model = target, pid, model
-        messages = [infer_request(model, one.arrays, datatypes=one.datatypes) for one in requests]
+    def __init__(self, target: str, pid: int, config: pb.ModelConfig, requests: Sequence[TypedInputs]) -> None:
+        self._target, self._pid = target, pid
+        with _Client(target, tls=False) as client:
+            self._model = client.load_model(config)
+        messages = [infer_request(self._model, one.arrays, datatypes=one.datatypes) for one in requests]
         self._messages = tuple([message.SerializeToString() for message in messages])
 
     def load(self, seconds: float, *, clients: int = 0, arrivals: Arrivals | None = None) -> Live:
@@ -103,13 +122,15 @@ class LiveServer:
 
 
 @contextmanager
-def serving(path: Path, model: str, requests: Sequence[TypedInputs], flags: Sequence[str]) -> Iterator[LiveServer]:
-    """Serve what is at `path`, which is `model`, for loads that send `requests` in turn. Raises TuneError if that
-    doesn't come to serve."""
+def serving(
+    path: Path, config: pb.ModelConfig, requests: Sequence[TypedInputs], flags: Sequence[str]
+) -> Iterator[LiveServer]:
+    """Serve the model at `path` with `config` in place of its own, for loads that send `requests` in turn. Raises
+    TuneError if that doesn't come to serve, and for whatever fails within."""
     command = [
         *(sys.executable, "-P", "-c", _CODE.format(path=sys.path), "serve", str(path)),
-        *("--grpc-address", "127.0.0.1", "--grpc-port", "0", "--allow-metrics=false", "--exit-on-error=true"),
-        *("--log-format", "json", "--log-level", "info", *flags),
+        *("--grpc-address", "127.0.0.1", "--grpc-port", "0", "--allow-metrics=false"),
+        *("--model-control-mode", "explicit", "--log-format", "json", "--log-level", "info", *flags),
     ]
     process = subprocess.Popen(
         command,
@@ -121,11 +142,11 @@ def serving(path: Path, model: str, requests: Sequence[TypedInputs], flags: Sequ
     assert process.stderr is not None
     reader = Thread(target=deque, args=(process.stderr, 0), daemon=True)
     try:
-        port = _port(process.stderr, model)
+        port = _port(process.stderr)
         reader.start()  # a server whose log nobody reads stands still
-        yield LiveServer(f"127.0.0.1:{port}", process.pid, model, requests)
+        yield LiveServer(f"127.0.0.1:{port}", process.pid, config, requests)
     except ClientError as error:
-        raise TuneError(f"model '{model}' fails when it is served: {error}") from error
+        raise TuneError(f"what was found can't be tried: {error}") from error
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -137,14 +158,14 @@ def serving(path: Path, model: str, requests: Sequence[TypedInputs], flags: Sequ
         process.stderr.close()
 
 
-def _port(log: IO[str], model: str) -> int:
+def _port(log: IO[str]) -> int:
     last = deque[str](maxlen=_KEPT_LINES)
     for line in log:
         said = _message(line)
         if found := _SERVES.match(said):
             return int(found[1])
         last.append(said)
-    raise TuneError(f"model '{model}' isn't served with the settings that were found: {' / '.join(last)}")
+    raise TuneError(f"a server to try what was found doesn't start: {' / '.join(last)}")
 
 
 def _message(line: str) -> str:

@@ -1,6 +1,6 @@
 """A model on servers, with one setting or another: what loads meet there, and what requests cost.
 
-Lives here: folders of models with a setting, which loads say what requests cost. Must not: start servers, or choose.
+Lives here: configurations to serve, which loads say what requests cost. Must not: start servers, or choose.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+from google.protobuf import text_format
 
 from paceline.protos import model_config_pb2 as pb
-from paceline.server.models.layout import CONFIG_FILE
 from paceline.server.tune.choosing import Goal, Setting
 from paceline.server.tune.config_file import changes_of, config_text
 from paceline.server.tune.contents import LoadContents
@@ -22,7 +22,6 @@ from paceline.server.tune.simulation import Costs
 
 __all__ = ["Trials"]
 
-_NAME = "tuned"
 _MANY_CLIENTS = 16
 _ALONE_S, _BUSY_S, _MARGIN_S = 1.5, 3.0, 5.0
 _BUSY = 0.7
@@ -46,23 +45,11 @@ class Trials:
 
     @contextmanager
     def server(self, setting: Setting) -> Iterator[LiveServer]:
-        """The model as it is served with `setting`. Raises TuneError, and LoadError for what fails within."""
-        with TemporaryDirectory(prefix="paceline-tune-") as folder:
-            place, config = Path(folder) / _NAME, pb.ModelConfig()
-            config.CopyFrom(self._config)
-            config.name = _NAME
-            place.mkdir()
-            if self._model.is_file():
-                (place / "1").symlink_to(self._model.parent.absolute())
-                config.default_model_filename = self._model.name
-            else:
-                for entry in self._model.iterdir():
-                    if entry.name != CONFIG_FILE:
-                        (place / entry.name).symlink_to(entry.absolute())
-            text = config_text(config, setting, changes_of(self._now, setting), ())
-            (place / CONFIG_FILE).write_text(text, encoding="utf-8")
-            with serving(place, _NAME, self._load.requests, self._flags) as server:
-                yield server
+        """The model as it is served with `setting`. Raises TuneError, also for what fails within."""
+        text = config_text(self._config, setting, changes_of(self._now, setting), ())
+        config = text_format.Parse(text, pb.ModelConfig())
+        with serving(self._model, config, self._load.requests, self._flags) as server:
+            yield server
 
     def load(self, server: LiveServer, goal: Goal, seconds: float) -> Live:
         """What the load of `goal` meets."""
