@@ -20,8 +20,8 @@ from paceline.server.tune.simulation import Closed, Contents, Open, Served, Simu
 
 __all__ = ["Choice", "Found", "Goal", "Needs", "Setting", "Tried", "choose", "settings_of"]
 
-_PART = 2
-"""All settings are tried with so much fewer requests than the best of them."""
+_PART, _PART_OF_MORE = 4, 2
+"""All settings are simulated with so much fewer requests than the best of them, and those with other loads."""
 _EACH, _BEST = 3, 3
 """How many are tried again for each of two reasons, and how many are told."""
 _SUSTAINED = 0.97
@@ -203,7 +203,10 @@ async def choose(
             show(done, total)
         return sorted(tried, key=lambda one: _rank(one, goal))
 
-    first = await each(settings, requests // _PART)
+    # What can't serve the load at all needn't be simulated, if something can.
+    able = [one for one in settings if one.most_per_s(goal.mean_rows) >= goal.rate] or settings
+    done += len(settings) - len(able)
+    first = await each(able, requests // _PART)
     # Those that answer soonest, those that have most room for more, and what is served now.
     roomy = sorted([one for one in first if one.is_met] or first, key=lambda one: -one.setting.capacity)
     some = [one.setting for one in (*first[:_EACH], *roomy[:_EACH])] + [now]
@@ -213,10 +216,10 @@ async def choose(
     if met := [one for one in best if one.is_met]:
         if goal.rate:
             most = max(one.most_per_s(goal.mean_rows) for one in some)
-            best = [await _with_most(one, goal, goal.rate, most, requests // _PART, seed) for one in met]
+            best = [await _with_most(one, goal, goal.rate, most, requests // _PART_OF_MORE, seed) for one in met]
     else:
-        best = [await _with_most(one, goal, 0.0, goal.load, requests // _PART, seed) for one in best]
-        needs = await _needs(max(best, key=lambda one: one.most).setting, goal, requests // _PART, seed)
+        best = [await _with_most(one, goal, 0.0, goal.load, requests // _PART_OF_MORE, seed) for one in best]
+        needs = await _needs(max(best, key=lambda one: one.most).setting, goal, requests // _PART_OF_MORE, seed)
     show(total, total)
     return Choice(current, _fewest_changes(best, now)[:_BEST], len(settings), first, needs)
 
@@ -237,7 +240,7 @@ async def set_back(chosen: Setting, now: Setting, goal: Goal, seed: int, request
             one = await _loaded(setting, goal, requests, seed)
             if goal.rate and one.is_met:
                 most = setting.most_per_s(goal.mean_rows)
-                one = await _with_most(one, goal, goal.rate, most, requests // _PART, seed)
+                one = await _with_most(one, goal, goal.rate, most, requests // _PART_OF_MORE, seed)
             found[name] = one
     return found
 
