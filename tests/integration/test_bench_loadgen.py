@@ -13,10 +13,11 @@ from bench.loadgen import run, samples
 from bench.loadgen_client import HOME
 from bench.steps import BenchError
 from tests.harness import ServerProcess
+from tests.lengths import whole_measurement
 
-pytestmark = pytest.mark.skipif(not (HOME / "installed").exists(), reason="no LoadGen: make bench-loadgen")
 
-
+@whole_measurement
+@pytest.mark.skipif(not (HOME / "installed").exists(), reason="no LoadGen: make bench-loadgen")
 def test_only_right_answers_to_all_samples_are_a_run(tmp_path: Path) -> None:
     model = next(one for one in gpu_models.chosen("cpu", gpu_models.QUICK) if one.name == "bert_base_fp32")
     file = gpu_models.write(model, tmp_path)
