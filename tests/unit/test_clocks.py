@@ -11,6 +11,7 @@ from tests.unit.product_modules import modules, tree
 TIME_OF_DAY_USES = {
     "server.telemetry.model_statistics": {"time.time_ns"},  # `last_inference` of ModelStatistics
     "server.telemetry.log": {"time.gmtime"},  # at the beginning of each line of the log
+    "server.telemetry.status": {"time.time", "time.localtime", "time.strftime"},  # in the head of the page
     "server.telemetry.spans": {"time.time_ns"},  # OpenTelemetry's spans have the time of day
     "clients.top": {"time.strftime"},  # in the corner of the screen
     "server.bulk.locks": {"time.gmtime", "time.strftime"},  # since when somebody else does a shard
