@@ -49,6 +49,9 @@ class ArrayFormat:
                 raise pa.ArrowInvalid(f"its arrays have different numbers of rows: {counts}")
             return FileIndex(max(counts.values(), default=0))
 
+    def held_bytes(self, place: Location, columns: Sequence[str]) -> int:
+        return 0
+
     def start(self, unit: Unit) -> int | None:
         return 0 if unit.file.path.lower().endswith(".npz") else None
 

@@ -39,6 +39,9 @@ class ArrowFormat:
             refuse_other_schema(place.shown, schema, plain_schema(found))
             return FileIndex(sum(batch.num_rows for batch in _batches(source, found.names[:1])))
 
+    def held_bytes(self, place: Location, columns: Sequence[str]) -> int:
+        return 0
+
     def start(self, unit: Unit) -> int | None:
         return 0
 

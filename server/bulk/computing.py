@@ -20,6 +20,7 @@ from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.dry_run import DryRun, counted
 from paceline.server.bulk.folder import JobFolder
+from paceline.server.bulk.memory_left import give_back
 from paceline.server.bulk.models import EngineModel, engine_model
 from paceline.server.bulk.plan import units_of
 from paceline.server.bulk.probe import MOST_ROWS, Choice, Sample, choose, measure
@@ -150,16 +151,19 @@ class Computing:
     ) -> AsyncIterator[UnitWork]:
         """Does units of the job, as long as this is open. Raises BulkError."""
         settings = self._settings
+        give_back()  # what trying has taken: each thread has its own
         async with self._model(Offline(fixed.instances, fixed.intra_op_threads), fixed.batch_rows) as model:
+            columns = self._columns(source, model)
+            held_bytes = await Blocking(1)(source.held_bytes, columns.names)
             yield UnitWork(
                 source,
-                self._columns(source, model),
+                columns,
                 model,
                 folder,
                 fixed,
                 by_length=settings.sort_by_length,
                 judge=judge,
-                at_once=units_at_once(fixed, settings.memory_bytes),
+                at_once=units_at_once(fixed, settings.memory_bytes, held_bytes),
             )
 
     def _model(self, offline: Offline, batch_rows: int = 0) -> AbstractAsyncContextManager[Computes]:

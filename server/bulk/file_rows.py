@@ -44,6 +44,9 @@ class FileRows:
         schema = pa.schema([self.schema.field(name) for name in columns])
         return cut(self._pieces(unit, schema, fixed), fixed)
 
+    def held_bytes(self, columns: Sequence[str]) -> int:
+        return 0
+
     def place(self, file: InputFile, number: int) -> tuple[str, int]:
         return self._places[file.index][number].shown, 0
 

@@ -23,6 +23,9 @@ __all__ = ["ParquetFormat"]
 # Of a column are read so many bytes at a time. A request to another machine takes as long as the transfer of some MiB.
 _LOCAL_BUFFER_BYTES = 1 << 20
 _REMOTE_BUFFER_BYTES = 8 << 20
+_PAGE_ROWS = 1024
+"""Of each column, a page is held as a whole, and its values once more. Most writers end one after so many rows at the
+earliest, however large these are."""
 
 
 class ParquetFormat:
@@ -39,6 +42,12 @@ class ParquetFormat:
         units = np.arange(0, begins[-1], unit_rows)
         groups = np.searchsorted(begins, units, side="right") - 1
         return FileIndex(begins[-1], tuple(begins[group] for group in groups.tolist()))
+
+    def held_bytes(self, place: Location, columns: Sequence[str]) -> int:
+        with _opened(place) as file:
+            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        sizes = [(_group_bytes(group, [*columns]), group.num_rows) for group in groups]
+        return max((2 * size * min(_PAGE_ROWS, rows) // max(1, rows) for size, rows in sizes), default=0)
 
     def start(self, unit: Unit) -> int | None:
         return unit.offset

@@ -68,6 +68,8 @@ def fixed_sizes(probed: Probed, memory_bytes: int, unit_rows: int, *, by_length:
     )
 
 
-def units_at_once(fixed: Fixed, memory_bytes: int) -> int:
-    """How many units are done at once, also by a start with less memory than the one that has chosen `fixed`."""
-    return max(1, min(_MOST_UNITS, memory_bytes // (fixed.chunk_bytes * _COPIES) - 1))
+def units_at_once(fixed: Fixed, memory_bytes: int, held_bytes: int = 0) -> int:
+    """How many units are done at once, also by a start with less memory than the one that has chosen `fixed`.
+    `held_bytes`: of a unit that is read, besides its chunks."""
+    decompressing = memory_bytes // (_MOST_UNITS + 1) // held_bytes if held_bytes else _MOST_UNITS
+    return max(1, min(_MOST_UNITS, memory_bytes // (fixed.chunk_bytes * _COPIES) - 1, decompressing))

@@ -36,6 +36,9 @@ class Format(Protocol):
     def index(self, place: Location, schema: pa.Schema, unit_rows: int) -> FileIndex:
         """As `Source.index`."""
 
+    def held_bytes(self, place: Location, columns: Sequence[str]) -> int:
+        """As `Source.held_bytes`."""
+
     def start(self, unit: Unit) -> int | None:
         """From which row on a file that is open already gets to the unit sooner than one that is opened for it. None
         if none does, as one can begin anywhere."""
@@ -144,6 +147,10 @@ class FileSource:
             yield from cut(walk.rows(unit.begin, unit.end, place.shown), fixed)
             if self._format.start(unit) is not None and not walk.is_over():
                 self._keep(key, walk)
+
+    def held_bytes(self, columns: Sequence[str]) -> int:
+        with self._unchanged(self.files[0]) as place:
+            return self._format.held_bytes(place, columns)
 
     def place(self, file: InputFile, number: int) -> tuple[str, int]:
         return file.path, number

@@ -80,6 +80,9 @@ class TextFormat:
                 count += len(rows.offsets)
         return FileIndex(count, tuple(offsets))
 
+    def held_bytes(self, place: Location, columns: Sequence[str]) -> int:
+        return 0
+
     def start(self, unit: Unit) -> int | None:
         return 0 if unit.file.path.lower().endswith(COMPRESSIONS) else None
 

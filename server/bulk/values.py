@@ -129,6 +129,9 @@ class Source(Protocol):
         """The unit's rows, in order. Holds a few times `chunk_bytes` at most. Raises BulkError if the file has changed
         since it was listed, or can't be read."""
 
+    def held_bytes(self, columns: Sequence[str]) -> int:
+        """About how much a unit that is read holds besides its chunks, if all files are like the first."""
+
     def place(self, file: InputFile, number: int) -> tuple[str, int]:
         """For people: in which file the row is, and which row of it."""
 

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -100,3 +101,27 @@ def test_a_job_that_fails_says_why_in_its_status(model: Path, tmp_path: Path) ->
 def test_variables_give_what_flags_dont(model: Path, tmp_path: Path) -> None:
     refused = run_command(*given(model, tmp_path / "out"), env={"PACELINE_BULK_MEMORY": "much"})
     assert (refused.returncode, "got 'much'" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_pages_of_large_rows_stay_within_memory(tmp_path: Path) -> None:
+    """Beyond what small rows take: what was asked for, and four times a page of a thousand rows."""
+    rows, letters, peaks = 1_100, 40_000, list[int]()
+    for size in (10, letters):
+        texts = np.random.default_rng(0).bytes(rows * size // 2).hex()
+        table = pa.table({"INPUT0": [texts[size * row : size * (row + 1)] for row in range(rows)]})
+        pq.write_table(table, tmp_path / f"{size}.parquet")
+        model = models.write(models.identity("BYTES", ("batch", 1)), tmp_path / "m.onnx")
+        flags = ["--memory", "64MiB", "--batch", "4", "--instances", "1", "--rows-per-part", "275"]
+        given = [
+            "bulk",
+            str(model),
+            "-i",
+            str(tmp_path / f"{size}.parquet"),
+            "-o",
+            str(tmp_path / f"out-{size}"),
+            *flags,
+        ]
+        done = run_command(*given, "--summary", str(tmp_path / "summary.json"))
+        assert done.returncode == 0, done.stdout
+        peaks.append(json.loads((tmp_path / "summary.json").read_text())["peak_memory_bytes"])
+    assert peaks[1] - peaks[0] < (64 << 20) + 4 * 1_024 * letters

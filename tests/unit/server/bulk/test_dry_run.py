@@ -32,6 +32,9 @@ class Files:
         self.clock.advance(self._takes_ns)
         return FileIndex(self._rows[file.index])
 
+    def held_bytes(self, columns: Sequence[str]) -> int:
+        return 0
+
     def chunks(self, unit: Unit, columns: Sequence[str], fixed: Fixed) -> Iterator[Chunk]:
         raise NotImplementedError
 

@@ -163,3 +163,10 @@ def test_file_that_is_gone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").unlink()
     with pytest.raises(BulkError, match=r"a\.parquet: there is no such file"):
         source.index(source.files[0], 10)
+
+
+def test_pages_of_large_rows_are_foretold(tmp_path: Path) -> None:
+    texts = pa.array([f"{row:05d}" * 1_000 for row in range(1_500)])
+    source = find_source([write(tmp_path / "a.parquet", pa.table({"id": np.arange(1_500), "text": texts}), 1_500)])
+    assert source.held_bytes(["text"]) == pytest.approx(2 * 1_024 * 5_000, rel=0.1)
+    assert source.held_bytes(["id"]) < 50_000

@@ -52,6 +52,11 @@ def test_small_jobs_have_many_units_too() -> None:
     assert fixed.unit_rows == 2_048
 
 
+def test_units_with_large_pages_take_turns() -> None:
+    fixed = fixed_sizes(Probed(32, 1_000.0, 1, 1, 100.0, 100.0), 2 * GIB, 0)
+    assert [units_at_once(fixed, 2 * GIB, held_bytes) for held_bytes in (GIB // 8, GIB // 4, GIB)] == [3, 2, 1]
+
+
 def test_less_memory_later_means_fewer_units_at_once() -> None:
     fixed = fixed_sizes(Probed(32, 1_000.0, 1, 1, 100.0, 100.0), 2 * GIB, 0)
     assert [units_at_once(fixed, memory_bytes) for memory_bytes in (2 * GIB, GIB, GIB // 8)] == [3, 1, 1]
