@@ -31,6 +31,7 @@ from paceline.server.tune.choosing import Goal, Setting, Tried, choose, settings
 from paceline.server.tune.job import Asked, measure_model, own_config
 from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout
+from paceline.server.tune.simulation import Costs
 from paceline.server.tune.trials import Trials
 from paceline.server.tune.verifying import verified
 from paceline.server.tuning import new_loop
@@ -187,10 +188,12 @@ class _Model:
             closed, load, now, layouts = runner.run(measure_model(asked, lambda doing, share: None, None))
             layouts = [_at_most(one, _MOST_ROWS) for one in layouts]
             now = Setting(layouts[0], replace(now.policy, max_batch_rows=min(now.policy.max_batch_rows, _MOST_ROWS)))
-            trials = Trials(asked.model, own_config(asked.model), load, now, asked.seed, asked.allow_python_models)
+            config = own_config(asked.model)
+            config.max_batch_size = now.policy.max_batch_rows
+            trials = Trials(asked.model, config, load, now, asked.seed, asked.allow_python_models)
 
-            def chosen(goal: Goal) -> tuple[Goal, Any]:
-                costs = trials.costs(server, goal, self._seconds)
+            def chosen(goal: Goal, costs: Costs | None = None) -> tuple[Goal, Any]:
+                costs = costs or trials.costs(server, goal, self._seconds / 2)
                 own = [replace(one, costs=costs) for one in layouts]
                 mine = replace(now, layout=own[0])
                 tried = settings_of(own, now.policy, goal)
@@ -200,12 +203,12 @@ class _Model:
                 _, first = chosen(closed)
                 bound_ns = round(_LOOSE * first.now.p99_ns)
                 most = first.best[0].found.throughput
-                found = {"closed": chosen(replace(closed, p99_ns=bound_ns))}
+                found = {"closed": chosen(replace(closed, p99_ns=bound_ns), first.now.setting.layout.costs)}
                 for share in _SHARES:
                     found[f"{share:.0%}"] = chosen(Goal(rate=share * most, contents=closed.contents))
         wanted: dict[str, tuple[Setting, dict[str, Goal]]] = {}
         for name, (goal, choice) in found.items():
-            some = [choice.now, *choice.best[: 3 if goal.clients else 1]]
+            some = [choice.now, *choice.best[: 2 if goal.clients else 1]]
             grid = _grid(layouts, now) if goal.clients else []
             for setting in (*(one.setting for one in some), *grid):
                 wanted.setdefault(_named(setting), (setting, {}))[1][name] = goal
@@ -235,7 +238,8 @@ class _Model:
         def attempt(setting: Setting, goal: Goal) -> Live:
             return self._met["closed", _named(setting)]
 
-        picked = verified(choice, replace(goal, p99_ns=0), attempt).best[0].setting
+        tried = replace(choice, best=choice.best[:2])
+        picked = verified(tried, replace(goal, p99_ns=0), attempt).best[0].setting
         within = {
             setting: live.throughput
             for (load, setting), live in self._met.items()
@@ -291,8 +295,8 @@ def measure(names: Sequence[str], seconds: float, requests: int) -> dict[str, An
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)} (default: all)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=4_000, help="of each simulation (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=3_000, help="of each simulation (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="check that everything works; no aim has to be reached")
     parser.add_argument("--out", type=Path, help="JSON of results")
     got = parser.parse_args(arguments)
