@@ -107,6 +107,8 @@ _MAX_BYTES = (1 << 64) - 1
 _MAX_DIGITS = 40
 
 _DEVICE_INITIALIZERS = "session.use_device_allocator_for_initializers"
+_ALLOW_SPINNING = ("session.intra_op.allow_spinning", "session.inter_op.allow_spinning")
+"""Whether idle threads wait for work by spinning. These names are ONNX Runtime's; Triton's backend has none."""
 _SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 
 
@@ -125,7 +127,7 @@ def parse_options(source: ModelSource) -> OnnxOptions:
         parallel=read.choice("execution_mode", {"0": False, "1": True}) or False,
         cpu_mem_arena=cpu_mem_arena,
         mem_pattern=read.choice("enable_mem_pattern", _SWITCH) is not False,
-        session_entries=_given({_DEVICE_INITIALIZERS: read.choice(_DEVICE_INITIALIZERS, _BITS)}),
+        session_entries=_given({name: read.choice(name, _BITS) for name in (_DEVICE_INITIALIZERS, *_ALLOW_SPINNING)}),
         shrink_arenas=_shrink_arenas(read, cpu_mem_arena),
         cuda=_cuda(source, read),
         op_libraries=source.op_libraries,

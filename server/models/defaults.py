@@ -13,6 +13,7 @@ from paceline.backends.model_call import OnCall
 from paceline.backends.onnx.options import CACHE_DIRECTORY, OWN_PROCESS
 
 __all__ = [
+    "ALLOW_SPINNING",
     "INTRA",
     "BackendConfig",
     "BatchDefaults",
@@ -26,6 +27,7 @@ __all__ = [
 _BACKEND = "onnxruntime"
 _CACHE = "local"
 INTRA, _INTER = "intra_op_thread_count", "inter_op_thread_count"
+ALLOW_SPINNING = "session.intra_op.allow_spinning"
 _MAX_NUMBER = 2**31 - 1
 _MAX_DIGITS = 40
 _MAX_THREADS = 1_024

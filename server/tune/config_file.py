@@ -12,7 +12,7 @@ from typing import NamedTuple
 from google.protobuf import text_format
 
 from paceline.protos import model_config_pb2 as pb
-from paceline.server.models.defaults import INTRA
+from paceline.server.models.defaults import ALLOW_SPINNING, INTRA
 from paceline.server.models.offline import configured_for
 from paceline.server.tune.choosing import Setting
 
@@ -63,6 +63,9 @@ def changes_of(now: Setting, chosen: Setting) -> list[Change]:
         found.append(Change("instance_group.count", str(now.layout.instances), str(offline.instances), share))
     if offline.intra_op_threads:
         found.append(Change(f"parameters.{INTRA}", threads, str(offline.intra_op_threads), "each has its own CPUs"))
+    if now.layout.spins and not layout.spins and offline.intra_op_threads != 1:
+        why = "threads that spin while they wait for work take CPU time from the server and from each other"
+        found.append(Change(f"parameters.{ALLOW_SPINNING}", "1", "0", why))
     return [one for one in found if one.before != one.after]
 
 
@@ -73,6 +76,8 @@ def config_text(config: pb.ModelConfig, chosen: Setting, changes: Iterable[Chang
         changed.max_batch_size = chosen.policy.max_batch_rows
     if "dynamic_batching.max_queue_delay_microseconds" in fields:
         changed.dynamic_batching.max_queue_delay_microseconds = chosen.policy.max_queue_delay_ns // 1_000
+    if f"parameters.{ALLOW_SPINNING}" in fields:
+        changed.parameters[ALLOW_SPINNING].string_value = "0"
     if "dynamic_batching.preferred_batch_size" in fields:
         del changed.dynamic_batching.preferred_batch_size[:]
     if chosen.policy.max_batch_requests != 1 and chosen.policy.max_batch_rows > 1:

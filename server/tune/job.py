@@ -23,7 +23,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.cpus import usable_cpus
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.errors import ConfigError, StartError
-from paceline.server.models.defaults import BatchDefaults, Offline
+from paceline.server.models.defaults import ALLOW_SPINNING, INTRA, BatchDefaults, Offline
 from paceline.server.models.layout import CONFIG_FILE
 from paceline.server.models.model_config import parse_config
 from paceline.server.models.offline import layouts
@@ -169,14 +169,22 @@ async def measure_model(
     async with _engine(asked, None, BatchDefaults().max_batch_rows, backend_of) as (_, served):
         policy = served.batcher.policy
         goal, load = _load_of(asked, served)
-    possible = layouts(0, usable_cpus().count)
+    possible, config = layouts(0, usable_cpus().count), own_config(asked.model)
     found = []
     for number, offline in enumerate(possible):
         instances, threads = offline.instances, offline.intra_op_threads
         what = f"{instances or 'the configured'} instances" + (f", {threads} threads each" if threads else "")
         say(f"measuring {what}", _AFTER_CURVES * number / len(possible))
-        found.append(await _layout(asked, load, offline, backend_of))
+        layout = await _layout(asked, load, offline, backend_of)
+        found.append(replace(layout, spins=layout.cpus > 1 and _spins(offline, config)))
     return goal, load, Setting(found[0], policy), found
+
+
+def _spins(offline: Offline, config: pb.ModelConfig) -> bool:
+    """Whether an instance has threads that wait for work by spinning, as ONNX Runtime's do unless they mustn't."""
+    own = {name: config.parameters[name].string_value for name in (INTRA, ALLOW_SPINNING) if name in config.parameters}
+    threads = str(offline.intra_op_threads or own.get(INTRA, 0))
+    return config.backend != "python" and threads != "1" and own.get(ALLOW_SPINNING) not in ("0", "false")
 
 
 async def _layout(

@@ -42,7 +42,8 @@ class TuneError(Exception):
 class Layout:
     """`instances` that execute at the same time, asked for as `offline`, and what was measured of them: how long
     executions take while all are busy; what requests cost besides; and how many threads compute during an execution, on
-    average, those included that spin. All share `cpus`; 0: there are enough."""
+    average, those included that spin. All share `cpus`; 0: there are enough. `spins`: whether idle
+    threads wait for work by spinning."""
 
     offline: Offline
     instances: int
@@ -50,6 +51,7 @@ class Layout:
     costs: Costs = field(default_factory=Costs)
     threads: float = 1.0
     cpus: int = 0
+    spins: bool = False
 
     @property
     def curve(self) -> Curve:

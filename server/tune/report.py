@@ -193,6 +193,7 @@ def _json(one: Tried) -> dict[str, object]:
     return {
         "instances": layout.instances,
         "intra_op_threads": layout.offline.intra_op_threads or None,
+        "spins": layout.spins,
         "max_batch_size": policy.max_batch_rows,
         "max_queue_delay_microseconds": policy.max_queue_delay_ns // 1_000,
         "met": one.is_met,

@@ -6,6 +6,7 @@ make loads. What is tried is `Try`, so that equal answers give an equal choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -50,8 +51,26 @@ def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
         # It wasn't expected, but may be met all the same.
         whole = replace(holding[0], live=attempt(holding[0].setting, goal), load=goal)
         holding = [whole, *holding[1:]] if whole.holds else holding
+    holding = _ordered(holding, goal, searches=searches)
+    if holding and holding[0].setting.layout.spins:
+        # What spinning costs others shows only between executions, so it isn't simulated: it is tried with the chosen
+        # setting, and with what isn't better, nothing changes.
+        first = holding[0]
+        still = replace(first.setting, layout=replace(first.setting.layout, spins=False))
+        without = replace(first, setting=still, live=attempt(still, first.load or goal))
+        holding = [without, *holding] if without.holds and _is_better(without, first, goal) else holding
     others = [one for one in best if all(one.setting != found.setting for found in holding)]
-    return replace(choice, now=now, best=[*_ordered(holding, goal, searches=searches), *others])
+    return replace(choice, now=now, best=[*holding, *others])
+
+
+def _is_better(one: Tried, other: Tried, goal: Goal) -> bool:
+    """By what was tried: whether it is sooner at a given rate, or answers more."""
+    assert one.live is not None
+    assert other.live is not None
+    if not goal.rate:
+        return one.live.throughput > _AS_GOOD * other.live.throughput
+    mine, theirs = (each.latencies.percentile_ns(99) or math.inf for each in (one.live, other.live))
+    return mine * _AS_GOOD < theirs
 
 
 def _ordered(holding: Sequence[Tried], goal: Goal, *, searches: bool) -> list[Tried]:

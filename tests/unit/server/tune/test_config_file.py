@@ -47,6 +47,17 @@ def test_model_without_configuration_gets_one_that_batches() -> None:
     assert parsed(text) == parsed('backend: "onnxruntime" max_batch_size: 4 dynamic_batching {}')
 
 
+def test_spinning_is_switched_off_where_it_was_on() -> None:
+    now = replace(NOW, layout=replace(NOW.layout, spins=True))
+    assert changes_of(now, now) == []
+    (change,) = changes_of(now, NOW)
+    assert change.field == "parameters.session.intra_op.allow_spinning"
+    config = parsed(config_text(parsed('name: "m" max_batch_size: 4'), NOW, [change], ()))
+    assert config.parameters["session.intra_op.allow_spinning"].string_value == "0"
+    # Instances of one thread have nobody who could spin.
+    assert all("spinning" not in one.field for one in changes_of(now, BEST))
+
+
 def test_model_that_batches_nothing_stays_so() -> None:
     alone = replace(NOW, policy=BatchPolicy(max_batch_requests=1))
     assert changes_of(alone, alone) == []

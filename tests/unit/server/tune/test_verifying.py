@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from paceline.clients.load.histogram import Histogram
 from paceline.scheduler.policy import BatchPolicy
@@ -57,6 +58,20 @@ def test_throughput_that_was_met_counts_more_than_predictions() -> None:
     assert rows_of(verified(choice, goal, lambda one, _: live(9, per_s[one.policy.max_batch_rows]))) == [3, 2, 1]
     alike = {1: 138.0, 2: 100.0, 3: 140.0}
     assert rows_of(verified(choice, goal, lambda one, _: live(9, alike[one.policy.max_batch_rows])))[0] == 1
+
+
+def test_spinning_is_tried_without_and_stays_unless_that_is_better() -> None:
+    one = tried(2, 10, 300)
+    spinning = replace(one, setting=replace(one.setting, layout=replace(LAYOUT, spins=True)))
+    for without_ms, spins in ((9, False), (9.9, True), (25, True)):
+        p99_ms = {True: 10.0, False: without_ms}
+        best = verified(
+            Choice(tried(1, 30), [spinning], 9),
+            GOAL,
+            lambda setting, goal, p99_ms=p99_ms: live(p99_ms[setting.layout.spins], goal.load),
+        ).best
+        assert best[0].setting.layout.spins is spins
+        assert best[0 if spins else 1].setting == spinning.setting
 
 
 def test_less_load_is_tried_until_it_is_served() -> None:
