@@ -77,6 +77,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 __all__ = [
+    "STATE_STAYS",
     "STATUS_OF",
     "AnswerTooLarge",
     "ConfigError",
@@ -144,13 +145,17 @@ class AnswerTooLarge(ServerError):
         )
 
 
+STATE_STAYS = "the state of its sequence is as it was before, or the initial one if it was to start anew"
+"""What a step leaves that fails."""
+
+
 class StateTooLarge(ServerError):
     """A step leaves more bytes than the states of a sequence may take."""
 
     def __init__(self, model: str, most_bytes: int, size_bytes: int) -> None:
         super().__init__(
             f"model '{model}': expected a step to leave states of at most {most_bytes} bytes "
-            f"(paceline.max_state_bytes), got {size_bytes}; the state of its sequence is as it was before"
+            f"(paceline.max_state_bytes), got {size_bytes}; {STATE_STAYS}"
         )
 
 

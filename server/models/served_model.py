@@ -36,6 +36,7 @@ from paceline.server.bounded_pool import BoundedPool
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.open_codec import OpenCodec
+from paceline.server.errors import STATE_STAYS
 from paceline.server.memory.reading import ExecuteInputs, over_shared_memory
 from paceline.server.memory.regions import Regions
 from paceline.server.models.batch_policy import called_models
@@ -205,7 +206,7 @@ class ServedModel:
         assert sequence is not None
         assert policy is not None
         ends_it = isinstance(error, InstanceLost if policy.places else DeviceLost)
-        return "; the state of its sequence is as it was before" if sequence.states and not ends_it else ""
+        return f"; {STATE_STAYS}" if sequence.states and not ends_it else ""
 
     def _on_over(self, runner: Runner, over: Over) -> None:
         """Tell the instance that has held a sequence. Triton doesn't tell its models."""
