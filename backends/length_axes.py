@@ -76,14 +76,17 @@ def masked_lengths(spec: ModelSpec, of_clients: int) -> Iterator[tuple[ModelSpec
     ]
     choices = [_masks(spec, family) for family in found]
     places = [(index, axis) for family in found for index in family for axis in free_axes(spec.inputs[index])]
-    kept, kept_masks = _masked_states(spec, of_clients)
-    for number in range(max(map(len, choices), default=1)):
+    # Each side by itself: a client's name among states says nothing of their size, which who asks for it knows.
+    sent = _lengths(spec.inputs[:of_clients], places, of_clients)
+    states, state_masks = _masked_states(spec, of_clients)
+    kept, masks = _lengths(spec.inputs, states, of_clients), frozenset[int]()
+    for number in range(max(map(len, choices), default=0)):
         masks = frozenset[int]().union(*(one[min(number, len(one) - 1)] for one in choices))
         if kept:
-            yield replace(spec, lengths=_lengths(spec.inputs, [*places, *kept], of_clients)), masks | kept_masks
-        if places:
-            # Not of other states: that those have the size of what is sent is only known to who asks for it.
-            yield replace(spec, lengths=_lengths(spec.inputs[:of_clients], places, of_clients)), masks
+            yield replace(spec, lengths=sent + kept), masks | state_masks
+        yield replace(spec, lengths=sent), masks
+    if kept:
+        yield replace(spec, lengths=kept), masks | state_masks
 
 
 def _masked_states(spec: ModelSpec, of_clients: int) -> tuple[list[Place], frozenset[int]]:

@@ -68,7 +68,8 @@ class Rows:
 
     def sizes(self, number: int) -> Sizes:
         """Those of the few rows that a trial begins with, `number` 0 to 2."""
-        return tuple(_SIZES[at % 3][number] + at + self.longer for at in range(len(self._spec.lengths)))
+        # Twice as large after each three: sums of those before grow in another way.
+        return tuple((_SIZES[at % 3][number] << at // 3) + at + self.longer for at in range(len(self._spec.lengths)))
 
     def one(self, content: int, sizes: Sizes) -> Row:
         """A row. If `content` is even, no integer is what is filled up with: a maximum over all words would not show it

@@ -24,14 +24,14 @@ import numpy as np
 
 from paceline.backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory
 from paceline.backends.length_axes import asked_lengths, masked_lengths, named_masks
+from paceline.backends.length_distances import distances, is_exact
 from paceline.backends.length_outputs import Sizes, States, said, with_assumed_outputs, with_outputs
 from paceline.backends.length_rows import ATTEMPTS, GivenUp, Row, Rows
 from paceline.backends.lengths import Filling, Lengths, fill_up
 from paceline.backends.made_up import MAX_BYTES
 from paceline.backends.ragged import as_the_model_sees
-from paceline.backends.spec import Array, ControlKind, ModelSpec, Tensors, TensorSpec
+from paceline.backends.spec import Array, ControlKind, ModelSpec, Tensors
 from paceline.backends.trials import LengthAxis, LengthTrial
-from paceline.protos.datatypes import by_name
 
 Run = Callable[[Sequence[Array]], Tensors]
 
@@ -51,7 +51,8 @@ _TIMES, _MOST = 4, 0.3
 _ENOUGH_NS = 10 * 10**9
 """After which no larger sizes are tried."""
 _LONGEST_NS = 30 * 10**9
-"""For a trial, from its first execution on: others wait for their loads."""
+"""For a trial, from its first execution on: others wait for their loads. What is left is shared by the guesses to come,
+so that a slow one leaves time for those after it."""
 
 
 class _StateDiffers(InstanceError):
@@ -63,10 +64,12 @@ def try_lengths(
     asked: Sequence[LengthAxis] | None,
     run: Run,
     coarse: bool = False,
+    on_gpu: bool = False,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> LengthTrial:
     """As `TriesLengths.try_lengths`. `run` returns the outputs for one array per input of `spec.executed`, all with
-    their rows in front, and raises ExecutionError. `coarse`: it computes in less than single precision.
+    their rows in front, and raises ExecutionError. `coarse`: it computes in less than single precision. `on_gpu`:
+    states stay in a GPU's memory, but for those put together of parts; these are found only for who asks.
 
     Blocks for about ten executions of up to four rows and two of 32 short ones, and one more for each attempt that the
     model doesn't accept; for some twenty more if there are states.
@@ -75,22 +78,22 @@ def try_lengths(
     executed = spec.executed.rows_in_front
     seen = as_the_model_sees(executed)
     coarse = coarse or any(one.datatype in ("FP16", "BF16") for one in (*seen.inputs, *seen.outputs))
-    trial = _Trial(run, coarse, now_ns, spec)
+    trial = _Trial(run, coarse, now_ns, spec, joins=asked is not None or not on_gpu)
     if asked is not None:
         wanted = asked_lengths(executed, asked, len(spec.inputs))
         tried = trial.of(
             replace(seen, inputs=as_the_model_sees(wanted).inputs, lengths=wanted.lengths), named_masks(seen)
         )
         has_states = spec.sequence is not None and spec.sequence.states
-        if tried.odd or (has_states and not tried.is_known):
+        if tried.odd or (has_states and not tried.is_known and not tried.is_given_up):
             raise LoadError(tried.odd or tried.why_not)
         if not tried.is_known:
             return _assumed(spec, wanted, tried.why_not)
         spec = replace(spec.with_fills(wanted.inputs), lengths=tried.spec.lengths, joined=tried.spec.joined)
         return LengthTrial(spec, tried.why_not)
-    why_not = ""
-    for guess, masks in masked_lengths(seen, len(spec.inputs)):
-        tried = trial.of(guess, masks)
+    why_not, guesses = "", [*masked_lengths(seen, len(spec.inputs))]
+    for number, (guess, masks) in enumerate(guesses):
+        tried = trial.of(guess, masks, len(guesses) - number)
         if not tried.odd and not tried.why_not:
             return LengthTrial(replace(spec, lengths=tried.spec.lengths, joined=tried.spec.joined))
         why_not = why_not or tried.odd or tried.why_not
@@ -105,33 +108,37 @@ def without_trial(spec: ModelSpec, asked: Sequence[LengthAxis] | None) -> Length
 
 
 def _assumed(spec: ModelSpec, wanted: ModelSpec, why_not: str = "") -> LengthTrial:
-    """`spec` with the lengths of `wanted`, and the outputs that are likely to follow them. Raises LoadError for states,
-    of which that has to be known."""
+    """`spec` with the lengths of `wanted`, and the outputs that are likely to follow them. Raises LoadError for states
+    of free sizes, of which that has to be known."""
+    unknown = why_not or "models with an execution accelerator aren't tried"
     for index in States.of(spec).inputs:
         if -1 in wanted.outputs[index].dims:
             raise LoadError(
-                f"state '{wanted.outputs[index].name}': its size may follow that of what is filled up, and models with "
-                "an execution accelerator aren't tried"
+                f"state '{wanted.outputs[index].name}': its size may follow that of what is filled up, and {unknown}"
             )
     return LengthTrial(replace(spec.with_fills(wanted.inputs), lengths=with_assumed_outputs(wanted).lengths), why_not)
 
 
 class _Tried(NamedTuple):
     """`spec` with the lengths' outputs, if they are known. `odd`: which output varies with a length in another way than
-    it may, or which state shows the filling. `why_not` as in `LengthTrial`."""
+    it may, or which state shows the filling. `why_not` as in `LengthTrial`. `is_given_up`: for lack of time or memory,
+    which is no fault of the model."""
 
     spec: ModelSpec
     is_known: bool = False
     odd: str = ""
     why_not: str = ""
+    is_given_up: bool = False
 
 
 class _Trial:
-    """Tries specs that have lengths, all within one time limit, of a model that serves `served`."""
+    """Tries specs that have lengths, all within one time limit, of a model that serves `served`. `joins`: states may be
+    put together of parts."""
 
-    def __init__(self, run: Run, coarse: bool, now_ns: Callable[[], int], served: ModelSpec) -> None:
-        self._model, self._now_ns, self._began_ns = run, now_ns, 0
-        self._coarse = coarse
+    def __init__(self, run: Run, coarse: bool, now_ns: Callable[[], int], served: ModelSpec, joins: bool) -> None:
+        self._model, self._now_ns, self._ends_ns = run, now_ns, 0
+        self._began_ns, self._longest_ns, self._guesses = 0, 0, 1
+        self._coarse, self._joins = coarse, joins
         self._states = States.of(served)
         # Most steps are in the middle of a sequence, as first ones may ignore their state.
         controls = served.sequence.controls if served.sequence is not None else ()
@@ -139,8 +146,11 @@ class _Trial:
         self._controls = {index: one.values[one.kind is ControlKind.READY] for index, one in valued}
         self._first = {index: one.values[True] for index, one in valued if one.kind is ControlKind.START}
 
-    def of(self, spec: ModelSpec, masks: frozenset[int]) -> _Tried:
-        failed = ""
+    def of(self, spec: ModelSpec, masks: frozenset[int], guesses: int = 1) -> _Tried:
+        """`guesses`: how many there are from this one on."""
+        failed, self._guesses, is_given_up = "", guesses, False
+        if self._ends_ns:
+            self._begin()
         for attempt in ATTEMPTS:
             try:
                 fixed = {**dict.fromkeys(masks, 1), **self._controls}
@@ -149,24 +159,34 @@ class _Trial:
                 return _Tried(spec, True, odd=str(error))
             except (InstanceError, MemoryError) as error:
                 failed = f"its trial was given up: {str(error) or type(error).__name__}"
+                is_given_up = isinstance(error, (GivenUp, OutOfMemory, MemoryError))
                 break
             except ExecutionError as error:
                 failed = failed or f"it accepts no made-up inputs ({error})"
-        return _Tried(spec, why_not=f"it isn't known whether the filling shows in its results, as {failed}")
+        why_not = f"it isn't known whether the filling shows in its results, as {failed}"
+        return _Tried(spec, why_not=why_not, is_given_up=is_given_up)
+
+    def _begin(self) -> None:
+        self._began_ns = now_ns = self._now_ns()
+        self._ends_ns = self._ends_ns or now_ns + _LONGEST_NS
+        self._longest_ns = max(0, self._ends_ns - now_ns) // self._guesses
 
     def _run(self, inputs: Sequence[Array]) -> Tensors:
-        if self._began_ns and self._now_ns() > self._began_ns + _LONGEST_NS:
-            raise GivenUp(f"it took longer than {_LONGEST_NS // 10**9} s")
+        if self._ends_ns and self._now_ns() > self._began_ns + self._longest_ns:
+            raise GivenUp(f"it took longer than {self._longest_ns / 1e9:.3g} s")
         try:
             return self._model(inputs)
         finally:
-            self._began_ns = self._began_ns or self._now_ns()
+            if not self._ends_ns:
+                self._begin()
 
     def _try(self, spec: ModelSpec, rows: Rows) -> _Tried:
         """Raises ExecutionError if the model doesn't accept rows alone, and InstanceError."""
         few = [rows.one(number, rows.sizes(number)) for number in range(3)]
         alone = [self._run(row.inputs) for row in few]
         spec, odd = with_outputs(spec, [row.sizes for row in few], alone, self._states)
+        if spec.joined and not self._joins:
+            odd = odd or _JOINED.format(spec.outputs[spec.joined[0].output].name)
         if odd:
             return _Tried(spec, odd=odd)
         limits, varied = self._limits(spec, rows, few, alone)
@@ -214,7 +234,8 @@ class _Trial:
         return _Tried(spec, True, odd=odd, why_not=why_not)
 
     def _played(self, spec: ModelSpec, rows: Rows) -> list[tuple[Row, Tensors]]:
-        """Steps as sequences come to them, and their results. Raises as `_try`."""
+        """Steps as sequences come to them, and their results: the latest ones that the model accepts, as it may have
+        so many places. Raises as `_try`."""
         played = []
         for age in _AGES:
             states = dict(self._states.initial)
@@ -228,9 +249,15 @@ class _Trial:
                     row.inputs[index][...] = value
                 for index, array in states.items():
                     row.inputs[index] = array
-                result = self._run(row.inputs)
+                try:
+                    result = self._run(row.inputs)
+                except ExecutionError as error:
+                    if isinstance(error, InstanceError) or not step:
+                        raise
+                    break
+                last = (row, result)
                 states = {index: np.array(result[output]) for output, index in self._states.inputs.items()}
-            played.append((row, result))
+            played.append(last)
         return played
 
     def _dropped(self, spec: ModelSpec, rows: Rows, few: Sequence[Row], alone: Sequence[Tensors]) -> str:
@@ -253,19 +280,19 @@ class _Trial:
     ) -> tuple[list[float], list[bool]]:
         """How far results of each output may be apart, and whether they vary with what is in a row. Outputs that
         differ when the same row runs again are random, or count executions: nothing is expected of them."""
-        again = _apart(spec, alone[0], self._run(few[0].inputs))
+        again = distances(spec, alone[0], self._run(few[0].inputs))
         limits = [_MOST if one <= _COARSE else np.inf for one in again]
         if min(limits, default=0) == np.inf:
-            raise GivenUp("its results differ from run to run")
+            raise InstanceError("its results differ from run to run")
         bases, varied = [0.0] * len(limits), [False] * len(limits)
         for (sizes, row), result in ((few[0], alone[0]), (few[-1], alone[-1])):
             other = rows.one(3, sizes).inputs
             both = self._run([np.concatenate(pair) for pair in zip(row, other, strict=True)])
             if any(len(one) != 2 for one in both):
                 raise ExecutionError("its outputs don't have the rows of its inputs")
-            bases = list(map(max, bases, _apart(spec, result, [one[:1] for one in both])))
+            bases = list(map(max, bases, distances(spec, result, [one[:1] for one in both])))
             varied = [seen or not np.array_equal(one[:1], one[1:]) for seen, one in zip(varied, both, strict=True)]
-        least = [0.0 if _is_exact(one) else _COARSE if self._coarse else _CLOSE for one in spec.outputs]
+        least = [0.0 if is_exact(one) else _COARSE if self._coarse else _CLOSE for one in spec.outputs]
         return [
             limit if limit == np.inf else max(close, min(_TIMES * base, limit))
             for limit, close, base in zip(limits, least, bases, strict=True)
@@ -338,7 +365,7 @@ class _Trial:
         found = [
             (index, size, apart)
             for size, mine, other in zip(sizes, alone, cut, strict=True)
-            for index, apart in enumerate(_apart(spec, mine, other))
+            for index, apart in enumerate(distances(spec, mine, other))
             if apart > limits[index]
         ]
         if not found:
@@ -355,39 +382,7 @@ class _Trial:
 
 
 _SAME = "it isn't known whether the filling shows in its results, as all made-up rows give the same results"
+_JOINED = (
+    "state '{}' would be put together of parts, for which it would leave the GPU's memory; that is done for who asks"
+)
 _SAME_IN = "it isn't known whether the filling shows in output '{}', which is the same for all made-up rows"
-
-
-def _is_exact(tensor: TensorSpec) -> bool:
-    return tensor.datatype != "BF16" and by_name(tensor.datatype).dtype.kind != "f"
-
-
-def _apart(spec: ModelSpec, one: Tensors, two: Tensors) -> list[float]:
-    return list(map(_distance, spec.outputs, one, two))
-
-
-def _distance(tensor: TensorSpec, one: Array, two: Array) -> float:
-    """How far two results are apart at most: of numbers, relative to their usual size, in each vector along the last
-    axis; of others, the fraction that differs."""
-    if one.shape != two.shape:
-        return np.inf
-    if not one.size:
-        return 0.0
-    if _is_exact(tensor):
-        return float(np.mean(one != two))
-    one, two = (_numbers(tensor, array) for array in (one, two))
-    finite = np.isfinite(one)
-    if not np.array_equal(finite, np.isfinite(two)):
-        return np.inf
-    one, two = (
-        np.where(finite, array, 0).reshape(-1, array.shape[-1] if array.ndim > 2 else 1) for array in (one, two)
-    )
-    usual = float(np.sqrt(np.mean(one**2)))
-    apart = float(np.sqrt(np.mean((one - two) ** 2, axis=1)).max())
-    return apart / usual if usual else float(apart > 0)
-
-
-def _numbers(tensor: TensorSpec, array: Array) -> Array:
-    if tensor.datatype == "BF16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float64)

@@ -162,8 +162,10 @@ class OnnxModel:
         self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
     ) -> LengthTrial:
         device, options = next(iter(self._sessions)), self._opener.options
-        coarse = self._halves or device.kind is DeviceKind.GPU
-        return try_lengths_of(spec, asked, self.spec, options, self._untrusted, supervise, coarse)
+        on_gpu = device.kind is DeviceKind.GPU
+        return try_lengths_of(
+            spec, asked, self.spec, options, self._untrusted, supervise, self._halves or on_gpu, on_gpu
+        )
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
         check_served(self._name, spec, self.spec)

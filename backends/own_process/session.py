@@ -29,6 +29,7 @@ from paceline.backends.errors import (
     ProcessError,
     StalePlan,
 )
+from paceline.backends.length_rows import GivenUp
 from paceline.backends.length_trial import try_lengths, without_trial
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.spec import Found
@@ -113,9 +114,10 @@ def try_lengths_of(
     opened: Callable[[ModelSpec], AbstractContextManager[Runs]],
     supervise: Supervise,
     coarse: bool,
+    on_gpu: bool = False,
 ) -> LengthTrial:
     """As `TriesLengths.try_lengths`, of a model whose own spec is `own`. `opened` as above. `coarse`: it may compute in
-    less than single precision, as GPUs do where they multiply matrices."""
+    less than single precision, as GPUs do where they multiply matrices. `on_gpu`: as for `try_lengths`."""
     if options.tensorrt is not None or options.openvino is not None:
         # They build an engine for each new shape, which may take minutes: padding is tried by nobody, or as asked.
         return without_trial(spec, asked)
@@ -137,7 +139,7 @@ def try_lengths_of(
             parts = [run([one[place] for one in inputs]) for place in places]
             return [np.concatenate(column)[:rows] for column in zip(*parts, strict=True)]
 
-        return try_lengths(spec, asked, run_fixed if fixed > 1 else run, coarse)
+        return try_lengths(spec, asked, run_fixed if fixed > 1 else run, coarse, on_gpu)
 
 
 _SOURCE = ModelSource("a trial", FILE)
@@ -163,7 +165,7 @@ class ProcessRunner:
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
         """The outputs for `inputs`. Blocks. Raises as `OnnxInstance.run`, ProcessError if the process has ended, and
-        InstanceError if it hung."""
+        GivenUp if it hung."""
         process, alarm = self._process, Timer(_HANGS_S, self._end_hanging)
         alarm.daemon = True
         with suppress(RuntimeError):  # no thread can be started, and it runs without a limit
@@ -176,7 +178,7 @@ class ProcessRunner:
         except ProcessError:
             process.wait_ended()
             if self._hangs:
-                raise InstanceError(f"an execution took longer than {_HANGS_S:g} s") from None
+                raise GivenUp(f"an execution took longer than {_HANGS_S:g} s") from None
             raise ProcessError(f"the process that ran it {process.end}") from None
         finally:
             alarm.cancel()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.errors import LoadError
+from paceline.backends.errors import ExecutionError, LoadError
 from paceline.backends.length_trial import try_lengths
 from paceline.backends.ragged import batch_runner
 from paceline.backends.spec import Array, Length, ModelSpec, SequenceSpec, State, Tensors, TensorSpec
@@ -100,6 +100,58 @@ def test_cache_with_a_mask_is_filled_up(asked: Sequence[LengthAxis] | None) -> N
 
     assert trial.why_not == ""
     assert trial.spec.lengths == (Length("now", ((0, 1), (1, 1))), Length("past", ((2, 1), (3, 1))))
+
+
+def test_found_states_put_together_are_not_for_gpus() -> None:
+    assert try_lengths(SPEC, None, attends, on_gpu=True).spec.lengths == ()
+    assert try_lengths(SPEC, AXES, attends, on_gpu=True).spec.joined
+
+
+def test_state_of_a_clients_name_keeps_its_own_size() -> None:
+    """As of the last chunk, which an exporter gives the symbol of this one."""
+    assert SPEC.sequence is not None
+    last = _state("last", "INT64", (-1,), np.zeros((1, 1), np.int64))
+    last = replace(last, input=replace(last.input, axis_names=("batch", "now")))
+    spec = replace(SPEC, sequence=SequenceSpec((), (last, *SPEC.sequence.states)))
+
+    def run(inputs: Sequence[Array]) -> Tensors:
+        words, mask, last, *others = inputs
+        answer, *states = attends([words, mask, *others])
+        return [answer + last.sum(axis=1, keepdims=True), words * mask, *states]
+
+    found = try_lengths(spec, None, run).spec.lengths
+    assert [(one.name, one.inputs) for one in found] == [("now", ((0, 1), (1, 1))), ("past", ((3, 1), (4, 1)))]
+
+
+def test_cache_is_found_beside_a_mask_without_effect() -> None:
+    def run(inputs: Sequence[Array]) -> Tensors:
+        words, mask, *states = inputs
+        return attends([words, np.ones_like(mask), *states])
+
+    assert try_lengths(SPEC, None, run).spec.lengths == (Length("past", ((2, 1), (3, 1))),)
+
+
+@pytest.mark.parametrize("asked", [AXES, None])
+def test_cache_of_a_model_with_few_places_is_filled_up(asked: Sequence[LengthAxis] | None) -> None:
+    def run(inputs: Sequence[Array]) -> Tensors:
+        if inputs[0].shape[1] + inputs[2].shape[1] > 64:
+            raise ExecutionError("there are 64 places")
+        return attends(inputs)
+
+    assert len(try_lengths(SPEC, asked, run).spec.lengths) == 2
+
+
+def test_slow_trial_of_states_leaves_time_for_others() -> None:
+    now_s = [0.0]
+
+    def run(inputs: Sequence[Array]) -> Tensors:
+        words, mask, keys, *states = inputs
+        now_s[0] += 6 if keys.shape[1] > 2 else 0.1
+        answer = np.repeat((words * mask).sum(axis=1, keepdims=True), SIZE, axis=1).astype(np.float32)
+        return [answer, keys, *states]
+
+    trial = try_lengths(SPEC, None, run, now_ns=lambda: int(now_s[0] * 1e9))
+    assert trial.spec.lengths == (Length("now", ((0, 1), (1, 1))),)
 
 
 def test_answer_that_shows_the_filling_is_told_of() -> None:

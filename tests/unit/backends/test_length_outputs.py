@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.backends.errors import ExecutionError, LoadError, UnfitOutputs
+from paceline.backends.errors import ExecutionError, LoadError, OutOfMemory, UnfitOutputs
 from paceline.backends.length_trial import try_lengths, without_trial
 from paceline.backends.ragged import batch_runner
 from paceline.backends.spec import Array, JoinedAxis, Length, ModelSpec, SequenceSpec, State, Tensors, TensorSpec
@@ -74,18 +74,19 @@ def test_state_that_follows_a_length_is_cut_like_an_output() -> None:
     assert found.spec.joined == ()
 
 
-def test_state_grows_by_its_own_length_beside_two_others() -> None:
-    other = TensorSpec("other", "FP32", (-1, 2), axis_names=("batch", "others", ""))
-    asked = [NOW, LengthAxis("other", 1), PAST]
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_state_grows_by_its_own_length_beside_others(count: int) -> None:
+    others = [TensorSpec(f"i{at}", "FP32", (-1, 2), axis_names=("batch", f"n{at}", "")) for at in range(count)]
 
     def run(inputs: Sequence[Array]) -> Tensors:
-        now, other, past = inputs
-        ones = np.ones((len(now), 1, 2), np.float32)
-        sums = now.sum(axis=1) + other.sum(axis=1) + np.where(past == -1, 0, past).sum(axis=1)
+        *sent, past = inputs
+        ones = np.ones((len(past), 1, 2), np.float32)
+        sums = sum(one.sum(axis=1) for one in sent) + np.where(past == -1, 0, past).sum(axis=1)
         return [sums, np.concatenate([past, ones], axis=1)]
 
-    found = try_lengths(replace(SPEC, inputs=(*SPEC.inputs, other)), asked, run)
-    assert found.spec.joined == (JoinedAxis(1, 1, (2, None)),)
+    asked = [*(LengthAxis(one.name, 1) for one in others), PAST]
+    found = try_lengths(replace(SPEC, inputs=tuple(others)), asked, run)
+    assert found.spec.joined == (JoinedAxis(1, 1, (count, None)),)
 
 
 def test_axes_of_states_without_names_are_lengths_apart() -> None:
@@ -149,6 +150,29 @@ def test_states_of_which_nothing_is_known_are_refused(state: Callable[[Array], A
             [NOW],
             lambda inputs: [answer(inputs[0]).sum(axis=1), state(inputs[1])],
         )
+
+
+def _slow(inputs: Sequence[Array]) -> Tensors:
+    return [inputs[0].sum(axis=1), inputs[1]]
+
+
+def _large(inputs: Sequence[Array]) -> Tensors:
+    raise OutOfMemory("no memory")
+
+
+@pytest.mark.parametrize(("run", "why"), [(_slow, "longer than 30 s"), (_large, "no memory")])
+def test_machine_decides_nothing_about_fixed_states(run: Callable[[Sequence[Array]], Tensors], why: str) -> None:
+    """Whether the trial takes too much depends on it; of states of free sizes, that is an error all the same."""
+    fixed = replace(STATE, input=replace(STATE.input, dims=(3, 2)), output=replace(STATE.output, dims=(3, 2)))
+    fixed = replace(fixed, initial=np.zeros((1, 3, 2), np.float32))
+    now_ns = iter(range(0, 10**13, 10**10))
+    spec = replace(SPEC, sequence=SequenceSpec((), (fixed,)))
+    found = try_lengths(spec, [NOW], run, now_ns=lambda: next(now_ns))
+
+    assert [one.inputs for one in found.spec.lengths] == [((0, 1),)]
+    assert found.why_not.endswith(why)
+    with pytest.raises(LoadError, match=f"state 'all': its size may follow .*{why}"):
+        try_lengths(SPEC, [NOW], run, now_ns=lambda: next(now_ns))
 
 
 def test_joined_output_of_another_size_is_refused() -> None:
