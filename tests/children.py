@@ -179,9 +179,8 @@ def _forked(args: Sequence[str], environment: dict[str, str], numbered: Mapping[
 
 
 def become(command: Command, given: Sequence[int]) -> None:
-    """Be what the system and Python make of `command`, with the descriptors `given`; to be called in a new fork, whose
-    signals are as Python has them at its start. Doesn't return."""
-    os.setsid()
+    """Be what the system and Python make of `command`, with the descriptors `given`; to be called in a new fork, which
+    leads a session, and whose signals are as Python has them at its start. Doesn't return."""
     for limit in _LIMITS:
         resource.setrlimit(limit, resource.prlimit(command.parent, limit))
     os.sched_setaffinity(0, os.sched_getaffinity(command.parent))

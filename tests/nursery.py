@@ -235,10 +235,12 @@ def _orphan() -> int:
     """In this process, the pid of a new one, which is the child of the nearest ancestor that adopts; in that, 0."""
     reads, writes = os.pipe()
     if not (between := os.fork()):
-        if not (pid := os.fork()):
-            return 0
-        os.write(writes, _NUMBER.pack(pid))
-        os._exit(0)
+        if os.fork():
+            os._exit(0)
+        # Before anybody knows it: whoever starts it may kill its group at once.
+        os.setsid()
+        os.write(writes, _NUMBER.pack(os.getpid()))
+        return 0
     os.waitpid(between, 0)
     (pid,) = _NUMBER.unpack(os.read(reads, _NUMBER.size))
     os.close(reads)
