@@ -110,6 +110,8 @@ def one_line_errors(access: ConnectionOptions) -> Iterator[None]:
         raise click.ClickException(one_line(f"{error}{_hint(str(error), access)}")) from error
     except BrokenPipeError:
         raise  # the reader has read enough; click ends without a message
+    except click.FileError as error:  # of a file that is opened when it is needed
+        raise Unusable(one_line(error.format_message())) from error
     except (ValueError, OSError, MemoryError) as error:
         raise Unusable(one_line(str(error) or "out of memory")) from error
 

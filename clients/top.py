@@ -69,7 +69,7 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 )
 @click.option(
     "--record",
-    type=click.File("w", encoding="utf-8", lazy=False),
+    type=click.File("w", encoding="utf-8", lazy=True),
     metavar="FILE",
     help="Write how many requests came in each interval, as `paceline load` and `paceline tune` take it (--arrivals).",
 )
@@ -159,7 +159,8 @@ def _intervals(
     first_s = next_s = before.taken_s
     with contextlib.suppress(KeyboardInterrupt):
         for _ in range(count):
-            next_s += interval_s
+            # What wasn't looked at in time isn't made up for: intervals would be too short to say anything.
+            next_s = max(next_s + interval_s, time.monotonic())
             time.sleep(max(0.0, next_s - time.monotonic()))
             with contextlib.suppress(_ScrapeError):
                 now = scrape()

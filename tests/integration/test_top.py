@@ -85,10 +85,12 @@ async def test_html_is_a_page_of_so_many_intervals(tmp_path: Path) -> None:
         (("--count", "3"), "--count needs --html FILE"),
     ],
 )
-def test_page_options_of_no_effect_are_refused(given: Sequence[str], fault: str) -> None:
-    result = CliRunner().invoke(main, ["top", *given])
+def test_page_options_of_no_effect_are_refused(given: Sequence[str], fault: str, tmp_path: Path) -> None:
+    (tmp_path / "recorded").write_text("before")
+    result = CliRunner().invoke(main, ["top", "--record", str(tmp_path / "recorded"), *given])
     assert result.exit_code == 2
     assert fault in result.stderr
+    assert (tmp_path / "recorded").read_text() == "before"
 
 
 async def test_once_of_a_server_without_models_says_so(tmp_path: Path) -> None:
