@@ -70,7 +70,7 @@ from paceline.server.models.tensor_config import (
 )
 from paceline.server.models.warmup import Supervisor, WarmUp
 
-__all__ = ["Found", "LoadedVersion", "load_model"]
+__all__ = ["Found", "LoadedVersion", "is_python", "load_model"]
 
 _log = logging.getLogger("paceline.server.loader")
 
@@ -187,13 +187,13 @@ def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.M
     if config.name not in ("", folder.name) and not folder.renamed:
         raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
     config.name = folder.name
-    if _is_python(config, folder):
+    if is_python(config, folder):
         config.backend = _PYTHON
     check_supported(config)
     return config
 
 
-def _is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
+def is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
     """Whether `config` asks for the backend, or leaves it open for a folder that has Python models and nothing else."""
     if config.backend or config.platform:
         return backend_name(config) == _PYTHON

@@ -5,6 +5,7 @@ Lives here: reading flags, printing, exit codes. Must not: import what only tuni
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -34,6 +35,12 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     if found is None or not float(found[1]):
         raise click.BadParameter(f"expected a time such as 20ms, 0.5s or 800us, got '{text}'", context, parameter)
     return max(1, round(float(found[1]) * _UNITS_NS[found[2]]))
+
+
+def _rate(context: click.Context, parameter: click.Parameter, rate: float | None) -> float | None:
+    if rate is not None and not math.isfinite(rate):
+        raise click.BadParameter(f"expected a number of requests a second, got {rate}", context, parameter)
+    return rate
 
 
 def _server(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
@@ -82,9 +89,8 @@ class Progress:
 
 @click.command(context_settings={"auto_envvar_prefix": "PACELINE_TUNE"})
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), help="So many requests a second, which come at random."
-)
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), callback=_rate,
+    help="So many requests a second, which come at random.")  # fmt: skip
 @click.option("--clients", type=_COUNT, help="So many clients, each with one request under way.")
 @click.option(
     "--arrivals", type=click.File(encoding="utf-8-sig"), metavar="FILE",
@@ -113,7 +119,9 @@ class Progress:
 @click.option("--progress/--no-progress", default=True, help="Say on stderr how far it is.")
 @click.option("--verify/--no-verify", default=True, show_default=True,
     help="Whether the best settings are tried, on servers.")  # fmt: skip
-@click.option("--seconds", type=Seconds(min=0.2), default=5.0, show_default=True, help="How long they are tried each.")
+@click.option(
+    "--seconds", type=Seconds(0.2, 3600), default=5.0, show_default=True, help="How long they are tried each."
+)
 @click.option("--allow-python-models", is_flag=True, help="Whether the model may be Python code.")
 @access_options
 def tune(
@@ -149,31 +157,33 @@ def tune(
     from paceline.server.tune.job import Asked, tune_model
     from paceline.server.tune.measuring import TuneError
     from paceline.server.tune.observing import observed
+    from paceline.server.tune.own_model import own_model
     from paceline.server.tune.page import page
 
     log.configure("warning", "text")
     rows = given["rows"]
     with Progress(sys.stderr if progress else None) as show, one_line_errors(access):
-        if from_server is not None:
-            show.say(f"looking at {from_server}", 0.0)
-            seen = observed(from_server, access, model.stem)
-            rate, rows = seen.per_s, rows or seen.rows
-        goal = Goal(rate or 0.0, clients or 0, given["p99_ns"], is_most=most)
-        asked = Asked(
-            model, goal, given["shapes"], rows, (arrivals and arrivals.readlines()) or (), given["seed"],
-            given["allow_python_models"], given["seconds"] if given["verify"] else 0.0,
-            html is not None, given["requests"],
-        )  # fmt: skip
         try:
+            if from_server is not None:
+                show.say(f"looking at {from_server}", 0.0)
+                seen = observed(from_server, access, own_model(model).name)
+                rate, rows = seen.per_s, rows or seen.rows
+            goal = Goal(rate or 0.0, clients or 0, given["p99_ns"], is_most=most)
+            asked = Asked(
+                model, goal, given["shapes"], rows, arrivals.readlines() if arrivals is not None else None,
+                given["seed"], given["allow_python_models"], given["seconds"] if given["verify"] else 0.0,
+                html is not None, given["requests"],
+            )  # fmt: skip
             # Callers of `main` can pass their own backends as click's `obj`, as tests do.
             tuned, config = tune_model(asked, show.say, click.get_current_context().obj)
         except TuneError as error:
             raise click.ClickException(one_line(str(error))) from None
-    if out is not None:
-        out.write_text(config, encoding="utf-8")
-    if html is not None:
-        html.write_text(page(tuned, config), encoding="utf-8")
     click.echo(tuned.as_json() if form == "json" else tuned.text())
+    with one_line_errors(access):
+        if out is not None:
+            out.write_text(config, encoding="utf-8")
+        if html is not None:
+            html.write_text(page(tuned, config), encoding="utf-8")
     if out is None and form == "text":
         click.echo(f"\nas config.pbtxt (--out writes it):\n\n{config}".rstrip())
     raise click.exceptions.Exit(int(not tuned.is_met))

@@ -22,10 +22,9 @@ from paceline.clients.load.recording import read_recording
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.cpus import usable_cpus
 from paceline.server.engine import Engine, EngineSettings
-from paceline.server.errors import ConfigError, StartError
+from paceline.server.errors import StartError
 from paceline.server.models.defaults import ALLOW_SPINNING, INTRA, BatchDefaults, Offline
-from paceline.server.models.layout import CONFIG_FILE
-from paceline.server.models.model_config import parse_config
+from paceline.server.models.model_config import backend_name
 from paceline.server.models.offline import layouts
 from paceline.server.models.served_model import ServedModel
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried, choose, set_back, settings_of
@@ -33,12 +32,13 @@ from paceline.server.tune.config_file import changes_of, config_text
 from paceline.server.tune.contents import LoadContents, contents_of
 from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout, TuneError, measure, sizes_to_try
+from paceline.server.tune.own_model import own_model
 from paceline.server.tune.report import Tuned
 from paceline.server.tune.trials import Trials
 from paceline.server.tune.verifying import verified
 from paceline.server.tuning import new_loop
 
-__all__ = ["Asked", "measure_model", "own_config", "tune_model"]
+__all__ = ["Asked", "measure_model", "tune_model"]
 
 _MOST_ROWS = 64
 """Of a batch that is tried, of models without a configuration."""
@@ -66,7 +66,7 @@ class Asked:
     goal: Goal
     shapes: Mapping[str, MixedShape]
     rows: int | None = None
-    arrivals: Sequence[str] = ()
+    arrivals: Sequence[str] | None = None
     seed: int = 0
     allow_python_models: bool = False
     seconds: float = 0.0
@@ -78,7 +78,7 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
     """What was found, and the text of a configuration that has it. `say` is told what is done now, and what share of
     all is done. Raises TuneError, and InputError for inputs that can't be made up. To be called on the main thread:
     whatever ends it ends the servers that are tried."""
-    config = own_config(asked.model)
+    name, config = own_model(asked.model)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         goal, load, now, tried = runner.run(measure_model(asked, say, backend_of))
         trials = Trials(asked.model, config, load, now, asked.seed, asked.allow_python_models)
@@ -105,7 +105,7 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
         with asyncio.Runner(loop_factory=new_loop) as runner:
             worth = runner.run(set_back(chosen, now, goal, asked.seed, asked.requests))
     say("done", 1.0)
-    tuned = Tuned(asked.model.name, goal, choice, changes_of(now, chosen), asked.seed, worth)
+    tuned = Tuned(name, goal, choice, changes_of(now, chosen), asked.seed, worth)
     return tuned, config_text(config, chosen, tuned.changes, [f"Tuned: {tuned.verdict()}."])
 
 
@@ -131,19 +131,10 @@ async def _chosen(asked: Asked, goal: Goal, now: Setting, tried: Sequence[Layout
     return goal, choice
 
 
-def own_config(model: Path) -> pb.ModelConfig:
-    """What the model's own configuration says; no more than its backend if it has none."""
-    file = model / CONFIG_FILE
-    try:
-        return parse_config(file) if file.is_file() else pb.ModelConfig(backend="onnxruntime")
-    except ConfigError as error:
-        raise TuneError(f"{model}: {error}") from error
-
-
 def _load_of(asked: Asked, served: ServedModel) -> tuple[Goal, LoadContents]:
     """The goal with what its requests have, and that by itself. Raises InputError and TuneError."""
     metadata = metadata_of(served.config, [served.version])
-    recording = read_recording(asked.arrivals, served.name, asked.seed) if asked.arrivals else None
+    recording = read_recording(asked.arrivals, served.name, asked.seed) if asked.arrivals is not None else None
     rows = asked.rows or 1 if served.max_batch_rows else None
     if recording is not None and recording.has_shapes:
         if asked.shapes:
@@ -169,7 +160,7 @@ async def measure_model(
     async with _engine(asked, None, BatchDefaults().max_batch_rows, backend_of) as (_, served):
         policy = served.batcher.policy
         goal, load = _load_of(asked, served)
-    possible, config = layouts(0, usable_cpus().count), own_config(asked.model)
+    possible, config = layouts(0, usable_cpus().count), own_model(asked.model).config
     found = []
     for number, offline in enumerate(possible):
         instances, threads = offline.instances, offline.intra_op_threads
@@ -184,7 +175,7 @@ def _spins(offline: Offline, config: pb.ModelConfig) -> bool:
     """Whether an instance has threads that wait for work by spinning, as ONNX Runtime's do unless they mustn't."""
     own = {name: config.parameters[name].string_value for name in (INTRA, ALLOW_SPINNING) if name in config.parameters}
     threads = str(offline.intra_op_threads or own.get(INTRA, 0))
-    return config.backend != "python" and threads != "1" and own.get(ALLOW_SPINNING) not in ("0", "false")
+    return backend_name(config) != "python" and threads != "1" and own.get(ALLOW_SPINNING) not in ("0", "false")
 
 
 async def _layout(
@@ -220,8 +211,6 @@ async def _engine(
             engine = await undo.enter_async_context(Engine(asked.model, backend_of=backend_of, **settings))
         except StartError as error:
             raise TuneError(str(error)) from error
-        if len(engine.models) != 1:
-            raise TuneError(f"{asked.model}: expected one model, got {', '.join(engine.models)}")
         served = engine.find("", "")
         if why := _why_not(served):
             raise TuneError(f"model '{served.name}' can't be tuned: {why}")
