@@ -26,8 +26,9 @@ _EACH, _BEST = 3, 3
 """How many are tried again for each of two reasons, and how many are told."""
 _SUSTAINED = 0.97
 """Of a load that isn't too much, at least this share is answered as fast as it comes."""
-_SUSTAINED_LIVE = 0.93
-"""The same in a few seconds, at whose end as many answers may be due as not at their beginning."""
+_LESS_LIVE, _DEVIATIONS = 0.07, 3
+"""In a few seconds, at whose end more answers may be due than at their beginning, so much less will do, or as many
+standard deviations of that number."""
 _HALVINGS = 5
 _AS_GOOD = 1.05
 """A difference up to this may be chance."""
@@ -80,11 +81,13 @@ class Goal:
         numbers = self.recorded.contents if self.recorded is not None else range(len(self.contents))
         return sum(self.contents[number % len(self.contents)].rows for number in numbers) / len(numbers)
 
-    def arrivals(self, seed: int, requests: int) -> Arrivals | None:
-        """Of an open load, at least so many; None for clients."""
-        if self.recorded is not None:
-            return replace(self.recorded.of_length(requests), speed=self.rate / self.recorded.rate)
-        return Poisson(self.rate, seed) if self.rate else None
+    def arrivals(self, seed: int, requests: int, seconds: float = 0.0) -> Arrivals | None:
+        """Of an open load, at least so many, in at least so many seconds; None for clients."""
+        if self.recorded is None:
+            return Poisson(self.rate, seed) if self.rate else None
+        found = replace(self.recorded.of_length(requests), speed=self.rate / self.recorded.rate)
+        # As many as come in this time on average may have come within a moment.
+        return found if found.seconds >= seconds else self.arrivals(seed, 2 * requests, seconds)
 
     def at(self, most: float) -> Goal:
         """With another load: so many requests a second, or clients."""
@@ -120,7 +123,7 @@ class Setting:
 class Tried:
     """What a setting makes of the load. `most`: the largest rate at which the goal would be met, or the most clients;
     0: none, or not looked for; `rising`: the loads that were looked at for it, and their 99th percentiles. `live` is
-    what `load` met of a server with this setting, if that was tried."""
+    what `load` met of a server with this setting, if that was tried; `failure` says why it couldn't be."""
 
     setting: Setting
     found: Simulated
@@ -129,11 +132,18 @@ class Tried:
     rising: Sequence[tuple[float, float]] = ()
     live: Live | None = None
     load: Goal | None = None
+    failure: str = ""
 
     @property
     def holds(self) -> bool:
         """Whether the load that was tried was served as it is to be."""
-        return self.live is not None and self.load is not None and self.load.is_met(self.live, _SUSTAINED_LIVE)
+        live = self.live
+        if live is None or self.load is None or live.not_sent:
+            return False
+        # As many are under way at a time as come while one is answered, and their number varies with its root.
+        under_way = live.offered * (live.latencies.mean_ns or 0.0) / 1e9
+        due = _DEVIATIONS * math.sqrt(2 * under_way) / max(1.0, live.offered * live.seconds)
+        return self.load.is_met(live, 1 - max(_LESS_LIVE, due))
 
     @property
     def p99_ns(self) -> float:

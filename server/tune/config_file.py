@@ -63,7 +63,7 @@ def changes_of(now: Setting, chosen: Setting) -> list[Change]:
         found.append(Change("instance_group.count", str(now.layout.instances), str(offline.instances), share))
     if offline.intra_op_threads:
         found.append(Change(f"parameters.{INTRA}", threads, str(offline.intra_op_threads), "each has its own CPUs"))
-    if now.layout.spins and not layout.spins and offline.intra_op_threads != 1:
+    if not layout.allow_spinning:
         why = "threads that spin while they wait for work take CPU time from the server and from each other"
         found.append(Change(f"parameters.{ALLOW_SPINNING}", "1", "0", why))
     return [one for one in found if one.before != one.after]
@@ -74,11 +74,14 @@ def config_text(config: pb.ModelConfig, chosen: Setting, changes: Iterable[Chang
     changed, fields = configured_for(chosen.layout.offline, config), {one.field for one in changes}
     if "max_batch_size" in fields or (not config.max_batch_size and chosen.policy.max_batch_rows > 1):
         changed.max_batch_size = chosen.policy.max_batch_rows
+        for sample in changed.model_warmup:
+            sample.batch_size = min(sample.batch_size, chosen.policy.max_batch_rows)
     if "dynamic_batching.max_queue_delay_microseconds" in fields:
         changed.dynamic_batching.max_queue_delay_microseconds = chosen.policy.max_queue_delay_ns // 1_000
     if f"parameters.{ALLOW_SPINNING}" in fields:
         changed.parameters[ALLOW_SPINNING].string_value = "0"
-    if "dynamic_batching.preferred_batch_size" in fields:
+    # Also the largest batch, which changes nothing as long as it is that, but can't be more.
+    if changed.HasField("dynamic_batching") and not chosen.policy.preferred_batch_rows:
         del changed.dynamic_batching.preferred_batch_size[:]
     if chosen.policy.max_batch_requests != 1 and chosen.policy.max_batch_rows > 1:
         changed.dynamic_batching.SetInParent()

@@ -29,17 +29,21 @@ from paceline.clients.load.extent import FixedTime
 from paceline.clients.load.histogram import Histogram
 from paceline.clients.load.measuring import measure
 from paceline.clients.load.outcome import Outcome
-from paceline.clients.load.worker import Load
+from paceline.clients.load.worker import NOT_SENT, Load
 from paceline.clients.messages import infer_request
 from paceline.protos import inference_pb2
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.tune.measuring import TuneError
 
-__all__ = ["Live", "LiveServer", "serving"]
+__all__ = ["WARMUP_S", "Live", "LiveServer", "serving"]
 
 _SERVES = re.compile(r"(?:ready|serving, not ready: .*): gRPC on .*:(\d+)$", re.DOTALL)
+_OF_SERVERS = ("PACELINE_", "INFERENCE_SERVICE_NAME")
 _END_S, _KEPT_LINES = 20.0, 5
-_WARMUP_S, _TIMEOUT_S = 1.0, 5.0
+WARMUP_S = 1.0
+"""Of each load, at most."""
+_TIMEOUT_S = 60.0
+"""Of requests that may take any time."""
 _SIGTERM = 15
 # The server ends with this process, whatever ends that: PR_SET_PDEATHSIG of prctl(2).
 _CODE = f"""import ctypes, sys
@@ -49,13 +53,14 @@ from paceline.server.__main__ import main
 main()
 """
 
-_OF_OVERLOAD = {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "NOT_SENT"}
+_OF_OVERLOAD = {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", NOT_SENT}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Live:
-    """What a load has met, as `Simulated` says it. `loop_ns` and `sender_ns`: what a request cost the server's event
-    loop, and whoever sent it. `executed_ns`: how long its batch was in the model, on average."""
+    """What a load has met in so many `seconds`, as `Simulated` says it. `loop_ns` and `sender_ns`: what a request cost
+    the server's event loop, and whoever sent it. `executed_ns`: how long its batch was in the model, on average.
+    `not_sent`: requests that the sender was too slow for. `doubts`: why the figures may not be what they seem."""
 
     offered: float
     throughput: float
@@ -65,6 +70,9 @@ class Live:
     loop_ns: int
     sender_ns: int
     executed_ns: int
+    seconds: float
+    not_sent: int = 0
+    doubts: Sequence[str] = ()
 
 
 class _Look(NamedTuple):
@@ -94,30 +102,49 @@ class LiveServer:
         messages = [infer_request(self._model, one.arrays, datatypes=one.datatypes) for one in requests]
         self._messages = tuple([message.SerializeToString() for message in messages])
 
-    def load(self, seconds: float, *, clients: int = 0, arrivals: Arrivals | None = None) -> Live:
+    def load(
+        self,
+        seconds: float,
+        *,
+        clients: int = 0,
+        arrivals: Arrivals | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> Live:
         """What `clients` in a closed loop, or `arrivals` of an open one, meet for so long, after a warm-up of a second
-        at most. Raises LoadError, and TuneError if requests fail for other reasons than that they are too many."""
-        load = Load(self._target, self._messages, _TIMEOUT_S, clients=clients, arrivals=arrivals)
+        at most. Raises LoadError, and TuneError if requests fail for other reasons than that they are too many, or
+        none was due."""
+        load = Load(self._target, self._messages, timeout_s, clients=clients, arrivals=arrivals)
         with ControlClient(self._target, tls=False) as client:
             measured = measure(
                 load,
-                FixedTime(min(_WARMUP_S, seconds), seconds),
+                FixedTime(min(WARMUP_S, seconds), seconds),
                 lambda: _Look(client.statistics(self._model, ""), _loop_ns(self._pid)),
             )
         served = Served.between(measured.before.statistics, measured.after.statistics)
-        total = Outcome(measured, served, 1, arrivals is not None).total
+        outcome = Outcome(measured, served, 1, arrivals is not None)
+        total = outcome.total
+        if not total.due:
+            raise TuneError(f"no request was due in the {seconds:g} s that count: --seconds gives more")
         if wrong := total.errors.keys() - _OF_OVERLOAD:
             status = min(wrong)
             raise TuneError(f"requests fail when the model is served: {status}: {total.reasons[status]}")
+        not_sent = total.errors[NOT_SENT].count if NOT_SENT in total.errors else 0
+        # What `paceline load` advises, more processes, can't be had here.
+        doubts = [doubt.partition(":")[0] for doubt in outcome.doubts()]
+        if not_sent:
+            doubts.append(f"{not_sent} requests weren't sent, as their sender was too slow, or too many were under way")
         return Live(
             offered=total.due / measured.seconds,
             throughput=total.answered / measured.seconds,
             latencies=total.latencies,
-            refused=total.failed,
+            refused=total.failed - not_sent,
             rows_per_batch=served.rows_per_batch or 0.0 if served else 0.0,
             loop_ns=(measured.after.loop_ns - measured.before.loop_ns) // max(1, total.answered),
             sender_ns=total.cpu_ns // max(1, total.due),
             executed_ns=round((served.compute_ms or 0.0) * 1e6) if served else 0,
+            seconds=measured.seconds,
+            not_sent=not_sent,
+            doubts=doubts,
         )
 
 
@@ -137,6 +164,9 @@ def serving(
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
+        # What a server is told there is meant for others: tokens, certificates, repositories.
+        env={name: value for name, value in os.environ.items() if not name.startswith(_OF_SERVERS)},
         process_group=0,  # Ctrl-C is for this process, which then ends the server
     )
     assert process.stderr is not None

@@ -43,7 +43,7 @@ class Layout:
     """`instances` that execute at the same time, asked for as `offline`, and what was measured of them: how long
     executions take while all are busy; what requests cost besides; and how many threads compute during an execution, on
     average, those included that spin. All share `cpus`; 0: there are enough. `spins`: whether idle
-    threads wait for work by spinning."""
+    threads wait for work by spinning, if they may: with `allow_spinning`."""
 
     offline: Offline
     instances: int
@@ -52,6 +52,7 @@ class Layout:
     threads: float = 1.0
     cpus: int = 0
     spins: bool = False
+    allow_spinning: bool = True
 
     @property
     def curve(self) -> Curve:

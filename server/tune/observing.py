@@ -26,8 +26,9 @@ class Observed(NamedTuple):
 
 def observed(server: str, access: ConnectionOptions, model: str, between_s: float = _BETWEEN_S) -> Observed:
     """What came to `model` on a server for so long; blocks. Raises TuneError if that was nothing, or the server doesn't
-    say."""
+    say, and ClientError."""
     with ControlClient(server, tls=access.tls or False, token=access.token) as client:
+        client.model_metadata(model)  # raises what is wrong, which looks at statistics don't tell
         before, began = client.statistics(model, ""), time.monotonic()
         time.sleep(between_s)
         served = Served.between(before, client.statistics(model, ""))

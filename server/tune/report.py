@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
+from paceline.clients.options import one_line
 from paceline.server.tune.choosing import Choice, Found, Goal, Needs, Tried
 from paceline.server.tune.config_file import Change
 
@@ -61,19 +62,23 @@ class Tuned:
 
     def _unmet(self) -> str:
         best, needs = self.choice.best[0], self.choice.needs
+        if best.failure:
+            return f"{self._asked()}: nothing that may be better than now could be tried: {one_line(best.failure)}"
         if best.is_met and best.live is not None and best.load is not None:
             expected = f"should be met by prediction, with p99 {_p99(best.found)}, but wasn't when it was tried"
-            return f"{self._asked()} {expected}. {self._highest()}"
+            return f"{self._asked()} {expected}. {self._highest()}".rstrip()
         found = f"at best, p99 is {ms(best.p99_ns)} at {best.found.throughput:.4g} requests/s"
         return f"{self._asked()} can't be met here: {found}. {self._highest()} {_what_helps(needs)}".rstrip()
 
     def _highest(self) -> str:
-        """The largest load with which the goal is met."""
+        """The largest load with which the goal is met; nothing if that isn't known."""
         best, goal = self.choice.best[0], self.goal
         if best.load is None:
             load, met = best.most, "would be met"
         else:
             load, met = best.load.load, f"was met when tried (p99 {_p99(best.live)})"
+            if load == goal.load:
+                return ""
             if not best.holds:
                 return f"Nor was {_load(goal.at(load))} when tried (p99 {_p99(best.live)})."
         if not load:
@@ -111,9 +116,15 @@ class Tuned:
         )
 
     def caution(self) -> str:
-        """Where figures come from."""
+        """Where figures come from, and why they may not be what they seem."""
         from_where = _PREDICTED if self.choice.best[0].live is None else _TRIED
-        return f"{self.choice.tried} settings simulated. {from_where}"
+        said = [f"{self.choice.tried} settings simulated. {from_where}"]
+        for name, one in self.named.items():
+            if one.failure:
+                said.append(f"{name.capitalize()} couldn't be tried: {one_line(one.failure)}.")
+            elif one.live is not None and one.live.doubts:
+                said.append(f"When {name} was tried, {'; '.join(one.live.doubts)}.")
+        return " ".join(said)
 
     def as_json(self) -> str:
         """One object."""
@@ -193,7 +204,7 @@ def _json(one: Tried) -> dict[str, object]:
     return {
         "instances": layout.instances,
         "intra_op_threads": layout.offline.intra_op_threads or None,
-        "spins": layout.spins,
+        "spins": layout.spins and layout.allow_spinning,
         "max_batch_size": policy.max_batch_rows,
         "max_queue_delay_microseconds": policy.max_queue_delay_ns // 1_000,
         "met": one.is_met,
@@ -209,6 +220,7 @@ def _json(one: Tried) -> dict[str, object]:
             "sender": layout.costs.sender_ns / 1e3,
             "transit": layout.costs.transit_ns / 1e3,
         },
+        "failure": one.failure or None,
         "live": _live_json(one),
     }
 
@@ -224,7 +236,9 @@ def _live_json(one: Tried) -> dict[str, object] | None:
         "requests_per_s": live.throughput,
         **{f"p{percent:g}_ms": (live.latencies.percentile_ns(percent) or 0) / 1e6 for percent in (50, 90, 99, 99.9)},
         "refused": live.refused,
+        "not_sent": live.not_sent,
         "rows_per_batch": live.rows_per_batch,
+        "doubts": list(live.doubts),
     }
 
 

@@ -16,7 +16,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.tune.choosing import Goal, Setting
 from paceline.server.tune.config_file import changes_of, config_text
 from paceline.server.tune.contents import LoadContents
-from paceline.server.tune.live import Live, LiveServer, serving
+from paceline.server.tune.live import WARMUP_S, Live, LiveServer, serving
 from paceline.server.tune.measuring import TuneError
 from paceline.server.tune.simulation import Costs
 
@@ -24,6 +24,7 @@ __all__ = ["Trials"]
 
 _MANY_CLIENTS = 16
 _ALONE_S, _BUSY_S, _MARGIN_S = 1.5, 3.0, 5.0
+_LEAST_TIMEOUT_S = 5.0
 _BUSY = 0.7
 """Costs of requests are measured with at most this share of the load that can be served."""
 
@@ -54,7 +55,11 @@ class Trials:
     def load(self, server: LiveServer, goal: Goal, seconds: float) -> Live:
         """What the load of `goal` meets."""
         requests = math.ceil(goal.rate * (seconds + _MARGIN_S))
-        return server.load(seconds, clients=goal.clients, arrivals=goal.arrivals(self._seed + 1, requests))
+        arrivals = goal.arrivals(self._seed + 1, requests, seconds + WARMUP_S)
+        if goal.rate and goal.p99_ns:  # what takes much longer needn't be waited for
+            timeout_s = max(_LEAST_TIMEOUT_S, 2 * goal.p99_ns / 1e9)
+            return server.load(seconds, arrivals=arrivals, timeout_s=timeout_s)
+        return server.load(seconds, clients=goal.clients, arrivals=arrivals)
 
     def costs(self, server: LiveServer, goal: Goal, seconds: float) -> Costs:
         """What requests cost besides their execution, from loads on the model as it is `now`, of `seconds` at most: the
@@ -63,7 +68,7 @@ class Trials:
         layout = self._now.layout
         alone = server.load(min(_ALONE_S, seconds), clients=1)
         if not alone.latencies.count:
-            raise TuneError("the model is served, but doesn't answer a client within 5 s")
+            raise TuneError("the model is served, but answers none of a client's requests")
         if goal.rate:
             most = _BUSY * self._now.most_per_s(goal.mean_rows)
             busy = self.load(server, goal.at(min(goal.rate, most)), min(_BUSY_S, seconds))

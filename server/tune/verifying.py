@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried
 from paceline.server.tune.live import Live
+from paceline.server.tune.measuring import TuneError
 
 __all__ = ["Try", "verified"]
 
@@ -20,47 +21,56 @@ _LESS = (0.85, 0.7, 0.5, 0.3)
 _AS_GOOD = 1.05
 
 Try = Callable[[Setting, Goal], Live]
-"""What the load of a goal meets of a server with a setting."""
+"""What the load of a goal meets of a server with a setting. Raises TuneError if that can't be tried."""
 
 
 def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
     """`choice` with what its settings really do, the best first: of those that hold. Each is tried with the load that
     is asked for; if that is too much for all by prediction, or isn't given, with the most that it is predicted to
-    serve."""
+    serve. What can't be tried doesn't hold. Raises TuneError if nothing can."""
     searches = goal.is_most or not choice.best[0].is_met
+
+    def with_load(one: Tried, load: Goal) -> Tried:
+        try:
+            return replace(one, live=attempt(one.setting, load), load=load)
+        except TuneError as error:
+            return replace(one, live=None, load=load, failure=str(error))
 
     def tried(one: Tried) -> Tried:
         most = one.most or choice.best[0].most
-        load = goal.at(most) if searches and most else goal
-        return replace(one, live=attempt(one.setting, load), load=load)
+        return with_load(one, goal.at(most) if searches and most else goal)
 
     best = [tried(one) for one in choice.best]
     now = next((one for one in best if one.setting == choice.now.setting), None) or tried(choice.now)
     # What changes nothing is as good as what is no better.
-    candidates = best if now in best else [*best, now] if goal.rate else [now, *best]
+    others = [one for one in best if one is not now]
+    candidates = [now, *others] if not goal.rate else best if now in best else [*best, now]
+    if all(one.failure for one in candidates):
+        raise TuneError(best[0].failure)
     holding = [one for one in candidates if one.holds]
-    if not holding and best[0].load is not None and choice.best[0].most:
-        # With less load, the one of which most is expected.
-        for share in _LESS:
-            load = goal.at(best[0].load.load * share)
-            less = replace(best[0], live=attempt(best[0].setting, load), load=load)
+    first = next((one for one in best if not one.failure), now)
+    if not holding and first.load is not None and (choice.best[0].most or choice.best[0].is_met):
+        # With less load, the one of which most is expected. Clients are whole, so that some shares may be the same.
+        whole = first.load.load
+        for load in dict.fromkeys(goal.at(share * whole).load for share in _LESS):
+            less = with_load(first, goal.at(load)) if load < whole else first
             if less.holds:
                 holding = [less]
                 break
     if holding and searches and not goal.is_most:
         # It wasn't expected, but may be met all the same.
-        whole = replace(holding[0], live=attempt(holding[0].setting, goal), load=goal)
-        holding = [whole, *holding[1:]] if whole.holds else holding
+        all_of_it = with_load(holding[0], goal)
+        holding = [all_of_it, *holding[1:]] if all_of_it.holds else holding
     holding = _ordered(holding, goal, searches=searches)
     if holding and holding[0].setting.layout.spins:
         # What spinning costs others shows only between executions, so it isn't simulated: it is tried with the chosen
         # setting, and with what isn't better, nothing changes.
         first = holding[0]
-        still = replace(first.setting, layout=replace(first.setting.layout, spins=False))
-        without = replace(first, setting=still, live=attempt(still, first.load or goal))
+        still = replace(first.setting, layout=replace(first.setting.layout, allow_spinning=False))
+        without = with_load(replace(first, setting=still), first.load or goal)
         holding = [without, *holding] if without.holds and _is_better(without, first, goal) else holding
     others = [one for one in best if all(one.setting != found.setting for found in holding)]
-    return replace(choice, now=now, best=[*holding, *others])
+    return replace(choice, now=now, best=[*holding, *sorted(others, key=lambda one: bool(one.failure))])
 
 
 def _is_better(one: Tried, other: Tried, goal: Goal) -> bool:

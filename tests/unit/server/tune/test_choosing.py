@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.clients.load.arrivals import Recorded
+from paceline.clients.load.histogram import Histogram
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
-from paceline.server.tune.choosing import Choice, Goal, Setting, choose, settings_of
+from paceline.server.tune.choosing import Choice, Goal, Setting, Tried, choose, settings_of
 from paceline.server.tune.curve import Curve, Curves
+from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout
-from paceline.server.tune.simulation import Contents
+from paceline.server.tune.simulation import Contents, Simulated
 
 MS = 1_000_000
 SIZES = (1, 2, 4, 8)
@@ -56,6 +59,30 @@ async def test_goal_that_is_too_much_is_told() -> None:
     choice = await chosen(Goal(rate=1_000, p99_ns=20 * MS), layout(0, 10))
     assert not any(one.is_met for one in choice.best)
     assert choice.best[0].p99_ns > 20 * MS
+
+
+def test_recorded_arrivals_last_as_long_as_is_asked_for() -> None:
+    burst = Recorded((*range(1_000), 10_000 * MS), (0,) * 1_001)
+    goal = Goal(rate=burst.rate, recorded=burst)
+    for seconds in (0.0, 6.0, 60.0):
+        arrivals = goal.arrivals(0, 600, seconds)
+        assert arrivals is not None
+        assert arrivals.seconds is not None
+        assert arrivals.seconds >= seconds
+
+
+def test_answers_under_way_are_allowed_for_at_low_rates() -> None:
+    found = Simulated(2, 2, Histogram.of([100 * MS]), 0, {}, 0.5)
+    tried = Tried(Setting(layout(5, 1), POLICY), found, is_met=True, load=Goal(rate=2))
+
+    def holds(offered: float, throughput: float, not_sent: int = 0) -> bool:
+        live = Live(offered, throughput, Histogram.of([100 * MS]), 0, 1.0, 0, 0, 0, 5.0, not_sent)
+        return replace(tried, live=live).holds
+
+    assert holds(2, 1.8)
+    assert not holds(2, 1)
+    assert not holds(200, 180)
+    assert not holds(2, 2, not_sent=1)
 
 
 async def test_equal_measurements_and_seed_choose_the_same() -> None:

@@ -48,14 +48,26 @@ def test_model_without_configuration_gets_one_that_batches() -> None:
 
 
 def test_spinning_is_switched_off_where_it_was_on() -> None:
-    now = replace(NOW, layout=replace(NOW.layout, spins=True))
-    assert changes_of(now, now) == []
-    (change,) = changes_of(now, NOW)
+    still = replace(NOW, layout=replace(NOW.layout, allow_spinning=False))
+    assert changes_of(NOW, NOW) == []
+    (change,) = changes_of(NOW, still)
     assert change.field == "parameters.session.intra_op.allow_spinning"
-    config = parsed(config_text(parsed('name: "m" max_batch_size: 4'), NOW, [change], ()))
+    config = parsed(config_text(parsed('name: "m" max_batch_size: 4'), still, [change], ()))
     assert config.parameters["session.intra_op.allow_spinning"].string_value == "0"
-    # Instances of one thread have nobody who could spin.
-    assert all("spinning" not in one.field for one in changes_of(now, BEST))
+
+
+def test_smaller_batches_leave_nothing_that_is_larger() -> None:
+    # A preferred size that is the largest is the same as none.
+    now = replace(NOW, policy=BatchPolicy(max_batch_rows=8))
+    chosen = replace(NOW, policy=BatchPolicy(max_batch_rows=4))
+    config = parsed(
+        """max_batch_size: 8 dynamic_batching { preferred_batch_size: [8] }
+        model_warmup { name: "w" batch_size: 8 } model_warmup { name: "one" batch_size: 1 }"""
+    )
+    assert parsed(config_text(config, chosen, changes_of(now, chosen), ())) == parsed(
+        """max_batch_size: 4 dynamic_batching {}
+        model_warmup { name: "w" batch_size: 4 } model_warmup { name: "one" batch_size: 1 }"""
+    )
 
 
 def test_model_that_batches_nothing_stays_so() -> None:

@@ -76,11 +76,12 @@ def test_page_of_a_goal_that_cannot_be_met_is_whole() -> None:
 def test_what_was_tried_stands_beside_its_prediction() -> None:
     was = found()
     best, second, *others = was.choice.best
-    live = Live(150.0, 149.5, Histogram.of([12 * MS] * 100), 0, 1.25, 0, 0, 0)
+    live = Live(150.0, 149.5, Histogram.of([12 * MS] * 100), 0, 1.25, 0, 0, 0, 5.0, doubts=("requests were sent late",))
     less = replace(second, live=live, load=was.goal.at(100))
     choice = replace(was.choice, best=[replace(best, live=live, load=was.goal), less, *others])
     shown = " ".join(Page(page(replace(was, choice=choice), "")).texts)
     p50, p99 = (f"{(best.found.latencies.percentile_ns(share) or 0) / 1e6:.3g} ms" for share in (50, 99))
     per_s, rows = f"{best.found.throughput:.4g}", f"{best.found.rows_per_batch:.3g}"
     assert f"best 150 {per_s} 149.5 {p50} 12 ms {p99} 12 ms {rows} 1.25" in shown
+    assert "When best was tried, requests were sent late." in shown
     assert "second 100 - 149.5 - 12 ms - 12 ms - 1.25" in shown

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from paceline.clients.load.histogram import Histogram
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried
 from paceline.server.tune.curve import Curve, Curves
 from paceline.server.tune.live import Live
-from paceline.server.tune.measuring import Layout
+from paceline.server.tune.measuring import Layout, TuneError
 from paceline.server.tune.simulation import Simulated
 from paceline.server.tune.verifying import verified
 
@@ -27,7 +29,7 @@ def tried(rows: int, p99_ms: float, most: float = 0.0, throughput: float = 100.0
 
 
 def live(p99_ms: float, per_s: float) -> Live:
-    return Live(per_s, per_s, Histogram.of([int(p99_ms * MS)]), 0, 1.0, 0, 0, 0)
+    return Live(per_s, per_s, Histogram.of([int(p99_ms * MS)]), 0, 1.0, 0, 0, 0, 5.0)
 
 
 def rows_of(choice: Choice) -> list[int]:
@@ -58,6 +60,8 @@ def test_throughput_that_was_met_counts_more_than_predictions() -> None:
     assert rows_of(verified(choice, goal, lambda one, _: live(9, per_s[one.policy.max_batch_rows]))) == [3, 2, 1]
     alike = {1: 138.0, 2: 100.0, 3: 140.0}
     assert rows_of(verified(choice, goal, lambda one, _: live(9, alike[one.policy.max_batch_rows])))[0] == 1
+    among = replace(choice, best=[*choice.best, choice.now])
+    assert rows_of(verified(among, goal, lambda one, _: live(9, alike[one.policy.max_batch_rows])))[0] == 1
 
 
 def test_spinning_is_tried_without_and_stays_unless_that_is_better() -> None:
@@ -68,9 +72,9 @@ def test_spinning_is_tried_without_and_stays_unless_that_is_better() -> None:
         best = verified(
             Choice(tried(1, 30), [spinning], 9),
             GOAL,
-            lambda setting, goal, p99_ms=p99_ms: live(p99_ms[setting.layout.spins], goal.load),
+            lambda setting, goal, p99_ms=p99_ms: live(p99_ms[setting.layout.allow_spinning], goal.load),
         ).best
-        assert best[0].setting.layout.spins is spins
+        assert best[0].setting.layout.allow_spinning is spins
         assert best[0 if spins else 1].setting == spinning.setting
 
 
@@ -86,6 +90,27 @@ def test_less_load_is_tried_until_it_is_served() -> None:
     assert loads == [100, 100, 85, 70, 50]
     assert best.holds
     assert best.load == GOAL.at(50)
+    loads.clear()
+    # Of clients, the most isn't looked for.
+    few = Goal(clients=2, p99_ns=5 * MS)
+    assert not verified(Choice(tried(1, 30), [tried(2, 10)], 9), few, attempt).best[0].holds
+    assert loads == [2, 2, 1]
+
+
+def test_setting_that_cannot_be_tried_does_not_hold() -> None:
+    def attempt(setting: Setting, goal: Goal) -> Live:
+        if setting.policy.max_batch_rows in failing:
+            raise TuneError("out of memory")
+        return live(10, goal.load)
+
+    choice = Choice(tried(1, 9), [tried(2, 9, 300), tried(3, 9, 200)], 9)
+    failing = {2}
+    found = verified(choice, GOAL, attempt)
+    assert rows_of(found) == [3, 1, 2]
+    assert found.best[-1].failure == "out of memory"
+    failing = {1, 2, 3}
+    with pytest.raises(TuneError, match="out of memory"):
+        verified(choice, GOAL, attempt)
 
 
 def test_too_much_is_tried_with_the_most_that_was_predicted() -> None:
