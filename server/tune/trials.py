@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from google.protobuf import text_format
@@ -71,7 +72,8 @@ class Trials:
             raise TuneError("the model is served, but answers none of a client's requests")
         if goal.rate:
             most = _BUSY * self._now.most_per_s(goal.mean_rows)
-            busy = self.load(server, goal.at(min(goal.rate, most)), min(_BUSY_S, seconds))
+            # At random: a recording may have nothing within seconds, the more so if it is slower than it was.
+            busy = self.load(server, replace(goal, rate=min(goal.rate, most), recorded=None), min(_BUSY_S, seconds))
         else:
             busy = server.load(min(_BUSY_S, seconds), clients=goal.clients or _MANY_CLIENTS)
         first = self._load.contents[0]
