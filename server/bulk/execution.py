@@ -4,7 +4,8 @@ Lives here: which rows a call has after one has failed, how many calls there are
 repeated. Must not: arrays' contents, or what a model is.
 
 After a call that fails, a first part of its rows is tried, of the part that has the fault again a first part, until it
-is a row alone; what was put aside meanwhile is one call in the end. A part needn't be tried as a whole if all else of a
+is a row alone; what was put aside meanwhile is one call in the end, and is divided if that fails. No row is searched
+for in a part that fails after one that has: it is divided at once. A part needn't be tried as a whole if all else of a
 call that failed is good. Errors that aren't about the rows are waited out. Which rows are in a call depends on nothing
 but the rows, so that results don't either.
 """
@@ -160,11 +161,12 @@ async def execute(calls: Calls, unit: int, rows: Rows, batches: Sequence[Places]
         tally.filled_elements += elements - rows.elements(places) if sizes else 0
         return None
 
-    async def solve(places: Places) -> None:
-        failing, aside = places, [places[:0]]
+    async def solve(places: Places, *, searches: bool = True) -> bool:
+        """Whether a row is at fault. Where such rows are dense, a search only adds calls to those of the parts."""
         if (error := await attempt(places)) is None:
-            return
-        while len(failing) > 1:
+            return False
+        failing, aside, left = places, [places[:0]], places
+        while searches and len(failing) > 1:
             # Among `failing` is a row at fault, whose `error` is known if it was a call; nothing is known of `aside`.
             part, others = np.split(failing, [len(failing) // (_PARTS if len(failing) > _FEW_ROWS else 2)])
             if why := await attempt(part):
@@ -172,12 +174,19 @@ async def execute(calls: Calls, unit: int, rows: Rows, batches: Sequence[Places]
                 aside.append(others)
             else:
                 failing, error = others, None
-        if error := error or await attempt(failing):
-            results.failed.append(Failed(int(failing[0]), error.message))
-        left = np.sort(np.concatenate(aside))
-        if len(left) and await attempt(left) is not None:
-            for part in np.array_split(left, min(_PARTS, len(left))):
-                await solve(part)
+        if len(failing) == 1:
+            if error := error or await attempt(failing):
+                results.failed.append(Failed(int(failing[0]), error.message))
+            left = np.sort(np.concatenate(aside))
+            if not len(left) or (error := await attempt(left)) is None:
+                return True
+            if len(left) == 1:
+                results.failed.append(Failed(int(left[0]), error.message))
+                return True
+        failed = not searches
+        for part in np.array_split(left, min(_PARTS, len(left))):
+            failed = await solve(part, searches=not failed)
+        return True
 
     tasks = [asyncio.ensure_future(solve(places)) for places in batches]
     try:

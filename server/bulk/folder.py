@@ -38,7 +38,9 @@ from paceline.server.bulk.writers import FORMATS, open_writer
 
 __all__ = ["JobFolder", "Mark", "Part", "Start", "Totals"]
 
-_LAYOUT = 1
+_LAYOUT = 2
+"""Of what is in the folder. It rises, too, whenever `batches` or `execute` choose other calls, as outputs' bytes may
+depend on them: a job that goes on would have some of each."""
 _FOLDERS = ("files", "locks", "tmp", "units")
 _PART = re.compile(rf"part-(\d{{5,}})\.(?:{'|'.join(FORMATS)})")
 

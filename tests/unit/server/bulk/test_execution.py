@@ -87,10 +87,15 @@ async def test_search_for_one_row_takes_few_calls() -> None:
     assert rows < 2.2 * 256
 
 
-async def test_dense_faults_take_few_calls_of_each() -> None:
-    model = Doubling(failing_on(*range(256)))
-    assert len((await executed(model, [256])).failed) == 256
-    assert len(model.calls) < 2.2 * 256
+@pytest.mark.parametrize(("every", "quarters"), [(1, 341), (2, 341), (4, 341), (10, 189)])
+async def test_dense_faults_take_few_calls_of_each(every: int, quarters: int) -> None:
+    """Hardly more than if what fails were divided into `quarters` at once; and no row is tried alone twice."""
+    bad = range(0, 256, every)
+    model = Doubling(failing_on(*bad))
+    assert len((await executed(model, [256])).failed) == len(bad)
+    assert len(model.calls) <= 1.05 * quarters
+    alone = [called for called in model.calls if len(called) == 1]
+    assert len({number for (number,) in alone}) == len(alone)
 
 
 @pytest.mark.parametrize("error", [UNAVAILABLE, FULL], ids=["unavailable", "full"])

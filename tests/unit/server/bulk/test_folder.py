@@ -198,11 +198,12 @@ def test_other_output_format_is_refused(tmp_path: Path) -> None:
         JobFolder(str(tmp_path), "jsonl").open(FINGERPRINT, FILES, never)
 
 
-def test_job_of_another_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ours", "theirs"), [('"chunk_rows"', '"block_rows"'), ('"layout": 2', '"layout": 1')])
+def test_job_of_another_version_is_refused(tmp_path: Path, ours: str, theirs: str) -> None:
     with opened(tmp_path):
         pass
     job = tmp_path / "_paceline" / "job.json"
-    job.write_text(job.read_text().replace('"chunk_rows"', '"block_rows"'))
+    job.write_text(job.read_text().replace(ours, theirs))
     with pytest.raises(BulkError, match="begun by another version of paceline"):
         JobFolder(str(tmp_path)).open(FINGERPRINT, FILES, never)
 
