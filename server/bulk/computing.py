@@ -210,15 +210,20 @@ class Computing:
 
 
 def _first_chunk(source: Source, columns: Sequence[str], limits: Fixed) -> tuple[Chunk, float]:
-    """The first rows of the input that could be read, and about how many there are in all, going by their file. Raises
-    _NoRows."""
+    """The first rows of the input that could be read, and about how many there are in all, going by their file, or
+    the first that is as large as most are: of a small one, much isn't rows. Raises _NoRows."""
     all_bytes = sum(file.size_bytes for file in source.files)
     for file in source.files:
         index = source.index(file, limits.unit_rows)
         for unit in units_of(file, index, limits.unit_rows, 0):
             for chunk in source.chunks(unit, columns, limits):
-                if chunk.table.num_rows:
-                    return chunk, index.rows * all_bytes / max(1, file.size_bytes)
+                if rows := chunk.table.num_rows:
+                    usual = next(
+                        one for one in (file, *source.files) if one.size_bytes * len(source.files) >= all_bytes
+                    )
+                    if usual is not file:
+                        index = source.index(usual, limits.unit_rows)
+                    return chunk, max(rows, index.rows * all_bytes / max(1, usual.size_bytes))
     raise _NoRows
 
 

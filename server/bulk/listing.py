@@ -59,22 +59,26 @@ def find_locations(
 ) -> list[tuple[str, list[Location]]]:
     """Each pattern with what it means: the files themselves, and those below folders that have a `wanted` name.
     `output` is the job's own folder, in which nothing is found. Names that begin with one of `hidden` are left out
-    where the pattern doesn't spell that. Raises BulkError for a pattern that means nothing."""
+    where the pattern doesn't spell that. Raises BulkError for a pattern that means nothing, or comes upon another job's
+    output folder that it doesn't name."""
     left_out = None if output is None else os.path.realpath(output)
     taken: set[tuple[str, str]] = set()
     listed = []
     for pattern in patterns:
         try:
-            named = [place for place in _named(pattern, hidden) if not place.is_folder or _is_input(place, left_out)]
+            named = list(_named(pattern, left_out, hidden))
             files = [
                 file
                 for place in named
+                if not place.is_folder or _is_input(place, left_out)
                 for file in (_below(place, wanted, left_out, hidden) if place.is_folder else (place,))
             ]
         except (OSError, pa.ArrowException, ValueError) as error:
             raise BulkError(f"{pattern}: can't be listed: {error}") from None
         if not files:
-            raise BulkError(f"{pattern}: there is no such file" if not named else f"{pattern}: no input file in there")
+            own = any(place.is_folder and not _is_input(place, left_out) for place in named)
+            why = "it is the output folder, which is no input" if own else "no input file in there"
+            raise BulkError(f"{pattern}: {why if named else 'there is no such file'}")
         found = {
             (file.system.type_name, os.path.abspath(file.path) if file.is_local else file.path): file
             for file in sorted(files, key=lambda file: file.path)
@@ -84,7 +88,7 @@ def find_locations(
     return listed
 
 
-def _named(pattern: str, hidden: str) -> Iterator[Location]:
+def _named(pattern: str, left_out: str | None, hidden: str) -> Iterator[Location]:
     """The files and folders that a pattern itself names. What exists under a name with wildcards is meant by it."""
     is_url = _URL.match(pattern) is not None
     address, mark, query = pattern.partition("?") if is_url else (pattern, "", "")
@@ -96,29 +100,29 @@ def _named(pattern: str, hidden: str) -> Iterator[Location]:
     if wild is None:
         yield _located(base, system, info)
     elif info.type == pafs.FileType.Directory:
-        yield from _matching(_located(base, system, info), address[cut:].split("/"), hidden)
+        yield from _matching(_located(base, system, info), address[cut:].split("/"), left_out, hidden)
 
 
-def _matching(folder: Location, parts: Sequence[str], hidden: str) -> Iterator[Location]:
+def _matching(folder: Location, parts: Sequence[str], left_out: str | None, hidden: str) -> Iterator[Location]:
     """What is below `folder` along these parts of a pattern. `**` is any number of folders, also none."""
     part, rest = parts[0], parts[1:]
     if part == "**":
-        yield from _matching(folder, rest or ["*"], hidden)
+        yield from _matching(folder, rest or ["*"], left_out, hidden)
     for child in _children(folder):
         if part == "**":
-            if child.is_folder and child.name[0] not in hidden:
-                yield from _matching(child, parts, hidden)
+            if child.is_folder and child.name[0] not in hidden and _is_entered(child, left_out):
+                yield from _matching(child, parts, left_out, hidden)
         elif fnmatch.fnmatchcase(child.name, part) and (child.name[0] not in hidden or part[:1] in hidden):
             if not rest:
                 yield child
-            elif child.is_folder:
-                yield from _matching(child, rest, hidden)
+            elif child.is_folder and _is_input(child, left_out):
+                yield from _matching(child, rest, left_out, hidden)
 
 
 def _below(folder: Location, wanted: Callable[[str], bool], left_out: str | None, hidden: str) -> Iterator[Location]:
     for child in _children(folder):
         if child.is_folder:
-            if child.name[0] not in hidden and _is_input(child, left_out):
+            if child.name[0] not in hidden and _is_entered(child, left_out):
                 yield from _below(child, wanted, left_out, hidden)
         elif child.name[0] not in hidden and wanted(child.name):
             yield child
@@ -126,6 +130,18 @@ def _below(folder: Location, wanted: Callable[[str], bool], left_out: str | None
 
 def _is_input(folder: Location, left_out: str | None) -> bool:
     return not folder.is_local or os.path.realpath(folder.path) != left_out
+
+
+def _is_entered(folder: Location, left_out: str | None) -> bool:
+    """Whether `folder`, which no pattern names, is looked into. Raises BulkError if it is another job's output."""
+    if not _is_input(folder, left_out):
+        return False
+    if folder.system.get_file_info(f"{folder.path}/_paceline/job.json").type == pafs.FileType.File:
+        raise BulkError(
+            f"{folder.shown} has another job's output: name it, as -i {folder.shown}, if that is input, and otherwise "
+            "patterns that don't lead there"
+        )
+    return True
 
 
 def _children(folder: Location) -> list[Location]:

@@ -35,6 +35,13 @@ async def test_dry_run_counts_what_is_finished(job: BulkJob) -> None:
     assert (found.fixed.unit_rows, found.units_before, found.counted.units) == (8, 3, 4)
 
 
+async def test_small_first_file_leaves_parts_as_large(job: BulkJob) -> None:
+    write_rows(job.root / "in" / "a.parquet", [1.0])
+    write_rows(job.root / "in" / "b.parquet", [float(row) for row in range(24_000)])
+    found = await job.job(unit_rows=0).dry_run()
+    assert 900 < found.fixed.unit_rows < 1_100
+
+
 async def test_dry_run_refuses_what_the_job_would(job: BulkJob) -> None:
     await job.run()
     with pytest.raises(BulkError, match="was begun"):

@@ -67,6 +67,26 @@ def test_output_folder_is_never_input(folder: Path) -> None:
     assert listed("in/*", output="in/deep") == ["in/a.parquet", "in/b.parquet", "in/note.txt"]
 
 
+@pytest.mark.parametrize("pattern", ["in/**", "in/**/*.parquet", "in/*/*.parquet"])
+def test_no_wildcard_leads_into_the_output(folder: Path, pattern: str) -> None:
+    (folder / "near").mkdir()
+    (folder / "near" / "g.parquet").write_text("")
+    assert "in/near/g.parquet" in (found := listed(pattern, output="in/deep"))
+    assert not [name for name in found if "deep" in name]
+    with pytest.raises(BulkError, match="in/deep: it is the output folder, which is no input"):
+        listed("in/deep", output="in/deep")
+
+
+@pytest.mark.parametrize("pattern", ["in", "in/**", "in/**/*.parquet"])
+def test_output_of_another_job_has_to_be_named(folder: Path, pattern: str) -> None:
+    (folder / "deep" / "_paceline").mkdir()
+    (folder / "deep" / "_paceline" / "job.json").write_text("{}")
+    with pytest.raises(BulkError, match="in/deep has another job's output: name it, as -i in/deep, if"):
+        listed(pattern, output="out")
+    assert listed("in/deep", output="out") == ["in/deep/c.parquet", "in/deep/er/d.parquet"]
+    assert listed("in/d*/*.parquet", output="out") == ["in/deep/c.parquet"]
+
+
 def test_links_that_lead_back_end(folder: Path) -> None:
     (folder / "deep" / "back").symlink_to(folder)
     assert len(listed("in")) == 4
