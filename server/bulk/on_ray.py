@@ -86,8 +86,7 @@ class OnRay:
         actors = await self._connect(source)
         self._more(actors)
         self._tally.doing = f"waiting for {actors} actors"
-        held_bytes = await self._blocking(source.held_bytes, source.schema.names)
-        each = units_at_once(fixed, self._settings.memory_bytes, held_bytes)
+        each = units_at_once(fixed, self._settings.memory_bytes)  # an actor does fewer of large pages
         sign = await self._blocking(folder.sign)
         units = RayUnits(self._actors, each, fixed, sign, judge)
         try:

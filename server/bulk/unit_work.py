@@ -49,7 +49,8 @@ class Blocking:
 
 
 class UnitWork:
-    """What it takes to do units, `at_once` of them at a time: in the job's own process, or in one that works for it.
+    """What it takes to do units, `at_once` of them at a time, while others wait: in the job's own process, or in one
+    that works for it.
     `judge` is called with the rows at fault of each chunk, and ends the job by raising BulkError."""
 
     def __init__(
@@ -67,31 +68,33 @@ class UnitWork:
         self._source, self._columns, self._folder, self._fixed = source, columns, folder, fixed
         self._calls, self._max_elements = Calls(model, columns.outputs), model.max_elements
         self._by_length, self._judge, self.at_once, self._blocking = by_length, judge, at_once, Blocking(at_once)
+        self._places = asyncio.Semaphore(at_once)
         self._gave_back_at = monotonic()
 
     async def do(self, unit: Unit, tally: Tally) -> Mark:
         """Read, compute, write and commit it, and count in `tally` what was read and computed. Raises BulkError. If it
         ends early, nothing of it is left."""
-        blocking, bad = self._blocking, list[BadRow]()
-        chunks = self._source.chunks(unit, self._columns.names, self._fixed)
-        parts = list[Part]()  # whatever is opened is dropped, also if this is cancelled meanwhile
+        async with self._places:
+            blocking, bad = self._blocking, list[BadRow]()
+            chunks = self._source.chunks(unit, self._columns.names, self._fixed)
+            parts = list[Part]()  # whatever is opened is dropped, also if this is cancelled meanwhile
 
-        def opened() -> Part:
-            parts.append(self._folder.part(unit, self._columns.output_schema, self._fixed))
-            return parts[0]
+            def opened() -> Part:
+                parts.append(self._folder.part(unit, self._columns.output_schema, self._fixed))
+                return parts[0]
 
-        try:
-            part = await blocking(opened)
-            while (chunk := await blocking(next, chunks, None)) is not None:
-                table = await self._computed(unit, chunk, tally)
-                bad += table.bad
-                await blocking(part.write, table.batch)
-            return await blocking(self._folder.commit, unit, part, bad, self._source.place)
-        finally:
-            await blocking(_end, chunks, parts)  # of no effect on what was committed
-            if (now := monotonic()) - self._gave_back_at > _GIVES_BACK_S:
-                self._gave_back_at = now
-                await blocking(give_back)
+            try:
+                part = await blocking(opened)
+                while (chunk := await blocking(next, chunks, None)) is not None:
+                    table = await self._computed(unit, chunk, tally)
+                    bad += table.bad
+                    await blocking(part.write, table.batch)
+                return await blocking(self._folder.commit, unit, part, bad, self._source.place)
+            finally:
+                await blocking(_end, chunks, parts)  # of no effect on what was committed
+                if (now := monotonic()) - self._gave_back_at > _GIVES_BACK_S:
+                    self._gave_back_at = now
+                    await blocking(give_back)
 
     async def _computed(self, unit: Unit, chunk: Chunk, tally: Tally) -> Table:
         """What is to be written of `chunk`."""
