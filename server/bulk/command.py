@@ -18,6 +18,7 @@ from paceline.clients.options import Seconds, access_options, one_line
 from paceline.server.bulk.settings import BulkSettings, Parameters, parse_bytes, parse_max_bad
 from paceline.server.flags import Value
 from paceline.server.telemetry.log_output import exit_now
+from paceline.server.tuning import excluded_from_gc
 
 __all__ = ["bulk"]
 
@@ -182,7 +183,8 @@ def bulk(on_bad_row: str, dry_run: bool, progress: str, summary: Path | None, **
         raise click.ClickException(f"--ray needs ray: {how_to_install('ray')}")
     settings = BulkSettings(fails_on_bad=on_bad_row == "fail", format=given.pop("format") or "", **given)
     # Heavy: `paceline bulk --help` does without.
-    from paceline.server.bulk.foreground import dry_run_in_foreground, run_in_foreground
+    with excluded_from_gc():
+        from paceline.server.bulk.foreground import dry_run_in_foreground, run_in_foreground
 
     backends = click.get_current_context().obj  # callers of `main` can pass their own, as tests do
     if dry_run:
