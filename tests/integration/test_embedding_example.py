@@ -31,10 +31,15 @@ def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
 async def test_embeddings_are_those_of_the_files_alone(embedding: tuple[Path, ServerProcess]) -> None:
     repository, server = embedding
     texts = SENTENCES.read_text(encoding="utf-8").splitlines()[:TEXTS]
-    vectors = await embed(server.grpc_port, texts, lambda done: None)
+    for rounds in range(1, 11):
+        vectors = await embed(server.grpc_port, texts, lambda done: None)
+        # On a busy machine, they may come so far apart that each is executed by itself.
+        if executions(server, "encoder") < rounds * TEXTS:
+            break
+    else:
+        pytest.fail("texts of different lengths never shared a batch")
     assert (vectors * embedded(repository, texts)).sum(axis=1).min() > LEAST_LIKENESS
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
-    assert executions(server, "encoder") < TEXTS, "texts of different lengths shared batches"
 
 
 def test_texts_of_one_request_are_embedded_together(embedding: tuple[Path, ServerProcess]) -> None:
