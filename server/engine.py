@@ -35,8 +35,8 @@ from paceline.server.limits import Limits
 from paceline.server.model_flags import within_cpus
 from paceline.server.models.defaults import BackendConfig, BatchDefaults, Offline
 from paceline.server.models.served_model import ServedModel
-from paceline.server.requests.in_flight import AnswerInMaking
 from paceline.server.requests.inner_request import InnerRequest, array_request, status_and_text
+from paceline.server.requests.open_flight import PartialAnswer
 from paceline.server.tuning import new_loop
 
 __all__ = ["Asked", "BlockingEngine", "Engine", "EngineSettings"]
@@ -188,9 +188,9 @@ class Engine:
         of its answers haven't been taken."""
         served = self.find(asked.get("model", ""), asked.get("version", ""))
         inference = self._running.inference  # also while the engine ends
-        answers: asyncio.Queue[tuple[AnswerInMaking | None, ArrayAnswer | InferenceError]] = asyncio.Queue()
+        answers: asyncio.Queue[tuple[PartialAnswer | None, ArrayAnswer | InferenceError]] = asyncio.Queue()
 
-        def on_next(_: InnerRequest, answer: AnswerInMaking, error: Exception | None) -> None:
+        def on_next(_: InnerRequest, answer: PartialAnswer, error: Exception | None) -> None:
             answers.put_nowait((answer, answer.outputs if error is None else _error(error, served.name)))
 
         def on_end(request: InnerRequest) -> None:
@@ -238,7 +238,7 @@ class Engine:
         inputs: Inputs,
         asked: Asked,
         on_end: Callable[[InnerRequest], None],
-        on_next: Callable[[InnerRequest, AnswerInMaking, Exception | None], None] | None = None,
+        on_next: Callable[[InnerRequest, PartialAnswer, Exception | None], None] | None = None,
     ) -> InnerRequest:
         """Start a request: for tools that stand on this engine. Raises what is wrong with it before it is one."""
         if asyncio.get_running_loop() is not self._loop:  # nothing would wake whoever waits there

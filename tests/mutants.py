@@ -220,7 +220,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step without an id isn't read as one of a group",
-        "server/codec/steps.py",
+        "server/codec/adapting_codec.py",
         "        if step is None or not step.id:\n",
         "        if step is None:\n",
         _CODEC,

@@ -8,12 +8,13 @@ don't pay for it. Must not: checks that any model needs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 from paceline.backends.batching import Packed
-from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.spec import MISSING, Array, ControlKind, ModelSpec, Tensors, TensorSpec
 from paceline.protos.inference_pb2 import ModelInferRequest
+from paceline.scheduler.errors import NoSequence, SchedulerError
 from paceline.scheduler.request import SequenceStep
 from paceline.server.codec.answers import Answerable, Envelope
 from paceline.server.codec.array_request import ArrayAnswer, NamedArray
@@ -21,9 +22,8 @@ from paceline.server.codec.classification import Labels
 from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import RequestOptions, of_those_there
-from paceline.server.codec.steps import Steps
-from paceline.server.codec.wire_request import AnyRequest
-from paceline.server.errors import InvalidRequest
+from paceline.server.codec.wire_request import AnyRequest, step_in
+from paceline.server.errors import InvalidRequest, ServerError
 from paceline.server.memory.region_tensors import Input, Inputs
 from paceline.server.memory.regions import Regions
 
@@ -31,6 +31,7 @@ __all__ = ["AdaptingCodec", "codec_for", "to_client", "to_model"]
 
 Shape = tuple[int, ...]
 
+_NO_STEP = SequenceStep(0)
 _HASHED_BYTES = 16
 """Keys outlive their requests, so they have no larger contents in them."""
 
@@ -75,7 +76,8 @@ class AdaptingCodec(ModelCodec):
         self._reshaped_outputs = [index for index, tensor in enumerate(spec.outputs) if tensor.reshape is not None]
         self._all_there = (False,) * len(self._optional)
         self._left_out = any(tensor.optional for tensor in (*spec.inputs, *spec.outputs))
-        self._steps = Steps(model, spec.sequence) if spec.sequence is not None else None
+        controls = spec.sequence.controls if spec.sequence is not None else ()
+        self._told_id = next((one.tensor for one in controls if one.kind is ControlKind.CORRID), None)
         self._holds_apart = bool(self._optional or self._shape_tensors)
         if self._holds_apart:
             self._known = KnownRequests(spec, regions, self._apart)
@@ -84,19 +86,51 @@ class AdaptingCodec(ModelCodec):
     def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
         """As of any codec. Of a model with sequences, raises NoSequence for a request that is in none."""
         checked: list[SequenceStep] = []
-        group = super().read(first, more if self._steps is None else self._steps.good(more, checked))
+        sequence = self._spec.sequence
+        group = super().read(first, more if sequence is None else self._good_steps(more, checked))
         options, inputs, targets, steps = group
-        if self._steps is not None:
-            steps = [self._steps.of(first), *checked][: len(inputs)]
+        if sequence is not None:
+            steps = [self._step(first), *checked][: len(inputs)]
         if self._holds_apart:
             options = options.with_key((options.key, self._apart(inputs[0])))
         if self._reshaped:
             inputs = [*map(self._seen, inputs)]
         return Group(options, inputs, targets, steps)
 
+    # hot path: see bench/
+    def _step(self, request: AnyRequest) -> SequenceStep:
+        """The step of a sequence that `request` is; its other parameters are checked. The checks are in Triton's order.
+        Raises NoSequence, or InvalidRequest for an id that the model can't be told. Of a model that iterates, requests
+        needn't be any."""
+        step = step_in(request)
+        if step is None or not step.id:
+            assert self._spec.sequence is not None
+            if self._spec.sequence.iterative:
+                return _NO_STEP
+            raise NoSequence(self._model)
+        told = self._told_id
+        if told is not None and isinstance(step.id, str) != (told.datatype == "BYTES"):
+            got = "BYTES" if isinstance(step.id, str) else "UINT64"
+            wanted = "string_param" if told.datatype == "BYTES" else "int64_param"
+            raise InvalidRequest(
+                f"sequence batching control '{told.name}' data-type is '{got}', but model '{self._model}' expects "
+                f"'{told.datatype}': expected sequence_id as {wanted}, got {step.id!r}"
+            )
+        return step
+
+    # hot path: see bench/
+    def _good_steps(self, requests: Iterable[AnyRequest], steps: list[SequenceStep]) -> Iterator[AnyRequest]:
+        """Those of `requests` before the first whose step can't be, each after its step was added to `steps`."""
+        for request in requests:
+            try:
+                steps.append(self._step(request))
+            except (SchedulerError, ServerError):
+                return  # it is refused when its turn comes
+            yield request
+
     def _parse(self, request: ModelInferRequest, given: Sequence[NamedArray] | None = None) -> Group:
         group = super()._parse(request, given)
-        if self._steps is not None and group.options.rows > 1:
+        if self._spec.sequence is not None and group.options.rows > 1:
             raise InvalidRequest(
                 f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of sequence "
                 f"batcher: expected 1 row, as a request is a step of one sequence, got {group.options.rows}"
@@ -153,7 +187,7 @@ class AdaptingCodec(ModelCodec):
             for tensor, shape in zip(tensors, shapes, strict=True)
             if not self._spec.inputs[self._inputs[tensor.name]].shape_tensor
         ]
-        if not stacked and self._steps is not None:
+        if not stacked and self._spec.sequence is not None:
             return 1  # that of its state
         if not stacked:
             raise self._invalid("expected at least one input with a leading batch dimension, got none")

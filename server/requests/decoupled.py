@@ -29,9 +29,9 @@ from paceline.scheduler.request import AnyRequest as Waiting
 from paceline.server.codec.parameters import of_those_there
 from paceline.server.errors import InvalidRequest, NotSupported, as_value
 from paceline.server.models.served_model import ServedModel
-from paceline.server.requests.in_flight import AnswerInMaking, InFlight
+from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.open_flight import OpenFlight, PartialAnswer
-from paceline.server.requests.pipelines import OpenedRequest, Pipelines
+from paceline.server.requests.pipelines import PipelineRun, Pipelines
 
 __all__ = ["Decoupled"]
 
@@ -52,7 +52,7 @@ class Decoupled:
         self,
         conclude: Conclude,
         conclude_silently: Conclude,
-        make: Callable[[Sequence[AnswerInMaking]], Sequence[Exception | None]],
+        make: Callable[[Sequence[PartialAnswer]], Sequence[Exception | None]],
         pipelines: Pipelines,
     ) -> None:
         self._conclude = conclude
@@ -90,7 +90,7 @@ class Decoupled:
                 opened.begin_sequence(next(self._sequences))
             opened.on_ended, flight.on_answers = flight.on_answers, self._on_ended
             if model.pipeline is not None:
-                flight.payload = self._pipelines.run_of(flight, opened.inputs, opened)
+                flight.payload = PipelineRun(self._pipelines, flight, opened.inputs, opened)
             if not model.for_triton:
                 # Each has arrays of its own, so requests of any shapes share a batch. Models written for Triton may
                 # join them themselves.
@@ -239,7 +239,7 @@ class Decoupled:
             if not flight.ended:
                 cast("OpenFlight", flight.payload).come_back()
                 continue
-            opened = cast("OpenedRequest", flight.payload)
+            opened = cast("OpenFlight | PipelineRun", flight.payload)
             if flight.model.iterates and flight.step is not None:
                 flight.model.batcher.end_sequence(flight.step.id)
             if isinstance(opened, OpenFlight):

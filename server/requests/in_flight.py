@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -18,9 +18,9 @@ from paceline.backends.open_request import OpenRequest
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
 from paceline.scheduler.policy import NEVER
-from paceline.scheduler.request import BatchFacts, Request
+from paceline.scheduler.request import Request
 from paceline.server.call_facts import PassedHeaders, TraceParent
-from paceline.server.codec.answers import Answerable, Envelope
+from paceline.server.codec.answers import Envelope
 from paceline.server.codec.array_request import ArrayAnswer
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.known_requests import Targets
@@ -32,10 +32,7 @@ from paceline.server.models.pipeline_runner import Runnable
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
 from paceline.server.telemetry.tracing import Answered, RequestWatch
 
-if TYPE_CHECKING:  # fronts do without it
-    from paceline.server.models.served_model import ServedModel
-
-__all__ = ["AnswerInMaking", "Call", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns"]
+__all__ = ["Call", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns"]
 
 # A deadline on the wire doesn't include the travel time of request and answer, nor how long the request waited in front
 # of a server that reads no faster, and an answer sent at the last moment is computed for nobody. At ten times the load
@@ -166,28 +163,12 @@ class InFlight(Request[Payload, Tensors]):
 
 
 class NextAnswer(Protocol):
-    """An answer that isn't the last one to its request; in another process, or in making, until there is an
-    `answer`."""
+    """An answer that isn't the last one to its request: a `PartialAnswer`, or one from another process."""
 
     answer: AnyResponse | None
 
     def sent(self, size_bytes: int) -> None:
         """It has left, with so many bytes."""
-
-
-class AnswerInMaking(Answerable, NextAnswer, Protocol):
-    """One that is made of outputs; if it `takes_arrays`, it is in `outputs` and not in `answer`."""
-
-    outputs: ArrayAnswer
-
-    @property
-    def takes_arrays(self) -> bool: ...
-
-    @property
-    def model(self) -> ServedModel: ...
-
-    @property
-    def facts(self) -> BatchFacts | None: ...
 
 
 class Call(InFlight):

@@ -35,9 +35,10 @@ from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.decoupled import Decoupled
-from paceline.server.requests.in_flight import AnswerInMaking, InFlight, answer_deadline_ns
+from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
+from paceline.server.requests.open_flight import PartialAnswer
 from paceline.server.requests.parts import Parts
-from paceline.server.requests.pipelines import Pipelines
+from paceline.server.requests.pipelines import PipelineRun, Pipelines
 from paceline.server.requests.quiet import until_quiet
 from paceline.server.requests.response_cache import ResponseCache
 from paceline.server.telemetry.log import debugging
@@ -187,7 +188,7 @@ class Inference:
             return self._decoupled.submit(flights)
         if model.pipeline is not None:
             for flight in flights:
-                flight.payload = self.pipelines.run_of(flight, cast("Inputs", flight.payload))
+                flight.payload = PipelineRun(self.pipelines, flight, cast("Inputs", flight.payload))
         if 0 < model.max_batch_rows < flights[0].rows:
             join = model.codec.join if isinstance(model.codec, OpenCodec) else None
             assert isinstance(model.batcher, Batcher)  # steps of sequences have one row
@@ -373,7 +374,7 @@ def _end_answers(flights: Sequence[InFlight]) -> list[Exception | None]:
 
 
 # hot path: see bench/
-def encode(flights: Sequence[InFlight | AnswerInMaking]) -> list[Exception | None]:
+def encode(flights: Sequence[InFlight | PartialAnswer]) -> list[Exception | None]:
     """Make the answers of requests of one model that have results. Returns for each why it has none, as
     `ModelCodec.encode`, None if it has one."""
     model = flights[0].model

@@ -26,7 +26,8 @@ from paceline.server.codec.array_request import ArrayAnswer, ArrayRequest, Named
 from paceline.server.codec.parameters import parse_parameters, step_of
 from paceline.server.errors import InvalidRequest, error_text, status_of
 from paceline.server.models.served_model import ServedModel
-from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
+from paceline.server.requests.in_flight import InFlight, NextAnswer
+from paceline.server.requests.open_flight import PartialAnswer
 
 __all__ = ["InnerRequest", "array_request", "status_and_text"]
 
@@ -56,7 +57,7 @@ class InnerRequest(InFlight):
         *,
         deadline_ns: int,
         made_for: InFlight | None = None,
-        on_next: Callable[[InnerRequest, AnswerInMaking, Exception | None], None] | None = None,
+        on_next: Callable[[InnerRequest, PartialAnswer, Exception | None], None] | None = None,
     ) -> None:
         parent = made_for.trail.as_parent if made_for is not None and made_for.trail is not None else None
         super().__init__(message, deadline_ns, parent, NO_PASSED_HEADERS)
@@ -90,7 +91,7 @@ class InnerRequest(InFlight):
 
     def on_more(self, answer: NextAnswer, error: Exception | None) -> None:
         assert self.on_next is not None
-        self.on_next(self, cast("AnswerInMaking", answer), error)  # they are made in this process
+        self.on_next(self, cast("PartialAnswer", answer), error)  # they are made in this process
 
     def end_of_answers(self) -> bytes:
         return b""

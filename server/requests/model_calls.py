@@ -1,9 +1,10 @@
 """Calls of Python models to other models: each is a request like any other.
 
-Lives here: from a call to a request and back, and what a call takes over from the requests that it is made for. Must
-not: how calls travel (`backends.model_call`), or the way of a request. The rules: a call has no longer than those that
-wait for it, and is withdrawn when none of them is left; none waits for what waits for it; whatever becomes of one, its
-model is told.
+Lives here: from a call to a request and back, what a call takes over from the requests that it is made for, and which
+calls can't be answered before what waits for them ends: those of a model that calls itself while all its instances
+wait, or of a cycle of several models, ensembles among them. Must not: how calls travel (`backends.model_call`), or the
+way of a request. The rules: a call has no longer than those that wait for it, and is withdrawn when none of them is
+left; none waits for what waits for it; whatever becomes of one, its model is told.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from time import monotonic_ns
-from typing import cast
+from typing import NamedTuple, cast
 
 from paceline.backends.model_call import ModelCall
 from paceline.scheduler.policy import NEVER
+from paceline.scheduler.request import AnyRequest
+from paceline.scheduler.runner import AnyRunner
+from paceline.server.codec.array_request import ArrayRequest
 from paceline.server.models.callers import Caller
 from paceline.server.models.model_lookup import ModelLookup
-from paceline.server.requests.call_waits import CallWaits, MadeCall
-from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
+from paceline.server.models.served_model import ServedModel
+from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inference import Inference
 from paceline.server.requests.inner_request import InnerRequest, array_request, status_and_text
-from paceline.server.requests.open_flight import flights_of
+from paceline.server.requests.open_flight import OpenFlight, PartialAnswer
 
 __all__ = ["ModelCalls"]
 
@@ -45,8 +49,8 @@ class ModelCalls:
 
     def __init__(self, repository: ModelLookup, inference: Inference) -> None:
         self._repository = repository
-        self._inference = inference
-        self._waits = CallWaits()
+        self.inference = inference
+        self._waits = _CallWaits()
         # What is to be done on the loop, and whether it will look; appended to on any thread.
         self._heard: deque[Callable[[], object]] = deque()
         self._looks_soon = False
@@ -86,34 +90,40 @@ class ModelCalls:
 
     def _announce(self, call: ModelCall) -> None:
         model = self._repository.get(call.model, call.version)
-        waiting = _those_waiting(call)
+        caller: Caller | None = call.caller
+        # Who answers its requests later keeps no instance waiting.
+        executing = caller.executing() if caller is not None and (call.executing or call.beside) else ()
+        if call.executing:
+            waiting = cast("Sequence[InFlight]", executing)
+        else:
+            waiting = [one.flight for one in call.open_requests if isinstance(one, OpenFlight)]
         if waiting and all(one.ended for one in waiting):
             call.fail("CANCELLED", _UNWANTED.format(call.model))
             return
         deadline_ns = max((one.deadline_ns for one in waiting), default=NEVER)
         if call.timeout_ns:
             deadline_ns = min(deadline_ns, monotonic_ns() + call.timeout_ns)
-        under_way = _UnderWay(call, waiting, self._inference, self._on_end)
+        message = array_request(
+            model, call.inputs, version=call.version, outputs=call.outputs, id=call.id, parameters=call.parameters
+        )
+        under_way = _UnderWay(call, waiting, executing, self)
         flight = under_way.flight = InnerRequest(
-            array_request(
-                model, call.inputs, version=call.version, outputs=call.outputs, id=call.id, parameters=call.parameters
-            ),
+            message,
             under_way.on_end,
             deadline_ns=deadline_ns,
             made_for=_made_for(waiting),
             on_next=under_way.on_next if call.takes_more else None,
         )
-        # Who answers its requests later keeps no instance waiting.
-        if made_for := _executing(call) if call.executing or call.beside else ():
-            made = under_way.made = MadeCall(call.caller, made_for, model, flight, under_way.refuse, call.beside)
-            self._waits.add(made)
+        flight.model = model
+        if executing:
+            self._waits.add(under_way)
             if model.pipeline is not None:
-                self._inference.pipelines.on_step = self._on_step
-            if not call.beside and self._waits.is_stuck(made):
-                under_way.refuse()
-                return
+                self.inference.pipelines.on_step = self._on_step
             if call.beside:
                 self._be_patient(under_way)
+            elif self._waits.is_stuck(under_way):
+                under_way.refuse()
+                return
         if deadline_ns < NEVER:
             left_s = max(0, deadline_ns - monotonic_ns()) / 1e9
             under_way.timer = self._loop.call_later(left_s, under_way.on_late)
@@ -123,84 +133,77 @@ class ModelCalls:
             on_call_off=lambda: self._do(under_way.on_call_off),
         )
         # Not by way of whether the server serves: what waits for this was accepted.
-        self._inference.announce_to(model, flight)
+        self.inference.announce_to(model, flight)
         if call.cancelled:
             under_way.withdraw()
 
     def _on_step(self) -> None:
         """An ensemble that somebody may have called has begun a step, and is in the middle of it."""
-        self._inference.pipelines.on_step = None
+        self.inference.pipelines.on_step = None
         self._loop.call_soon(self._look_through)
 
     def _look_through(self) -> None:
-        calls = self._waits.of_ensembles
+        calls = self._waits.of_ensembles()
         if calls:
-            self._inference.pipelines.on_step = self._on_step
-        for made in calls:
-            if not made.beside and self._waits.is_stuck(made):
-                made.refuse()
+            self.inference.pipelines.on_step = self._on_step
+        for one in calls:
+            if not one.call.beside and self._waits.is_stuck(one):
+                one.refuse()
 
     def _be_patient(self, under_way: _UnderWay) -> None:
         under_way.patience = self._loop.call_later(_PATIENCE_S, self._on_long_wait, under_way)
 
     def _on_long_wait(self, under_way: _UnderWay) -> None:
         """A call that its execution may wait for hasn't ended for long. That may be why, or become the reason yet."""
-        assert under_way.made is not None
-        if self._waits.is_stuck(under_way.made, beside=True):
+        if self._waits.is_stuck(under_way, beside=True):
             under_way.refuse()
         else:
             self._be_patient(under_way)
 
-    def _on_end(self, made: MadeCall) -> None:
-        """A call of an execution has ended; that may be all that the others have waited for."""
-        self._waits.discard(made)
-        for other in self._waits.others(made):
+    def on_end(self, ended: _UnderWay) -> None:
+        """A call has ended; that may be all that the others of its execution have waited for."""
+        if not ended.executing:
+            return
+        self._waits.discard(ended)
+        for other in self._waits.of(ended.call.caller.runner, ended.executing):
             if self._waits.is_stuck(other):
                 other.refuse()
                 break  # that lets the execution go on
 
 
 class _UnderWay:
-    """A call whose request hasn't ended, for those `waiting`. `made`: by which execution, if by any; `on_end` is told
-    when it has ended. `timer` is for its deadline, `patience` for what may wait for ever. Everything on the event
-    loop."""
+    """A call whose request hasn't ended, for those `waiting`; made by the execution of the requests `executing`, if by
+    any. `timer` is for its deadline, `patience` for what may wait for ever. Everything on the event loop."""
 
-    __slots__ = ("_call", "_inference", "_on_end", "_unread", "_waiting", "flight", "made", "patience", "timer")
+    __slots__ = ("_calls", "_unread", "_waiting", "call", "executing", "flight", "patience", "timer")
 
     def __init__(
-        self,
-        call: ModelCall,
-        waiting: Sequence[InFlight],
-        inference: Inference,
-        on_end: Callable[[MadeCall], None],
+        self, call: ModelCall, waiting: Sequence[InFlight], executing: Sequence[AnyRequest], calls: ModelCalls
     ) -> None:
-        self._call = call
+        self.call = call
+        self.executing = executing
         self._waiting = waiting
-        self._inference = inference
-        self._on_end = on_end
+        self._calls = calls
         # Answers that the calling code hasn't read, with their sizes.
-        self._unread: deque[tuple[NextAnswer, int]] = deque()
+        self._unread: deque[tuple[PartialAnswer, int]] = deque()
         self.flight: InnerRequest | None = None
-        self.made: MadeCall | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.patience: asyncio.TimerHandle | None = None
 
     def on_end(self, flight: InnerRequest) -> None:
         self._let_go()
         if flight.error is not None:
-            _fail(self._call, flight.error)
-        elif flight.outputs or not self._call.takes_more:
-            self._call.answer(flight.outputs, last=True)
+            _fail(self.call, flight.error)
         else:
-            self._call.answer(None, last=True)
+            self.call.answer(flight.outputs if flight.outputs or not self.call.takes_more else None, last=True)
 
-    def on_next(self, flight: InnerRequest, answer: AnswerInMaking, error: Exception | None) -> None:
+    def on_next(self, flight: InnerRequest, answer: PartialAnswer, error: Exception | None) -> None:
         outputs = answer.outputs
         self._unread.append((answer, sum(array.nbytes for array in outputs.values())))
         if error is not None:
-            _fail(self._call, error, last=False)
+            _fail(self.call, error, last=False)
         else:
-            self._call.answer(outputs, last=False)
+            self.call.answer(outputs, last=False)
 
     def on_read(self, answers: int) -> None:
         for _ in range(min(answers, len(self._unread))):
@@ -208,53 +211,130 @@ class _UnderWay:
             answer.sent(size_bytes)
 
     def on_call_off(self) -> None:
-        if self._waiting and all(one.ended for one in self._waiting) and self.flight is not None:
-            self._call.fail("CANCELLED", _UNWANTED.format(self._call.model))
-            self.withdraw()
+        if self._waiting and all(one.ended for one in self._waiting):
+            self._withdraw("CANCELLED", _UNWANTED.format(self.call.model))
 
     def on_late(self) -> None:
-        name = self._call.model
-        self._call.fail("DEADLINE_EXCEEDED", f"model '{name}': Deadline Exceeded: its answer to the call is late")
-        self.withdraw()
+        text = f"model '{self.call.model}': Deadline Exceeded: its answer to the call is late"
+        self._withdraw("DEADLINE_EXCEEDED", text)
 
     def refuse(self) -> None:
         """It can't be answered before what waits for it."""
-        self._call.fail("RESOURCE_EXHAUSTED", _STUCK.format(self._call.model))
-        self.withdraw()
+        self._withdraw("RESOURCE_EXHAUSTED", _STUCK.format(self.call.model))
+
+    def _withdraw(self, status: str, text: str) -> None:
+        if self.flight is not None:
+            self.call.fail(status, text)
+            self.withdraw()
 
     def withdraw(self) -> None:
         """Nobody waits for the answer any more."""
         flight = self.flight
         if flight is not None:
             self._let_go()
-            self._inference.give_up(flight)
+            self._calls.inference.give_up(flight)
 
     def _let_go(self) -> None:
         self.flight, self._waiting = None, ()
-        self._call.let_go()
+        self.call.let_go()
         for timer in (self.timer, self.patience):
             if timer is not None:
                 timer.cancel()
-        made, self.made = self.made, None
-        if made is not None:
-            self._on_end(made)
+        self._calls.on_end(self)
+        self.executing = ()
+
+
+class _Wait(NamedTuple):
+    """What a request waits for at `model`: the end of any of the executions of `runners`, or of `all` of them; without
+    any, for nothing that is known here."""
+
+    model: ServedModel
+    runners: tuple[AnyRunner, ...]
+    all: bool = False
+
+    def ends(self, stuck: set[AnyRunner]) -> bool:
+        if not self.runners:
+            return True
+        on = (runner not in stuck for runner in self.runners)
+        return all(on) if self.all else any(on)
+
+
+class _CallWaits:
+    """The calls under way that belong to executions, by their runners. An execution with calls under way is taken to
+    wait for them, and goes on as soon as one of them is answered. What is found never changes by itself, so it is
+    enough to look when a call begins, when one of several has ended, and when a step of a called ensemble begins."""
+
+    def __init__(self) -> None:
+        self._calls: dict[AnyRunner, list[_UnderWay]] = {}
+
+    def add(self, one: _UnderWay) -> None:
+        self._calls.setdefault(one.call.caller.runner, []).append(one)
+
+    def discard(self, one: _UnderWay) -> None:
+        calls = self._calls[one.call.caller.runner]
+        calls.remove(one)
+        if not calls:
+            del self._calls[one.call.caller.runner]
+
+    def of_ensembles(self) -> list[_UnderWay]:
+        """The calls of ensembles."""
+        every = [one for calls in self._calls.values() for one in calls]
+        return [one for one in every if one.flight is not None and one.flight.model.pipeline is not None]
+
+    def of(self, runner: AnyRunner, requests: Sequence[AnyRequest], *, beside: bool = False) -> list[_UnderWay]:
+        """The calls of the execution of `requests`; those of earlier ones aren't waited for any more. With `beside`,
+        also those of which it isn't known."""
+        calls = (one for one in self._calls.get(runner, ()) if one.executing is requests)
+        return [one for one in calls if beside or not one.call.beside]
+
+    def is_stuck(self, one: _UnderWay, *, beside: bool = False) -> bool:
+        """Whether it can't be answered before an execution has ended that waits for it. With `beside`, executions are
+        taken to wait for those calls, too."""
+        if one.flight is None:
+            return False
+        # All executions that it depends on are stuck until something says that they can go on.
+        wanted, waits = _wait(one.flight), dict[AnyRunner, list[_Wait]]()
+        unseen = [wanted]
+        while unseen:
+            wait = unseen.pop()
+            for runner in wait.runners:
+                if runner not in waits:
+                    waits[runner] = self._waits_of(wait.model, runner, beside=beside)
+                    unseen += waits[runner]
+        stuck = {*waits}
+        while free := {one for one in stuck if not waits[one] or any(wait.ends(stuck) for wait in waits[one])}:
+            stuck -= free
+        return not wanted.ends(stuck)
+
+    def _waits_of(self, model: ServedModel, runner: AnyRunner, *, beside: bool) -> list[_Wait]:
+        """What the execution of `runner` waits for: its calls or, of an ensemble, its steps."""
+        requests = model.batcher.executing(runner)
+        if model.pipeline is not None:
+            return [_wait(step) for one in requests for step in one.payload.under_way]
+        return [_wait(one.flight) for one in self.of(runner, requests, beside=beside) if one.flight is not None]
+
+
+def _wait(flight: InnerRequest) -> _Wait:
+    """What the request waits for now."""
+    model: ServedModel = flight.model
+    executions = {runner: model.batcher.executing(runner) for runner in model.instances.runners}
+    for runner, requests in executions.items():
+        if flight in requests or _precede(requests, flight):
+            return _Wait(model, (runner,))
+    if not all(executions.values()):
+        return _Wait(model, ())  # an instance is idle, and about to take it
+    return _Wait(model, (*executions,), all=model.batcher.policy.preserve_ordering)
+
+
+def _precede(requests: Iterable[AnyRequest], flight: InnerRequest) -> bool:
+    """Whether one of `requests` is an earlier step of its sequence."""
+    step = flight.message.step if isinstance(flight.message, ArrayRequest) else None
+    return step is not None and any(one.step is not None and one.step.id == step.id for one in requests)
 
 
 def _fail(call: ModelCall, error: BaseException, *, last: bool = True) -> None:
     status, text = status_and_text(error, call.model)
     call.fail(status.name, text, last=last)
-
-
-def _those_waiting(call: ModelCall) -> Sequence[InFlight]:
-    """The requests that the call is made for, as far as is known."""
-    if call.executing:
-        return _executing(call)
-    return flights_of(call.open_requests)
-
-
-def _executing(call: ModelCall) -> Sequence[InFlight]:
-    caller: Caller | None = call.caller
-    return cast("Sequence[InFlight]", caller.executing()) if caller is not None else ()
 
 
 def _made_for(waiting: Sequence[InFlight]) -> InFlight | None:

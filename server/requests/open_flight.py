@@ -7,7 +7,7 @@ not: make answers, end requests, or wait for anything. The rule: on the event lo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic_ns
 from typing import cast
@@ -17,19 +17,16 @@ from paceline.backends.open_request import Answer, Channel, OpenRequest, Told
 from paceline.backends.spec import Tensors
 from paceline.scheduler.answering import notify
 from paceline.scheduler.request import BatchFacts, OnAnswers, SequenceStep
-from paceline.server.codec.answers import Envelope
 from paceline.server.codec.array_request import ArrayAnswer
 from paceline.server.codec.codec import AnyResponse
-from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions, is_reserved, of_those_there
-from paceline.server.codec.steps import step_in
-from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.codec.wire_request import step_in
 from paceline.server.errors import InvalidRequest, NotSupported
 from paceline.server.memory.region_tensors import RegionTensor
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import InFlight
 
-__all__ = ["OpenFlight", "PartialAnswer", "flights_of"]
+__all__ = ["OpenFlight", "PartialAnswer"]
 
 _ANSWERS_AT_ONCE, _BYTES_AT_ONCE = 8, 2**16
 """As many answers, or bytes, have left before the model is told of it. It waits for that only while far more are on
@@ -176,25 +173,30 @@ class OpenFlight(OpenRequest):
         self.wanted = None
 
 
-def flights_of(requests: Sequence[object]) -> list[InFlight]:
-    """What those of `requests` are here that somebody has sent."""
-    return [one.flight for one in requests if isinstance(one, OpenFlight)]
-
-
 class PartialAnswer:
-    """An answer that isn't the last one to its request: `Answerable`, until its `answer` is made."""
+    """An answer that isn't the last one to its request: `Answerable`, until its `answer` is made; if it `takes_arrays`,
+    that is in `outputs`."""
 
-    __slots__ = ("answer", "flight", "opened", "options", "outputs", "value")
+    __slots__ = (
+        "answer", "envelope", "flight", "message", "model", "opened", "options", "outputs", "takes_arrays", "targets",
+        "value",
+    )  # fmt: skip
 
     def __init__(self, opened: OpenFlight, outputs: Tensors) -> None:
-        self.opened = opened
-        self.flight = opened.flight
-        self.value = outputs
-        options = self.flight.options
+        flight = opened.flight
+        options = flight.options
         assert options is not None
         if outputs:
             options = opened.options_of_more = of_those_there(options, outputs, opened.options_of_more)
+        self.opened = opened
+        self.flight = flight
+        self.value = outputs
         self.options: RequestOptions = replace(options, plain=False) if type(outputs) is Told else options
+        self.message = flight.message
+        self.model: ServedModel = flight.model
+        self.targets = flight.targets
+        self.envelope = flight.envelope_of_more
+        self.takes_arrays = flight.takes_arrays
         self.answer: AnyResponse | None = None
         self.outputs = ArrayAnswer()
 
@@ -202,27 +204,8 @@ class PartialAnswer:
     def facts(self) -> BatchFacts | None:
         return self.flight.facts
 
-    @property
-    def message(self) -> AnyRequest:
-        return self.flight.message
-
-    @property
-    def model(self) -> ServedModel:
-        return cast("ServedModel", self.flight.model)
-
-    @property
-    def takes_arrays(self) -> bool:
-        return self.flight.takes_arrays
-
-    @property
-    def targets(self) -> Targets:
-        return self.flight.targets
-
-    @property
-    def envelope(self) -> Envelope | None:
-        return self.flight.envelope_of_more
-
     def sent(self, size_bytes: int) -> None:
+        """It has left, with so many bytes."""
         self.opened.on_sent(size_bytes)
 
     def let_go(self) -> None:

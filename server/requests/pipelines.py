@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from time import monotonic_ns
-from typing import Protocol, cast
+from typing import cast
 
 from paceline.backends.base import Execution
 from paceline.backends.batching import check_outputs
 from paceline.backends.errors import ExecutionError
-from paceline.backends.open_request import Answer, Channel
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
-from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest
+from paceline.protos.inference_pb2 import InferParameter
 from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NoAnswer, Outcome
 from paceline.server.codec.array_request import ArrayRequest, NamedArray
-from paceline.server.codec.parameters import of_those_there, passed_within, step_of
+from paceline.server.codec.parameters import of_those_there, passed_within
+from paceline.server.codec.wire_request import step_in
 from paceline.server.errors import StepFailed, error_text, status_of
 from paceline.server.memory.region_tensors import Input
 from paceline.server.models.pipeline import ROOT, Plan, PlannedStep
 from paceline.server.models.served_model import ServedModel
-from paceline.server.requests.in_flight import AnswerInMaking, InFlight, NextAnswer
+from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inner_request import InnerRequest
-from paceline.server.requests.scopes import Scope
+from paceline.server.requests.open_flight import OpenFlight, PartialAnswer
 
 __all__ = ["PipelineRun", "Pipelines"]
 
@@ -50,10 +50,6 @@ class Pipelines:
         # side by side with those of others, and models with sequences must see them in order, also where one load of
         # the ensemble takes the place of another.
         self._sequences: dict[tuple[str, str, int | str], deque[PipelineRun]] = {}
-
-    def run_of(self, flight: InFlight, inputs: Sequence[Input], opened: OpenedRequest | None = None) -> PipelineRun:
-        """The payload of a request with these `inputs`; `opened` if it may be answered more than once."""
-        return PipelineRun(self, flight, inputs, opened)
 
     def enter(self, run: PipelineRun) -> None:
         """Start `run` when no other of its sequence is under way."""
@@ -79,14 +75,64 @@ class Pipelines:
             del self._sequences[key]
 
 
-class OpenedRequest(Protocol):
-    """A request that may be answered more than once, as `server.requests.decoupled` knows it."""
+class _Scope:
+    """What exists at one level: for a request, or for one answer of a decoupled step, its `source`, within `parent`.
+    `values` are tensors, None for one that was left out; `pending` steps that haven't started, `executing` how many
+    have. `is_answered`: no answer is to be made of it any more; `is_held`: one hasn't left."""
 
-    def open(self, channel: Channel, number: int) -> None: ...
+    __slots__ = (
+        "children", "executing", "is_answered", "is_held", "level", "parent", "pending", "size_bytes", "source",
+        "values",
+    )  # fmt: skip
 
-    def on_answer(self, answer: Answer, *, last: bool) -> None: ...
+    def __init__(
+        self,
+        level: int,
+        values: dict[str, Input | None],
+        pending: Sequence[PlannedStep],
+        parent: _Scope | None = None,
+        source: PartialAnswer | None = None,
+        *,
+        is_answered: bool = True,
+    ) -> None:
+        self.level = level
+        self.values = values
+        self.pending = list(pending)
+        self.parent = parent
+        self.source = source
+        self.children: list[_Scope] = []
+        self.executing = self.size_bytes = 0
+        self.is_answered = is_answered
+        self.is_held = False
 
-    def let_go(self) -> None: ...
+    def has(self, tensors: Set[str]) -> bool:
+        left = tensors - self.values.keys()
+        return not left or (self.parent is not None and self.parent.has(left))
+
+    def get(self, tensor: str) -> Input | None:
+        if tensor in self.values or self.parent is None:
+            return self.values[tensor]
+        return self.parent.get(tensor)
+
+    def is_in(self, other: _Scope) -> bool:
+        return self is other or (self.parent is not None and self.parent.is_in(other))
+
+    def drop(self) -> None:
+        """Nothing more is to come of it. What has an answer that hasn't left stays until it has."""
+        self.pending.clear()
+        self.executing = 0
+        self.is_answered = True
+        for child in self.children:
+            child.drop()
+        self.children = [child for child in self.children if not child.is_over]
+
+    @property
+    def has_all_answers(self) -> bool:
+        return self.is_answered and all(child.has_all_answers for child in self.children)
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_answered and not (self.pending or self.executing or self.children or self.is_held)
 
 
 class PipelineRun:
@@ -94,7 +140,7 @@ class PipelineRun:
     once. Steps of a scope that can't be executed any more, because an answer in it was an error, are dropped."""
 
     def __init__(
-        self, pipelines: Pipelines, flight: InFlight, inputs: Sequence[Input], opened: OpenedRequest | None
+        self, pipelines: Pipelines, flight: InFlight, inputs: Sequence[Input], opened: OpenFlight | None = None
     ) -> None:
         self._pipelines = pipelines
         self.flight = flight
@@ -104,18 +150,18 @@ class PipelineRun:
         assert flight.options is not None
         self._outputs = flight.options.outputs
         self._parameters = passed_within(message.parameters) if message.parameters else _NO_PARAMETERS
-        self._step = step_of(message.parameters) if isinstance(message, ModelInferRequest) else message.step
+        self._step = step_in(message)
         self.sequence: tuple[str, str, int | str] | None = None
         if self._step is not None and self._step.id and model.pipeline.has_sequences:
             self.sequence = model.name, model.version, self._step.id
-        self._executing: dict[InnerRequest, tuple[PlannedStep, Scope]] = {}
-        self._leaving: deque[Scope | None] = deque()
+        self._executing: dict[InnerRequest, tuple[PlannedStep, _Scope]] = {}
+        self._leaving: deque[_Scope | None] = deque()
         self._spent_ns = [0, 0, 0]
         self._began_ns = 0
         self._last_error: StepFailed | None = None
         self._done: Done | None = None
         self._plan: Plan
-        self._root: Scope
+        self._root: _Scope
 
     @property
     def under_way(self) -> tuple[InnerRequest, ...]:
@@ -169,13 +215,13 @@ class PipelineRun:
         self,
         level: int,
         values: dict[str, Input | None],
-        parent: Scope | None = None,
-        source: NextAnswer | None = None,
-    ) -> Scope:
+        parent: _Scope | None = None,
+        source: PartialAnswer | None = None,
+    ) -> _Scope:
         steps = self._plan.steps.get(level, ())
-        return Scope(level, values, steps, parent, source, is_answered=level not in self._plan.endings)
+        return _Scope(level, values, steps, parent, source, is_answered=level not in self._plan.endings)
 
-    def _advance(self, scope: Scope) -> None:
+    def _advance(self, scope: _Scope) -> None:
         """Go on after tensors have come: start what can be started, and answer if that can be done."""
         if self._done is None:
             return
@@ -191,7 +237,7 @@ class PipelineRun:
         for child in [*scope.children]:
             self._advance(child)
 
-    def _execute(self, step: PlannedStep, scope: Scope) -> None:
+    def _execute(self, step: PlannedStep, scope: _Scope) -> None:
         given = [
             (name, datatype, _with_rank(array, rank, leads=leads))
             for tensor, name, datatype, rank, leads in step.inputs
@@ -234,7 +280,7 @@ class PipelineRun:
             self.opened.on_answer(self._last_error, last=True)
             self._end(ANSWERED_ELSEWHERE)
 
-    def _on_next(self, request: InnerRequest, answer: AnswerInMaking, error: Exception | None) -> None:
+    def _on_next(self, request: InnerRequest, answer: PartialAnswer, error: Exception | None) -> None:
         """A decoupled step has an answer that isn't its last."""
         if self._done is None:
             return
@@ -246,7 +292,7 @@ class PipelineRun:
             self._begin_scope(step, scope, answer.outputs, answer)
 
     def _begin_scope(
-        self, step: PlannedStep, scope: Scope, outputs: Mapping[str, Array], source: NextAnswer | None
+        self, step: PlannedStep, scope: _Scope, outputs: Mapping[str, Array], source: PartialAnswer | None
     ) -> None:
         begun = self._scope(step.number, {}, scope, source)
         begun.size_bytes = sum(array.nbytes for array in outputs.values())
@@ -254,12 +300,12 @@ class PipelineRun:
         self._settle(begun, step, outputs)
         self._close(begun)
 
-    def _settle(self, scope: Scope, step: PlannedStep, outputs: Mapping[str, Array]) -> None:
+    def _settle(self, scope: _Scope, step: PlannedStep, outputs: Mapping[str, Array]) -> None:
         for name, tensor in step.outputs:
             scope.values[tensor] = outputs.get(name)
         self._advance(scope)
 
-    def _answer(self, scope: Scope, outputs: Sequence[tuple[int, str]]) -> None:
+    def _answer(self, scope: _Scope, outputs: Sequence[tuple[int, str]]) -> None:
         """All outputs that there will be in `scope` are there."""
         model: ServedModel = self.flight.model
         assert model.pipeline is not None
@@ -273,7 +319,7 @@ class PipelineRun:
             try:
                 check_outputs((results[index],), ModelSpec((), (tensor,), model.spec.batched), self.flight.rows)
             except ExecutionError as error:
-                self._fail(f"in ensemble '{model.name}', {error}", error)
+                self._fail(StepFailed(f"in ensemble '{model.name}', {error}", status_of(error)))
                 return
         last = self._is_last and self._last_error is None
         if self.opened is None:
@@ -289,14 +335,14 @@ class PipelineRun:
                 scope.is_held = True
                 self._leaving.append(scope)
 
-    def _fail_step(self, step: PlannedStep, scope: Scope, error: BaseException) -> None:
+    def _fail_step(self, step: PlannedStep, scope: _Scope, error: BaseException) -> None:
         """A step has failed, and with it the request, or the answer that it was executed for."""
         if scope.level == ROOT:
             if step.model.decoupled:
                 # What it has answered before goes on to the steps behind it, and the error comes last.
-                self._last_error = StepFailed(self._text(step, error), status_of(error))
+                self._last_error = self._failure(step, error)
             else:
-                self._fail(self._text(step, error), error)
+                self._fail(self._failure(step, error))
             return
         for request in [one for one, (_, its) in self._executing.items() if its.is_in(scope)]:
             del self._executing[request]
@@ -304,27 +350,26 @@ class PipelineRun:
         scope.drop()
         self._hand_on_error(step, error, scope)
 
-    def _hand_on_error(self, step: PlannedStep, error: BaseException, scope: Scope | None) -> None:
+    def _hand_on_error(self, step: PlannedStep, error: BaseException, scope: _Scope | None) -> None:
         """One answer of several is an error; `scope` is what it was made in, if anything was."""
         assert self.opened is not None
         if scope is not None:
             scope.is_held = True
         self._leaving.append(scope)
-        self.opened.on_answer(StepFailed(self._text(step, error), status_of(error)), last=False)
+        self.opened.on_answer(self._failure(step, error), last=False)
 
-    def _text(self, step: PlannedStep, error: BaseException) -> str:
-        name = self.flight.model.name
-        return f"in ensemble '{name}', step {step.number} ('{step.model.name}'): {error_text(error)}"
+    def _failure(self, step: PlannedStep, error: BaseException) -> StepFailed:
+        where = f"in ensemble '{self.flight.model.name}', step {step.number} ('{step.model.name}')"
+        return StepFailed(f"{where}: {error_text(error)}", status_of(error))
 
-    def _fail(self, text: str, error: BaseException) -> None:
-        failed = StepFailed(text, status_of(error))
+    def _fail(self, failed: StepFailed) -> None:
         if self.opened is not None:
             self.opened.on_answer(failed, last=True)
             self._end(ANSWERED_ELSEWHERE)
         elif (done := self._stop()) is not None:
             done(Outcome(self._began_ns, monotonic_ns(), error=failed))
 
-    def _close(self, scope: Scope) -> None:
+    def _close(self, scope: _Scope) -> None:
         """Forget `scope` if nothing more can come of it, and have the step go on that it was an answer of."""
         while scope.is_over and scope.parent is not None and self._done is not None:
             if scope.source is not None:
@@ -350,7 +395,7 @@ class PipelineRun:
         return done
 
 
-_NOTHING = Scope(ROOT, {}, ())
+_NOTHING = _Scope(ROOT, {}, ())
 
 
 def _with_rank(array: Input, rank: int, leads: bool) -> Input:

@@ -22,12 +22,12 @@ from paceline.backends.batching import Packed
 from paceline.backends.open_request import Told
 from paceline.backends.spec import MISSING, Array
 from paceline.protos.datatypes import by_name
-from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.protos.tensors import encode_raw
 from paceline.scheduler.observer import FULL
 from paceline.scheduler.request import AnyRequest, OnAnswers
-from paceline.server.codec.parameters import is_reserved, step_of
+from paceline.server.codec.parameters import is_reserved
 from paceline.server.codec.wire_request import AnyRequest as AnyMessage
+from paceline.server.codec.wire_request import step_in
 from paceline.server.errors import as_value, status_of
 from paceline.server.memory.reading import read_now
 from paceline.server.memory.region_tensors import Inputs, RegionTensor
@@ -313,8 +313,7 @@ def _read(inputs: Inputs, outputs: Sequence[int], message: AnyMessage) -> tuple[
             for key, one in message.parameters.items()
             if not is_reserved(key)
         )
-    step = step_of(message.parameters) if isinstance(message, ModelInferRequest) else message.step
-    asked = outputs, custom, step
+    asked = outputs, custom, step_in(message)
     if type(inputs) is Packed:
         tensors = inputs.layout.tensors
         hashed = sha256(repr((asked, [(dtype.str, shape) for dtype, shape, _ in tensors])).encode())

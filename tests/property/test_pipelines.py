@@ -34,7 +34,7 @@ from paceline.server.models.pipeline import Pipeline
 from paceline.server.models.tensor_config import declared_spec
 from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inner_request import InnerRequest
-from paceline.server.requests.pipelines import Pipelines
+from paceline.server.requests.pipelines import PipelineRun, Pipelines
 from tests.ensembles import Step, ensemble_config
 
 Value = np.ndarray[Any, np.dtype[np.float32]]
@@ -157,9 +157,8 @@ class Run:
         self.flight.rows = 2
         outputs = tuple(self.names.index(name) for name in wanted)
         self.flight.options = RequestOptions(2, (), outputs, NO_PARAMETERS)
-        run = Pipelines(self.announce, self.given_up.append).run_of(
-            self.flight, [graph.given.get(name, MISSING) for name in inputs]
-        )
+        pipelines = Pipelines(self.announce, self.given_up.append)
+        run = PipelineRun(pipelines, self.flight, [graph.given.get(name, MISSING) for name in inputs])
         run.begin(self.ends.append)
 
     def announce(self, model: Any, request: InFlight) -> None:
