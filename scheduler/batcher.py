@@ -76,7 +76,9 @@ class Batcher(Generic[P, R]):
         self._clock: Clock = clock or MonotonicClock()
         self._queue: BatchQueue[Request[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), shared_limits)
         self._waiting = self._queue.waiting
-        self._instances: Instances[P, R] = Instances(runners, self._clock, replacer, instance_of)
+        self._instances: Instances[P, R] = Instances(
+            runners, self._clock, replacer, instance_of, hands_ahead=policy.hands_ahead
+        )
         self._running, self._ahead = self._instances.running, self._instances.ahead
         self._answers = (OrderedAnswers if policy.preserve_ordering else Answers)(observer, on_left, failed_note)
         self._accepts = self._stopped = self._suspended = False

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from paceline.scheduler.clock import Clock
+from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import Batch, Request, RequestT
 from paceline.scheduler.runner import AnyRunner, Runner
 
@@ -147,16 +148,20 @@ class _End(NamedTuple):
 
 
 class Ahead(Generic[RunnerT, RequestT]):
-    """By runner, the `ends` of executions that can be predicted, and the batch that it goes on with (`next`)."""
+    """By runner, the `ends` of executions that can be predicted, and the batch that it goes on with (`next`).
+    `at_once`: a runner may get that as soon as it executes, and isn't overdue."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._at_once = at_once
         self.next: dict[RunnerT, Batch[RequestT]] = {}
         self.ends: dict[RunnerT, _End] = {}
 
     # hot path
     def begin(self, runner: RunnerT, now_ns: int, expected_ns: int) -> None:
         """The runner begins an execution that is expected to take `expected_ns` (0: unknown)."""
-        if expected_ns >= _WORTH_NS:
+        if self._at_once:
+            self.ends[runner] = _End(now_ns, now_ns + expected_ns, NEVER)
+        elif expected_ns >= _WORTH_NS:
             lead_ns, at_ns = min(_LEAD_NS, expected_ns // _LEAD_SHARE), now_ns + expected_ns
             self.ends[runner] = _End(at_ns - lead_ns, at_ns, at_ns + lead_ns)
 
@@ -185,7 +190,7 @@ class Ahead(Generic[RunnerT, RequestT]):
         moments = [self.ends[runner].over_ns for runner in self.next]
         if requests:
             moments += [end.due_ns for runner, end in self.ends.items() if runner not in self.next]
-        return min((moment for moment in moments if moment > now_ns), default=None)
+        return min((moment for moment in moments if now_ns < moment < NEVER), default=None)
 
 
 class Watchdog(Generic[T]):
@@ -248,7 +253,8 @@ class Watchdog(Generic[T]):
 
 class Instances(Generic[P, R]):
     """`running` is what each runner executes, `ahead` when it is likely to be done and what it executes next, `slots`
-    are free. `replacer` is notified of runners that were given up. `instance_of` is as in `Batcher`."""
+    are free. `replacer` is notified of runners that were given up. `instance_of` is as in `Batcher`, `hands_ahead` as
+    in its policy."""
 
     def __init__(
         self,
@@ -256,6 +262,8 @@ class Instances(Generic[P, R]):
         clock: Clock,
         replacer: InstanceReplacer | None,
         instance_of: Callable[[AnyRunner], Hashable],
+        *,
+        hands_ahead: bool = False,
     ) -> None:
         self._runners = tuple(runners)
         self._clock = clock
@@ -266,7 +274,7 @@ class Instances(Generic[P, R]):
         self._leaving: set[Runner[P, R]] = set()
         self.slots: Slots[Runner[P, R]] = Slots(instance_of)
         self.running: dict[Runner[P, R], Batch[Request[P, R]]] = {}
-        self.ahead: Ahead[Runner[P, R], Request[P, R]] = Ahead()
+        self.ahead: Ahead[Runner[P, R], Request[P, R]] = Ahead(at_once=hands_ahead)
 
     def start(self, limit_ns: int, on_late: Callable[[Runner[P, R]], None]) -> None:
         """Start the runners. `on_late` is called with a runner whose execution takes longer than `limit_ns` (0: no
@@ -378,7 +386,7 @@ class Instances(Generic[P, R]):
     # hot path
     def _begin(self, runner: Runner[P, R], batch: Batch[Request[P, R]]) -> None:
         self.running[runner] = batch
-        if runner.stages and batch.expected_ns and runner not in self._leaving:
+        if runner.stages and runner not in self._leaving:
             self.ahead.begin(runner, self._clock.now_ns(), batch.expected_ns)
         if self._watchdog is not None:
             self._watchdog.began(runner)

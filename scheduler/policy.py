@@ -123,7 +123,9 @@ class BatchPolicy:
     the common size of a batch whose longest request has a given one. `max_batch_elements`: the most that rows times
     these common sizes may be (0: no bound). `grows_always`: a batch is as large as it can be, even if fewer rows were
     measured to cost less each. `execution_limit_ns`: an execution that takes longer is given up, and its instance with
-    it (0: no limit). `sequences`: requests are steps of sequences; None: they have nothing to do with each other.
+    it (0: no limit). `hands_ahead`: an instance gets its next batch as soon as it executes one, not only shortly
+    before that ends: for requests that are batches by themselves, of which none is urgent. `sequences`: requests are
+    steps of sequences; None: they have nothing to do with each other.
     """
 
     max_batch_rows: int = 1
@@ -144,6 +146,7 @@ class BatchPolicy:
     max_batch_elements: int = 0
     grows_always: bool = True
     execution_limit_ns: int = 0
+    hands_ahead: bool = False
     sequences: SequencePolicy | None = None
 
     def __post_init__(self) -> None:

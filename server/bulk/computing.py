@@ -105,7 +105,7 @@ class Computing:
         def sample_of(model: Computes) -> Sample:
             columns = self._columns(source, model)
             limits = fixed_sizes(_UNPROBED, settings.memory_bytes, _SAMPLE_ROWS)
-            chunk, job_rows = _first_chunk(source, columns.names, limits)
+            unit, chunk, job_rows = _first_chunk(source, columns.names, limits)
             rows = columns.rows(chunk)
             shown.append((model.description, columns.output_schema, chunk, [*chunk.bad, *rows.bad], job_rows))
 
@@ -113,7 +113,11 @@ class Computing:
                 most = replace(limits, batch_rows=batch_rows)
                 return batches(rows, most, by_length=settings.sort_by_length, max_elements=model.max_elements)
 
-            return Sample(rows, columns.outputs, of_most, job_rows)
+            def read() -> None:
+                for again in source.chunks(unit, columns.names, limits):
+                    columns.rows(again)
+
+            return Sample(rows, columns.outputs, of_most, job_rows, read)
 
         if settings.server:  # which has the instances that it has, and is asked for full batches
             async with self._model(Offline()) as model:
@@ -209,9 +213,9 @@ class Computing:
         return columns
 
 
-def _first_chunk(source: Source, columns: Sequence[str], limits: Fixed) -> tuple[Chunk, float]:
-    """The first rows of the input that could be read, and about how many there are in all, going by their file, or
-    the first that is as large as most are: of a small one, much isn't rows. Raises _NoRows."""
+def _first_chunk(source: Source, columns: Sequence[str], limits: Fixed) -> tuple[Unit, Chunk, float]:
+    """The first rows of the input that could be read, with their unit, and about how many there are in all, going by
+    their file, or the first that is as large as most are: of a small one, much isn't rows. Raises _NoRows."""
     all_bytes = sum(file.size_bytes for file in source.files)
     for file in source.files:
         index = source.index(file, limits.unit_rows)
@@ -223,7 +227,7 @@ def _first_chunk(source: Source, columns: Sequence[str], limits: Fixed) -> tuple
                     )
                     if usual is not file:
                         index = source.index(usual, limits.unit_rows)
-                    return chunk, max(rows, index.rows * all_bytes / max(1, usual.size_bytes))
+                    return unit, chunk, max(rows, index.rows * all_bytes / max(1, usual.size_bytes))
     raise _NoRows
 
 

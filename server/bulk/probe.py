@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -38,7 +39,10 @@ _NEARLY = 0.97
 _LOSING, _MOST_LOSING = 0.5, 2
 """Larger batches aren't tried once so many in a row are so much slower than the best."""
 _WINDOW_NS, _LONG_WINDOW_NS = 250_000_000, 1_500_000_000
-_SMALL_ROWS = 100_000
+_LOOK_S = 0.005
+_FEW_ROWS, _SHORT_CALL_S, _FALLING = 16, 0.1, 0.9
+"""Sizes below are tried after larger ones, if their calls are short, and no more once one is so much slower than the
+next: of most models, no small one is worth its time."""
 _LEAST_CALLS, _LONG_CALL_NS = 2, 1_000_000_000
 """Of each that can be under way, unless calls are long. With fewer, the end of a measurement, when not all are, would
 count too much."""
@@ -54,12 +58,13 @@ Clock = Callable[[], int]
 @dataclass(frozen=True, slots=True)
 class Sample:
     """The first rows of a job. `batches`: what calls they make if a call has so many rows at most. `job_rows`: about
-    how many rows there are in all."""
+    how many rows there are in all. `read` reads and converts them once more, as a job does beside its calls."""
 
     rows: Rows
     outputs: Sequence[str]
     batches: Callable[[int], Sequence[Places]]
     job_rows: float = math.inf
+    read: Callable[[], object] | None = None
 
     def most_ns(self, rows_per_s: float) -> float:
         """How long trying may take."""
@@ -115,7 +120,8 @@ async def choose(
     instance_bytes, tried_ns = 0, 0
     usable = usable_cpus().count
     cpus = min(cpus or usable, usable)
-    for offline in layouts(instances, cpus, whole_threads=cpus if cpus < usable else 0):
+    tries = layouts(instances, cpus, whole_threads=cpus if cpus < usable else 0)
+    for offline in tries:
         if choices and offline.instances * instance_bytes >= _MOST_MEMORY * left_bytes():
             continue
         began_bytes = resident_bytes()
@@ -124,10 +130,15 @@ async def choose(
             if choices:
                 sizes = [size for size in sizes if 4 * size >= choices[0].measured.batch_rows]
             sample, began_ns = sample_of(model), clock()
-            chosen = best(await measure(model, sample, sizes, rates=rates, clock=clock))
-            if rates and not instances and clock() - began_ns < sample.most_ns(chosen.rows_per_s):
+            share = replace(sample, job_rows=sample.job_rows / len(tries))
+            chosen = best(await measure(model, share, sizes, rates=rates, clock=clock))
+            if rates and not instances:
                 # What has been the best of many may have been lucky: layouts are compared by one long measurement each.
-                run = await _run(model, sample, sample.batches(chosen.batch_rows), clock, window_ns=_LONG_WINDOW_NS)
+                # Rows are read meanwhile, as that slows some more: an instance whose threads have all CPUs waits whole
+                # for the one that is interrupted.
+                batches, most_ns = sample.batches(chosen.batch_rows), share.most_ns(chosen.rows_per_s)
+                window_ns = min(_LONG_WINDOW_NS, int(most_ns / 2))
+                run = await _run(model, sample, batches, clock, window_ns=window_ns, read=sample.read)
                 rate = run.measured(chosen.batch_rows).rows_per_s
                 chosen = replace(chosen, rows_per_s=rate * chosen.kept)
             if not choices:
@@ -157,28 +168,44 @@ def sizes_of(model: Computes) -> Sequence[int]:
 async def measure(
     model: Computes, sample: Sample, sizes: Sequence[int], *, rates: bool = True, clock: Clock = monotonic_ns
 ) -> Sequence[Measured]:
-    """Each of `sizes`, in ascending order, that is worth a try. Raises BulkError if no row can be computed."""
+    """Those of `sizes`, which ascend, that are worth a try: the smallest, then one of a few rows, larger ones, and
+    smaller ones as long as they lose little. Raises BulkError if no row can be computed."""
     tried: dict[int, Measured] = {}
     began_ns, largest, losing, failed_calls, tried_rows = clock(), 0, 0, 0, 0
     reason = next((row.reason for row in sample.rows.bad), "there are none")
-    # In a small job all sizes share the little time there is, from the second on, when it is known what that is.
-    window_ns = (_WINDOW_NS if sample.job_rows > _SMALL_ROWS else _WINDOW_NS // 10) if rates else 0
-    for size in sizes:
+    window_ns = _WINDOW_NS // 10 if rates else 0
+    larger, smaller, next_rate = deque(sizes), deque[int](), 0.0
+    while larger or smaller:
+        rises = bool(larger)
+        size = (larger or smaller).popleft()
         batches = sample.batches(size)
-        if (rows := max(map(len, batches), default=0)) <= largest:
-            break  # there are no more rows that could share a call
-        largest = rows
+        if rises and (rows := max(map(len, batches), default=0)) <= largest:
+            larger.clear()  # there are no more rows that could share a call
+            continue
+        largest = max(largest, rows)
         run = await _run(model, sample, batches, clock, window_ns=window_ns)
         reason = run.reason or reason
         failed_calls, tried_rows = failed_calls + len(run.failed), tried_rows + run.tried_rows
+        rate = 0.0
         if run.computed_rows:
             tried[size] = run.measured(size)
-            loses = tried[size].rows_per_s < _LOSING * _best_rate(tried.values())
-            losing = losing + 1 if loses else 0
+            rate = tried[size].rows_per_s
+            losing = losing + 1 if rate < _LOSING * _best_rate(tried.values()) else 0
         most_ns = sample.most_ns(_best_rate(tried.values())) if tried else _MOST_NS
+        # In a small job all sizes share the little time there is.
         window_ns = min(_WINDOW_NS, int(most_ns / (2 * len(sizes)))) if rates else 0
-        if losing == _MOST_LOSING or run.call_bytes > _MOST_CALL_BYTES or clock() - began_ns > most_ns:
+        if losing == _MOST_LOSING or run.call_bytes > _MOST_CALL_BYTES:
+            larger.clear()
+        if clock() - began_ns > most_ns:
             break
+        if size == sizes[0]:  # from here on, sizes of which a call is still short are left for later
+            few = min(_FEW_ROWS, len(sample.rows.good), _SHORT_CALL_S * rate)
+            while len(larger) > 1 and larger[0] < few:
+                smaller.appendleft(larger.popleft())
+        elif not rises and rate < _FALLING * next_rate:
+            break
+        if size != sizes[0] and (not rises or not next_rate):
+            next_rate = rate
     if not tried and sizes[0] > 1:
         # Each batch may have a row at fault. Rows alone tell that it works, and about how fast it is.
         run = await _run(model, sample, sample.batches(1), clock)
@@ -189,12 +216,12 @@ async def measure(
         rows = len(sample.rows.good) + len(sample.rows.bad)
         raise BulkError(f"none of the first {rows} rows could be computed: {reason}")
     # Once more, as something else may have kept the machine busy.
-    for size, first in tried.items() if len(tried) > 1 else ():
+    for size, first in sorted(tried.items(), reverse=True) if len(tried) > 1 else ():
         if clock() - began_ns < sample.most_ns(_best_rate(tried.values())):
             run = await _run(model, sample, sample.batches(size), clock, window_ns=window_ns)
             tried[size] = max(first, run.measured(size), key=attrgetter("rows_per_s"))
-    smallest, bad_share = next(iter(tried.values())), failed_calls / tried_rows
-    return [one.with_faults(bad_share, smallest) for one in tried.values()]
+    bad_share = failed_calls / tried_rows
+    return [tried[size].with_faults(bad_share, tried[min(tried)]) for size in sorted(tried)]
 
 
 def _best_rate(tried: Iterable[Measured]) -> float:
@@ -202,10 +229,22 @@ def _best_rate(tried: Iterable[Measured]) -> float:
 
 
 async def _run(
-    model: Computes, sample: Sample, batches: Sequence[Places], clock: Clock, *, window_ns: int = _WINDOW_NS
+    model: Computes,
+    sample: Sample,
+    batches: Sequence[Places],
+    clock: Clock,
+    *,
+    window_ns: int = _WINDOW_NS,
+    read: Callable[[], object] | None = None,
 ) -> _Run:
     run = _Run(Calls(model, sample.outputs), sample.rows, batches, clock)
-    await run.execute(model.at_once, window_ns)
+    reading = [asyncio.create_task(run.read_along(read))] if read else []
+    try:
+        await run.execute(model.at_once, window_ns)
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)  # what can't be read, the job itself finds again
     return run
 
 
@@ -243,6 +282,16 @@ class _Run:
         began_ns = self._clock()
         await asyncio.gather(*(self._work(began_ns + window_ns) for _ in range(at_once)))
         self.took_ns = self._clock() - began_ns - self._failed_ns // at_once
+
+    async def read_along(self, read: Callable[[], object]) -> None:
+        """Have the rows read as often as they are computed."""
+        rounds = 0
+        while True:
+            if self.computed_rows < rounds * len(self._rows.sizes):
+                await asyncio.sleep(_LOOK_S)
+            else:
+                await asyncio.to_thread(read)
+                rounds += 1
 
     async def _work(self, until_ns: int) -> None:
         calls, longest_ns = 0, 0

@@ -42,6 +42,7 @@ def executed_alone(plan: ServingPlan) -> ServingPlan:
         queue=replace(policy.queue, max_queue_size=0, default_timeout_ns=0),
         priority_queue={},
         limits=QueueLimits(),
+        hands_ahead=True,
     )
     return replace(plan, policy=policy)
 

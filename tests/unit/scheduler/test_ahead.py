@@ -58,3 +58,11 @@ def test_instance_that_gets_no_more_batches_keeps_the_one_it_was_handed() -> Non
     assert ahead.about_to_end(DUE_NS) == []
     assert (ahead.overdue(22 * MS - 1), ahead.overdue(22 * MS)) == ([], ["one"])
     assert (ahead.end("one"), ahead.end("two")) == (following, None)
+
+
+def test_next_batch_may_come_at_once_and_is_never_overdue() -> None:
+    ahead: Ahead[str, AnyRequest] = Ahead(at_once=True)
+    ahead.begin("one", MS, 0)
+    assert ahead.about_to_end(MS) == ["one"]
+    ahead.next["one"] = Batch(1, "k", 1, 1, ())
+    assert (ahead.about_to_end(MS), ahead.overdue(60_000 * MS), ahead.wake_ns(MS, requests=1)) == ([], [], None)

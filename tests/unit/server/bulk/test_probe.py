@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from paceline.server.bulk.columns import Columns
-from paceline.server.bulk.probe import Measured, Sample, best, measure, sizes_of
+from paceline.server.bulk.probe import Measured, Sample, best, choose, measure, sizes_of
 from paceline.server.bulk.values import BulkError, Chunk, Places
 from paceline.server.models.defaults import Offline
 from paceline.server.models.offline import layouts
@@ -22,6 +23,8 @@ Cost = Callable[[int], int]
 
 class Costly(Doubling):
     """Its calls take as many milliseconds of its own time as `cost_ms` says of their rows."""
+
+    on_cpus = False
 
     def __init__(self, cost_ms: Cost, *bad: int) -> None:
         self.now_ns = 0
@@ -44,24 +47,25 @@ def cut(rows: int, size: int) -> Sequence[Places]:
 
 async def test_rates_are_rows_over_time() -> None:
     tried = await Costly(lambda rows: 10 + rows).tried(100)
-    expected = [(size, pytest.approx(1_000 * size / (10 + size), rel=0.1), 8.0) for size in (1, 2, 4, 8, 16, 32, 64)]
+    expected = [(size, pytest.approx(1_000 * size / (10 + size), rel=0.1), 8.0) for size in (1, 8, 16, 32, 64)]
     assert [(one.batch_rows, one.rows_per_s, one.output_row_bytes) for one in tried] == expected
 
 
 async def test_larger_batches_are_not_tried_once_they_lose() -> None:
-    tried = await Costly(lambda rows: rows * rows).tried(64)
-    assert [one.batch_rows for one in tried] == [1, 2, 4, 8]
+    tried = await Costly(lambda rows: rows * rows).tried(512)
+    assert [one.batch_rows for one in tried] == [1, 2, 4, 8, 16, 32]
 
 
 async def test_sizes_without_enough_rows_are_not_tried() -> None:
     tried = await Costly(lambda rows: 10).tried(5)
-    assert [one.batch_rows for one in tried] == [1, 2, 4, 8]
+    assert [one.batch_rows for one in tried] == [1, 4, 8]
 
 
 async def test_sizes_that_were_disturbed_get_another_chance() -> None:
-    model = Costly(lambda rows: 60 if rows == 4 and model.calls.count([0, 1, 2, 3]) < 2 else 10 + rows)
-    tried = {one.batch_rows: one.rows_per_s for one in await model.tried(16)}
-    assert tried[4] == pytest.approx(4_000 / 14, rel=0.1)
+    first = list(range(16))
+    model = Costly(lambda rows: 300 if rows == 16 and model.calls.count(first) < 2 else 10 + rows)
+    tried = {one.batch_rows: one.rows_per_s for one in await model.tried(64)}
+    assert tried[16] == pytest.approx(16_000 / 26, rel=0.1)
 
 
 async def test_slow_models_are_not_tried_for_long() -> None:
@@ -146,3 +150,19 @@ def test_process_with_some_cpus_has_no_more_threads() -> None:
     assert layouts(0, 4, whole_threads=4) == [Offline(0, 4), *layouts(0, 4)[1:]]
     assert layouts(1, 4, whole_threads=4) == [Offline(1, 4)]
     assert layouts(2, 4, whole_threads=4) == [Offline(2, 2)]
+
+
+async def test_rows_are_read_while_layouts_are_compared() -> None:
+    read = list[int]()
+    model = Costly(lambda rows: 10 + rows)
+
+    @asynccontextmanager
+    async def opened(offline: Offline) -> AsyncIterator[Costly]:
+        yield model
+
+    def sample_of(_: Costly) -> Sample:
+        return Sample(numbers(0, 64), ["y"], partial(cut, 64), read=lambda: read.append(len(model.calls)))
+
+    choice = await choose(opened, sample_of, clock=lambda: model.now_ns)  # type: ignore[arg-type]  # it has all of it
+    assert choice.measured.batch_rows == 64
+    assert read
