@@ -282,13 +282,14 @@ class BlockingEngine:
     ) -> None:
         self._engine = Engine(*paths, backend_of=backend_of, **settings)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._process = 0
         self._when_closed = ExitStack()
 
     def __enter__(self) -> Self:
         if self._loop is not None and not self._loop.is_closed():
             raise RuntimeError("expected an engine that isn't running: this one has been started already")
         with ExitStack() as undo:
-            self._loop = _loop_on_a_thread(undo)
+            self._loop, self._process = _loop_on_a_thread(undo), os.getpid()
             self._do(self._engine.__aenter__())
             self._when_closed = undo.pop_all()
         return self
@@ -332,6 +333,9 @@ class BlockingEngine:
         if self._loop is None or self._loop.is_closed():
             what.close()
             raise RuntimeError("expected a running engine: use it inside of `with BlockingEngine(…) as engine:`")
+        if os.getpid() != self._process:  # a fork has no threads of its parent's
+            what.close()
+            raise RuntimeError("expected the process that started the engine: start one of its own in a forked process")
         future = asyncio.run_coroutine_threadsafe(what, self._loop)
         try:
             return future.result()

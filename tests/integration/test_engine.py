@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -330,6 +332,21 @@ def test_blocking_engine_ends_with_its_block(tmp_path: Path) -> None:
     with pytest.raises(paceline.StartError), BlockingEngine(tmp_path / "nosuch"):
         raise AssertionError("it started")
     assert threading.active_count() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_process_is_refused(tmp_path: Path) -> None:
+    with blocking_engine(tmp_path, echo_model()) as engine:
+        if not (child := os.fork()):
+            signal.alarm(10)  # a request would wait for a thread that isn't there
+            try:
+                engine.infer(row(1))
+            except RuntimeError as error:
+                os._exit(0 if "forked" in str(error) else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert engine.infer(row(2))["x"][0, 0] == 2
 
 
 def test_stream_that_is_dropped_ends_on_whatever_thread_finds_that(tmp_path: Path) -> None:
