@@ -95,6 +95,9 @@ def _try_fixed(tried: Trial, run: Run) -> Trial:
     outputs_agree = all(tensor.dims[:1] in ((count,), (-1,)) for tensor in spec.outputs)
     if tried.why_not or count < 2 or not (inputs_agree and outputs_agree):
         return tried
+    if all(len(tensor.dims) == 1 for tensor in spec.inputs):
+        # Rather the numbers of one row: as rows, clients would have to send [count, 1] in place of the model's [count].
+        return replace(tried, why_not="its inputs have no other dimension, so a row would be one number")
 
     def run_padded(inputs: Sequence[Array]) -> Tensors:
         rows = len(inputs[0])

@@ -43,13 +43,7 @@ max_batch_size: 8
 dynamic_batching {{ preferred_batch_size: 6 max_queue_delay_microseconds: {_FAR_OFF_US} }}
 """
 _LABELLED = 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] label_filename: "labels.txt" }'
-_WHOLE = " ".join(
-    f'{side} {{ name: "{side.upper()}{number}" data_type: TYPE_FP32 dims: [ 16 ] }}'
-    for side in ("input", "output")
-    for number in range(2)
-)
-"""Without it, the model would be taken for one of batches of 16 rows."""
-_MORE = {"mlp_six": _SIX_OR_NEVER, "classifier": _LABELLED, "unbatched": _WHOLE}
+_MORE = {"mlp_six": _SIX_OR_NEVER, "classifier": _LABELLED}
 
 LABELS = ("cat", "dog", "bird")
 """Labels of the first classes of model `classifier`, which has four."""

@@ -378,10 +378,13 @@ def test_try_rows_finds_the_rank_of_an_output_if_it_is_unknown() -> None:
     assert tried.why_not == ""
 
 
-def test_try_rows_of_an_unbatched_model_finds_only_the_dims(tmp_path: Path) -> None:
+def test_try_rows_of_fixed_vectors_finds_only_the_dims(tmp_path: Path) -> None:
     unbatched = trial(tmp_path, models.add_sub("FP32", batched=False))
     assert [tensor.dims for tensor in unbatched.spec.outputs] == [(16,), (16,)]
-    assert unbatched.why_not == ""
+    assert (unbatched.fixed_rows, unbatched.why_not) == (
+        0,
+        "its inputs have no other dimension, so a row would be one number",
+    )
 
 
 @pytest.mark.parametrize("datatype", ["FP32", "BF16", "INT64", "BYTES"])
