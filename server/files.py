@@ -1,6 +1,6 @@
 """Files that users name, checked before anything is opened, watched for changes, and told as others may read them.
 
-Lives here: what every reader of such a file has to do. Must not: read files.
+Lives here: what every reader of such a file has to do. Must not: know what is in one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ import errno
 import stat
 from pathlib import Path
 
-__all__ = ["WatchedFiles", "check_file", "in_utf8", "why"]
+from paceline.backends.paths import open_inside
+from paceline.server.errors import ConfigError
+from paceline.server.limits import LARGEST_MESSAGE_BYTES
+
+__all__ = ["WatchedFiles", "check_file", "in_utf8", "read_inside", "why"]
 
 
 def in_utf8(text: str) -> str:
@@ -23,6 +27,23 @@ def check_file(path: Path) -> None:
     end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "expected a file, got something else", str(path))
+
+
+def read_inside(where: str, home: Path, name: str, folder: str = "") -> bytes:
+    """The content of the file `name` in `folder` of a model's folder, `home`. Blocks. Raises ConfigError, with `where`
+    first, for one that is outside, can't be read, or is larger than any message."""
+    try:
+        file = open_inside(home / folder, name)
+        if file is None:
+            inside = f"the model's folder '{folder}'" if folder else "the model's folder"
+            raise ConfigError(f"{where}: expected a file inside {inside}, got '{name}'")
+        with file:
+            content = file.read(LARGEST_MESSAGE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{where}: {home / folder / name}: {error.strerror}") from None
+    if len(content) > LARGEST_MESSAGE_BYTES:
+        raise ConfigError(f"{where}: expected a file of at most {LARGEST_MESSAGE_BYTES} bytes, got more: '{name}'")
+    return content
 
 
 def why(error: OSError | ValueError) -> str:

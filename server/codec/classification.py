@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.backends.paths import open_inside
 from paceline.backends.spec import Array
 from paceline.protos.inference_pb2 import InferParameter
 from paceline.protos.model_config_pb2 import ModelConfig
-from paceline.server.errors import ConfigError, InvalidRequest
+from paceline.server.errors import InvalidRequest
+from paceline.server.files import read_inside
 
 __all__ = ["Labels", "class_count", "classes_of", "read_labels"]
 
@@ -65,7 +65,15 @@ def classes_of(array: Array, count: int, labels: Sequence[bytes], *, by_rows: bo
 def read_labels(config: ModelConfig, folder: Path) -> dict[str, tuple[bytes, ...]]:
     """The labels of each output that has a `label_filename`, a file in the model's `folder` with one name per line, the
     first being that of class 0. Raises ConfigError."""
-    return {one.name: _lines(one.name, one.label_filename, folder) for one in config.output if one.label_filename}
+    return {
+        one.name: tuple(
+            read_inside(f"output '{one.name}': label_filename", folder, one.label_filename)
+            .removeprefix(codecs.BOM_UTF8)
+            .splitlines()
+        )
+        for one in config.output
+        if one.label_filename
+    }
 
 
 def _largest(values: Array, count: int) -> Array:
@@ -89,15 +97,3 @@ def _text(value: float, index: int, labels: Sequence[bytes]) -> bytes:
     number = b"%f" % value if isinstance(value, float) else b"%d" % value
     label = labels[index] if index < len(labels) else b""
     return b"%b:%d:%b" % (number, index, label) if label else b"%b:%d" % (number, index)
-
-
-def _lines(output: str, name: str, folder: Path) -> tuple[bytes, ...]:
-    where = f"output '{output}': label_filename"
-    try:
-        file = open_inside(folder, name)
-        if file is None:
-            raise ConfigError(f"{where}: expected a file inside the model's folder, got '{name}'")
-        with file:
-            return tuple(file.read().removeprefix(codecs.BOM_UTF8).splitlines())
-    except OSError as error:
-        raise ConfigError(f"{where}: {folder / name}: {error.strerror}") from None

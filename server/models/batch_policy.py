@@ -17,7 +17,18 @@ from paceline.scheduler.policy import BatchPolicy, PolicyError, QueueLimits, Que
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import BatchDefaults, as_boolean
 
-__all__ = ["OWN_PARAMETERS", "OwnSettings", "PadAxis", "batch_policy", "called_models", "limit_of", "own_settings"]
+__all__ = [
+    "OWN_PARAMETERS",
+    "OwnSettings",
+    "PadAxis",
+    "backend_name",
+    "batch_policy",
+    "called_models",
+    "limit_of",
+    "no_cache",
+    "own_settings",
+    "refuse",
+]
 
 _PREFIX = "paceline."
 _MAX_NUMBER = 2**63 - 1
@@ -80,9 +91,28 @@ def own_settings(config: pb.ModelConfig) -> OwnSettings:
     return OwnSettings(**values)  # type: ignore[arg-type]
 
 
+def backend_name(config: pb.ModelConfig) -> str:
+    """The backend that the configuration names, directly or by platform; ONNX Runtime if it names none."""
+    return config.backend or config.platform or "onnxruntime"
+
+
 def called_models(config: pb.ModelConfig) -> CalledModels:
     """The models that its code calls, as it declares. Raises as `own_settings`."""
     return own_settings(config).calls
+
+
+def refuse(why: str, *settings: tuple[str, str, object]) -> None:
+    """Raise ConfigError for the first of `settings` that was given: its name, what is expected, and its value."""
+    for name, expected, got in settings:
+        if got:
+            raise ConfigError(f"{name}: expected {expected}, as {why}, got {got}")
+
+
+def no_cache(model: str, what: str, why: str = "") -> ConfigError:
+    """The error of a model that has `what` and asks for the response cache."""
+    expected = f"expected response_cache.enable false{why and ', ' + why}, got true"
+    text = f"Response Cache does not currently support model {model} with {what}. Please disable the response cache"
+    return ConfigError(f"{text}: {expected}")
 
 
 def batch_policy(
@@ -139,16 +169,13 @@ def _preferred(batching: pb.ModelDynamicBatching, own: OwnSettings, max_rows: in
     configuration without sizes like that, and it must mean the same when it is loaded again. Raises ConfigError for
     settings that only mean something with a batch axis if there is none."""
     sizes, preferred = tuple(batching.preferred_batch_size), "dynamic_batching.preferred_batch_size"
-    settings = (
-        (preferred, "none", list(sizes)),
-        ("paceline.batch_sizes", "none", list(own.batch_sizes)),
-        ("paceline.split_oversized", "false", "true" if own.split_oversized else ""),
-    )
-    for what, expected, got in () if max_rows else settings:
-        if got:
-            raise ConfigError(
-                f"{what}: expected {expected}, as the model has no batch axis (max_batch_size 0), got {got}"
-            )
+    if not max_rows:
+        refuse(
+            "the model has no batch axis (max_batch_size 0)",
+            (preferred, "none", list(sizes)),
+            ("paceline.batch_sizes", "none", list(own.batch_sizes)),
+            ("paceline.split_oversized", "false", own.split_oversized and "true"),
+        )
     for size in sizes:
         if not 0 < size <= max_rows:
             raise ConfigError(f"{preferred}: expected 1 to max_batch_size, {max_rows}, got {size}")

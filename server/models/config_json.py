@@ -18,12 +18,7 @@ from paceline.server.errors import ConfigError
 
 __all__ = ["config_json", "with_completed"]
 
-_WIDE = frozenset(
-    (
-        FieldDescriptor.CPPTYPE_INT64,
-        FieldDescriptor.CPPTYPE_UINT64,
-    )
-)
+_WIDE = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 """Protobuf writes these as strings, as not every language has numbers of 64 bits."""
 
 

@@ -7,6 +7,7 @@ given to the loader again as `config.pbtxt` or as an override, serves the model 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TypeVar
 
 from paceline.backends.base import Device, DeviceKind
@@ -33,8 +34,7 @@ def effective_config(
     `platform` is what the opened model calls its framework, or that of an ensemble, `file` the name of its file, if its
     backend reads files, `groups` are the devices that each instance group's instances run on.
     """
-    made = pb.ModelConfig()
-    made.CopyFrom(config)
+    made = deepcopy(config)
     if platform != ENSEMBLE:
         made.backend = config.backend or ("onnxruntime" if platform == _ONNX_PLATFORM else platform)
     else:

@@ -1,17 +1,19 @@
 """Ensembles: `platform: "ensemble"`, and the steps in `ensemble_scheduling`, each executed by another model.
 
-Lives here: what can be said of a configuration without knowing these models; with them, `pipeline` goes on. Must not:
-execute anything.
+Lives here: what can be said of a configuration without knowing these models (with them, `pipeline` goes on), and what a
+batcher has in place of an instance's thread. Must not: how a request is executed; that is the payload's.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from paceline.backends.base import Device, DeviceKind
+from paceline.backends.spec import Tensors
 from paceline.protos import model_config_pb2 as pb
+from paceline.scheduler.runner import Done, Outcome
 from paceline.server.errors import ConfigError
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "EnsembleInstance",
     "EnsembleModel",
     "EnsembleStep",
+    "Runnable",
     "check_ensemble",
     "is_ensemble",
     "most_at_once",
@@ -46,11 +49,48 @@ class EnsembleStep:
     outputs: Mapping[str, str]
 
 
+@runtime_checkable
+class Runnable(Protocol):
+    """A request that executes itself."""
+
+    def begin(self, done: Callable[[Outcome[Tensors]], None]) -> None:
+        """Start; `done` is called later, once."""
+
+    def call_off(self) -> None:
+        """Nobody waits for it any more. `done` is called all the same."""
+
+
 class EnsembleInstance:
-    """What executes one request to an ensemble at a time, each of its steps by another model; it is on no device of its
-    own."""
+    """Executes one request to an ensemble at a time, each of its steps by another model. It is its own runner, on the
+    event loop, and on no device."""
 
     device = Device(DeviceKind.CPU)
+    stages = False
+
+    def __init__(self) -> None:
+        self._going: Runnable | None = None
+
+    def start(self) -> None:
+        pass
+
+    def run(self, payloads: Sequence[Runnable], padded_rows: int, done: Done[Tensors]) -> None:
+        (going,) = payloads
+        self._going = going
+
+        def end(outcome: Outcome[Tensors]) -> None:
+            self._going = None
+            done(outcome)
+
+        going.begin(end)
+
+    def take_back(self) -> bool:
+        return False
+
+    def call_off(self) -> None:
+        if self._going is not None:
+            self._going.call_off()
+
+    stop = call_off
 
     def close(self) -> None:
         pass
@@ -117,11 +157,11 @@ def check_ensemble(config: pb.ModelConfig) -> None:
 
 
 def steps_of(config: pb.ModelConfig) -> tuple[EnsembleStep, ...]:
-    """The steps, each of which gets all its inputs from the ensemble's or from other steps. Raises ConfigError."""
+    """The steps, each of which gets all its inputs from the ensemble's or from steps before it. Raises ConfigError."""
     name, found = config.name, config.ensemble_scheduling.step
     if not found:
         raise ConfigError(f"must specify 'step' for ensemble '{name}'")
-    steps: list[EnsembleStep] = []
+    steps, written = list[EnsembleStep](), {tensor.name for tensor in config.input}
     for number, step in enumerate(found):
         for field in ("model_name", "input_map", "output_map"):
             if not getattr(step, field):
@@ -131,27 +171,20 @@ def steps_of(config: pb.ModelConfig) -> tuple[EnsembleStep, ...]:
         if step.model_version < -1:
             raise ConfigError(f"step {number}: expected model_version -1 or a version, got {step.model_version}")
         version = str(step.model_version) if step.model_version > 0 else ""
-        made = EnsembleStep(number, step.model_name, version, dict(step.input_map), dict(step.output_map))
-        steps.append(made)
-    _check_written_once(config, steps)
-    _check_connected(config, steps)
-    return tuple(steps)
-
-
-def _check_written_once(config: pb.ModelConfig, steps: list[EnsembleStep]) -> None:
-    written = Counter(tensor.name for tensor in config.input)
-    for step in steps:
-        for tensor in step.outputs.values():
-            written[tensor] += 1
-            if written[tensor] > 1:
+        for tensor in step.output_map.values():
+            if tensor in written:
                 raise ConfigError(
-                    f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble '{config.name}' "
-                    f"step {step.number}, and not as an input of the ensemble"
+                    f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble '{name}' step "
+                    f"{number}, and not as an input of the ensemble"
                 )
+            written.add(tensor)
+        steps.append(EnsembleStep(number, step.model_name, version, dict(step.input_map), dict(step.output_map)))
+    return tuple(_connected(config, steps))
 
 
-def _check_connected(config: pb.ModelConfig, steps: list[EnsembleStep]) -> None:
-    """Every tensor is made by somebody and used by somebody, and no step waits for itself."""
+def _connected(config: pb.ModelConfig, steps: list[EnsembleStep]) -> list[EnsembleStep]:
+    """The steps in an order in which they can go. Raises ConfigError unless every tensor is made by somebody and used
+    by somebody, and no step waits for itself."""
     name = config.name
     inputs = {tensor.name for tensor in config.input}
     outputs = {tensor.name for tensor in config.output}
@@ -162,12 +195,12 @@ def _check_connected(config: pb.ModelConfig, steps: list[EnsembleStep]) -> None:
     for tensor in sorted(outputs):
         if tensor not in maker:
             raise ConfigError(f"ensemble output '{tensor}' for ensemble {name}' is not used: no step makes it")
-    # Steps that can go one after the other, given the ensemble's inputs.
-    made, left = set(inputs), list(steps)
+    made, left, order = set(inputs), list(steps), list[EnsembleStep]()
     while ready := [step for step in left if made.issuperset(step.inputs.values())]:
         for step in ready:
             made.update(step.outputs.values())
             left.remove(step)
+            order.append(step)
     for step in left:
         lacking = next(tensor for tensor in step.inputs.values() if tensor not in made)
         why = (
@@ -182,3 +215,4 @@ def _check_connected(config: pb.ModelConfig, steps: list[EnsembleStep]) -> None:
         if tensor not in read and tensor not in outputs:
             what = f"step {maker[tensor].number} makes it, and no step and no output uses it; leave it out"
             raise ConfigError(f"ensemble tensor '{tensor}' is unused in ensemble '{name}': {what}")
+    return order

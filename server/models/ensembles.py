@@ -9,10 +9,12 @@ unload. The rule: an ensemble serves with those versions that requests to its mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 
 from paceline.server.errors import ConfigError, ServerError
-from paceline.server.models.batch_policy import own_settings
+from paceline.server.models.batch_policy import no_cache, own_settings
 from paceline.server.models.ensemble_config import EnsembleModel
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.model_record import UNLOADED, ModelRecord
@@ -40,9 +42,14 @@ class Ensembles:
         before = self._loaded.pop(name, ())
         if any(isinstance(one.opened, EnsembleModel) for one in loaded):
             self._loaded[name] = loaded
-        if circle := self._circle(name, ()):
+        try:
+            self._in_order()
+        except CycleError as error:
             self.learn(name, before)
-            raise ConfigError(f"circular dependency between ensembles: {' -> '.join(circle)}")
+            circle: list[str] = error.args[1][:0:-1]  # each needs the next one, and the last the first
+            at = circle.index(name)
+            way = " -> ".join((*circle[at:], *circle[:at], name))
+            raise ConfigError(f"circular dependency between ensembles: {way}") from None
         return before
 
     def forget(self, name: str) -> None:
@@ -68,7 +75,8 @@ class Ensembles:
             record, loaded = self._records[name], self._loaded[name]
             if record.turn.locked() or self._is_current(name):
                 continue  # a load in progress looks for itself
-            if any(self._was_unloaded(need) for need in self.needs(name)):
+            needed = [self._records[need] for need in self.needs(name) if need in self._records]
+            if any(one.unloaded and not one.serving for one in needed):
                 if record.serving:
                     yield name, None
                 continue
@@ -89,32 +97,10 @@ class Ensembles:
         except ServerError:
             return False
 
-    def _was_unloaded(self, name: str) -> bool:
-        record = self._records.get(name)
-        return record is not None and not record.serving and record.unloaded
-
     def _in_order(self) -> list[str]:
-        """All ensembles, each after those that it needs."""
-        order: dict[str, None] = {}
-
-        def add(name: str) -> None:
-            if name in self._loaded and name not in order:
-                for need in self.needs(name):
-                    add(need)
-                order[name] = None
-
-        for name in self._loaded:
-            add(name)
-        return list(order)
-
-    def _circle(self, name: str, way: tuple[str, ...]) -> tuple[str, ...]:
-        """A way from `name` back to itself, or to one on the `way` there; () if there is none."""
-        if name in way:
-            return (*way[way.index(name) :], name)
-        for need in self.needs(name):
-            if circle := self._circle(need, (*way, name)):
-                return circle
-        return ()
+        """All ensembles, each after those that it needs. Raises CycleError."""
+        needs = {name: self.needs(name) for name in self._loaded}
+        return [name for name in TopologicalSorter(needs).static_order() if name in needs]
 
     def _join(self, loaded: LoadedVersion) -> Joined:
         if not isinstance(loaded.opened, EnsembleModel):
@@ -125,12 +111,8 @@ class Ensembles:
         if not pipeline.decoupled:
             return loaded, pipeline
         if loaded.config.response_cache.enable:
-            raise ConfigError(
-                f"Response Cache does not currently support model {loaded.name} with 'decoupled' transaction policy. "
-                "Please disable the response cache: one of its steps answers more than once"
-            )
-        config = type(loaded.config)()
-        config.CopyFrom(loaded.config)
+            raise no_cache(loaded.name, "'decoupled' transaction policy", "as one of its steps answers more than once")
+        config = deepcopy(loaded.config)
         config.model_transaction_policy.decoupled = True
         policy = replace(loaded.plan.policy, isolate_failures=False)
         plan = replace(loaded.plan, policy=policy, most_open=own_settings(config).max_open_requests, decoupled=True)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 from paceline.backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted, StepsAlone
 from paceline.backends.errors import DeviceLost, InstanceLost, StepHangs
@@ -28,15 +28,14 @@ from paceline.scheduler.runner import TaskRunner, ThreadRunner, do_nothing
 from paceline.server.errors import ConfigError, Ending, LoadHangs
 from paceline.server.memory.reading import ExecuteInputs
 from paceline.server.memory.region_tensors import Inputs
-from paceline.server.models.callers import Caller
 from paceline.server.models.ensemble_config import EnsembleInstance, EnsembleModel
 from paceline.server.models.load_queue import call_soon, start_thread, submit
 from paceline.server.models.loader import LoadedVersion
-from paceline.server.models.pipeline_runner import PipelineRunner
 from paceline.server.models.warmup import Supervisor
+from paceline.server.telemetry.metrics import AnyBatcher
 from paceline.server.telemetry.model_statistics import VersionStatistics
 
-__all__ = ["Instances"]
+__all__ = ["Caller", "Instances"]
 
 _log = logging.getLogger("paceline.server.instances")
 
@@ -49,20 +48,19 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_FIRST_PAUSE_S = 0.1, 10.0
 """Before the first attempt, if instances end one after the other without having executed anything."""
 
-Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[RemoteRequest, Tensors] | PipelineRunner
+Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[RemoteRequest, Tensors] | EnsembleInstance
 Instance = ModelInstance | RemoteInstance | EnsembleInstance
 
 
-class _Batcher(Protocol):
-    """What is told of runners that come and go."""
+class Caller(NamedTuple):
+    """An instance whose code calls other models: its executions are those of `runner`."""
 
-    def add(self, runner: Runner, /) -> None: ...
+    batcher: AnyBatcher
+    runner: Runner
 
-    def lose(self, runner: Runner, error: BaseException, /) -> None: ...
-
-    def executing(self, runner: Runner, /) -> Sequence[AnyRequest]: ...
-
-    def suspend(self) -> None: ...
+    def executing(self) -> Sequence[AnyRequest]:
+        """The requests that it executes now, none if it is idle. On the event loop."""
+        return self.batcher.executing(self.runner)
 
 
 class Instances:
@@ -99,7 +97,7 @@ class Instances:
         self._closed = self._model_is_left = False
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop
-        self.batcher: _Batcher
+        self.batcher: AnyBatcher
 
     @property
     def can_execute(self) -> bool:
@@ -366,7 +364,7 @@ class Instances:
 
     def _new_runners(self, instance: Instance) -> Sequence[Runner]:
         if isinstance(instance, EnsembleInstance):
-            return [PipelineRunner()]
+            return [instance]
         if isinstance(instance, RemoteInstance):
             return [TaskRunner(instance.execute)]
         name = f"{self._loaded.name}_{self._loaded.version}_{self._made}"

@@ -71,7 +71,8 @@ class KeptResponses:
         """Keep a copy of the outputs with the indices `wanted`, for `find`. Costs the copy, on the event loop, as
         making an answer of them does. Nothing is kept of what no answer can be made of."""
         arrays = [array if index in wanted else MISSING for index, array in enumerate(results)]
-        if self._closed or not all(map(_is_sendable, arrays)):
+        texts = (one for array in arrays if array.dtype.hasobject for one in array.flat)
+        if self._closed or not all(isinstance(one, (bytes, str)) for one in texts):
             return
         size_bytes = _ENTRY_BYTES + sum(_ARRAY_BYTES + memory_bytes(array) for array in arrays)
         if size_bytes <= self._pool.max_bytes:
@@ -81,10 +82,6 @@ class KeptResponses:
         """The load has ended: forget its answers. It may still answer what it accepted; none of that is kept."""
         self._closed = True
         self._pool.forget(self)
-
-
-def _is_sendable(array: Array) -> bool:
-    return not array.dtype.hasobject or all(isinstance(one, (bytes, str)) for one in array.flat)
 
 
 def _copied(array: Array) -> Array:

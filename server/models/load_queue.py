@@ -124,7 +124,14 @@ class LoadQueue:
                 raise RuntimeError(f"StopIteration: {error}") from error  # which asyncio's futures can't carry
 
         for left in range(self._retries, -1, -1):
-            future = await self._begin(load)
+            await self._free.acquire()
+            try:
+                future = submit(load)
+            except RuntimeError:
+                self._free.release()
+                raise
+            self._note(future)  # it counts until it ends, whoever waits for it
+            future.add_done_callback(lambda _: call_soon(loop, self._free.release))
             # Nothing else tells: until all models are loaded, a server has no port to be asked on.
             text = "model '%s' is still loading after %.0f s"
             slow = loop.call_later(self._slow_after_s, _log.info, text, name, self._slow_after_s)
@@ -143,19 +150,6 @@ class LoadQueue:
                 slow.cancel()
                 del future  # it has the error, whose traceback refers to this frame
         raise AssertionError("the last try returned or raised")
-
-    async def _begin(self, load: Callable[[], T]) -> Future[T]:
-        """Start `load` when it is its turn. Its thread counts until it ends, whoever waits for it."""
-        await self._free.acquire()
-        loop = asyncio.get_running_loop()
-        try:
-            future = submit(load)
-        except RuntimeError:
-            self._free.release()
-            raise
-        self._note(future)
-        future.add_done_callback(lambda _: call_soon(loop, self._free.release))
-        return future
 
     def _note(self, ending: Ending) -> None:
         self._under_way.add(ending)

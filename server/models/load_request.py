@@ -77,7 +77,33 @@ def parse_load_parameters(name: str, parameters: Parameters) -> Override | None:
     """The override in the parameters of a load of model `name`; None if there are no parameters. Raises InvalidRequest
     naming the parameter."""
     try:
-        return _override(parameters)
+        files: dict[PurePosixPath, bytes] = {}
+        for key, parameter in parameters.items():
+            if key.startswith(_FILE):
+                text = key.removeprefix(_FILE)
+                path = PurePosixPath(text)
+                if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text or "\\" in text:
+                    raise InvalidRequest(f"load parameter {key!r}: expected a path inside the model's folder")
+                if path in files:
+                    raise InvalidRequest(f"load parameter {key!r}: expected each file once, got '{path}' twice")
+                _check_type("load", key, parameter, "bytes_param")
+                files[path] = parameter.bytes_param
+            elif key == "config":
+                _check_type("load", key, parameter, "string_param")
+            else:
+                raise InvalidRequest(f"unrecognized load parameter {key!r}: expected 'config' or 'file:<path>'")
+        if "config" not in parameters:
+            if files:
+                raise InvalidRequest("load parameter 'config': expected one together with 'file:...', got none")
+            return None
+        expected, text = "load parameter 'config': expected a ModelConfig as JSON", parameters["config"].string_param
+        # protobuf accepts an empty list or text as an object without fields.
+        if not text.lstrip().startswith("{"):
+            raise InvalidRequest(f"{expected}, an object, got {text[:20]!r}")
+        try:
+            return Override(json_format.Parse(text, config_pb.ModelConfig()), files)
+        except (json_format.ParseError, RecursionError) as error:
+            raise InvalidRequest(f"{expected}: {error}") from None
     except InvalidRequest as error:
         raise _refused(name, str(error)) from None
 
@@ -192,40 +218,7 @@ def _refused(name: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"failed to load '{name}', {why}")
 
 
-def _override(parameters: Parameters) -> Override | None:
-    files: dict[PurePosixPath, bytes] = {}
-    for key, parameter in parameters.items():
-        if key.startswith(_FILE):
-            text = key.removeprefix(_FILE)
-            path = PurePosixPath(text)
-            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text or "\\" in text:
-                raise InvalidRequest(f"load parameter {key!r}: expected a path inside the model's folder")
-            if path in files:
-                raise InvalidRequest(f"load parameter {key!r}: expected each file once, got '{path}' twice")
-            _check_type("load", key, parameter, "bytes_param")
-            files[path] = parameter.bytes_param
-        elif key == "config":
-            _check_type("load", key, parameter, "string_param")
-        else:
-            raise InvalidRequest(f"unrecognized load parameter {key!r}: expected 'config' or 'file:<path>'")
-    if "config" in parameters:
-        return Override(_parse_config(parameters["config"].string_param), files)
-    if files:
-        raise InvalidRequest("load parameter 'config': expected one together with 'file:...', got none")
-    return None
-
-
 def _check_type(what: str, key: str, parameter: ModelRepositoryParameter, expected: str) -> None:
     got = parameter.WhichOneof("parameter_choice")
     if got != expected:
         raise InvalidRequest(f"invalid value type for {what} parameter {key!r}, expected {expected}, got {got}")
-
-
-def _parse_config(text: str) -> config_pb.ModelConfig:
-    # protobuf accepts an empty list or text as an object without fields.
-    if not text.lstrip().startswith("{"):
-        raise InvalidRequest(f"load parameter 'config': expected a ModelConfig as JSON, an object, got {text[:20]!r}")
-    try:
-        return json_format.Parse(text, config_pb.ModelConfig())
-    except (json_format.ParseError, RecursionError) as error:
-        raise InvalidRequest(f"load parameter 'config': expected a ModelConfig as JSON: {error}") from None

@@ -9,7 +9,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from paceline.backends.base import (
@@ -18,7 +20,6 @@ from paceline.backends.base import (
     CompletesConfig,
     InstanceGroup,
     ModelInstance,
-    ModelSource,
     OpenModel,
     Rounding,
 )
@@ -30,8 +31,7 @@ from paceline.backends.trials import Supervise, Triable, Trial
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.codec.classification import Labels, read_labels
 from paceline.server.errors import ConfigError, LoadHangs
-from paceline.server.models.batch_policy import called_models, limit_of
-from paceline.server.models.batching_words import batching_in_words
+from paceline.server.models.batch_policy import backend_name, called_models, limit_of
 from paceline.server.models.config_json import config_json, with_completed
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.effective_config import effective_config
@@ -44,20 +44,17 @@ from paceline.server.models.ensemble_config import (
     steps_of,
 )
 from paceline.server.models.layout import DEFAULT_MODEL_FILE, MERGED_DECODER_FILE, PYTHON_MODEL_FILE, ModelFolder
+from paceline.server.models.load_config import PYTHON, load_config, wanted_versions
 from paceline.server.models.model_config import (
     ServingPlan,
-    backend_name,
     check_supported,
     ignored_settings,
     instance_groups,
     model_source,
-    parse_config,
     plan,
 )
-from paceline.server.models.model_record import DUPLICATE_NAME
 from paceline.server.models.offline import configured_for, executed_alone
-from paceline.server.models.padding import says_only_padding, with_lengths
-from paceline.server.models.permissions import check_allowed, check_code
+from paceline.server.models.padding import batching_in_words, says_only_padding, with_lengths
 from paceline.server.models.sequence_config import of_clients
 from paceline.server.models.sequence_states import InitialData, read_initial_data
 from paceline.server.models.tensor_config import (
@@ -70,12 +67,9 @@ from paceline.server.models.tensor_config import (
 )
 from paceline.server.models.warmup import Supervisor, WarmUp
 
-__all__ = ["Found", "LoadedVersion", "is_python", "load_model"]
+__all__ = ["Found", "LoadedVersion", "load_model"]
 
 _log = logging.getLogger("paceline.server.loader")
-
-_PYTHON = "python"
-"""The backend's name in configurations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +125,7 @@ def load_model(
     Blocks. Raises ConfigError or LoadError, or LoadHangs if an execution takes longer than allowed.
     """
     defaults = defaults or LoadDefaults()
-    config = _configuration(folder, override)
-    check_allowed(config, defaults, from_client=override is not None)
-    check_code(config, folder, defaults, from_client=override is not None)
+    config = load_config(folder, override, defaults)
     versions = wanted_versions(config, folder)
     if tell_versions is not None:
         tell_versions(versions)
@@ -169,58 +161,6 @@ def _tell_ignored(config: pb.ModelConfig, flags: Sequence[tuple[str, str]]) -> N
         _log.warning(text, config.name, names, have, fields)
     if settings := ignored_settings(config):
         _log.warning("model '%s': not in this build, so without effect: %s", config.name, ", ".join(settings))
-
-
-def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.ModelConfig:
-    """The configuration to load the model with, its name filled in. Raises ConfigError for what can't be loaded."""
-    if folder.problem:
-        raise ConfigError(folder.problem)
-    if folder.duplicates:
-        raise ConfigError(f"{DUPLICATE_NAME}: {', '.join(map(str, folder.duplicates))}")
-    for stray in folder.strays:
-        _log.warning("%s is ignored: expected a version folder, named by a number without leading zeros", stray)
-    config = pb.ModelConfig()
-    if override is not None:
-        config.CopyFrom(override)
-    elif folder.config:
-        config = parse_config(folder.config)
-    if config.name not in ("", folder.name) and not folder.renamed:
-        raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
-    config.name = folder.name
-    if is_python(config, folder):
-        config.backend = _PYTHON
-    check_supported(config)
-    return config
-
-
-def is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
-    """Whether `config` asks for the backend, or leaves it open for a folder that has Python models and nothing else."""
-    if config.backend or config.platform:
-        return backend_name(config) == _PYTHON
-    if config.default_model_filename or folder.file is not None or not folder.versions:
-        return False
-    return all(
-        exists(path / PYTHON_MODEL_FILE) and not exists(path / DEFAULT_MODEL_FILE) for path in folder.versions.values()
-    )
-
-
-def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
-    """The versions that `version_policy` picks from those on disk; by default the latest one."""
-    policy, present = config.version_policy, sorted(folder.versions)
-    if not present:
-        raise ConfigError(f"no version to load: expected folders named by version numbers in {folder.path}, found none")
-    if policy.HasField("all"):
-        return present
-    if not policy.HasField("specific"):
-        return present[-max(1, policy.latest.num_versions) :]
-    asked = sorted(set(policy.specific.versions))
-    wanted = [version for version in asked if version in folder.versions]
-    if not wanted:
-        raise ConfigError(f"no version to load: version_policy asks for {asked}, found {present} in {folder.path}")
-    for version in asked:
-        if version not in folder.versions:
-            _log.warning("model '%s': version %d of its version_policy is not in %s", folder.name, version, folder.path)
-    return wanted
 
 
 def _load_ensemble(folder: ModelFolder, version: int, config: pb.ModelConfig, defaults: LoadDefaults) -> LoadedVersion:
@@ -266,7 +206,7 @@ def _load_version(
         undo.callback(supervise.close)
         opened = backend.open(replace(source, supervise=supervise), devices[0])
         undo.callback(opened.close)
-        if completes := isinstance(opened, CompletesConfig):
+        if isinstance(opened, CompletesConfig):
             config = with_completed(config, opened.completed_config)
             check_supported(config)
             opened.declare(declared_spec(config))
@@ -276,12 +216,14 @@ def _load_version(
             tried = _tried(config, opened, supervise)
             if tried.deadly and OWN_PROCESS not in source.parameters:
                 opened.close()
-                config, source = _in_own_process(config, source)
+                # What callers send may end the process, as the trial did.
+                _log.warning("model '%s' runs in its own process, because it crashed its trial process", config.name)
+                config = deepcopy(config)
+                config.parameters[OWN_PROCESS].string_value = "true"
+                source = replace(source, parameters={**source.parameters, OWN_PROCESS: "true"})
                 opened = backend.open(source, devices[0])
                 undo.callback(opened.close)
-            rounds_by = opened.rounds_by if isinstance(opened, Rounding) else ""
-            prompts = opened.together if isinstance(opened, Generates) else 0
-            served = _plan(config, tried, defaults, batching, rounds_by, initial_data, completes, prompts)
+            served = _plan(config, opened, tried, defaults, batching, initial_data)
             padding = with_lengths(config, served, opened, devices, supervise)
             served = padding.plan
             warm_up = WarmUp(config, served, folder.path)
@@ -333,41 +275,29 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
     return replace(tried, why_not="") if says else tried
 
 
-def _in_own_process(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.ModelConfig, ModelSource]:
-    """The same, but in a process of its own: what callers send may end the process, as the trial did."""
-    _log.warning("model '%s' runs in its own process, because it crashed its trial process", config.name)
-    changed = pb.ModelConfig()
-    changed.CopyFrom(config)
-    changed.parameters[OWN_PROCESS].string_value = "true"
-    return changed, replace(source, parameters={**source.parameters, OWN_PROCESS: "true"})
-
-
 def _plan(
     config: pb.ModelConfig,
+    opened: OpenModel,
     tried: Trial,
     defaults: LoadDefaults,
     batching: BatchDefaults | None,
-    rounds_by: str,
     initial_data: InitialData,
-    for_triton: bool,
-    prompts: int,
 ) -> ServingPlan:
     """How to serve it; not batched if the trial spoke against that. Logs what the user may not expect: that, or that
-    requests share batches of a model that rounds by all rows of a batch, as `rounds_by` does."""
-    limit_ns = defaults.execution_limit_ns
+    requests share batches of a model that rounds by all rows of a batch."""
+    rounds_by = opened.rounds_by if isinstance(opened, Rounding) else ""
+    planned = partial(
+        plan,
+        config,
+        tried.spec,
+        execution_limit_ns=defaults.execution_limit_ns,
+        confirmed_rows=tried.fixed_rows,
+        initial_data=initial_data,
+        for_triton=isinstance(opened, CompletesConfig),
+        prompts=opened.together if isinstance(opened, Generates) else 0,
+    )
     try:
-        rows = defaults.max_batch_rows
-        served = plan(
-            config,
-            tried.spec,
-            batching,
-            rows,
-            limit_ns,
-            tried.fixed_rows,
-            initial_data,
-            for_triton=for_triton,
-            prompts=prompts,
-        )
+        served = planned(batching, defaults.max_batch_rows)
     except ConfigError as error:
         if fixed_rows(config, tried.spec) > 1 and tried.why_not:  # so batch settings are refused
             raise ConfigError(f"{error}; {tried.why_not}") from None
@@ -376,8 +306,7 @@ def _plan(
         because = f" ({rounds_by} scales by the largest number in a batch)" if rounds_by else ""
         text = "model '%s' isn't batched: %s%s; to batch it anyway, set max_batch_size in a config.pbtxt"
         _log.warning(text, config.name, tried.why_not, because)
-        batching = batching and replace(batching, max_batch_rows=0)
-        return plan(config, tried.spec, batching, 0, limit_ns, initial_data=initial_data)
+        return planned(batching and replace(batching, max_batch_rows=0), 0)
     if rounds_by and served.max_batch_rows > 1 and served.policy.max_batch_requests != 1:
         text = (
             "model '%s': %s scales by the largest number in a batch, so answers depend a little on the other requests "
@@ -392,7 +321,7 @@ def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Pa
     if folder.file is not None:
         return folder.file
     default, place = (
-        PYTHON_MODEL_FILE if backend_name(config) == _PYTHON else DEFAULT_MODEL_FILE,
+        PYTHON_MODEL_FILE if backend_name(config) == PYTHON else DEFAULT_MODEL_FILE,
         folder.versions[version],
     )
     if default == DEFAULT_MODEL_FILE and not exists(place / default) and exists(place / MERGED_DECODER_FILE):

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import codecs
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 from google.protobuf import text_format
 
@@ -23,9 +25,15 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.errors import ConfigError
 from paceline.server.files import check_file
-from paceline.server.models.batch_policy import batch_policy, called_models, own_settings
+from paceline.server.models.batch_policy import (
+    backend_name,
+    batch_policy,
+    called_models,
+    no_cache,
+    own_settings,
+    refuse,
+)
 from paceline.server.models.config_json import config_json
-from paceline.server.models.decoupled_config import MANY, check_generating, check_requests
 from paceline.server.models.defaults import BatchDefaults
 from paceline.server.models.ensemble_config import check_ensemble, is_ensemble
 from paceline.server.models.sequence_config import (
@@ -48,7 +56,6 @@ from paceline.server.models.tensor_config import (
 
 __all__ = [
     "ServingPlan",
-    "backend_name",
     "check_supported",
     "ignored_settings",
     "instance_groups",
@@ -66,6 +73,9 @@ _MAX_INSTANCES = 1024
 _COMMENT_OR_STRING = re.compile(rb"""(#[^\n]*)|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?""")
 """A quote opens a string that ends at the next one or with its line, except that a backslash takes the next byte's
 meaning away; in it, # begins no comment. Bytes suffice: in UTF-8, those of ASCII are nothing but that."""
+
+_MANY: Final = sys.maxsize
+"""How many requests may be open where each is answered once: as many as its queue takes."""
 
 _TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
 """With `_` in front, a valid label name, and none of those that Prometheus reserves, which begin with `__`."""
@@ -113,11 +123,6 @@ def parse_config(path: Path) -> pb.ModelConfig:
 def _readable(found: re.Match[bytes]) -> bytes:
     """A comment that is UTF-8, as error texts may quote it; a string as it is."""
     return found[1].decode(errors="backslashreplace").encode() if found[1] else found[0]
-
-
-def backend_name(config: pb.ModelConfig) -> str:
-    """The backend that the configuration names, directly or by platform; ONNX Runtime if it names none."""
-    return config.backend or config.platform or "onnxruntime"
 
 
 def instance_groups(config: pb.ModelConfig) -> tuple[InstanceGroup, ...]:
@@ -215,26 +220,32 @@ def plan(
     decoupled = config.model_transaction_policy.decoupled
     most_open = step_limit_ns = 0
     if decoupled or for_triton:
-        check_requests(config, spec, policy, for_triton=for_triton)
-        most_open = own_set.max_open_requests if decoupled else MANY
+        _check_requests(config, spec, policy, for_triton=for_triton)
+        most_open = own_set.max_open_requests if decoupled else _MANY
     if decoupled:
         # What was answered can't be taken back, so nothing runs again.
         policy = replace(policy, isolate_failures=False)
     if prompts:
-        check_generating(config, policy)
-        most_open = MANY
+        refuse(
+            "the model generates (paceline.generate), and its answers come token by token",
+            ("dynamic_batching.preserve_ordering", "false", policy.preserve_ordering and "true"),
+            ("response_cache.enable", "false", config.response_cache.enable and "true"),
+        )
+        most_open = _MANY
         step_limit_ns = policy.execution_limit_ns
-        # A request's execution only waits for a place, as long as others take, so that its time says nothing.
-        policy = replace(policy, isolate_failures=False, deadline_aware=False, execution_limit_ns=0)
-        # A request's timeout is for its generation, of which that wait is a part.
+        by_level = policy.priority_queue.items()
         policy = replace(
             policy,
+            max_batch_rows=prompts,
+            max_batch_requests=1 if prompts == 1 else 0,
+            isolate_failures=False,
+            # A request's execution only waits for a place, as long as others take, so that its time says nothing.
+            deadline_aware=False,
+            execution_limit_ns=0,
+            # A request's timeout is for its generation, of which that wait is a part.
             queue=replace(policy.queue, allow_timeout_override=True),
-            priority_queue={
-                level: replace(one, allow_timeout_override=True) for level, one in policy.priority_queue.items()
-            },
+            priority_queue={level: replace(one, allow_timeout_override=True) for level, one in by_level},
         )
-        policy = replace(policy, max_batch_rows=prompts, max_batch_requests=1 if prompts == 1 else 0)
     tags, keeps = _metric_tags(config), config.response_cache.enable
     return ServingPlan(spec, max_rows, policy, splits, tags, most_open, decoupled, for_triton, keeps, step_limit_ns)
 
@@ -267,39 +278,57 @@ def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:
 
 def _check_rows(spec: ModelSpec, policy: BatchPolicy, splits: bool) -> None:
     """Settings that add rows to a batch or split a request by rows need tensors that are made of rows."""
+    merging = "allow_ragged_batch, batch_input or batch_output"
     if spec.fixed_rows and not spec.paddable:
         raise ConfigError(
             f"max_batch_size: expected 0, as the model always takes {spec.fixed_rows} rows, to which batches can't be "
-            f"padded with allow_ragged_batch, batch_input or batch_output, got {policy.max_batch_rows}"
+            f"padded with {merging}, got {policy.max_batch_rows}"
         )
     if spec.fixed_rows and policy.batch_sizes != (spec.fixed_rows,):
         raise ConfigError(
             f"paceline.batch_sizes: expected {spec.fixed_rows}, the number of rows that the model always takes, "
             f"got {list(policy.batch_sizes)}"
         )
-    if policy.batch_sizes and not spec.paddable:
-        raise ConfigError(
-            "paceline.batch_sizes: expected none, as batches can't be padded with allow_ragged_batch, "
-            f"batch_input or batch_output, got {list(policy.batch_sizes)}"
-        )
+    if not spec.paddable:
+        sizes = list(policy.batch_sizes)
+        refuse(f"batches can't be padded with {merging}", ("paceline.batch_sizes", "none", sizes))
     if splits and not spec.by_rows:
-        raise ConfigError(
-            "paceline.split_oversized: expected false, as requests can't be split with allow_ragged_batch, "
-            "batch_input, batch_output, optional or is_shape_tensor, got true"
-        )
+        why = "requests can't be split with allow_ragged_batch, batch_input, batch_output, optional or is_shape_tensor"
+        refuse(why, ("paceline.split_oversized", "false", "true"))
+
+
+def _check_requests(config: pb.ModelConfig, spec: ModelSpec, policy: BatchPolicy, *, for_triton: bool) -> None:
+    """Raise ConfigError for what can't be had, naming the setting."""
+    own = own_settings(config)
+    decoupled = config.model_transaction_policy.decoupled
+    isolates = own.isolate_failures and "paceline.isolate_failures" in config.parameters
+    states = spec.sequence.states if spec.sequence is not None else ()
+    why = "is decoupled (model_transaction_policy)" if decoupled else "is written for Triton's Python backend"
+    refuse(
+        f"the model {why}: its requests are handed over one by one, and answered whenever it likes",
+        ("dynamic_batching.preserve_ordering", "false", decoupled and policy.preserve_ordering and "true"),
+        ("sequence_batching", "none", not for_triton and config.HasField("sequence_batching") and "it"),
+        ("sequence_batching.state", "none", [one.input.name for one in states]),
+        ("batch_input", "none", [name for one in spec.batch_inputs for name in one.targets]),
+        ("batch_output", "none", [name for one in spec.batch_outputs for name in one.targets]),
+        ("paceline.batch_sizes", "none", list(policy.batch_sizes)),
+        ("paceline.pad", "none", [length.name for length in spec.lengths]),
+        ("paceline.split_oversized", "false", own.split_oversized and "true"),
+        ("paceline.isolate_failures", "false", decoupled and isolates and "true"),
+    )
+    if not own.max_open_requests:
+        raise ConfigError("paceline.max_open_requests: expected 1 or more, got 0")
 
 
 def check_supported(config: pb.ModelConfig) -> None:
     """Raise ConfigError if `config` asks for something this build can't do, saying what."""
-    non_linear = [
-        f"{kind} '{one.name}': is_non_linear_format_io"
-        for kind, tensors in (("input", config.input), ("output", config.output))
-        for one in tensors
-        if one.is_non_linear_format_io
-    ]
     asked = {
         "model_repository_agents": bool(config.model_repository_agents.agents),
-        **dict.fromkeys(non_linear, True),
+        **{
+            f"{kind} '{one.name}': is_non_linear_format_io": one.is_non_linear_format_io
+            for kind, tensors in (("input", config.input), ("output", config.output))
+            for one in tensors
+        },
         "instance_group.passive": any(group.passive for group in config.instance_group),
         "instance_group.secondary_devices": any(group.secondary_devices for group in config.instance_group),
     }
@@ -315,14 +344,10 @@ def check_supported(config: pb.ModelConfig) -> None:
             "model_transaction_policy.decoupled: expected backend 'python', whose models can answer a request more "
             f"than once, got '{backend_name(config)}'"
         )
-    if called_models(config) and backend_name(config) != "python":
-        got = backend_name(config)
+    if called_models(config) and (got := backend_name(config)) != "python":
         raise ConfigError(f"paceline.calls: expected backend 'python', whose code can call models, got '{got}'")
     if config.model_transaction_policy.decoupled and config.response_cache.enable:
-        raise ConfigError(
-            f"Response Cache does not currently support model {config.name} with 'decoupled' transaction policy. "
-            "Please disable the response cache: expected response_cache.enable false, got true"
-        )
+        raise no_cache(config.name, "'decoupled' transaction policy")
 
 
 def ignored_settings(config: pb.ModelConfig) -> list[str]:

@@ -7,6 +7,7 @@ those.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 from paceline.protos import model_config_pb2 as pb
@@ -20,8 +21,7 @@ __all__ = ["configured_for", "executed_alone", "layouts"]
 def configured_for(offline: Offline, config: pb.ModelConfig) -> pb.ModelConfig:
     """`config` with the instances and threads of `offline`. Of several instance groups, the first says where they
     are."""
-    changed = pb.ModelConfig()
-    changed.CopyFrom(config)
+    changed = deepcopy(config)
     if offline.instances:
         group = changed.instance_group[0] if changed.instance_group else changed.instance_group.add()
         del changed.instance_group[1:]

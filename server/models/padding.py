@@ -1,24 +1,28 @@
-"""Along which axes requests of different sizes are filled up: what the configuration asks for and a trial shows.
+"""Along which axes requests of different sizes are filled up, and how a model is batched, in words for its load's log.
 
-Lives here: the `paceline.` parameters about it, joined with what a model is and can. Must not: run a model by other
-means than its own trial. The rule: what is asked for and can't be had is refused, naming parameter, reason and value.
+Lives here: the `paceline.` parameters about padding, joined with what a model is and can; texts. Must not: run a model
+by other means than its own trial. The rule: what is asked for and can't be had is refused, naming parameter, reason and
+value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from paceline.backends.base import Device, DeviceKind, OpenModel
 from paceline.backends.errors import LoadError
 from paceline.backends.spec import Length, ModelSpec
-from paceline.backends.trials import LengthAxis, Supervise, TriesLengths
+from paceline.backends.trials import LengthAxis, Supervise, Trial, TriesLengths
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
-from paceline.server.models.batch_policy import OwnSettings, PadAxis, own_settings
-from paceline.server.models.model_config import ServingPlan
+from paceline.server.models.batch_policy import OwnSettings, PadAxis, own_settings, refuse
+from paceline.server.models.model_config import ServingPlan, is_complete
+from paceline.server.models.sequence_config import of_clients
+from paceline.server.models.tensor_config import EXPORT_AGAIN, against_a_batch_axis, can_batch, fixed_rows
 
-__all__ = ["Padding", "says_only_padding", "with_lengths"]
+__all__ = ["Padding", "batching_in_words", "says_only_padding", "with_lengths"]
 
 _PARAMETERS = ("paceline.pad", "paceline.pad_sizes", "paceline.max_batch_elements", "paceline.batch_growth")
 
@@ -43,8 +47,7 @@ class Padding:
 
 def says_only_padding(config: pb.ModelConfig) -> bool:
     """Whether `config` has parameters about padding, and nothing else but a name: then it leaves the rest as none."""
-    rest = pb.ModelConfig()
-    rest.CopyFrom(config)
+    rest = deepcopy(config)
     rest.ClearField("name")
     for key in _PARAMETERS:
         rest.parameters.pop(key, None)
@@ -107,15 +110,12 @@ def _why_not(own: OwnSettings, plan: ServingPlan, opened: OpenModel) -> str:
 
 def _refuse(own: OwnSettings, why: str) -> None:
     """Raise ConfigError if there are settings that mean nothing because of `why`."""
-    axes = ", ".join(f"{one.input}[{one.axis}]" for one in own.pad or ())
-    settings = (
-        ("pad", "off", axes),
-        ("pad_sizes", "none", list(own.pad_sizes)),
-        ("max_batch_elements", "0", own.max_batch_elements),
+    refuse(
+        why,
+        ("paceline.pad", "off", ", ".join(f"{one.input}[{one.axis}]" for one in own.pad or ())),
+        ("paceline.pad_sizes", "none", list(own.pad_sizes)),
+        ("paceline.max_batch_elements", "0", own.max_batch_elements),
     )
-    for name, expected, got in settings:
-        if got:
-            raise ConfigError(f"paceline.{name}: expected {expected}, as {why}, got {got}")
 
 
 def _asked(pad: Sequence[PadAxis], spec: ModelSpec) -> tuple[LengthAxis, ...]:
@@ -132,3 +132,69 @@ def _is_free(length: Length, spec: ModelSpec) -> bool:
     """Whether requests may differ in it: all its axes have free sizes, which clients see as the model does."""
     inputs = [(spec.inputs[index], axis) for index, axis in length.inputs]
     return all(tensor.reshape is None and tensor.dims[axis - 1] == -1 for tensor, axis in inputs)
+
+
+def batching_in_words(padding: Padding, config: pb.ModelConfig, tried: Trial) -> str:
+    """For the log: how a model's requests share batches, or why they don't."""
+    served = padding.plan
+    policy = served.policy
+    if not served.max_batch_rows:
+        why = "its configuration has input and output, and no max_batch_size"
+        if not is_complete(config):
+            why = _why_no_batch_axis(config, tried) or tried.why_not or "the default for max_batch_size is 0"
+            if config.HasField("sequence_batching"):
+                why = _why_no_rows_of_steps(config, tried) or why
+        return f"no batch axis, requests run one by one ({why})"
+    if policy.max_batch_requests == 1:
+        return f"up to {served.max_batch_rows} rows a request, not batched: no dynamic_batching in its configuration"
+    preferred = f", preferred {sorted(policy.preferred_batch_rows)}" if policy.preferred_batch_rows else ""
+    preferred += ", padded to that many" if served.spec.fixed_rows else ""
+    batches = f"batches of up to {policy.max_batch_rows} rows{preferred}, delay {policy.max_queue_delay_ns // 1_000} us"
+    return "; ".join(filter(None, (batches, padding.in_words, _found_of_steps(served.spec))))
+
+
+def _why_no_rows_of_steps(config: pb.ModelConfig, tried: Trial) -> str:
+    """What else there is to say of a model whose requests are steps of sequences; "" if nothing."""
+    if (rows := fixed_rows(config, tried.spec)) > 1:
+        return f"all its tensors have a fixed first dimension of {rows}, and a batch may have steps of fewer sequences"
+    states = {one.input_name for one in config.sequence_batching.state}
+    fixed = any(one.name in states and not (one.any_rank or -1 in one.dims) for one in tried.spec.inputs)
+    if fixed or not can_batch(config, of_clients(config, tried.spec, batched=True)):
+        return ""
+    return f"{_why_no_batch_axis(config, tried) or tried.why_not}; to batch it, set max_batch_size in its config.pbtxt"
+
+
+def _found_of_steps(spec: ModelSpec) -> str:
+    """What isn't as in other models where requests are steps of sequences, in words."""
+    if spec.sequence is None:
+        return ""
+    axes = [f"axis {one.input.batch_axis} of {one.input.name}" for one in spec.sequence.states if one.input.batch_axis]
+    shared = [one.name for one in spec.inputs if one.shape_tensor]
+    of_axes = f"the batch is {' and '.join(axes)}" if axes else ""
+    of_shared = f"steps share a batch if they have the same {' and '.join(shared)}" if shared else ""
+    filled = {place for length in spec.lengths for place in length.inputs}
+    states = enumerate(spec.sequence.states, len(spec.executed.inputs) - len(spec.sequence.states))
+    own = [
+        state.input.name
+        for index, state in states
+        if any(dim == -1 and (index, axis) not in filled for axis, dim in enumerate(state.input.dims, 1))
+    ]
+    of_own = f"steps share a batch if states have the same size: {' and '.join(own)}" if own else ""
+    return ", ".join(filter(None, (of_axes, of_shared, of_own)))
+
+
+def _why_no_batch_axis(config: pb.ModelConfig, tried: Trial) -> str:
+    """What keeps a model of which a trial showed `tried` from having a batch axis, in words; "" if nothing does, except
+    perhaps rows that could be stacked."""
+    own = tried.spec
+    if (rows := fixed_rows(config, own)) == 1:
+        return f"its inputs have a first dimension of 1; {EXPORT_AGAIN}"
+    if rows:
+        doubt = tried.why_not or "it was not tried"
+        text = (
+            f"all its tensors have a fixed first dimension of {rows}; {doubt}; to batch it anyway, set max_batch_size"
+        )
+        return "" if tried.fixed_rows else f"{text}: {rows} in a config.pbtxt"
+    why = next(against_a_batch_axis(config, own), "")
+    others = not config.output and any(one.dims[:1] == (-1,) for one in own.outputs)
+    return f"{why}; it may be left out of `output` in a config.pbtxt" if why.startswith("output") and others else why

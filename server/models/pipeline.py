@@ -177,10 +177,7 @@ class Pipeline:
         """For each step, the decoupled steps whose answers it is executed for, from the first to the last."""
         lineages: dict[int, tuple[int, ...]] = {}
         of_tensors: dict[str, tuple[int, ...]] = dict.fromkeys(self._inputs, (ROOT,))
-        left = list(self._steps)
-        while left:
-            step, model = next(pair for pair in left if all(one in of_tensors for one in pair[0].inputs.values()))
-            left.remove((step, model))
+        for step, model in self._steps:
             lineage = max((of_tensors[one] for one in step.inputs.values()), key=len)
             if any(of_tensors[one] != lineage[: len(of_tensors[one])] for one in step.inputs.values()):
                 what = "receives inputs originated from different decoupled models"

@@ -317,19 +317,15 @@ class Repository(ModelLookup):
     async def _unload(self, record: ModelRecord[ServedModel]) -> None:
         self._ensembles.forget(record.name)
         record.explicit = False
-        self._take_down(record)
+        self._replace(record, ())
         _log.info("model '%s' unloaded", record.name)
 
-    def _take_down(self, record: ModelRecord[ServedModel]) -> None:
-        before = record.unload()
-        self._serve(record.name, [], before)
-        self._retire(record, before)
-
     def _replace(self, record: ModelRecord[ServedModel], models: Sequence[ServedModel]) -> list[ServedModel]:
-        """Have `models` serve in place of what did, which is returned."""
-        before = record.end_load({model.version: model for model in models})
+        """Have `models` serve in place of what did, which is returned; none: it is unloaded."""
+        before = record.end_load({model.version: model for model in models}) if models else record.unload()
         self._serve(record.name, models, before)
-        self._retire(record, before)
+        for model in before:
+            self.leaving[model] = asyncio.create_task(self._leave(record, model))
         return before
 
     def _follow(self) -> None:
@@ -339,7 +335,7 @@ class Repository(ModelLookup):
             record = self._records[name]
             try:
                 if now is None:
-                    self._take_down(record)
+                    self._replace(record, ())
                     _log.info("ensemble '%s' goes with a model that it needs", name)
                 elif isinstance(now, ConfigError):
                     raise now
@@ -347,7 +343,7 @@ class Repository(ModelLookup):
                     self._replace(record, self._started(now))
                     _log.info("ensemble '%s' follows the models that it needs", name)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this ensemble's
-                self._take_down(record)
+                self._replace(record, ())
                 record.fail_load(error_text(error))
                 _log.error("ensemble '%s' can't be executed any more: %s", name, error_text(error))
 
@@ -376,10 +372,6 @@ class Repository(ModelLookup):
                 one.close()
             raise
         return models
-
-    def _retire(self, record: ModelRecord[ServedModel], models: Sequence[ServedModel]) -> None:
-        for model in models:
-            self.leaving[model] = asyncio.create_task(self._leave(record, model))
 
     async def _leave(self, record: ModelRecord[ServedModel], model: ServedModel) -> None:
         try:

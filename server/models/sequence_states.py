@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from paceline.backends.paths import open_inside
 from paceline.backends.spec import Array, ModelSpec, State, TensorSpec, fits
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES, by_name
 from paceline.protos.tensors import TensorError, decode_raw, element_count
 from paceline.server.errors import ConfigError
+from paceline.server.files import read_inside
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
+from paceline.server.models.tensor_config import datatype_of, dims_hint
 
 __all__ = ["InitialData", "check_states", "read_initial_data", "states_of"]
 
@@ -31,14 +31,6 @@ InitialData = Mapping[str, bytes]
 _FOLDER = "initial_state"
 _TEXT_BYTES = 64
 """What an element of text counts as: it is an object."""
-
-
-class _Sides(NamedTuple):
-    """The model's input and output for a state, and what messages about it begin with."""
-
-    where: str
-    input: TensorSpec
-    output: TensorSpec
 
 
 def check_states(config: pb.ModelConfig) -> None:
@@ -58,8 +50,7 @@ def check_states(config: pb.ModelConfig) -> None:
             raise ConfigError(f"{where}: expected an output_name of its own, got '{one.output_name}' of another state")
         if one.input_name in controls:
             raise ConfigError(f"{where}: expected an input that nothing else fills, got a control_input")
-        if one.data_type and one.data_type not in CONFIG_DATATYPES:
-            raise ConfigError(f"{where}: expected a data_type, got {one.data_type}")
+        datatype_of(where, one.data_type)
         if min(one.dims, default=0) < -1:
             raise ConfigError(f"{where}: expected dims >= -1, got {list(one.dims)}")
         if one.use_growable_memory:
@@ -80,11 +71,6 @@ def _check_initial(where: str, state: pb.ModelSequenceBatching.State) -> None:
             raise ConfigError(f"{where}: Field 'name' must be set when using initial_state")
         if initial.WhichOneof("state_data") is None:
             raise ConfigError(f"{where}: initial_state setting expects state to have state_data set, got none")
-        if initial.data_type and state.data_type and initial.data_type != state.data_type:
-            raise ConfigError(
-                f"{where}: The data type used for 'initial_state' field does not match the state data type, expected "
-                f"{CONFIG_DATATYPES[state.data_type]}, got {_datatype_name(initial.data_type)}"
-            )
         if min(initial.dims, default=0) < 0:
             raise ConfigError(
                 f"{where}: 'initial_state' field contains variable dimensions, expected known ones, "
@@ -100,21 +86,8 @@ def read_initial_data(config: pb.ModelConfig, folder: Path) -> InitialData:
         for initial in state.initial_state
         if initial.WhichOneof("state_data") == "data_file"
     }
-    return {name: _content(f"sequence_batching.state '{name}'", folder / _FOLDER, file) for name, file in files.items()}
-
-
-def _content(where: str, folder: Path, file: str) -> bytes:
-    try:
-        opened = open_inside(folder, file)
-        if opened is None:
-            raise ConfigError(f"{where}: expected a file inside the model's folder '{_FOLDER}', got '{file}'")
-        with opened:
-            content = opened.read(LARGEST_MESSAGE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{where}: {folder / file}: {error.strerror}") from None
-    if len(content) > LARGEST_MESSAGE_BYTES:
-        raise ConfigError(f"{where}: expected a file of at most {LARGEST_MESSAGE_BYTES} bytes, got more: '{file}'")
-    return content
+    where = "sequence_batching.state '{}'"
+    return {name: read_inside(where.format(name), folder, file, _FOLDER) for name, file in files.items()}
 
 
 def states_of(
@@ -136,12 +109,12 @@ def states_of(
     if asked_axes and not batched:
         raise ConfigError(f"paceline.state_batch_axis: expected a max_batch_size above 0 with it, got 0: {asked_axes}")
     return tuple(
-        _state(one, _sides(one, own), set(batch_names), asked_axes.get(one.input_name), data, batched)
+        _state(one, own, set(batch_names), asked_axes.get(one.input_name), data, batched)
         for one in config.sequence_batching.state
     )
 
 
-def _sides(state: pb.ModelSequenceBatching.State, own: ModelSpec) -> _Sides:
+def _sides(state: pb.ModelSequenceBatching.State, own: ModelSpec) -> tuple[TensorSpec, TensorSpec]:
     """The two tensors of the model. Raises ConfigError if it has none of that name, or of other datatypes."""
     where, found = _where(state), list[TensorSpec]()
     for kind, name, tensors in (("input", state.input_name, own.inputs), ("output", state.output_name, own.outputs)):
@@ -159,18 +132,18 @@ def _sides(state: pb.ModelSequenceBatching.State, own: ModelSpec) -> _Sides:
             f"{where}: expected an input and an output of the same datatype, got {found[0].datatype} and "
             f"{found[1].datatype} in the model"
         )
-    return _Sides(where, *found)
+    return found[0], found[1]
 
 
 def _state(
     state: pb.ModelSequenceBatching.State,
-    sides: _Sides,
+    own: ModelSpec,
     batch_names: set[str],
     asked_axis: int | None,
     data: InitialData,
     batched: bool,
 ) -> State:
-    where, mine, theirs = sides
+    where, (mine, theirs) = _where(state), _sides(state, own)
     given = tuple(state.dims) or None
     if mine.any_rank and given is None:
         raise ConfigError(f"{where}: expected dims, as the model's input '{mine.name}' may have any number of axes")
@@ -181,15 +154,13 @@ def _state(
     elif given is not None and set(given) == {1} and not rest:
         given = ()  # as elsewhere: `dims` can't be empty
     elif given is not None and not fits(given, rest):
-        hint = {
-            (True, 1): "; dims don't include the batch axis",
-            (False, -1): "; without a batch axis, dims are the whole shape",
-        }.get((batched, len(given) - len(rest)), "")
+        hint = dims_hint(batched, len(given) - len(rest))
         raise ConfigError(
             f"{where}: expected dims of the model's input '{mine.name}', {list(rest)}, got {list(given)}{hint}"
         )
     dims = rest if given is None else given
-    _check_output(sides, dims, axis, batched=batched)
+    if not theirs.any_rank:
+        _check_output(where, mine, theirs, (*dims[:axis], -1, *dims[axis:]) if batched else dims, axis, batched)
     into = replace(mine, dims=dims, batch_axis=axis, optional=False, any_rank=False)
     # Checked at each step: what the next one can't take is an error of the step that gave it.
     out = replace(theirs, dims=dims, batch_axis=axis, any_rank=False, assumed=False)
@@ -236,12 +207,10 @@ def _batch_axis(
     return min(likely)
 
 
-def _check_output(sides: _Sides, dims: Sequence[int], axis: int, *, batched: bool) -> None:
-    """Raise ConfigError if the model's output can't be the input, of `dims`, of the next step."""
-    where, mine, theirs = sides
-    if theirs.any_rank:
-        return
-    expected = (*dims[:axis], -1, *dims[axis:]) if batched else tuple(dims)
+def _check_output(
+    where: str, mine: TensorSpec, theirs: TensorSpec, expected: tuple[int, ...], axis: int, batched: bool
+) -> None:
+    """Raise ConfigError if the model's output can't be the input, of the `expected` shape, of the next step."""
     is_same = len(theirs.dims) == len(expected) and all(
         -1 in pair or pair[0] == pair[1] for pair in zip(theirs.dims, expected, strict=True)
     )
@@ -264,7 +233,7 @@ def _initial(
         if initial.data_type and CONFIG_DATATYPES.get(initial.data_type) != tensor.datatype:
             raise ConfigError(
                 f"{where}: The data type used for 'initial_state' field does not match the state data type, expected "
-                f"{tensor.datatype}, got {_datatype_name(initial.data_type)}"
+                f"{tensor.datatype}, got {CONFIG_DATATYPES.get(initial.data_type, str(initial.data_type))}"
             )
         dims = tuple(initial.dims)
         if len(dims) != len(described):
@@ -309,7 +278,3 @@ def _where(state: pb.ModelSequenceBatching.State) -> str:
 
 def _without(dims: Sequence[int], axis: int) -> tuple[int, ...]:
     return (*dims[:axis], *dims[axis + 1 :])
-
-
-def _datatype_name(number: int) -> str:
-    return CONFIG_DATATYPES.get(number, str(number))

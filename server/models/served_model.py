@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from paceline.backends.base import HoldsSequences, ModelInstance
 from paceline.backends.errors import (
@@ -53,14 +53,11 @@ from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.open_requests import OpenRequests, OpenStepMaker, handing_over
 from paceline.server.models.pipeline import Pipeline
 from paceline.server.models.steps import StepMaker, executing_steps, shown_id
-from paceline.server.telemetry.metrics import Metrics, VersionMetrics
+from paceline.server.telemetry.metrics import AnyBatcher, Metrics, VersionMetrics
 from paceline.server.telemetry.model_statistics import VersionStatistics
 from paceline.server.telemetry.tracing import Tracer
 
 __all__ = ["ServedModel"]
-
-_Payload = Any  # `Payload`, of which its instances take one kind
-AnyBatcher = Batcher[_Payload, Tensors] | SequenceBatcher[_Payload, Tensors]
 
 _MAX_PARTS = 1024
 """The most parts of a split request: rows without elements cost no bytes, so something has to bound them."""

@@ -13,20 +13,21 @@ from dataclasses import replace
 from itertools import pairwise
 
 from paceline.backends.spec import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
-from paceline.backends.trials import Trial
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES
 from paceline.server.errors import ConfigError
 
 __all__ = [
     "EXPORT_AGAIN",
+    "against_a_batch_axis",
     "can_batch",
+    "datatype_of",
     "declared_spec",
+    "dims_hint",
     "doubts_outputs",
     "fixed_rows",
     "freed",
     "served_spec",
-    "why_no_batch_axis",
     "without_datatype",
 ]
 
@@ -71,7 +72,7 @@ def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
 def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> TensorSpec:
     dims = tuple(one.reshape.shape if one.HasField("reshape") else one.dims)
     whole = dims if one.is_shape_tensor else (*lead, *dims)
-    return TensorSpec(one.name, _datatype(kind, one, ""), _FLAT if flat else whole)
+    return TensorSpec(one.name, datatype_of(f"{kind} '{one.name}'", one.data_type), _FLAT if flat else whole)
 
 
 def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
@@ -80,7 +81,7 @@ def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
     an input to read the number of rows from, unless they are steps of sequences. For tensors that may have any rank,
     the configuration is trusted.
     """
-    return not any(_against_a_batch_axis(config, own))
+    return not any(against_a_batch_axis(config, own))
 
 
 def fixed_rows(config: pb.ModelConfig, own: ModelSpec) -> int:
@@ -121,23 +122,6 @@ def doubts_outputs(config: pb.ModelConfig, own: ModelSpec) -> bool:
     return False
 
 
-def why_no_batch_axis(config: pb.ModelConfig, tried: Trial) -> str:
-    """What keeps a model of which a trial showed `tried` from having a batch axis, in words; "" if nothing does, except
-    perhaps rows that could be stacked."""
-    own = tried.spec
-    if (rows := fixed_rows(config, own)) == 1:
-        return f"its inputs have a first dimension of 1; {EXPORT_AGAIN}"
-    if rows:
-        doubt = tried.why_not or "it was not tried"
-        text = (
-            f"all its tensors have a fixed first dimension of {rows}; {doubt}; to batch it anyway, set max_batch_size"
-        )
-        return "" if tried.fixed_rows else f"{text}: {rows} in a config.pbtxt"
-    why = next(_against_a_batch_axis(config, own), "")
-    others = not config.output and any(one.dims[:1] == (-1,) for one in own.outputs)
-    return f"{why}; it may be left out of `output` in a config.pbtxt" if why.startswith("output") and others else why
-
-
 def _by_rows(config: pb.ModelConfig, own: ModelSpec) -> Iterator[tuple[str, TensorSpec]]:
     """The inputs and outputs of which a batch axis needs the first dimension, and which of the two they are."""
     made = _made(config)
@@ -151,7 +135,8 @@ def _by_rows(config: pb.ModelConfig, own: ModelSpec) -> Iterator[tuple[str, Tens
             yield "output", one
 
 
-def _against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[str]:
+def against_a_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> Iterator[str]:
+    """Each reason why `can_batch` is false."""
     named = {one.name for one in config.input}
     if not _steps_have_rows(config) and all(one.optional and one.name not in named for one in own.inputs):
         yield "no request has to bring an input"
@@ -230,7 +215,7 @@ def _filled_in(own: TensorSpec, batched: bool) -> TensorSpec:
 
 def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scattered: bool) -> TensorSpec:
     where = f"{kind} '{own.name}'"
-    datatype = _datatype(kind, declared, own.datatype)
+    datatype = datatype_of(where, declared.data_type) or own.datatype
     if datatype != own.datatype:
         raise ConfigError(f"{where}: expected data_type of the model, {own.datatype}, got {datatype}")
     dims = tuple(declared.dims)
@@ -276,10 +261,7 @@ def _completed(
             mine = (-1,) * len(given)
         mine = tuple(-1 if one == -1 else dim for dim, one in zip(mine, given, strict=False)) + mine[len(given) :]
     if not fits(given, mine) or min(given, default=0) < -1:
-        hint = {
-            (1, 1): "; dims don't include the batch axis",
-            (0, -1): "; without a batch axis, dims are the whole shape",
-        }.get((lead, len(given) - len(mine)), "")
+        hint = dims_hint(lead > 0, len(given) - len(mine))
         raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(given)}{hint}")
     return dims, reshape
 
@@ -313,13 +295,19 @@ def _check_ragged(where: str, declared: Declared, own: TensorSpec, batched: bool
         )
 
 
-def _datatype(kind: str, declared: Declared, own: str) -> str:
-    """What is declared, or else the model's `own`."""
-    if not declared.data_type:
-        return own
-    if declared.data_type not in CONFIG_DATATYPES:
-        raise ConfigError(f"{kind} '{declared.name}': expected a data_type, got {declared.data_type}")
-    return CONFIG_DATATYPES[declared.data_type]
+def datatype_of(where: str, number: int) -> str:
+    """What a configuration declares; "" if it leaves that to the model. Raises ConfigError, beginning with `where`."""
+    if number and number not in CONFIG_DATATYPES:
+        raise ConfigError(f"{where}: expected a data_type, got {number}")
+    return CONFIG_DATATYPES.get(number, "")
+
+
+def dims_hint(batched: bool, too_many: int) -> str:
+    """What is likely to be wrong with dims of which there are `too_many`; "" if that is unknown."""
+    return {
+        (True, 1): "; dims don't include the batch axis",
+        (False, -1): "; without a batch axis, dims are the whole shape",
+    }.get((batched, too_many), "")
 
 
 def _batch_inputs(

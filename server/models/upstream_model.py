@@ -55,7 +55,9 @@ def bring(
     rows = 0 if name in settings.unbatched else _max_batch_rows(own, config, batching)
     stateful = config if config is not None and config.HasField("sequence_batching") else None
     # A limit on rows that the upstream doesn't know, or doesn't keep to, must not refuse what it would accept.
-    splits = config is None or _says_it_splits(config)
+    splits = config is None or (
+        _SPLITS in config.parameters and config.parameters[_SPLITS].string_value.strip().lower() in ("true", "1")
+    )
     queueing = _queueing(config) if config else config_pb.ModelConfig()
     plan = _plan(own, rows, batching, queueing, stateful, splits=splits)
     served = config_pb.ModelConfig(name=name, platform=metadata.platform, backend=config.backend if config else "")
@@ -115,10 +117,6 @@ def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batchi
         leads_with_free = all(one.dims[:1] == (-1,) for one in (*own.inputs, *own.outputs))
         return config.max_batch_size if leads_with_free else 0
     return batching.max_batch_rows if can_batch(config_pb.ModelConfig(), own) else 0
-
-
-def _says_it_splits(config: config_pb.ModelConfig) -> bool:
-    return _SPLITS in config.parameters and config.parameters[_SPLITS].string_value.strip().lower() in ("true", "1")
 
 
 def _queueing(config: config_pb.ModelConfig) -> config_pb.ModelConfig:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.backends.paths import open_inside
 from paceline.backends.spec import MISSING, Array, ControlKind, ModelSpec, Tensors, TensorSpec, fits
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES, by_name
 from paceline.protos.tensors import TensorError, decode_raw, element_count
 from paceline.server.codec.adapting_codec import to_model
 from paceline.server.errors import ConfigError
+from paceline.server.files import read_inside
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
 from paceline.server.models.model_config import ServingPlan
 
@@ -121,22 +121,11 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
     try:
         element_count(shape)  # before random bits are generated for it
         if kind == "input_data_file":
-            return decode_raw(_data(folder / "warmup", given.input_data_file, where), by_name(datatype), shape)
+            return decode_raw(read_inside(where, folder, given.input_data_file, "warmup"), by_name(datatype), shape)
         # Text is empty in either case, as Triton's.
         return _random(tensor, shape) if given.random_data else _filled(tensor, shape, b"", 0)
     except (TensorError, MemoryError) as error:
         raise ConfigError(f"{where}: {text_of(error)}") from None
-
-
-def _data(samples: Path, file: str, where: str) -> bytes:
-    try:
-        opened = open_inside(samples, file)
-        if opened is None:
-            raise ConfigError(f"{where}: expected a file inside the model's folder 'warmup', got '{file}'")
-        with opened:
-            return opened.read()
-    except OSError as error:
-        raise ConfigError(f"{where}: {samples / file}: {error.strerror}") from None
 
 
 def _filled(tensor: TensorSpec, shape: tuple[int, ...], text: bytes, number: int) -> Array:

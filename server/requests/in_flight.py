@@ -28,7 +28,7 @@ from paceline.server.codec.parameters import RequestOptions
 from paceline.server.codec.wire_request import AnyRequest
 from paceline.server.errors import error_text, status_of
 from paceline.server.memory.region_tensors import NOWHERE, Inputs
-from paceline.server.models.pipeline_runner import Runnable
+from paceline.server.models.ensemble_config import Runnable
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
 from paceline.server.telemetry.tracing import Answered, RequestWatch
 

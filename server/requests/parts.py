@@ -19,7 +19,7 @@ from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Request
 from paceline.server.codec.open_codec import joined
-from paceline.server.models.pipeline_runner import Runnable
+from paceline.server.models.ensemble_config import Runnable
 from paceline.server.requests.in_flight import Payload
 
 __all__ = ["Parts"]

@@ -12,7 +12,6 @@ import logging
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -140,7 +139,6 @@ class RepeatFilter:
         self._clock = clock
         self._lock = threading.Lock()
         self._storms: dict[_Key, _Storm] = {}
-        self._of_kind: Counter[_Kind] = Counter()
         self._timer: threading.Timer | None = None
 
     def lets_pass(self, record: logging.LogRecord) -> bool:
@@ -154,27 +152,24 @@ class RepeatFilter:
         name = error.__name__ if error else ""
         with self._lock:
             key = (kind[0], kind[1], text, name)
-            if key not in self._storms and self._of_kind[kind] >= _SIMILAR:
+            if key not in self._storms and sum(one.kind == kind for one in self._storms.values()) >= _SIMILAR:
                 key = (*kind, "")
             storm = self._storms.get(key)
             if storm is None or (not storm.count and storm.until_s <= self._clock()):
                 self._forget_ended()
                 self._storms[key] = _Storm(kind, text, self._clock() + self._window_s)
-                self._of_kind[kind] += 1
                 return True
             storm.count += 1
             self._start_timer()
         return False
 
-    def tell(self) -> None:
-        """Write the counts of windows that have ended."""
-        self._tell(self._clock())
-
     def close(self) -> None:
         """Write all counts there are, now."""
-        self._tell(float("inf"))
+        self.tell(float("inf"))
 
-    def _tell(self, now_s: float) -> None:
+    def tell(self, now_s: float | None = None) -> None:
+        """Write the counts of windows that have ended by `now_s`."""
+        now_s = self._clock() if now_s is None else now_s
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -199,9 +194,6 @@ class RepeatFilter:
         for key, storm in list(self._storms.items()):
             if not storm.count and storm.until_s <= now_s:
                 del self._storms[key]
-                self._of_kind[storm.kind] -= 1
-                if not self._of_kind[storm.kind]:
-                    del self._of_kind[storm.kind]
 
     def _start_timer(self) -> None:
         """Have a thread while there are counts to write; none while nothing goes wrong."""
@@ -244,12 +236,12 @@ def apply(settings: LogSettings) -> None:
     logger.setLevel(settings.threshold)
     debugging.on = settings.verbose_level > 0
     logger.propagate = False
-    # asyncio runs our code and reports when that fails in an unforeseen way; by default, its lines bypass format, level
-    # and bounds. Not gRPC's logger: nothing writes its lines, and they contain the values of headers.
-    loops = logging.getLogger("asyncio")
-    loops.handlers = [ours]
-    loops.propagate = False
-    loops.setLevel(max(settings.threshold, logging.WARNING))
+    # asyncio and OpenTelemetry run for us and report what fails; by default, their lines bypass format, level and
+    # bounds. Not gRPC's logger: nothing writes its lines, and they contain the values of headers.
+    for others in map(logging.getLogger, ("asyncio", "opentelemetry")):
+        others.handlers = [ours]
+        others.propagate = False
+        others.setLevel(max(settings.threshold, logging.WARNING))
 
 
 def current() -> LogSettings:

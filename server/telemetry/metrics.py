@@ -1,6 +1,6 @@
 """What Prometheus sees: the names and labels of everything that is counted, and the text that it gets.
 
-Lives here: families of samples, made at each scrape of what `VersionStatistics`, the batcher's gauges and others say,
+Lives here: families of samples, made at each scrape of what `VersionStatistics`, the batcher and others say,
 and how they are written. Must not: count anything, or serve HTTP. Names are Triton's if the meaning is the same; names
 that Triton lacks begin with `paceline_`. Collecting may happen on any thread.
 """
@@ -8,10 +8,11 @@ that Triton lacks begin with `paceline_`. Collecting may happen on any thread.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import Metric
@@ -19,6 +20,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from paceline.backends.generation_totals import GenerationTotals
+from paceline.scheduler.batcher import Batcher
+from paceline.scheduler.sequence_batcher import SequenceBatcher
 from paceline.server.telemetry.host_metrics import HostCollector
 from paceline.server.telemetry.log_output import lost_lines
 from paceline.server.telemetry.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
@@ -26,7 +29,7 @@ from paceline.server.telemetry.model_statistics import DURATION_BOUNDS_NS, Durat
 __all__ = [
     "LIMITS",
     "REFUSED_CALLS",
-    "BatcherGauges",
+    "AnyBatcher",
     "Families",
     "Family",
     "LimitShown",
@@ -43,6 +46,8 @@ _LEVELS = 16
 
 T = TypeVar("T")
 
+_Any = Any  # each kind of model has payloads and results of its own
+AnyBatcher = Batcher[_Any, _Any] | SequenceBatcher[_Any, _Any]
 Labels = Mapping[str, str]
 Samples = Iterable[tuple[str, Labels, float]]
 """What is appended to the family's name, further labels, value."""
@@ -65,13 +70,11 @@ class Families(Collector, Generic[T]):
         self._shown = shown
 
     def collect(self) -> Iterator[Metric]:
-        return self._collect(self._families)
+        return self.some(None)
 
-    def some(self, names: Container[str]) -> Iterator[Metric]:
-        """As of `Metrics`."""
-        return self._collect([family for family in self._families if family.name.removesuffix("_total") in names])
-
-    def _collect(self, families: Sequence[Family[T]]) -> Iterator[Metric]:
+    def some(self, names: Container[str] | None) -> Iterator[Metric]:
+        """As of `Metrics`; None: all."""
+        families = [one for one in self._families if names is None or one.name.removesuffix("_total") in names]
         shown = list(self._shown()) if families else []
         for name, kind, help, read in families:
             metric = Metric(name, help, kind)
@@ -110,40 +113,6 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-class SequenceGauges(Protocol):
-    """What metrics read of a model's sequences."""
-
-    @property
-    def live(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-
-class BatcherGauges(Protocol):
-    """What metrics read from a batcher."""
-
-    @property
-    def sequences(self) -> SequenceGauges | None: ...
-
-    @property
-    def waiting_requests(self) -> int: ...
-
-    @property
-    def lanes(self) -> int: ...
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def allowed_rows(self) -> int: ...
-
-    @property
-    def growth_bound(self) -> int: ...
-
-    def waiting_of_level(self, level: int) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class VersionMetrics:
     """One loaded version of a model, as far as metrics go. `tags` become labels, each with `_` in front of its name.
@@ -154,17 +123,13 @@ class VersionMetrics:
     model: str
     version: str
     statistics: VersionStatistics
-    batcher: BatcherGauges
+    batcher: AnyBatcher
     priority_levels: int = 0
     load_ns: int = 0
     tags: Mapping[str, str] = field(default_factory=dict)
     open_requests: Sized | None = None
     keeps_responses: bool = False
     generations: GenerationTotals | None = None
-
-    @property
-    def labels(self) -> Labels:
-        return {"model": self.model, "version": self.version, **{f"_{key}": tag for key, tag in self.tags.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +157,9 @@ class _Line:
 
     def shown(self) -> tuple[Labels, VersionMetrics]:
         """The current one, with all that was counted."""
-        total = self._sum(*self.past, *self.gone, self.current)
-        return self.current.labels, replace(self.current, statistics=total)
+        current, total = self.current, self._sum(*self.past, *self.gone, self.current)
+        tags = {f"_{tag}": value for tag, value in current.tags.items()}
+        return {"model": current.model, "version": current.version, **tags}, replace(current, statistics=total)
 
     def _sum(self, *versions: VersionMetrics) -> VersionStatistics:
         total = VersionStatistics()
@@ -261,16 +227,13 @@ class Metrics:
         return exposition(self._registry.collect()).encode()
 
 
-def _counter(name: str, help: str, value: Callable[[VersionStatistics], int]) -> Family[VersionMetrics]:
-    return Family(name, "counter", help, lambda version: value(version.statistics))
-
-
-def _gauge(name: str, help: str, value: Callable[[VersionMetrics], float]) -> Family[VersionMetrics]:
-    return Family(name, "gauge", help, value)
-
-
-def _histogram(name: str, help: str, samples: Callable[[VersionStatistics], Samples]) -> Family[VersionMetrics]:
-    return Family(name, "histogram", help, lambda version: samples(version.statistics))
+def _counter(
+    name: str,
+    help: str,
+    value: Callable[[VersionStatistics], int],
+    of: Callable[[VersionMetrics], object] = lambda version: True,
+) -> Family[VersionMetrics]:
+    return Family(name, "counter", help, lambda version: value(version.statistics) if of(version) else None)
 
 
 def _by_level(version: VersionMetrics) -> Samples:
@@ -288,17 +251,17 @@ def _sequences(version: VersionMetrics) -> Samples:
         yield "", {"state": "waiting"}, sequences.waiting
 
 
-def _batch_rows(statistics: VersionStatistics) -> Samples:
+def _batch_rows(version: VersionMetrics) -> Samples:
     counts = [0] * (len(_ROW_BUCKETS) + 1)
     total = 0
-    for rows, totals in statistics.by_rows().items():
-        bucket = next((number for number, bound in enumerate(_ROW_BUCKETS) if rows <= bound), len(_ROW_BUCKETS))
-        counts[bucket] += totals.count
+    for rows, totals in version.statistics.by_rows().items():
+        counts[bisect_left(_ROW_BUCKETS, rows)] += totals.count
         total += rows * totals.count
     return buckets(_ROW_BUCKETS, counts, total)
 
 
-def _padded_sizes(statistics: VersionStatistics) -> Samples:
+def _padded_sizes(version: VersionMetrics) -> Samples:
+    statistics = version.statistics
     executions = statistics.padded_sizes.copy()
     for name in statistics.lengths:
         counts = [executions[name, bound] for bound in _SIZE_BUCKETS]
@@ -306,24 +269,13 @@ def _padded_sizes(statistics: VersionStatistics) -> Samples:
         yield from buckets(_SIZE_BUCKETS, [*counts, beyond], statistics.padded_size_sums[name], length=name)
 
 
-def _durations(histogram: DurationHistogram, **labels: str) -> Samples:
-    bounds_us = [bound_ns / 1_000 for bound_ns in DURATION_BOUNDS_NS]
-    return buckets(bounds_us, list(histogram.counts), histogram.total_ns / 1_000, **labels)
+def _durations(histogram: DurationHistogram, unit_ns: float = 1e3, **labels: str) -> Samples:
+    bounds = [bound_ns / unit_ns for bound_ns in DURATION_BOUNDS_NS]
+    return buckets(bounds, list(histogram.counts), histogram.total_ns / unit_ns, **labels)
 
 
-def _of_cache(name: str, help: str, value: Callable[[VersionStatistics], int]) -> Family[VersionMetrics]:
-    return Family(name, "counter", help, lambda version: value(version.statistics) if version.keeps_responses else None)
-
-
-def _first_answers(version: VersionMetrics) -> Samples:
-    if version.open_requests is not None:
-        histogram = version.statistics.first_answers
-        bounds_ms = [bound_ns / 1e6 for bound_ns in DURATION_BOUNDS_NS]
-        yield from buckets(bounds_ms, list(histogram.counts), histogram.total_ns / 1e6)
-
-
-def _executions(statistics: VersionStatistics) -> Samples:
-    for size, histogram in statistics.by_size().items():
+def _executions(version: VersionMetrics) -> Samples:
+    for size, histogram in version.statistics.by_size().items():
         yield from _durations(histogram, up_to_rows=str(size))
 
 
@@ -354,19 +306,21 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
     _counter("nv_inference_compute_output_duration_us",
         "Microseconds of splitting outputs, the whole batch's for each of its requests",
         lambda s: s.output_ns // 1_000),
-    _gauge("nv_inference_pending_request_count", "Requests accepted and not yet executing",
+    Family("nv_inference_pending_request_count", "gauge", "Requests accepted and not yet executing",
         lambda version: version.batcher.waiting_requests),
-    _gauge("nv_model_load_duration_secs", "Seconds that loading took, including warm-up", lambda v: v.load_ns / 1e9),
-    _of_cache("nv_cache_num_hits_per_model", "Requests answered from the response cache, or by another's execution",
-        lambda s: s.cache_hit.count),
-    _of_cache("nv_cache_num_misses_per_model", "Other requests that were looked up in the response cache",
-        lambda s: s.cache_miss.count),
-    _of_cache("nv_cache_hit_duration_per_model", "Microseconds of hashing and looking up, of hits",
-        lambda s: s.cache_hit.ns // 1_000),
-    _of_cache("nv_cache_miss_duration_per_model", "Microseconds of hashing, looking up, and keeping answers, of misses",
-        lambda s: s.cache_miss.ns // 1_000),
+    Family("nv_model_load_duration_secs", "gauge", "Seconds that loading took, including warm-up",
+        lambda version: version.load_ns / 1e9),
+    _counter("nv_cache_num_hits_per_model", "Requests answered from the response cache, or by another's execution",
+        lambda s: s.cache_hit.count, lambda v: v.keeps_responses),
+    _counter("nv_cache_num_misses_per_model", "Other requests that were looked up in the response cache",
+        lambda s: s.cache_miss.count, lambda v: v.keeps_responses),
+    _counter("nv_cache_hit_duration_per_model", "Microseconds of hashing and looking up, of hits",
+        lambda s: s.cache_hit.ns // 1_000, lambda v: v.keeps_responses),
+    _counter("nv_cache_miss_duration_per_model", "Microseconds of hashing, looking up, and keeping answers, of misses",
+        lambda s: s.cache_miss.ns // 1_000, lambda v: v.keeps_responses),
     Family("nv_inference_first_response_histogram_ms", "histogram",
-        "Milliseconds until a request of a decoupled model has its first answer", _first_answers),
+        "Milliseconds until a request of a decoupled model has its first answer",
+        lambda v: None if v.open_requests is None else _durations(v.statistics.first_answers, 1e6)),
     Family("paceline_open_requests", "gauge", "Requests of a decoupled model that were accepted and haven't ended",
         lambda version: None if version.open_requests is None else len(version.open_requests)),
     Family("paceline_dropped_requests", "counter",
@@ -379,36 +333,37 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
     _counter("paceline_lost_instances", "Instances that were lost: their device failed, or their process ended",
         lambda s: s.lost_instances),
     _counter("paceline_out_of_memory", "Executions that ran out of memory", lambda s: s.shortages),
-    _gauge("paceline_allowed_batch_rows",
+    Family("paceline_allowed_batch_rows", "gauge",
         "Rows that a batch may have; fewer than configured for a while after memory ran out",
         lambda version: version.batcher.allowed_rows),
-    _gauge("paceline_batch_growth_bound",
+    Family("paceline_batch_growth_bound", "gauge",
         "Rows (elements where requests differ in length) at which batches stop, as larger ones cost more; 0: nowhere",
         lambda version: version.batcher.growth_bound),
-    _gauge("paceline_slots", "Batches that can execute at a time: one for each instance, two on a GPU",
+    Family("paceline_slots", "gauge", "Batches that can execute at a time: one for each instance, two on a GPU",
         lambda version: version.batcher.slots),
-    _gauge("paceline_lanes", "Shapes with waiting requests", lambda version: version.batcher.lanes),
+    Family("paceline_lanes", "gauge", "Shapes with waiting requests", lambda version: version.batcher.lanes),
     Family("paceline_sequences", "gauge", "Sequences that are live, and those that wait until there is room",
         _sequences),
     Family("paceline_ended_sequences", "counter", "Sequences that are over, by why", lambda version: [
         ("", {"reason": one.label}, count) for one, count in version.statistics.ended_sequences.items()]),
     _counter("paceline_padding_rows", "Padding rows executed, to bring batches to an allowed size",
         lambda s: s.padding_rows),
-    _gauge("paceline_padding_share", "Share of padding in all rows that the model saw, 0 to 1",
+    Family("paceline_padding_share", "gauge", "Share of padding in all rows that the model saw, 0 to 1",
         lambda v: v.statistics.padding_rows / max(1, v.statistics.padding_rows + v.statistics.rows)),
-    Family("paceline_elements", "counter", "Elements executed, without padding: rows times sizes that may differ",
-        lambda version: version.statistics.elements if version.statistics.lengths else None),
-    Family("paceline_padding_elements", "counter", "Elements of padding executed, to fill up rows and sizes",
-        lambda version: version.statistics.padding_elements if version.statistics.lengths else None),
-    _histogram("paceline_padded_size", "Size that each execution's requests were filled up to, by length",
+    _counter("paceline_elements", "Elements executed, without padding: rows times sizes that may differ",
+        lambda s: s.elements, lambda version: version.statistics.lengths),
+    _counter("paceline_padding_elements", "Elements of padding executed, to fill up rows and sizes",
+        lambda s: s.padding_elements, lambda version: version.statistics.lengths),
+    Family("paceline_padded_size", "histogram", "Size that each execution's requests were filled up to, by length",
         _padded_sizes),
-    _histogram("paceline_batch_rows", "Rows of each execution, without padding", _batch_rows),
-    _histogram("paceline_request_duration_us",
+    Family("paceline_batch_rows", "histogram", "Rows of each execution, without padding", _batch_rows),
+    Family("paceline_request_duration_us", "histogram",
         "Microseconds from when a successful request was taken up until its answer was ready",
-        lambda s: _durations(s.requests)),
-    _histogram("paceline_queue_wait_us", "Microseconds in the queue, of each request that was executed and answered",
-        lambda s: _durations(s.queue)),
-    _histogram("paceline_execution_us",
+        lambda version: _durations(version.statistics.requests)),
+    Family("paceline_queue_wait_us", "histogram",
+        "Microseconds in the queue, of each request that was executed and answered",
+        lambda version: _durations(version.statistics.queue)),
+    Family("paceline_execution_us", "histogram",
         "Microseconds of each execution, by the power of two that covers the rows that the model saw", _executions),
 )  # fmt: skip
 
@@ -439,8 +394,5 @@ LIMITS: Sequence[Family[LimitShown]] = (
 )  # fmt: skip
 
 REFUSED_CALLS: Family[Mapping[str, int]] = Family(
-    "paceline_refused_rpcs",
-    "counter",
-    "Calls refused before anything was done for them, by reason",
-    lambda refused: [("", {"reason": reason}, count) for reason, count in refused.items()],
-)
+    "paceline_refused_rpcs", "counter", "Calls refused before anything was done for them, by reason",
+    lambda refused: [("", {"reason": reason}, count) for reason, count in refused.items()])  # fmt: skip

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar, Self
 
 from paceline.backends.base import Execution
 from paceline.backends.errors import BackendError, OutOfMemory
@@ -43,7 +44,30 @@ DURATION_BOUNDS_NS = tuple(
 )
 
 
-class DurationHistogram:
+class Sums:
+    """Numbers that add up, except for `no_sums`."""
+
+    __slots__ = ()
+    no_sums: ClassVar[tuple[str, ...]] = ()
+
+    def merge(self, other: Self) -> None:
+        """Add what `other` has counted so far. May be called on any thread if nothing else writes to these numbers."""
+        for name in {*(self.__slots__ or vars(self))}.difference(self.no_sums):
+            mine, others = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Sums):
+                mine.merge(others)
+            elif isinstance(mine, Counter):
+                mine.update(others.copy())
+            elif isinstance(mine, defaultdict):
+                for key, one in others.copy().items():
+                    mine[key].merge(one)
+            elif isinstance(mine, list):
+                setattr(self, name, [sum(pair) for pair in zip(mine, others, strict=True)])
+            else:
+                setattr(self, name, mine + others)
+
+
+class DurationHistogram(Sums):
     """How many durations were up to each of `DURATION_BOUNDS_NS`, or above all of them, and their sum."""
 
     __slots__ = ("counts", "total_ns")
@@ -65,10 +89,6 @@ class DurationHistogram:
         for duration_ns in durations_ns:
             counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
         self.total_ns += sum(durations_ns)
-
-    def merge(self, other: DurationHistogram) -> None:
-        self.counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
-        self.total_ns += other.total_ns
 
 
 class FailureReason(Enum):
@@ -101,7 +121,7 @@ def reason_of(error: BaseException) -> FailureReason:
 
 
 @dataclass(slots=True)
-class BatchTotals:
+class BatchTotals(Sums):
     """Executions of one size: how many, and the time that they took, each counted once."""
 
     count: int = 0
@@ -109,15 +129,9 @@ class BatchTotals:
     infer_ns: int = 0
     output_ns: int = 0
 
-    def merge(self, other: BatchTotals) -> None:
-        self.count += other.count
-        self.input_ns += other.input_ns
-        self.infer_ns += other.infer_ns
-        self.output_ns += other.output_ns
-
 
 @dataclass(slots=True)
-class Total:
+class Total(Sums):
     """How often something was done, and the time that it took in all."""
 
     count: int = 0
@@ -127,13 +141,9 @@ class Total:
         self.count += 1
         self.ns += duration_ns
 
-    def merge(self, other: Total) -> None:
-        self.count += other.count
-        self.ns += other.ns
-
 
 @dataclass(slots=True)
-class AnswerTotals:
+class AnswerTotals(Sums):
     """Answers of one number within their requests: those with outputs, with an error, ends without anything, and those
     that hadn't come when the request was cancelled."""
 
@@ -150,14 +160,8 @@ class AnswerTotals:
             total.merge(one)
         return total
 
-    def merge(self, other: AnswerTotals) -> None:
-        self.succeeded.merge(other.succeeded)
-        self.failed.merge(other.failed)
-        self.empty.merge(other.empty)
-        self.cancelled.merge(other.cancelled)
 
-
-class VersionStatistics:
+class VersionStatistics(Sums):
     """The numbers of one version since it was loaded; an `Observer` of its batcher.
 
     `requests` has the durations of clients' requests that succeeded, from when each was taken up until its answer was
@@ -176,6 +180,8 @@ class VersionStatistics:
     others that looked, also with the time that keeping their answers took. `generations`: of a model that generates,
     what its instances have counted.
     """
+
+    no_sums = ("lengths", "generations", "last_inference_ms")
 
     def __init__(self, lengths: tuple[str, ...] = (), generations: GenerationTotals | None = None) -> None:
         self.generations = generations
@@ -225,39 +231,12 @@ class VersionStatistics:
         return dict(sorted(self.answers.copy().items()))
 
     def merge(self, other: VersionStatistics) -> None:
-        """Add what `other` has counted so far. May be called on any thread if nothing else writes to these numbers."""
-        self.requests.merge(other.requests)
-        self.queue.merge(other.queue)
-        self.failures.update(other.failures)
-        self.drops.update(other.drops)
-        for rows, totals in other.by_rows().items():
-            self.batches[rows].merge(totals)
-        for size, histogram in other.by_size().items():
-            self.executions[size].merge(histogram)
-        self.failure_ns += other.failure_ns
-        self.input_ns += other.input_ns
-        self.infer_ns += other.infer_ns
-        self.output_ns += other.output_ns
-        self.padding_rows += other.padding_rows
-        self.unfinished_rows += other.unfinished_rows
+        super().merge(other)
         self.lengths = other.lengths or self.lengths
-        self.elements += other.elements
-        self.padding_elements += other.padding_elements
-        self.padded_sizes.update(other.padded_sizes.copy())
-        self.padded_size_sums.update(other.padded_size_sums.copy())
-        self.ended_sequences.update(other.ended_sequences)
-        self.hung_executions += other.hung_executions
-        self.lost_instances += other.lost_instances
-        self.shortages += other.shortages
-        self.cache_hit.merge(other.cache_hit)
-        self.cache_miss.merge(other.cache_miss)
-        self.first_answers.merge(other.first_answers)
+        self.last_inference_ms = max(self.last_inference_ms, other.last_inference_ms)
         if other.generations is not None:
             self.generations = self.generations or GenerationTotals()
             self.generations.merge(other.generations)
-        for number, answers in other.by_answer().items():
-            self.answers[number].merge(answers)
-        self.last_inference_ms = max(self.last_inference_ms, other.last_inference_ms)
 
     # hot path: 0.3 us a request and 1.5 us a batch; see bench/micro.py
     def on_success(self, *durations_ns: int) -> None:

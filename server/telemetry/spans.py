@@ -11,10 +11,9 @@ of its own, with links to those that are traced, and `compute` has a link to it.
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Callable
 from threading import Timer
-from typing import Protocol
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -32,7 +31,7 @@ from paceline.server.call_facts import TraceParent
 from paceline.server.errors import status_of
 from paceline.server.telemetry.trace_settings import OtlpTarget
 
-__all__ = ["RequestSpan", "Sampling", "Spans"]
+__all__ = ["RequestSpan", "Spans"]
 
 _SERVICE = "inference.GRPCInferenceService"
 _MAX_CHARACTERS = 2_000
@@ -41,27 +40,24 @@ _PATIENCE_S = 3.0
 _SERVERS_FAULT = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 
 
-class Sampling(Protocol):
-    """Which requests are traced."""
-
-    def is_on(self, model: str) -> bool:
-        """Whether to trace requests whose callers' traces are sampled."""
-
-    def picks(self, model: str) -> bool:
-        """Whether to trace this request, which belongs to no trace yet."""
-
-
 class Spans:
-    """Traces requests and batches between `start` and `close`. `exporter` replaces the one for `target`."""
+    """Traces requests and batches between `start` and `close`. By model, `is_on` says whether to trace requests whose
+    callers' traces are sampled, `picks` whether to trace one that belongs to no trace yet. `exporter` replaces the one
+    for `target`."""
 
-    def __init__(self, target: OtlpTarget, sampling: Sampling, exporter: SpanExporter | None = None) -> None:
+    def __init__(
+        self,
+        target: OtlpTarget,
+        is_on: Callable[[str], bool],
+        picks: Callable[[str], bool],
+        exporter: SpanExporter | None = None,
+    ) -> None:
         self._target = target
-        self._sampling = sampling
+        self._is_on, self._picks = is_on, picks
         self._exporter = exporter
         self._propagator = TraceContextTextMapPropagator()
         self._provider: TracerProvider | None = None
         self._tracer: Tracer
-        self._forwarding = _Forwarding()
 
     def start(self) -> None:
         """Start to export. What the target's fields leave open is up to OpenTelemetry's own environment variables."""
@@ -79,7 +75,6 @@ class Spans:
             )
         )
         self._tracer = self._provider.get_tracer("paceline")
-        self._forwarding.install()
 
     def close(self) -> None:
         """Export what is left, and end. Blocks, but not for long if nobody takes it."""
@@ -90,7 +85,6 @@ class Spans:
         impatience.start()
         self._provider.shutdown()
         impatience.cancel()
-        self._forwarding.uninstall()
 
     def begin(self, model: str, request_id: str, began_ns: int, parent: TraceParent | None) -> RequestSpan | None:
         """The span of a request that arrived at `began_ns`; None if it isn't to be traced."""
@@ -100,10 +94,7 @@ class Spans:
             else self._propagator.extract({"traceparent": parent[0], "tracestate": parent[1]}, Context())
         )
         caller = get_current_span(context).get_span_context()
-        if caller.is_valid:
-            is_traced = caller.trace_flags.sampled and self._sampling.is_on(model)
-        else:
-            is_traced = self._sampling.picks(model)
+        is_traced = (caller.trace_flags.sampled and self._is_on(model)) if caller.is_valid else self._picks(model)
         if not is_traced:
             return None
         return RequestSpan(self._tracer, context, model, request_id, began_ns)
@@ -226,28 +217,6 @@ class _BatchSpans:
         for part, request in requests:
             request.on_execution(part, span, report)
         span.end(report.finished_ns + offset_ns)
-
-
-class _Forwarding(logging.Handler):
-    """Forwards OpenTelemetry's log lines to our log: by default they would bypass its format, level and bounds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._theirs = logging.getLogger("opentelemetry")
-        self._ours = logging.getLogger("paceline.opentelemetry")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._ours.isEnabledFor(record.levelno):
-            forwarded = logging.makeLogRecord({**record.__dict__, "name": self._ours.name})
-            self._ours.handle(forwarded)
-
-    def install(self) -> None:
-        self._theirs.addHandler(self)
-        self._theirs.propagate = False
-
-    def uninstall(self) -> None:
-        self._theirs.removeHandler(self)
-        self._theirs.propagate = True
 
 
 def _tell_error(span: Span, error: BaseException, *, is_ours: bool = True) -> None:

@@ -58,7 +58,7 @@ class _Sampler:
 
 class Tracer:
     """Traces requests that were answered. While `active` is false, nobody needs to call `record`. In mode opentelemetry
-    there are `spans`, which call `is_on` and `picks`, and it is never active. Raises StartError if that mode's packages
+    there are `spans`, which ask `is_on` and `picks`, and it is never active. Raises StartError if that mode's packages
     are missing."""
 
     def __init__(self, config: TraceConfig | None = None) -> None:
@@ -73,7 +73,7 @@ class Tracer:
             except ImportError as error:
                 needs = f"mode opentelemetry needs more packages: {how_to_install('otel')} ({error})"
                 raise StartError(f"--trace-config: {needs}") from None
-            self.spans = Spans(config.otlp, self)
+            self.spans = Spans(config.otlp, self.is_on, self.picks)
         self._samplers: dict[str, _Sampler] = {}
         self._traces = 0
         self.active = False
@@ -154,9 +154,7 @@ class Tracer:
             if sampler is None or model == changed or sampler.given != settings:
                 sampler = _Sampler(settings)
             self._samplers[model] = sampler
-        self.active = self._writer is not None and any(
-            sampler.settings.timestamps for sampler in self._samplers.values()
-        )
+        self.active = self._writer is not None and any(one.settings.timestamps for one in self._samplers.values())
 
 
 class Answered(NamedTuple):
@@ -179,28 +177,23 @@ class Answered(NamedTuple):
         facts: BatchFacts,
         within: Sequence[Answered],
     ) -> Answered:
-        """One that arrived at `began_ns`."""
-        return cls(model, version, request_id, _times(began_ns, facts, monotonic_ns()), within)
-
-
-def _times(began_ns: int, facts: BatchFacts, ended_ns: int) -> dict[str, int]:
-    """Times by Triton's names; what a model doesn't report about its execution is left out. gRPC doesn't say when it
-    began to read, so that is when it was done; without it, Triton's summary of traces finds no request. Nor does gRPC
-    say when it has sent, so there is no GRPC_SEND_END."""
-    started_ns = facts.started_ns
-    times = {
-        "GRPC_WAITREAD_START": began_ns,
-        "GRPC_WAITREAD_END": began_ns,
-        "REQUEST_START": began_ns,
-        "QUEUE_START": started_ns - facts.queue_ns,
-        "COMPUTE_START": started_ns,
-    }
-    if isinstance(facts.executed, Execution):
-        times["COMPUTE_INPUT_END"] = started_ns + facts.executed.input_ns
-        times["COMPUTE_OUTPUT_START"] = times["COMPUTE_INPUT_END"] + facts.executed.infer_ns
-    times["COMPUTE_END"] = started_ns + facts.compute_ns
-    times["INFER_RESPONSE_COMPLETE"] = times["GRPC_SEND_START"] = times["REQUEST_END"] = ended_ns
-    return times
+        """One that arrived at `began_ns`. What a model doesn't report about its execution is left out. gRPC doesn't say
+        when it began to read, so that is when it was done; without it, Triton's summary of traces finds no request. Nor
+        does gRPC say when it has sent, so there is no GRPC_SEND_END."""
+        started_ns = facts.started_ns
+        times = {
+            "GRPC_WAITREAD_START": began_ns,
+            "GRPC_WAITREAD_END": began_ns,
+            "REQUEST_START": began_ns,
+            "QUEUE_START": started_ns - facts.queue_ns,
+            "COMPUTE_START": started_ns,
+        }
+        if isinstance(facts.executed, Execution):
+            times["COMPUTE_INPUT_END"] = started_ns + facts.executed.input_ns
+            times["COMPUTE_OUTPUT_START"] = times["COMPUTE_INPUT_END"] + facts.executed.infer_ns
+        times["COMPUTE_END"] = started_ns + facts.compute_ns
+        times["INFER_RESPONSE_COMPLETE"] = times["GRPC_SEND_START"] = times["REQUEST_END"] = monotonic_ns()
+        return cls(model, version, request_id, times, within)
 
 
 class RequestWatch:

@@ -23,8 +23,8 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.cpus import usable_cpus
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.errors import StartError
+from paceline.server.models.batch_policy import backend_name
 from paceline.server.models.defaults import ALLOW_SPINNING, INTRA, BatchDefaults, Offline
-from paceline.server.models.model_config import backend_name
 from paceline.server.models.offline import layouts
 from paceline.server.models.served_model import ServedModel
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried, choose, set_back, settings_of

@@ -15,7 +15,8 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.layout import ModelFolder, model_folder
-from paceline.server.models.loader import load_model, wanted_versions
+from paceline.server.models.load_config import wanted_versions
+from paceline.server.models.loader import load_model
 from tests.unit.server.found import find_models
 from tests.unit.server.models.shelf import Model, VersionBackend, folder
 

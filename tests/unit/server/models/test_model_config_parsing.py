@@ -15,8 +15,8 @@ from paceline.backends.base import GroupKind, InstanceGroup
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
+from paceline.server.models.batch_policy import backend_name
 from paceline.server.models.model_config import (
-    backend_name,
     check_supported,
     instance_groups,
     model_source,

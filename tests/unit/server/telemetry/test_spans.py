@@ -51,7 +51,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
     monkeypatch.setattr("paceline.server.telemetry.spans._PATIENCE_S", 60.0)
     exporter, sampling = InMemorySpanExporter(), Sampling()
-    spans = Spans(OtlpTarget(), sampling, exporter)
+    spans = Spans(OtlpTarget(), sampling.is_on, sampling.picks, exporter)
     spans.start()
     yield Bench(spans, sampling, exporter)
     spans.close()
