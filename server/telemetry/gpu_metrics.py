@@ -83,9 +83,12 @@ class GpuCollector(Families[GpuReading]):
         with self._changed:
             if self._clock() - self._last_s >= _FRESH_S:
                 if not self._reading:
+                    try:
+                        # A daemon: one that hangs in the driver must not keep the process from ending.
+                        Thread(target=self._read, name="gpu-metrics", daemon=True).start()
+                    except RuntimeError:  # no thread can be started for now
+                        return []
                     self._reading = True
-                    # A daemon: one that hangs in the driver must not keep the process from ending.
-                    Thread(target=self._read, name="gpu-metrics", daemon=True).start()
                 if not self._changed.wait_for(lambda: not self._reading, self._patience_s):
                     if not self._complained:
                         self._complained = True

@@ -5,8 +5,10 @@ Lives here: connections and paths. Must not: know any metric, or what health is.
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
@@ -35,6 +37,9 @@ _OF_PAGES = {
 """Headers of pages: a browser runs no script in them and gets nothing else for them, whatever their text contains."""
 _SILENCE_S = 10
 """How long a connection may be silent."""
+_SCARCE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_PAUSE_S = 0.1
+"""Until a connection is accepted that there was no descriptor or no memory for."""
 _MAX_CONNECTIONS = 64
 """Each has a thread, and a client that sends a little now and then would keep it for ever. One too many ends the
 oldest, so that nobody can keep scrapers and probes out."""
@@ -120,8 +125,13 @@ class MetricsEndpoint:
                 for listening in ready:
                     assert isinstance(listening, socket.socket)
                     # Whoever connected may have gone again, or there is no descriptor or no thread left.
-                    with suppress(OSError, RuntimeError):
+                    try:
                         self._begin(*listening.accept())
+                    except OSError as error:
+                        if error.errno in _SCARCE:  # it stays ready, and would be asked again at once
+                            time.sleep(_PAUSE_S)
+                    except RuntimeError:
+                        pass
 
     def _begin(self, connection: socket.socket, peer: object) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from paceline.backends.errors import DeviceError, LoadError
 from paceline.server.telemetry.gpu_metrics import GpuCollector, GpuReading, Nvml, open_nvml
 from paceline.server.telemetry.metrics import Metrics
 from tests.polling import eventually
+from tests.rlimits import without_threads
 
 FIRST, SECOND = "GPU-00000000-0000-0000-0000-000000000001", "GPU-00000000-0000-0000-0000-000000000002"
 
@@ -181,6 +182,15 @@ def test_families_are_tritons_and_energy_counts_from_the_start() -> None:
     assert f'nv_energy_consumption{{gpu_uuid="{FIRST}"}} 10000\n' in text
     assert "# TYPE nv_energy_consumption counter\n" in text
     assert "# TYPE nv_gpu_utilization gauge\n" in text
+
+
+def test_scrape_without_a_thread_leaves_gpus_out_once() -> None:
+    clock = Clock()
+    collector = GpuCollector(Nvml(Library(), [FIRST]), clock=clock)
+    clock.now_s = 2
+    with without_threads():
+        assert shown(collector) == {}
+    assert ("nv_gpu_power_usage", FIRST) in shown(collector)
 
 
 def test_readings_are_at_most_a_second_old_and_not_taken_more_often() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import struct
 import threading
@@ -17,6 +19,7 @@ from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
 from tests.harness import has_ipv6
 from tests.polling import eventually
+from tests.rlimits import limited
 from tests.unit.server.counting import version
 
 
@@ -98,6 +101,20 @@ def test_scraper_that_resets_its_connection_leaves_no_traceback(
     assert get(endpoint)[0] == 200
     eventually(lambda: threading.active_count() <= threads, "the handlers' end")
     assert capfd.readouterr().err == ""
+
+
+def test_connection_without_a_descriptor_waits_and_costs_nothing(endpoint: MetricsEndpoint) -> None:
+    with socket.socket() as client:
+        free = os.dup(client.fileno())
+        os.close(free)
+        client.settimeout(10)
+        with limited(resource.RLIMIT_NOFILE, free):
+            client.connect(("127.0.0.1", endpoint.port))
+            client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            began_s, used_s = time.monotonic(), time.process_time()
+            eventually(lambda: time.monotonic() - began_s > 0.5, "half a second")
+            assert time.process_time() - used_s < 0.25
+        assert client.recv(100).startswith(b"HTTP/1.0 404")
 
 
 def test_close_is_prompt_and_frees_the_port(metrics: Metrics) -> None:
