@@ -17,19 +17,6 @@ from paceline.scheduler.policy import BatchPolicy, PolicyError, QueueLimits, Que
 from paceline.server.errors import ConfigError
 from paceline.server.models.defaults import BatchDefaults, as_boolean
 
-__all__ = [
-    "OWN_PARAMETERS",
-    "OwnSettings",
-    "PadAxis",
-    "backend_name",
-    "batch_policy",
-    "called_models",
-    "limit_of",
-    "no_cache",
-    "own_settings",
-    "refuse",
-]
-
 _PREFIX = "paceline."
 _MAX_NUMBER = 2**63 - 1
 """The highest number of rows, bytes or milliseconds; the most milliseconds that a system timer can be set to."""

@@ -16,8 +16,6 @@ from google.protobuf.descriptor import FieldDescriptor
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 
-__all__ = ["config_json", "with_completed"]
-
 _WIDE = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 """Protobuf writes these as strings, as not every language has numbers of 64 bits."""
 

@@ -12,18 +12,6 @@ from dataclasses import dataclass, field
 from paceline.backends.model_call import OnCall
 from paceline.backends.onnx.options import CACHE_DIRECTORY, OWN_PROCESS
 
-__all__ = [
-    "ALLOW_SPINNING",
-    "INTRA",
-    "BackendConfig",
-    "BatchDefaults",
-    "LoadDefaults",
-    "Offline",
-    "as_boolean",
-    "parse_backend_config",
-    "parse_cache_config",
-]
-
 _BACKEND = "onnxruntime"
 _CACHE = "local"
 INTRA, _INTER = "intra_op_thread_count", "inter_op_thread_count"

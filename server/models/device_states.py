@@ -22,8 +22,6 @@ from paceline.server.memory.reading import Room
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 from paceline.server.models.steps import ExecuteSteps, States, Step
 
-__all__ = ["are_lost", "gpu_of", "may_leave_states", "room_on", "with_states_at_hand"]
-
 _UINT8 = np.dtype(np.uint8)
 
 

@@ -17,8 +17,6 @@ from paceline.protos.datatypes import CONFIG_NUMBERS
 from paceline.server.models.ensemble_config import ENSEMBLE
 from paceline.server.models.model_config import ServingPlan
 
-__all__ = ["effective_config"]
-
 TensorT = TypeVar("TensorT", pb.ModelInput, pb.ModelOutput)
 
 _PAD, _STATE_BATCH_AXIS = "paceline.pad", "paceline.state_batch_axis"

@@ -16,18 +16,6 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.runner import Done, Outcome
 from paceline.server.errors import ConfigError
 
-__all__ = [
-    "ENSEMBLE",
-    "EnsembleInstance",
-    "EnsembleModel",
-    "EnsembleStep",
-    "Runnable",
-    "check_ensemble",
-    "is_ensemble",
-    "most_at_once",
-    "steps_of",
-]
-
 ENSEMBLE = "ensemble"
 
 _MOST_AT_ONCE = 1_024

@@ -21,8 +21,6 @@ from paceline.server.models.model_record import UNLOADED, ModelRecord
 from paceline.server.models.pipeline import Pipeline
 from paceline.server.models.served_model import ServedModel
 
-__all__ = ["Ensembles", "Joined"]
-
 Joined = tuple[LoadedVersion, Pipeline | None]
 Records = Mapping[str, ModelRecord[ServedModel]]
 

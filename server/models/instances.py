@@ -35,8 +35,6 @@ from paceline.server.models.warmup import Supervisor
 from paceline.server.telemetry.metrics import AnyBatcher
 from paceline.server.telemetry.model_statistics import VersionStatistics
 
-__all__ = ["Caller", "Instances"]
-
 _log = logging.getLogger("paceline.server.instances")
 
 _MAX_HANGING = 16

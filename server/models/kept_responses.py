@@ -19,8 +19,6 @@ from paceline.server.bounded_pool import BoundedPool
 from paceline.server.codec.codec import memory_bytes
 from paceline.server.telemetry.model_statistics import VersionStatistics
 
-__all__ = ["KeptResponses"]
-
 _ENTRY_BYTES, _ARRAY_BYTES = 512, 192
 """What an entry takes besides its tensors' elements, and what each of these adds: measured, and rounded up."""
 

@@ -21,17 +21,6 @@ from paceline.backends.paths import exists, is_file, is_folder
 from paceline.server.errors import ModelNotFound, ModelNotReady, StartError
 from paceline.server.files import in_utf8
 
-__all__ = [
-    "CONFIG_FILE",
-    "DEFAULT_MODEL_FILE",
-    "MERGED_DECODER_FILE",
-    "PYTHON_MODEL_FILE",
-    "Layout",
-    "ModelFolder",
-    "is_ignored",
-    "model_folder",
-]
-
 _log = logging.getLogger("paceline.server.layout")
 
 CONFIG_FILE = "config.pbtxt"

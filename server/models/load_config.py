@@ -20,8 +20,6 @@ from paceline.server.models.model_config import check_supported, is_complete, pa
 from paceline.server.models.model_record import DUPLICATE_NAME
 from paceline.server.models.tensor_config import without_datatype
 
-__all__ = ["PYTHON", "is_python", "load_config", "wanted_versions"]
-
 _log = logging.getLogger("paceline.server.loader")
 
 PYTHON = "python"

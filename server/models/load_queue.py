@@ -24,8 +24,6 @@ from paceline.server.models.layout import ModelFolder
 from paceline.server.models.loader import LoadedVersion, load_model
 from paceline.server.tuning import allowed_descriptors, free_descriptors, reserved_descriptors
 
-__all__ = ["Find", "LoadQueue", "Provide", "always", "call_soon", "start_thread", "submit"]
-
 _log = logging.getLogger("paceline.server.loading")
 
 T = TypeVar("T")

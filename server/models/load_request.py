@@ -23,16 +23,6 @@ from paceline.protos.inference_pb2 import ModelRepositoryParameter
 from paceline.server.errors import InvalidRequest, ModelNotReady
 from paceline.server.models.layout import ModelFolder, model_folder
 
-__all__ = [
-    "Override",
-    "Scratch",
-    "checked_name",
-    "parse_load_parameters",
-    "parse_unload_parameters",
-    "remove_all",
-    "scratch_folder",
-]
-
 _log = logging.getLogger("paceline.server.scratch")
 
 _FILE = "file:"

@@ -67,8 +67,6 @@ from paceline.server.models.tensor_config import (
 )
 from paceline.server.models.warmup import Supervisor, WarmUp
 
-__all__ = ["Found", "LoadedVersion", "load_model"]
-
 _log = logging.getLogger("paceline.server.loader")
 
 

@@ -54,17 +54,6 @@ from paceline.server.models.tensor_config import (
     served_spec,
 )
 
-__all__ = [
-    "ServingPlan",
-    "check_supported",
-    "ignored_settings",
-    "instance_groups",
-    "is_complete",
-    "model_source",
-    "parse_config",
-    "plan",
-]
-
 _GROUP_KINDS = {pb.ModelInstanceGroup.Kind.Value(kind.value): kind for kind in GroupKind}
 
 _MAX_INSTANCES = 1024

@@ -12,8 +12,6 @@ from paceline.server.errors import InvalidRequest, ModelNotFound, ModelNotReady,
 from paceline.server.models.model_record import UNLOADED, IndexLine, ModelRecord, ModelState
 from paceline.server.models.served_model import ServedModel
 
-__all__ = ["ModelLookup"]
-
 _UNKNOWN = "Request for unknown model"
 """What Triton's clients look for, whatever is wrong with the model."""
 _MAX_LISTED = 5

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
-__all__ = ["DUPLICATE_NAME", "UNLOADED", "IndexLine", "ModelRecord", "ModelState", "version_order"]
-
 V = TypeVar("V")
 
 UNLOADED = "unloaded"

@@ -15,8 +15,6 @@ from paceline.scheduler.policy import QueueLimits
 from paceline.server.models.defaults import INTRA, Offline
 from paceline.server.models.model_config import ServingPlan
 
-__all__ = ["configured_for", "executed_alone", "layouts"]
-
 
 def configured_for(offline: Offline, config: pb.ModelConfig) -> pb.ModelConfig:
     """`config` with the instances and threads of `offline`. Of several instance groups, the first says where they

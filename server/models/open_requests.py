@@ -22,8 +22,6 @@ from paceline.scheduler.sequence import AnySequence
 from paceline.server.memory.reading import ExecuteInputs, ExecuteOpen, reading_open
 from paceline.server.models.steps import StepMaker, nobody_of
 
-__all__ = ["OpenRequests", "OpenStepMaker", "handing_over"]
-
 
 class OpenRequests:
     """At most `most` requests, each from when it is accepted until it ends. On the event loop."""

@@ -22,8 +22,6 @@ from paceline.server.models.model_config import ServingPlan, is_complete
 from paceline.server.models.sequence_config import of_clients
 from paceline.server.models.tensor_config import EXPORT_AGAIN, against_a_batch_axis, can_batch, fixed_rows
 
-__all__ = ["Padding", "batching_in_words", "says_only_padding", "with_lengths"]
-
 _PARAMETERS = ("paceline.pad", "paceline.pad_sizes", "paceline.max_batch_elements", "paceline.batch_growth")
 
 

@@ -16,8 +16,6 @@ from paceline.server.errors import ConfigError
 from paceline.server.models.ensemble_config import EnsembleStep
 from paceline.server.models.loader import LoadedVersion
 
-__all__ = ["ROOT", "Ending", "Pipeline", "Plan", "PlannedStep", "Version"]
-
 ROOT = -1
 """The level of what exists once for each request. Answers of a decoupled step begin a level of their own, which is
 that step's number: what follows from one of them exists once for each."""

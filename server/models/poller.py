@@ -23,8 +23,6 @@ from paceline.server.models.layout import Layout, ModelFolder, is_ignored
 from paceline.server.models.load_queue import always
 from paceline.server.models.repository import Repository
 
-__all__ = ["Poller", "Sight", "fingerprint"]
-
 _log = logging.getLogger("paceline.server.poller")
 
 _SETTLE_S = 1.0

@@ -42,8 +42,6 @@ from paceline.server.models.served_model import ServedModel
 from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.tracing import Tracer
 
-__all__ = ["Repository"]
-
 _log = logging.getLogger("paceline.server.repository")
 
 

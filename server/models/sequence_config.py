@@ -23,8 +23,6 @@ from paceline.server.models.batch_policy import backend_name, no_cache, own_sett
 from paceline.server.models.sequence_states import InitialData, check_states, states_of
 from paceline.server.models.tensor_config import datatype_of
 
-__all__ = ["NOT_ITERATIVE", "check_sequences", "of_clients", "policy_of_sequences", "queueing", "spec_of_sequences"]
-
 NOT_ITERATIVE = (
     "sequence_batching.iterative_sequence is not supported by this build, except of Python models written for Triton"
 )

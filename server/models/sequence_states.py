@@ -23,8 +23,6 @@ from paceline.server.files import read_inside
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
 from paceline.server.models.tensor_config import datatype_of, dims_hint
 
-__all__ = ["InitialData", "check_states", "read_initial_data", "states_of"]
-
 InitialData = Mapping[str, bytes]
 """The contents of the files that initial states come from, by the state's input."""
 

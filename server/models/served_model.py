@@ -57,8 +57,6 @@ from paceline.server.telemetry.metrics import AnyBatcher, Metrics, VersionMetric
 from paceline.server.telemetry.model_statistics import VersionStatistics
 from paceline.server.telemetry.tracing import Tracer
 
-__all__ = ["ServedModel"]
-
 _MAX_PARTS = 1024
 """The most parts of a split request: rows without elements cost no bytes, so something has to bound them."""
 

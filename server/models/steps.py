@@ -26,9 +26,6 @@ from paceline.server.errors import GpuLost, InvalidRequest, StateTooLarge, as_va
 from paceline.server.memory.reading import ExecuteInputs, read_now
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 
-__all__ = ["ExecuteSteps", "States", "Step", "StepMaker", "executing_steps", "nobody_of", "shown_id"]
-
-
 States = tuple[Array | DeviceTensor, ...]
 
 

@@ -17,20 +17,6 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.protos.datatypes import CONFIG_DATATYPES
 from paceline.server.errors import ConfigError
 
-__all__ = [
-    "EXPORT_AGAIN",
-    "against_a_batch_axis",
-    "can_batch",
-    "datatype_of",
-    "declared_spec",
-    "dims_hint",
-    "doubts_outputs",
-    "fixed_rows",
-    "freed",
-    "served_spec",
-    "without_datatype",
-]
-
 _BATCH_INPUT_TYPES = ("INT32", "FP32")
 EXPORT_AGAIN = (
     "if that is the batch, export the model with a free one, and its requests share batches; in PyTorch, "

@@ -23,8 +23,6 @@ from paceline.server.models.repository import Repository
 from paceline.server.models.upstream_model import UpstreamVersion, bring
 from paceline.server.models.upstream_settings import UpstreamSettings
 
-__all__ = ["Upstream"]
-
 _log = logging.getLogger("paceline.server.upstream")
 
 _ASK_S = 5.0

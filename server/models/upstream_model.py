@@ -24,8 +24,6 @@ from paceline.server.models.sequence_config import policy_of_sequences
 from paceline.server.models.tensor_config import can_batch
 from paceline.server.models.upstream_settings import UpstreamSettings
 
-__all__ = ["UpstreamVersion", "bring"]
-
 _SPLITS = "paceline.split_oversized"
 
 

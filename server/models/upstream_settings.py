@@ -20,8 +20,6 @@ from paceline.server.flags import POSITIVE_AMOUNT, TEXT, Decorator, Given, Secti
 if TYPE_CHECKING:
     from paceline.clients.connection import Tls
 
-__all__ = ["TRACING_HEADERS", "UpstreamSettings", "upstream_flags"]
-
 TRACING_HEADERS = (
     "traceparent", "tracestate", "x-request-id",
     "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-parentspanid", "x-b3-sampled", "x-b3-flags",

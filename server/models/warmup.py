@@ -37,8 +37,6 @@ from paceline.server.errors import ConfigError, LoadHangs
 from paceline.server.models.model_config import ServingPlan
 from paceline.server.models.warmup_samples import read_samples, size_bytes, text_of, uniform
 
-__all__ = ["Supervisor", "WarmUp"]
-
 T = TypeVar("T")
 Run = Callable[[Sequence[Tensors], int], object]
 

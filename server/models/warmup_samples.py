@@ -22,8 +22,6 @@ from paceline.server.files import read_inside
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
 from paceline.server.models.model_config import ServingPlan
 
-__all__ = ["read_samples", "size_bytes", "text_of", "uniform"]
-
 _MAX_BYTES = LARGEST_MESSAGE_BYTES
 """For what a sample executes together, and for all samples, which are kept."""
 _LEAST_BYTES, _TEXT_BYTES = 4096, 64

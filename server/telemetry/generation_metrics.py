@@ -12,8 +12,6 @@ from typing import NamedTuple
 from paceline.backends.generation_totals import GENERATION_BOUNDS_NS, GenerationTotals, TokenTimes
 from paceline.server.telemetry.metrics import Families, Family, Labels, Metrics, Samples, buckets
 
-__all__ = ["generation_families"]
-
 
 class _Generating(NamedTuple):
     """`now`: what goes on. `totals`: with what was counted by versions that it has replaced. `opened`: all that were

@@ -19,8 +19,6 @@ from paceline.backends.cuda.driver import gpu_uuids
 from paceline.backends.errors import DeviceError, LoadError
 from paceline.server.telemetry.metrics import Families, Family
 
-__all__ = ["GpuCollector", "GpuReading", "Gpus", "Nvml", "open_nvml"]
-
 _log = logging.getLogger("paceline.server.metrics")
 
 _FRESH_S = 1.0

@@ -13,8 +13,6 @@ from threading import Lock
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-__all__ = ["HostCollector"]
-
 _SHORTEST_S = 1.0
 """Ticks are 10 ms: over less time than this, a share of them means little."""
 

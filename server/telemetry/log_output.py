@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-__all__ = ["LogOutput", "exit_now", "lost_lines", "take_stderr"]
-
 _log = logging.getLogger("paceline.log")
 
 _MAX_WAITING_BYTES = 4 * 2**20

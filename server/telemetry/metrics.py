@@ -26,19 +26,6 @@ from paceline.server.telemetry.host_metrics import HostCollector
 from paceline.server.telemetry.log_output import lost_lines
 from paceline.server.telemetry.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
-__all__ = [
-    "LIMITS",
-    "REFUSED_CALLS",
-    "AnyBatcher",
-    "Families",
-    "Family",
-    "LimitShown",
-    "Metrics",
-    "VersionMetrics",
-    "buckets",
-    "exposition",
-]
-
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SIZE_BUCKETS = tuple(1 << power for power in range(17))
 _LEVELS = 16

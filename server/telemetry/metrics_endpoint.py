@@ -22,8 +22,6 @@ from paceline.server.addresses import listen
 from paceline.server.files import in_utf8
 from paceline.server.telemetry.metrics import Metrics
 
-__all__ = ["MetricsEndpoint"]
-
 _log = logging.getLogger("paceline.server.metrics")
 
 _PLAIN = "text/plain; charset=utf-8"

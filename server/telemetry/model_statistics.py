@@ -25,16 +25,6 @@ from paceline.scheduler.observer import BatchReport, Drop
 from paceline.scheduler.sequence import SequenceEnd
 from paceline.server.errors import AnswerTooLarge, ModelNotReady, StepFailed
 
-__all__ = [
-    "DURATION_BOUNDS_NS",
-    "AnswerTotals",
-    "BatchTotals",
-    "DurationHistogram",
-    "FailureReason",
-    "VersionStatistics",
-    "reason_of",
-]
-
 _US = 1_000
 _MOST_ANSWERS = 256
 """Answers to one request that are counted by their number; a stream may have any number of them."""

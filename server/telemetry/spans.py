@@ -31,8 +31,6 @@ from paceline.server.call_facts import TraceParent
 from paceline.server.errors import status_of
 from paceline.server.telemetry.trace_settings import OtlpTarget
 
-__all__ = ["RequestSpan", "Spans"]
-
 _SERVICE = "inference.GRPCInferenceService"
 _MAX_CHARACTERS = 2_000
 _PATIENCE_S = 3.0

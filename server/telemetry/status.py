@@ -15,8 +15,6 @@ from paceline.clients.snapshots import READ, Interval, Snapshot, between, read
 from paceline.clients.status_page import status_page
 from paceline.server.telemetry.metrics import Metrics
 
-__all__ = ["StatusPage"]
-
 _log = logging.getLogger("paceline.server.metrics")
 
 _KEPT = 60

@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 from paceline.server.errors import InvalidRequest, NotSupported
 from paceline.server.files import in_utf8
 
-__all__ = ["OtlpTarget", "TraceConfig", "TraceSettings", "TraceStore", "parse_trace_config"]
-
 _MAX_NUMBER = 2**31 - 1
 _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,19}\s*")
 """What Triton accepts as a whole number. int() accepts more: 1_0, digits of other scripts."""

@@ -16,8 +16,6 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import IO
 
-__all__ = ["TraceWriter"]
-
 _log = logging.getLogger("paceline.server.tracing")
 
 _MAX_WAITING = 10_000

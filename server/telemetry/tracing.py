@@ -28,8 +28,6 @@ from paceline.server.telemetry.trace_writer import TraceWriter
 if TYPE_CHECKING:
     from paceline.server.telemetry.spans import RequestSpan, Spans
 
-__all__ = ["Answered", "RequestWatch", "Tracer"]
-
 _access = logging.getLogger("paceline.access")
 
 _MAX_CHARACTERS = 200
