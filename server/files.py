@@ -6,6 +6,7 @@ Lives here: what every reader of such a file has to do. Must not: know what is i
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path
 
@@ -38,12 +39,12 @@ def read_inside(where: str, home: Path, name: str, folder: str = "") -> bytes:
             inside = f"the model's folder '{folder}'" if folder else "the model's folder"
             raise ConfigError(f"{where}: expected a file inside {inside}, got '{name}'")
         with file:
-            content = file.read(LARGEST_MESSAGE_BYTES + 1)
+            if os.fstat(file.fileno()).st_size > LARGEST_MESSAGE_BYTES:
+                at_most = f"expected a file of at most {LARGEST_MESSAGE_BYTES} bytes"
+                raise ConfigError(f"{where}: {at_most}, got more: '{name}'")
+            return file.read()
     except OSError as error:
         raise ConfigError(f"{where}: {home / folder / name}: {error.strerror}") from None
-    if len(content) > LARGEST_MESSAGE_BYTES:
-        raise ConfigError(f"{where}: expected a file of at most {LARGEST_MESSAGE_BYTES} bytes, got more: '{name}'")
-    return content
 
 
 def why(error: OSError | ValueError) -> str:

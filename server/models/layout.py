@@ -126,13 +126,18 @@ class Layout:
             )
             _log.warning(text, self._model_name, self)
 
-    def models(self) -> list[ModelFolder]:
-        """All models there are now, by name. Raises OSError if a repository can't be listed."""
-        return self._found(None)
+    def models(self, only: str | None = None) -> list[ModelFolder]:
+        """The models there are now, by name; with `only`, that one alone. Raises OSError if a repository can't be
+        listed."""
+        found: dict[str, list[Path]] = {}
+        for place, kind in self._kinds.items():
+            for name, path in _paths_at(place, kind, self._model_name, only).items():
+                found.setdefault(name, []).append(path)
+        return [self._folder(name, paths) for name, paths in sorted(found.items())]
 
     def model(self, name: str) -> ModelFolder | None:
         """The model of that name, or None. Raises OSError if a repository can't be listed."""
-        return next(iter(self._found(name)), None)
+        return next(iter(self.models(name)), None)
 
     def find(self, name: str) -> AbstractContextManager[ModelFolder]:
         """The folder of a model that is to be loaded, as it is now. Raises ModelNotFound if there is none, and
@@ -145,13 +150,6 @@ class Layout:
             why = f"no model of that name in {self}"
             raise ModelNotFound(f"failed to load '{name}', failed to poll from model repository: {why}")
         return nullcontext(folder)
-
-    def _found(self, only: str | None) -> list[ModelFolder]:
-        found: dict[str, list[Path]] = {}
-        for place, kind in self._kinds.items():
-            for name, path in _paths_at(place, kind, self._model_name, only).items():
-                found.setdefault(name, []).append(path)
-        return [self._folder(name, paths) for name, paths in sorted(found.items())]
 
     def _folder(self, name: str, paths: Sequence[Path]) -> ModelFolder:
         path = paths[0]

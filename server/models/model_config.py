@@ -63,6 +63,7 @@ _COMMENT_OR_STRING = re.compile(rb"""(#[^\n]*)|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]
 """A quote opens a string that ends at the next one or with its line, except that a backslash takes the next byte's
 meaning away; in it, # begins no comment. Bytes suffice: in UTF-8, those of ASCII are nothing but that."""
 
+_ISOLATE = "paceline.isolate_failures"
 _MANY: Final = sys.maxsize
 """How many requests may be open where each is answered once: as many as its queue takes."""
 
@@ -290,7 +291,7 @@ def _check_requests(config: pb.ModelConfig, spec: ModelSpec, policy: BatchPolicy
     """Raise ConfigError for what can't be had, naming the setting."""
     own = own_settings(config)
     decoupled = config.model_transaction_policy.decoupled
-    isolates = own.isolate_failures and "paceline.isolate_failures" in config.parameters
+    isolates = own.isolate_failures and _ISOLATE in config.parameters
     states = spec.sequence.states if spec.sequence is not None else ()
     why = "is decoupled (model_transaction_policy)" if decoupled else "is written for Triton's Python backend"
     refuse(
@@ -303,7 +304,7 @@ def _check_requests(config: pb.ModelConfig, spec: ModelSpec, policy: BatchPolicy
         ("paceline.batch_sizes", "none", list(policy.batch_sizes)),
         ("paceline.pad", "none", [length.name for length in spec.lengths]),
         ("paceline.split_oversized", "false", own.split_oversized and "true"),
-        ("paceline.isolate_failures", "false", decoupled and isolates and "true"),
+        (_ISOLATE, "false", decoupled and isolates and "true"),
     )
     if not own.max_open_requests:
         raise ConfigError("paceline.max_open_requests: expected 1 or more, got 0")

@@ -50,8 +50,13 @@ def check_sequences(config: pb.ModelConfig) -> None:
     """Raise ConfigError for a `sequence_batching` that contradicts itself, or asks for what this build can't do."""
     own = own_settings(config)
     if not config.HasField("sequence_batching"):
-        only = ("state_batch_axis", "max_sequences", "sequence_backlog", "max_state_bytes")
-        refuse("it only means something with sequence_batching", *(_given(config, name) for name in only))
+        refuse(
+            "it only means something with sequence_batching",
+            _given(config, "paceline.state_batch_axis"),
+            _given(config, "paceline.max_sequences"),
+            _given(config, "paceline.sequence_backlog"),
+            _given(config, "paceline.max_state_bytes"),
+        )
         return
     if config.sequence_batching.iterative_sequence and backend_name(config) != "python":
         raise ConfigError(NOT_ITERATIVE)
@@ -62,12 +67,11 @@ def check_sequences(config: pb.ModelConfig) -> None:
     _check_strategy(config)
     refuse("each request of a sequence is one row", ("paceline.split_oversized", "none", own.split_oversized))
     if not config.sequence_batching.state:
-        refuse("it only means something with a state", _given(config, "max_state_bytes"))
+        refuse("it only means something with a state", _given(config, "paceline.max_state_bytes"))
 
 
-def _given(config: pb.ModelConfig, name: str) -> tuple[str, str, str]:
+def _given(config: pb.ModelConfig, key: str) -> tuple[str, str, str]:
     """One of our settings, which isn't expected, as it was given; even if that is 0."""
-    key = f"paceline.{name}"
     return key, "none", config.parameters[key].string_value if key in config.parameters else ""
 
 

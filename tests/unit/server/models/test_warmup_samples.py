@@ -10,6 +10,7 @@ import pytest
 
 from paceline.backends.errors import ExecutionError
 from paceline.protos.datatypes import DATATYPES, by_name
+from paceline.server.limits import LARGEST_MESSAGE_BYTES
 from tests.unit.server.models.warmup_bench import Bench, sample, values
 from tests.wire import bytes_element
 
@@ -51,6 +52,14 @@ def test_sample_from_a_file_of_each_datatype_is_its_raw_bytes(tmp_path: Path, da
     bench = Bench(datatype)
     bench.warm(sample('input_data_file: "data"', datatype=datatype), tmp_path)
     assert bench.seen[0][0].tolist() == [[b"ab", b""] if dtype.hasobject else [1, 0]]
+
+
+def test_file_larger_than_any_message_is_refused_unread(tmp_path: Path) -> None:
+    (tmp_path / "warmup").mkdir()
+    with (tmp_path / "warmup" / "data").open("wb") as file:
+        file.truncate(LARGEST_MESSAGE_BYTES + 1)  # and takes no room
+    text = Bench().refusal(sample('input_data_file: "data"'), tmp_path)
+    assert text.endswith(f"expected a file of at most {LARGEST_MESSAGE_BYTES} bytes, got more: 'data'")
 
 
 def test_sample_from_a_file_in_a_folder_or_behind_a_link_within_is_read(tmp_path: Path) -> None:
