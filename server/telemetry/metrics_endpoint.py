@@ -98,6 +98,7 @@ class MetricsEndpoint:
         self._connections: dict[socket.socket, None] = {}  # the oldest first
         self._listening = listen(address, port)
         self._end, self._ends = socket.socketpair()
+        self._selector = DefaultSelector()  # here, as it takes a descriptor
         self._thread = Thread(target=self._accept, name="metrics", daemon=True)
         self._thread.start()
 
@@ -115,7 +116,7 @@ class MetricsEndpoint:
 
     def _accept(self) -> None:
         """Sleeps until somebody connects, or `_end` is closed: an idle server doesn't wake."""
-        with self._ends, DefaultSelector() as selector:
+        with self._ends, self._selector as selector:
             for one in (*self._listening, self._ends):
                 one.setblocking(False)
                 selector.register(one, EVENT_READ)
