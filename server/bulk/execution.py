@@ -135,10 +135,21 @@ class Calls:
         self._free += 1
 
 
-async def execute(calls: Calls, unit: int, rows: Rows, batches: Sequence[Places], tally: Tally) -> Results:
-    """What the model makes of `batches` of a chunk's `rows`; each of them counts in `tally` at once. Raises
-    BulkError."""
+async def execute(
+    calls: Calls,
+    unit: int,
+    rows: Rows,
+    batches: Sequence[Places],
+    tally: Tally,
+    on_failed: Callable[[Failed], None] = lambda failed: None,
+) -> Results:
+    """What the model makes of `batches` of a chunk's `rows`; each of them counts in `tally` at once. Raises BulkError,
+    also if `on_failed` does, which is told of each row at fault as soon as it is found."""
     results = Results()
+
+    def failed(places: Places, error: InferenceError) -> None:
+        results.failed.append(Failed(int(places[0]), error.message))
+        on_failed(results.failed[-1])
 
     async def attempt(places: Places) -> InferenceError | None:
         """Has them computed, or returns why that fails."""
@@ -176,16 +187,16 @@ async def execute(calls: Calls, unit: int, rows: Rows, batches: Sequence[Places]
                 failing, error = others, None
         if len(failing) == 1:
             if error := error or await attempt(failing):
-                results.failed.append(Failed(int(failing[0]), error.message))
+                failed(failing, error)
             left = np.sort(np.concatenate(aside))
             if not len(left) or (error := await attempt(left)) is None:
                 return True
             if len(left) == 1:
-                results.failed.append(Failed(int(left[0]), error.message))
+                failed(left, error)
                 return True
-        failed = not searches
+        has_failed = not searches
         for part in np.array_split(left, min(_PARTS, len(left))):
-            failed = await solve(part, searches=not failed)
+            has_failed = await solve(part, searches=not has_failed)
         return True
 
     tasks = [asyncio.ensure_future(solve(places)) for places in batches]

@@ -23,6 +23,8 @@ _UNIT_S = 30.0
 """A unit takes about this long, which is what a job that is killed loses of each."""
 _LEAST_UNITS = 24
 """But there are as many of them: one alone is read, computed and written in turn."""
+_MOST_UNITS_OF_JOB = 90_000
+"""And no more, if that can be helped: names of output files have five digits, and are in order as long as they do."""
 _LEAST_BATCHES, _LEAST_SORTED_BATCHES = 16, 64
 """But it has as many batches of each instance, so that what is left at its end is a small part of it."""
 _MOST_UNIT_ROWS = 2**18
@@ -53,6 +55,8 @@ def fixed_sizes(probed: Probed, memory_bytes: int, unit_rows: int, *, by_length:
     fitting = int(share_bytes / (_COPIES * max(1.0, probed.input_row_bytes + probed.output_row_bytes)))
     least = batch * max(1, probed.instances) * (_LEAST_SORTED_BATCHES if by_length else _LEAST_BATCHES)
     most = min(_MOST_UNIT_ROWS, probed.rows_per_s * _UNIT_S, probed.job_rows / _LEAST_UNITS)
+    if math.isfinite(probed.job_rows):
+        least = max(least, min(_MOST_UNIT_ROWS, int(probed.job_rows / _MOST_UNITS_OF_JOB)))
     unit = unit_rows or max(least, int(most))
     wanted = _MOST_CHUNK_ROWS if by_length else max(_LEAST_CHUNK_ROWS, min(_CHUNK_BATCHES * batch, _MOST_CHUNK_ROWS))
     chunk = max(1, min(fitting, wanted, unit))

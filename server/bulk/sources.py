@@ -149,8 +149,12 @@ class FileSource:
                 self._keep(key, walk)
 
     def held_bytes(self, columns: Sequence[str]) -> int:
-        with self._unchanged(self.files[0]) as place:
-            return self._format.held_bytes(place, columns)
+        """Going by the first file and the largest, whose rows may be."""
+        held = 0
+        for file in {self.files[0], max(self.files, key=lambda file: file.size_bytes)}:
+            with self._unchanged(file) as place:
+                held = max(held, self._format.held_bytes(place, columns))
+        return held
 
     def place(self, file: InputFile, number: int) -> tuple[str, int]:
         return file.path, number

@@ -51,7 +51,7 @@ class Blocking:
 class UnitWork:
     """What it takes to do units, `at_once` of them at a time, while others wait: in the job's own process, or in one
     that works for it.
-    `judge` is called with the rows at fault of each chunk, and ends the job by raising BulkError."""
+    `judge` is called with rows at fault as they are found, and ends the job by raising BulkError."""
 
     def __init__(
         self,
@@ -98,14 +98,28 @@ class UnitWork:
 
     async def _computed(self, unit: Unit, chunk: Chunk, tally: Tally) -> Table:
         """What is to be written of `chunk`."""
-        rows = await self._blocking(self._columns.rows, chunk)
+        rows, told = await self._blocking(self._columns.rows, chunk), set[int]()
         tally.rows_read += chunk.read_rows
+
+        def tell(bad: Sequence[BadRow]) -> None:
+            new = [row for row in bad if row.number not in told]
+            told.update(row.number for row in new)
+            tally.add_bad(new)
+            self._judge(unit, new)
+
+        tell([*chunk.bad, *rows.bad])
         # Of lengths, to choose takes some microseconds a row.
         choose = partial(batches, rows, self._fixed, by_length=self._by_length, max_elements=self._max_elements)
-        results = await execute(self._calls, unit.number, rows, await self._blocking(choose), tally)
+        results = await execute(
+            self._calls,
+            unit.number,
+            rows,
+            await self._blocking(choose),
+            tally,
+            lambda failed: tell([BadRow(int(chunk.numbers[failed.place]), failed.reason)]),
+        )
         table = await self._blocking(self._columns.table, chunk, rows, results)
-        tally.add_bad(table.bad)
-        self._judge(unit, table.bad)
+        tell(table.bad)
         return table
 
 

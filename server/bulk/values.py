@@ -130,7 +130,7 @@ class Source(Protocol):
         since it was listed, or can't be read."""
 
     def held_bytes(self, columns: Sequence[str]) -> int:
-        """About how much a unit that is read holds besides its chunks, if all files are like the first."""
+        """About how much a unit that is read holds besides its chunks."""
 
     def place(self, file: InputFile, number: int) -> tuple[str, int]:
         """For people: in which file the row is, and which row of it."""

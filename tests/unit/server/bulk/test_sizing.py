@@ -60,3 +60,8 @@ def test_units_with_large_pages_take_turns() -> None:
 def test_less_memory_later_means_fewer_units_at_once() -> None:
     fixed = fixed_sizes(Probed(32, 1_000.0, 1, 1, 100.0, 100.0), 2 * GIB, 0)
     assert [units_at_once(fixed, memory_bytes) for memory_bytes in (2 * GIB, GIB, GIB // 8)] == [3, 1, 1]
+
+
+def test_very_large_jobs_have_larger_units() -> None:
+    fixed = fixed_sizes(Probed(1, 0.1, 1, 1, 100.0, 100.0, job_rows=9e8), 2 * GIB, 0)
+    assert fixed.unit_rows * 99_999 >= 9e8

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.folder import Mark
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.unit_work import UnitWork
-from paceline.server.bulk.values import Chunk, FileIndex, Fixed, InputFile, Unit
-from tests.unit.server.bulk.computing import DESCRIPTION, Doubling
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, FileIndex, Fixed, InputFile, Unit
+from tests.unit.server.bulk.computing import DESCRIPTION, Doubling, failing_on
 from tests.unit.server.bulk.folders import FILES, FIXED, UNITS, opened
 
 
@@ -52,3 +53,20 @@ async def test_units_beyond_those_at_once_wait(tmp_path: Path) -> None:
         marks = await asyncio.gather(*(work.do(unit, Tally()) for unit in UNITS))
     assert marks == [Mark(unit.end - unit.begin, 0) for unit in UNITS]
     assert source.most_held == 1
+
+
+async def test_rows_at_fault_end_a_job_in_the_midst_of_a_chunk(tmp_path: Path) -> None:
+    source, model = Numbers(), Doubling(failing_on(*range(100)))
+    found = list[int]()
+
+    def judge(unit: Unit, bad: Sequence[BadRow]) -> None:
+        found.extend(row.number for row in bad)
+        if len(found) == 2:
+            raise BulkError("enough")
+
+    with opened(tmp_path) as folder:
+        columns = Columns(DESCRIPTION, source.schema)
+        work = UnitWork(source, columns, model, folder, FIXED, by_length=False, judge=judge, at_once=1)
+        with pytest.raises(BulkError, match="enough"):
+            await work.do(Unit(0, FILES[0], 0, 64), tally := Tally())
+    assert len(found) == tally.rows_bad < 10
