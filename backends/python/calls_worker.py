@@ -22,7 +22,7 @@ import numpy as np
 from paceline.backends.python.loaded_model import CallFailed, as_array
 from paceline.backends.python.messages import CALL, CALL_FAILED, CALL_OVER, CALL_READ
 from paceline.backends.spec import Array
-from paceline.backends.transport.duplex_link import DuplexLink
+from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.parcel import Message
 
 _MOST_CALLS = 1_024
@@ -57,7 +57,7 @@ class Calls:
     """The calls of this process. What is said to the server of those that were dropped is handed to `say`, which has it
     said by a thread of its own."""
 
-    def __init__(self, link: DuplexLink, say: Callable[[Callable[[], object]], object]) -> None:
+    def __init__(self, link: BlockingLink, say: Callable[[Callable[[], object]], object]) -> None:
         self._link = link
         self._say = say
         self._pid = os.getpid()
@@ -98,14 +98,9 @@ class Calls:
         number = next(self._numbers)
         self._tell[number] = tell
         try:
-            parcel = self._link.pack(arrays)
-            called = number, EXECUTION.get(), model, str(version), str(request_id)
-            names, wanted = tuple(map(str, inputs)), tuple(map(str, outputs))
-            try:
-                self._link.send(CALL, *called, names, parcel, wanted, given, timeout_ns, takes_more)
-            except ValueError:
-                self._link.unsent(parcel)
-                raise
+            called = number, EXECUTION.get(), model, str(version), str(request_id), tuple(map(str, inputs))
+            wanted = tuple(map(str, outputs))
+            self._link.send(CALL, *called, self._link.pack(arrays), wanted, given, timeout_ns, takes_more)
         except BaseException:
             del self._tell[number]
             raise

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from paceline.backends.base import Device, Execution, ModelSource
 from paceline.backends.batching import check_outputs, joined, shares
-from paceline.backends.errors import ExecutionError, ProcessEndedBeforeBatch, ProcessError
+from paceline.backends.errors import ExecutionError, ProcessError
 from paceline.backends.open_request import AGAIN, ELSEWHERE, Answer, OpenRequest, Told
 from paceline.backends.python.duplex_process import DuplexProcess
 from paceline.backends.python.instance import PythonInstance
@@ -61,7 +61,7 @@ class DecoupledProcess(DuplexProcess):
         with self._changing:
             request = self._open.pop(number, None)
         if request is not None and not self._open_requests(request.execution):
-            self.calls.cancel(request.execution)
+            self._cancel_calls(request.execution)
         self._unsaid.put(lambda: self._link.send(CANCEL, number))
 
     def _open_requests(self, execution: int) -> Sequence[OpenRequest]:
@@ -108,12 +108,7 @@ class DecoupledProcess(DuplexProcess):
             for number, request in given.items():
                 if request.cancelled:
                     self.cancel(number)  # now that the process knows it
-            outcome = self._answer() if is_sent else None
-            if outcome is None:
-                self.wait_ended()
-                if self._has_begun():
-                    raise ProcessError(f"the model's process {self.end}")
-                raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had begun this batch")
+            outcome = self._answered(is_sent)
             if outcome[0] == FAILED:
                 raise error_of(*outcome[1:])
             return self._results([*given.values()], *outcome[1:])

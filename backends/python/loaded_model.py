@@ -14,6 +14,7 @@ import operator
 import os
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,8 +24,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from paceline.backends.python.messages import FAILED, Declared
-from paceline.backends.spec import Array
+from paceline.backends.python.messages import ANSWERED, ASK, DONE, FAILED, Declared
+from paceline.backends.spec import MISSING, Array
+from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.parcel import Message
 
 T = TypeVar("T")
@@ -59,9 +61,21 @@ class Context:
     parameters: Mapping[str, str] = field(default_factory=dict)
 
 
-class RunningModel:
+class RunningModel(ABC):
     """What a model's process does with whatever class the model has: it runs its methods, which may be coroutines, and
     tells of what they raise."""
+
+    @abstractmethod
+    def answered(self, link: BlockingLink, message: Message) -> Message:
+        """Call the model with what `message` brings. Returns what to tell the server: what the model has returned, or
+        what it raised."""
+
+    @abstractmethod
+    def sequences_over(self, over: Iterable[tuple[int | str | bytes, str]]) -> None:
+        """Tell the model which sequences are over, and why, if it wants to know."""
+
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,12 +165,21 @@ class LoadedModel(RunningModel):
         """What the model's `execute` returns for inputs by name, or for requests."""
         return self.result(self._model.execute(given))
 
-    def answer(self, question: bytes) -> bytes:
-        answer: bytes = self._model.answer(question)
-        return answer
+    def answered(self, link: BlockingLink, message: Message) -> Message:
+        """As above. When this returns, nothing here holds the arrays any more, so the answer can say so."""
+        try:
+            if message[0] == ASK:
+                return ANSWERED, self._model.answer(message[1])
+            _, parcel, names, wanted = message
+            arrays = link.unpack(parcel)
+            given = {name: array for name, array in zip(names, arrays, strict=True) if array is not MISSING}
+            outputs = self.execute(given)
+            self.end_fork()
+            return DONE, link.pack(in_order(outputs, wanted))
+        except BaseException as error:  # noqa: BLE001 - the model's, such as a Rust panic; passed to the server
+            return self.failure(error)
 
     def sequences_over(self, over: Iterable[tuple[int | str | bytes, str]]) -> None:
-        """Tell the model which sequences are over, and why, if it wants to know."""
         sequence_over = getattr(self._model, "sequence_over", None)
         for sequence, why in over:
             if sequence_over is None:

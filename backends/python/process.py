@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,6 @@ _PACKAGE = str(Path(__file__).parents[2])
 class ModelProcess:
     """A process that runs the model of `source`; `load` comes first. `close_s`: how long `close` waits for its end."""
 
-    _link_class = BlockingLink
     _mode = BATCHES
 
     def __init__(self, source: ModelSource, device: Device, close_s: float = _CLOSE_S) -> None:
@@ -98,20 +98,22 @@ class ModelProcess:
         self._on_end: Callable[[], None] = _nothing
         # Sequences that are over, and weren't told of yet.
         self._over: deque[tuple[int | str | bytes, str]] = deque()
-        self._telling, self._is_over = threading.Lock(), threading.Event()
-        self._teller: threading.Thread | None = None
+        self._telling = threading.Lock()
+        # What is to be said while nobody waits for it, by a thread that begins with the first of it.
+        self._unsaid: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._is_saying = False
         try:
-            self._link, remote = self._link_class.pair(_REGION_BYTES)
+            self._link, remote = BlockingLink.pair(_REGION_BYTES)
         except OSError as error:
             raise LoadError(f"model '{source.name}': no connection to its process: {error.strerror}") from None
-        arguments = [*map(str, remote.descriptors), self._mode]
+        arguments = [*map(str, remote), self._mode]
         try:
             self._popen = subprocess.Popen(
                 [_executable(source), "-Bu", "-c", _BOOTSTRAP, _PACKAGE, *arguments, f"paceline:{source.name}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=remote.descriptors,
+                pass_fds=remote,
                 env=_environment(source),
                 start_new_session=True,
             )
@@ -251,9 +253,12 @@ class ModelProcess:
             self._ended.wait(_REAP_S)
 
     def _asked(self, kind: int, *content: object) -> Message:
-        """The answer. Only where `_asking` is held. Raises ProcessError if there is none, as the process has ended, or
-        has closed its end of the link and is useless."""
-        is_sent = not self.ended and self._link.send(kind, *content)
+        """The answer. Only where `_asking` is held. Raises as `_answered`."""
+        return self._answered(not self.ended and self._link.send(kind, *content))
+
+    def _answered(self, is_sent: bool) -> Message:
+        """The answer to what was sent, if that `is_sent`. Raises ProcessError if there is none, as the process has
+        ended, or has closed its end of the link and is useless."""
         answer = self._answer() if is_sent else None
         if answer is not None:
             return answer
@@ -271,18 +276,24 @@ class ModelProcess:
         return not self._link.unread
 
     def _tell_over_soon(self) -> None:
-        self._is_over.set()
-        if self._teller is None:
-            name = f"ends of sequences of {self._source.name}"
-            self._teller = threading.Thread(target=self._tell_over_each_time, name=name, daemon=True)
-            self._teller.start()
-
-    def _tell_over_each_time(self) -> None:
-        while not self.ended:
-            self._is_over.wait()
-            self._is_over.clear()
+        def tell_over() -> None:
+            # Between executions: what is unread when the process ends was sent before it had begun the batch.
             with self._asking:
                 self._tell_over()
+
+        self._unsaid.put(tell_over)
+        self._start_saying()
+
+    def _start_saying(self) -> None:
+        if not self._is_saying:
+            threading.Thread(target=self._say, name=f"to {self._source.name}", daemon=True).start()
+            self._is_saying = True
+
+    def _say(self) -> None:
+        """Say what is `_unsaid`, until the process goes."""
+        while (say := self._unsaid.get()) is not None:
+            say()
+            del say  # the next may be long in coming, and it holds what was said
 
     def _tell_over(self) -> None:
         """Only where the link is free to be sent on. The order is that of the ends, whoever tells of them."""
@@ -336,7 +347,7 @@ class ModelProcess:
         self._link.hang_up()
         with self._lock:
             self._ended.set()
-            self._is_over.set()  # ends the thread that tells of sequences
+            self._unsaid.put(None)
             # It may refer back to this object.
             on_end, self._on_end = self._on_end, _nothing
         self._close_link()

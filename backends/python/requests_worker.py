@@ -12,11 +12,11 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from paceline.backends.python.calls_worker import EXECUTION, Calls
 from paceline.backends.python.loaded_model import EXECUTION_ERROR, LoadedModel, as_array
@@ -28,8 +28,6 @@ from paceline.backends.python.messages import (
     CLOSE,
     DONE,
     ERROR,
-    FAILED,
-    HAND,
     INITIALIZE,
     OVER,
     RUN,
@@ -38,58 +36,18 @@ from paceline.backends.python.messages import (
     TRY,
 )
 from paceline.backends.spec import MISSING, Array
-from paceline.backends.transport.duplex_link import DuplexLink
+from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.parcel import Message
 
 _MOST_ANSWERS, _MOST_BYTES = 16, 2**20
 """As many answers to one request may be on their way to its caller; and no more once they have this many bytes."""
 
 
-T = TypeVar("T")
-RequestT = TypeVar("RequestT")
-
-
-class Serves(Protocol[RequestT]):
-    """A model that gets requests."""
-
-    prints_errors: bool
-
-    def answer_requests(self, desk: Desk, requests: list[RequestT], /) -> Message:
-        """Call the model. Returns what to tell the server: that it has returned, or what it raised."""
-
-    def wait_for(self, get: Callable[[], T]) -> T: ...
-
-    def sequences_over(self, over: Iterable[tuple[int | str | bytes, str]]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def serve_requests(model: Serves[Any], desk: Desk) -> None:
-    """Serve `model` until told to close."""
-    while True:
-        kind, requests = model.wait_for(desk.tasks.get)
-        if kind == CLOSE:
-            model.close()
-            return
-        if kind == OVER:
-            model.sequences_over(requests)
-            continue
-        desk.begin_execution()
-        model.prints_errors = kind == HAND
-        outcome = model.answer_requests(desk, requests)
-        try:
-            desk.link.send(*outcome)
-        except ValueError as error:  # of tensors beyond what memory and messages hold
-            if outcome[0] == DONE:
-                desk.link.unsent(outcome[2])
-            desk.link.send(FAILED, f"outputs can't be handed to the server: {error}", EXECUTION_ERROR)
-        del requests, outcome  # those that the model hasn't kept end now
-
-
 class DecoupledModel(LoadedModel):
-    """Our own class, decoupled: `Serves`."""
+    """Our own class, decoupled."""
 
-    def answer_requests(self, desk: Desk, requests: list[Request]) -> Message:
+    def answered(self, link: BlockingLink, message: Message) -> Message:
+        requests: list[Request] = message[1]
         states = [request._state for request in requests]
         try:
             returned = self.execute(requests)
@@ -198,12 +156,7 @@ class RequestState:
             if not self._may_answer(end):
                 return
             link = self._desk.link
-            parcel = link.pack(arrays)
-            try:
-                link.send(ANSWER, self._number, end, tuple(places), parcel, parameters)
-            except ValueError:
-                link.unsent(parcel)
-                raise
+            link.send(ANSWER, self._number, end, tuple(places), link.pack(arrays), parameters)
             self._hold(sum(array.nbytes for array in arrays))
             self._finish(end)
 
@@ -307,7 +260,7 @@ class Desk:
     says of them: this, the names of inputs and outputs, and what is their own; on the thread that listens to the
     server."""
 
-    def __init__(self, link: DuplexLink) -> None:
+    def __init__(self, link: BlockingLink) -> None:
         self.link = link
         self.pid = os.getpid()
         self.unsaid: SimpleQueue[Callable[[], object]] = SimpleQueue()

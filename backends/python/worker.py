@@ -1,9 +1,8 @@
 """What runs in the process of a Python model: its class is loaded, gets batches, and is closed.
 
-Lives here: the process itself, and answering the server's batches; for models that get requests, `requests_worker`
-does that. Must not: import more of this product than `backends.python`, `backends.spec` and
-`backends.transport`, or any package besides numpy, since the interpreter may be another one. The rule: the process ends
-with the server, whatever the model is doing at the time.
+Lives here: the process itself, and the loop in which it serves. Must not: import more of this product than
+`backends.python`, `backends.spec` and `backends.transport`, or any package besides numpy, since the interpreter may be
+another one. The rule: the process ends with the server, whatever the model is doing at the time.
 """
 
 from __future__ import annotations
@@ -15,25 +14,23 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from paceline.backends.python.calls_worker import Models
+from paceline.backends.python.calls_worker import Calls, Models
 from paceline.backends.python.loaded_model import (
     EXECUTION_ERROR,
     LoadedModel,
     RunningModel,
     end_fork,
     in_one_line,
-    in_order,
     print_error,
 )
 from paceline.backends.python.messages import (
-    ANSWERED,
-    ASK,
     BATCHES,
     CLOSE,
-    DONE,
     FAILED,
+    HAND_MADE_UP,
     INITIALIZE,
     OVER,
     READY,
@@ -41,19 +38,13 @@ from paceline.backends.python.messages import (
     TRITON,
     TRY,
 )
-from paceline.backends.python.requests_worker import DecoupledModel, Desk, serve_requests
+from paceline.backends.python.requests_worker import DecoupledModel, Desk
 from paceline.backends.python.triton.model import TritonModel
-from paceline.backends.spec import MISSING
 from paceline.backends.transport.blocking_link import BlockingLink
-from paceline.backends.transport.duplex_link import DuplexLink
 from paceline.backends.transport.link import RemoteEnd
 from paceline.backends.transport.parcel import Message
 
 RunningT = TypeVar("RunningT", bound=RunningModel)
-
-
-def _nothing() -> None:
-    pass
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,30 +53,44 @@ def main(arguments: Sequence[str]) -> None:
     faulthandler.enable()
     _end_with_the_server()
     _leave_signals_to_the_server()
-    remote, mode = RemoteEnd(*map(int, arguments[:3])), arguments[3]
-    link = (BlockingLink if mode == BATCHES else DuplexLink).join(remote)
+    link, mode = BlockingLink.join(RemoteEnd(*map(int, arguments[:3]))), arguments[3]
     start = link.receive()
     if start is None:
         return
-    desk = Desk(link) if isinstance(link, DuplexLink) else None
-    if desk is not None:
-        desk.start()
-    if desk is not None and mode == TRITON:
-        _serve_for_triton(desk, start)
+    if mode == BATCHES:
+        if (model := _loaded(link, LoadedModel, start, None)) is not None:
+            _serve(model, link, link.receive, lambda: None)
         return
-    _, name, path, device, device_index, parameters, called = start
-    models = Models(name, called, desk.calls if desk is not None else None)
-    kind = DecoupledModel if mode == REQUESTS else LoadedModel
-    model = _made(link, lambda: kind(name, path, device, device_index, parameters, models))
-    if model is None:
-        return
-    link.send(READY, model.inputs, model.outputs)
-    if desk is None:
-        _serve_batches(model, link, link.receive)
-    elif isinstance(model, DecoupledModel):
-        serve_requests(model, desk)
+    desk = Desk(link)
+    desk.start()
+    if mode == TRITON:
+        running: RunningModel | None = _loaded_for_triton(desk, start)
     else:
-        _serve_batches(model, link, lambda: model.wait_for(desk.tasks.get), desk.begin_execution)
+        running = _loaded(link, DecoupledModel if mode == REQUESTS else LoadedModel, start, desk.calls)
+    if running is not None:
+        _serve(running, link, partial(running.wait_for, desk.tasks.get), desk.begin_execution)
+
+
+def _loaded(link: BlockingLink, kind: type[LoadedModel], start: Message, calls: Calls | None) -> LoadedModel | None:
+    _, name, path, device, device_index, parameters, called = start
+    models = Models(name, called, calls)
+    model = _made(link, lambda: kind(name, path, device, device_index, parameters, models))
+    if model is not None:
+        link.send(READY, model.inputs, model.outputs)
+    return model
+
+
+def _loaded_for_triton(desk: Desk, start: Message) -> TritonModel | None:
+    """First its class is found, then there is an instance."""
+    model = _made(desk.link, lambda: TritonModel(desk, *start[1:]))
+    if model is None:
+        return None
+    desk.link.send(READY, None, None, model.completed)
+    kind, *rest = desk.tasks.get()
+    if kind != INITIALIZE or _made(desk.link, lambda: model.initialize(*rest)) is None:
+        return None
+    desk.link.send(READY)
+    return model
 
 
 def _made(link: BlockingLink, make: Callable[[], RunningT]) -> RunningT | None:
@@ -103,51 +108,26 @@ def _made(link: BlockingLink, make: Callable[[], RunningT]) -> RunningT | None:
     return model
 
 
-def _serve_for_triton(desk: Desk, start: Message) -> None:
-    """Serve a model written for Triton until told to close: first its class is found, then there is an instance."""
-    model = _made(desk.link, lambda: TritonModel(desk, *start[1:]))
-    if model is None:
-        return
-    desk.link.send(READY, None, None, model.completed)
-    kind, *rest = desk.tasks.get()
-    if kind != INITIALIZE or _made(desk.link, lambda: model.initialize(*rest)) is None:
-        return
-    desk.link.send(READY)
-    serve_requests(model, desk)
-
-
-def _serve_batches(
-    model: LoadedModel, link: BlockingLink, receive: Callable[[], Message | None], begin: Callable[[], None] = _nothing
+def _serve(
+    model: RunningModel, link: BlockingLink, receive: Callable[[], Message | None], begin: Callable[[], None]
 ) -> None:
-    """Serve `model` until told to close. `begin` is called before each batch."""
+    """Serve `model` until told to close. `begin` is called before each execution."""
     while (message := receive()) is not None:
-        if message[0] == CLOSE:
+        kind = message[0]
+        if kind == CLOSE:
             model.close()
             return
-        if message[0] == OVER:
+        if kind == OVER:
             model.sequences_over(message[1])
             continue
-        model.prints_errors = message[0] != TRY
         begin()
+        model.prints_errors = kind not in (TRY, HAND_MADE_UP)
+        answer = model.answered(link, message)
         try:
-            link.send(*_answer(model, link, message))
+            link.send(*answer)
         except ValueError as error:  # of tensors beyond what memory and messages hold
             link.send(FAILED, f"outputs can't be handed to the server: {error}", EXECUTION_ERROR)
-
-
-def _answer(model: LoadedModel, link: BlockingLink, message: Message) -> Message:
-    """The answer to `message`. When this returns, nothing here holds the arrays any more, so the answer can say so."""
-    try:
-        if message[0] == ASK:
-            return ANSWERED, model.answer(message[1])
-        _, parcel, names, wanted = message
-        arrays = link.unpack(parcel)
-        given = {name: array for name, array in zip(names, arrays, strict=True) if array is not MISSING}
-        outputs = model.execute(given)
-        model.end_fork()
-        return DONE, link.pack(in_order(outputs, wanted))
-    except BaseException as error:  # noqa: BLE001 - the model's, such as a Rust panic; passed to the server
-        return model.failure(error)
+        del message, answer  # requests that the model hasn't kept end now
 
 
 def _end_with_the_server() -> None:

@@ -15,15 +15,12 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from threading import get_ident
-from typing import TypeVar
+from typing import NamedTuple, Self
 
 from paceline.backends.spec import Array
 from paceline.backends.transport.memory import SharedRegion, Window, new_region
 from paceline.backends.transport.parcel import FrameReader, Message, Parcel, frame, pack, unpack
-
-T = TypeVar("T")
 
 _log = logging.getLogger("paceline.transport")
 
@@ -68,54 +65,67 @@ class Gathering:
         return quiet < _QUIET_ITERATIONS and iterations < _MAX_ITERATIONS
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteEnd:
+class RemoteEnd(NamedTuple):
     """What another process inherits to be the other end: descriptors of its socket, its own memory and the other's."""
 
     socket: int
     own: int
     other: int
 
-    @property
-    def descriptors(self) -> tuple[int, int, int]:
-        return self.socket, self.own, self.other
-
     def close(self) -> None:
         """To be called once the other process has the descriptors."""
-        for descriptor in self.descriptors:
+        for descriptor in self:
             os.close(descriptor)
 
 
-def connect(make: Callable[[socket.socket, SharedRegion, int], T], size_bytes: int) -> tuple[T, RemoteEnd]:
-    """What `make` makes of this process's end: its socket, its own memory of `size_bytes` and the descriptor of the
-    other's, which it takes over; and what another process needs to `join`. Raises OSError, and leaves nothing open: a
-    caller that tries again may be short of descriptors."""
-    with ExitStack() as undo:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        for end in (here, there):
-            undo.callback(end.close)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        theirs = new_region(size_bytes)
-        undo.callback(os.close, theirs)
-        ours = new_region(size_bytes)
-        undo.callback(os.close, ours)
-        made = make(here, SharedRegion(os.dup(ours)), os.dup(theirs))
-        undo.pop_all()
-        return made, RemoteEnd(there.detach(), own=theirs, other=ours)
+class End:
+    """One end, whichever kind: memory of its own that it writes to, and a view of the other end's."""
 
-
-class Link:
-    """One end. Belongs to the event loop that `start` ran on; arrays may be dropped on any thread."""
-
-    def __init__(self, end: socket.socket, own: SharedRegion, other: int, gathering: Gathering | None = None) -> None:
-        """Takes over `end`, and the descriptor `other` of the other end's memory. `gathering` decides how long messages
-        wait for others; without it they leave at the end of the iteration."""
-        self._window = Window(other, self._on_gone)
-        end.setblocking(False)
+    def __init__(self, end: socket.socket, own: SharedRegion, other: int) -> None:
+        """Takes over `end`, and the descriptor `other` of the other end's memory."""
         self._socket = end
         self._own = own
-        self._gathering = gathering
+        self._window = Window(other)
         self._reader = FrameReader()
+
+    @classmethod
+    def pair(cls, size_bytes: int) -> tuple[Self, RemoteEnd]:
+        """An end for this process, and what another one needs to `join`, each with memory of `size_bytes`. Raises
+        OSError, and leaves nothing open: a caller that tries again may be short of descriptors."""
+        with ExitStack() as undo:
+            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            for end in (here, there):
+                undo.callback(end.close)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            theirs = new_region(size_bytes)
+            undo.callback(os.close, theirs)
+            ours = new_region(size_bytes)
+            undo.callback(os.close, ours)
+            made = cls(here, SharedRegion(os.dup(ours)), os.dup(theirs))
+            undo.pop_all()
+            return made, RemoteEnd(there.detach(), own=theirs, other=ours)
+
+    @classmethod
+    def join(cls, remote: RemoteEnd) -> Self:
+        """The end that `remote` describes, in the process that has inherited it; that process's children don't."""
+        end = socket.socket(fileno=remote.socket)
+        end.set_inheritable(False)
+        return cls(end, SharedRegion(remote.own), remote.other)
+
+    @property
+    def used_bytes(self) -> int:
+        """How much of this end's own memory is taken, as far as this end knows."""
+        return self._own.used_bytes
+
+
+class Link(End):
+    """One end. Belongs to the event loop that `start` ran on; arrays may be dropped on any thread."""
+
+    def __init__(self, end: socket.socket, own: SharedRegion, other: int) -> None:
+        super().__init__(end, own, other)
+        self._window.gone = self._on_gone
+        end.setblocking(False)
+        self._gathering: Gathering | None = None
         self._collected: list[Message] = []
         self._unsent = bytearray()
         self._closed = False
@@ -130,25 +140,17 @@ class Link:
         self._on_room: Callable[[], None] = _nothing
 
     @classmethod
-    def pair(cls, size_bytes: int) -> tuple[Link, RemoteEnd]:
-        """An end for this process, and what another one needs to `join`, each with memory of `size_bytes`. Raises
-        OSError."""
-        return connect(cls, size_bytes)
-
-    @classmethod
-    def join(cls, remote: RemoteEnd, gathering: Gathering | None = None) -> Link:
-        """The end that `remote` describes, in the process that has inherited it."""
-        return cls(socket.socket(fileno=remote.socket), SharedRegion(remote.own), remote.other, gathering)
+    def join(cls, remote: RemoteEnd, gathering: Gathering | None = None) -> Self:
+        """As above. `gathering` decides how long messages wait for others; without it they leave at the end of the
+        iteration."""
+        made = super().join(remote)
+        made._gathering = gathering
+        return made
 
     @property
     def size_bytes(self) -> int:
         """Of the memory at each end."""
         return self._own.size_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """How much of this end's own memory is taken."""
-        return self._own.used_bytes
 
     @property
     def unsent_bytes(self) -> int:
@@ -265,11 +267,9 @@ class Link:
             on_end()
             return
         messages = self._reader.feed(data)
-        if any(message[0] == _GIVE_BACK for message in messages):
-            for message in messages:
-                if message[0] == _GIVE_BACK:
-                    for start in message[1]:
-                        self._own.free(start)
+        if given_back := [start for message in messages if message[0] == _GIVE_BACK for start in message[1]]:
+            for start in given_back:
+                self._own.free(start)
             self._on_room()
             messages = [message for message in messages if message[0] != _GIVE_BACK]
         if messages:

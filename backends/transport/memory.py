@@ -136,21 +136,21 @@ class Window:
     """The reader's side of a region. `gone` gets start and size of each place whose last array was dropped, on
     whichever thread that happens."""
 
-    def __init__(self, descriptor: int, gone: Callable[[int, int], None]) -> None:
+    def __init__(self, descriptor: int) -> None:
         """Takes `descriptor` over, and closes it."""
         self._map = _mapped(descriptor, mmap.ACCESS_READ)
-        self._gone = gone
+        self.gone: Callable[[int, int], None] = _ignore
 
     # hot path: 0.5 us
     def place(self, start: int, size_bytes: int) -> NDArray[np.uint8]:
         """The bytes at `start`, read-only. Make arrays with it as their buffer, not by slicing it."""
         place = _Place((size_bytes,), _UINT8, self._map, start)
-        place._start, place._gone = start, self._gone
+        place._start, place._gone = start, self.gone
         return place
 
     def forget(self) -> None:
         """Stop reporting, and drop the reference to `gone`."""
-        self._gone = _ignore
+        self.gone = _ignore
 
 
 class _Place(np.ndarray[Any, np.dtype[np.uint8]]):

@@ -300,7 +300,7 @@ class _Place:
         watching: asyncio.Task[None] | None = None
         try:
             try:
-                self._process = await self._pool.start_front(remote.descriptors)
+                self._process = await self._pool.start_front(remote)
             finally:
                 remote.close()
             self.session = self._pool.new_session(link, self._on_listens, gone.set)
@@ -358,7 +358,7 @@ async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
         f"import signal, sys; sys.path[:] = {sys.path!r}; "
         "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
         "import gc; gc.disable(); "
-        f"from paceline.server.fronts.process import main; gc.freeze(); gc.enable(); main{descriptors!r}"
+        f"from paceline.server.fronts.process import main; gc.freeze(); gc.enable(); main{tuple(descriptors)!r}"
     )
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", code, "paceline-front"),

@@ -97,7 +97,8 @@ def test_frames_cut_anywhere_arrive_unchanged(batches: list[list[tuple[Any, ...]
 def region(size: int) -> tuple[SharedRegion, Window, list[int]]:
     descriptor = new_region(size)
     gone: list[int] = []
-    window = Window(os.dup(descriptor), lambda start, size: gone.append(start))
+    window = Window(os.dup(descriptor))
+    window.gone = lambda start, size: gone.append(start)
     return SharedRegion(descriptor), window, gone
 
 

@@ -37,6 +37,7 @@ from paceline.backends.python.triton.requests import (
 from paceline.backends.python.triton.responses import InferenceResponse, Received, outputs_of
 from paceline.backends.python.triton.tensors import Tensor
 from paceline.backends.spec import MISSING, Array
+from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.parcel import Message
 
 __all__ = ["TritonModel"]
@@ -135,8 +136,8 @@ class TritonModel(RunningModel):
             self._name,
         )
 
-    def answer_requests(self, desk: Desk, requests: list[InferenceRequest]) -> Message:
-        """Call the class. Returns what to tell the server."""
+    def answered(self, link: BlockingLink, message: Message) -> Message:
+        requests: list[InferenceRequest] = message[1]
         states = [cast("RequestState", one.received.state) for one in requests if one.received is not None]
         try:
             returned = self._model.execute([*requests])
@@ -147,7 +148,7 @@ class TritonModel(RunningModel):
             self.end_fork()
             arrays: list[Array] = []
             ended = self._what_ended(requests, states, returned, arrays)
-            return DONE, ended, desk.link.pack(arrays)
+            return DONE, ended, link.pack(arrays)
         except BaseException as error:  # noqa: BLE001 - the model's; passed to the server
             for state in states:
                 state.close()  # the server fails those that haven't ended
