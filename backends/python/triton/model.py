@@ -15,14 +15,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from paceline.backends.python.loaded_model import EXECUTION_ERROR, RunningModel, in_one_line
 from paceline.backends.python.messages import DONE, Ended
 from paceline.backends.python.requests_worker import Desk, RequestState
-from paceline.backends.python.triton.calls import TritonCalls
 from paceline.backends.python.triton.config import ModelConfig
 from paceline.backends.python.triton.conversions import using_decoupled_model_transaction_policy
 from paceline.backends.python.triton.errors import TritonModelException, error_kind
@@ -32,7 +31,6 @@ from paceline.backends.python.triton.requests import (
     SEQUENCE_END,
     SEQUENCE_START,
     InferenceRequest,
-    has_sent,
 )
 from paceline.backends.python.triton.responses import InferenceResponse, Received, outputs_of
 from paceline.backends.python.triton.tensors import Tensor
@@ -67,7 +65,7 @@ class TritonModel(RunningModel):
         self._name, self._path = name, Path(path)
         self._device, self._device_index = device, device_index
         install(str(self._path.parent), is_verbose=is_verbose)
-        InferenceRequest.caller = TritonCalls(desk.calls)
+        InferenceRequest.calls = desk.calls
         self._kind = _class_in(self._path)
         self.completed = _completed(self._kind, config) if completes else config
         self._background: set[asyncio.Task[object]] = set()
@@ -138,7 +136,7 @@ class TritonModel(RunningModel):
 
     def answered(self, link: BlockingLink, message: Message) -> Message:
         requests: list[InferenceRequest] = message[1]
-        states = [cast("RequestState", one.received.state) for one in requests if one.received is not None]
+        states = [one.received.state for one in requests if one.received is not None]
         try:
             returned = self._model.execute([*requests])
             if self._decoupled and inspect.isawaitable(returned):
@@ -225,13 +223,13 @@ class TritonModel(RunningModel):
                 "Expected an 'InferenceResponse' object in the execute function return list, found type "
                 f"'{type(response).__name__}'"
             )
-        if has_sent(request):
+        assert request.received is not None
+        if request.received.responses:
             raise TritonModelException(
                 "Unable to send response. Non-decoupled model cannot send more than one response."
             )
         if (error := response.error()) is not None:
             return [error.message(), *error_kind(error)]
-        assert request.received is not None
         places, found = outputs_of(response, request.received.places, left_out=False)
         outputs += found
         return places, response.parameters(), -1

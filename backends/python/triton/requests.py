@@ -1,18 +1,22 @@
 """Requests of Triton's Python backend: those that models get, and those that they make for other models.
 
-Lives here: what they say of themselves. Must not: how they are answered (`responses`), or how they travel
-(`requests_worker`, `calls`).
+Lives here: what they say of themselves, and those for others as calls, whose answers become responses. Must not: how
+they are answered (`responses`), or how they travel (`requests_worker`, `calls_worker`). The rule: whatever is wrong
+with a call is an error in its response, as in Triton; only code that can't have meant it gets an exception.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, ClassVar, Protocol
+from queue import SimpleQueue
+from typing import Any, ClassVar
 
-from paceline.backends.python.triton.errors import TritonModelException
-from paceline.backends.python.triton.responses import InferenceResponseSender, Ownership, Received
+from paceline.backends.python.calls_worker import Answer, AsyncAnswers, Calls
+from paceline.backends.python.loaded_model import CallFailed
+from paceline.backends.python.triton.errors import TritonModelException, error_of
+from paceline.backends.python.triton.responses import InferenceResponse, InferenceResponseSender, Received
 from paceline.backends.python.triton.tensors import Tensor
 
 __all__ = [
@@ -29,14 +33,6 @@ __all__ = [
 
 SEQUENCE_START, SEQUENCE_END = 1, 2
 RELEASE_ALL, RELEASE_RESCHEDULE = 1, 2
-
-
-class Caller(Protocol):
-    """Has requests executed by other models."""
-
-    def call(self, request: InferenceRequest, decoupled: bool) -> Any: ...
-
-    def call_async(self, request: InferenceRequest, decoupled: bool) -> Any: ...
 
 
 class MemoryType(IntEnum):
@@ -63,11 +59,11 @@ class InferenceRequest:
     """A request that the model got (`received`), or makes for another model."""
 
     __slots__ = (
-        "_correlation_id", "_flags", "_id", "_inputs", "_ownership", "_parameters", "_release", "_timeout_us",
-        "_trace", "_version", "_wanted", "model_name", "preferred_memory", "received",
+        "_correlation_id", "_flags", "_id", "_inputs", "_parameters", "_release", "_timeout_us", "_trace", "_version",
+        "_wanted", "model_name", "preferred_memory", "received",
     )  # fmt: skip
 
-    caller: ClassVar[Caller]
+    calls: ClassVar[Calls]
     """Set before a model's file is loaded."""
 
     def __init__(
@@ -104,7 +100,6 @@ class InferenceRequest:
         self._parameters: Mapping[str, Any] = dict(parameters or {})
         self._release = RELEASE_ALL
         self.received: Received | None = None
-        self._ownership: Ownership | None = None
 
     # hot path: 2 us
     @classmethod
@@ -132,7 +127,6 @@ class InferenceRequest:
         made._parameters = parameters
         made._release = RELEASE_ALL
         made.received = received
-        made._ownership = Ownership(received.state)
         return made
 
     def inputs(self) -> list[Tensor]:
@@ -185,27 +179,89 @@ class InferenceRequest:
         return self._release
 
     def get_response_sender(self) -> InferenceResponseSender:
-        if self.received is None or self._ownership is None:
+        if self.received is None:
             raise TritonModelException("expected a request that this model got, got one that it has made")
-        return self._ownership.sender(self.received)
+        return InferenceResponseSender(self.received)
 
-    def exec(self, decoupled: bool = False) -> Any:
+    def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
         """Have the request executed by the model that it names, and wait."""
-        return self.caller.call(self, decoupled)
+        answers: SimpleQueue[Answer] = SimpleQueue()
+        responses = _Responses(self.calls, self._begin(answers, decoupled), answers)
+        return responses if decoupled else responses.only()
 
-    def async_exec(self, decoupled: bool = False) -> Any:
+    async def async_exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
         """The same, for coroutines."""
-        return self.caller.call_async(self, decoupled)
+        if decoupled:
+            return self.exec(decoupled)
+        answers = AsyncAnswers()
+        number = self._begin(answers, decoupled)
+        try:
+            return _response((await answers.get())[0])
+        finally:
+            self.calls.withdraw(number)
+
+    def _begin(self, answers: SimpleQueue[Answer] | AsyncAnswers, decoupled: bool) -> int:
+        """Returns the call's number; 0 if it can't be made, which is the answer then."""
+        if not self.model_name:
+            raise TritonModelException("InferenceRequest: expected a model_name to execute it, got none")
+        parameters = {**self._parameters}
+        if self._correlation_id:
+            parameters["sequence_id"] = self._correlation_id
+            parameters["sequence_start"] = bool(self._flags & SEQUENCE_START)
+            parameters["sequence_end"] = bool(self._flags & SEQUENCE_END)
+        if self._timeout_us:
+            parameters["timeout"] = self._timeout_us
+        try:
+            return self.calls.begin(
+                self.model_name,
+                {one.name(): one.encoded() for one in self._inputs},
+                answers.put,
+                version=str(self._version) if self._version > 0 else "",
+                outputs=self.requested_output_names(),
+                request_id=self._id,
+                parameters=parameters,
+                takes_more=decoupled,
+            )
+        except CallFailed as error:
+            answers.put((error, True))
+            return 0
 
 
-def has_sent(request: InferenceRequest) -> bool:
-    """Whether a response to `request` was sent by its sender."""
-    return request._ownership is not None and request._ownership.has_sent
+class _Responses:
+    """Those to one call, as they come. Dropping it withdraws the call."""
+
+    def __init__(self, calls: Calls, number: int, answers: SimpleQueue[Answer]) -> None:
+        self._calls = calls
+        self._number = number
+        self._answers = answers
+        self._is_over = False
+
+    def only(self) -> InferenceResponse:
+        return _response(self._answers.get()[0])
+
+    def __iter__(self) -> Iterator[InferenceResponse]:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        if self._is_over:
+            raise StopIteration
+        answer, self._is_over = self._answers.get()
+        if answer is None and self._is_over:
+            raise StopIteration
+        if not self._is_over:
+            self._calls.read(self._number, 1)
+        return _response(answer)
+
+    def __del__(self) -> None:
+        self._calls.withdraw(self._number)
+
+
+def _response(answer: Any) -> InferenceResponse:
+    if isinstance(answer, CallFailed):
+        return InferenceResponse(error=error_of(answer.status, str(answer)))
+    return InferenceResponse([Tensor.received(name, array) for name, array in (answer or {}).items()])
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
     """An input of a request; None if it has none of that name."""
-    for tensor in inference_request.inputs():
-        if tensor.name() == name:
-            return tensor
-    return None
+    return next((one for one in inference_request.inputs() if one.name() == name), None)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from paceline.backends.python.requests_worker import RequestState
 from paceline.backends.python.triton.errors import TritonError, TritonModelException, error_kind
 from paceline.backends.python.triton.tensors import Tensor
 from paceline.backends.spec import Array
@@ -20,9 +21,7 @@ __all__ = [
     "RESPONSE_FINAL",
     "InferenceResponse",
     "InferenceResponseSender",
-    "Ownership",
     "Received",
-    "State",
     "get_output_tensor_by_name",
     "outputs_of",
 ]
@@ -30,61 +29,22 @@ __all__ = [
 RESPONSE_FINAL = 1
 
 
-class State(Protocol):
-    """What is known of a request on both its model's and the server's threads."""
+class Received:
+    """What the server has sent of a request besides its tensors, and what was sent back. Held by the request and its
+    senders: once all are gone, nobody can answer. `places` are those of the wanted outputs, by name; `decoupled`: it
+    may be answered more than once; `closed`: there may be no further responses."""
 
-    @property
-    def cancelled(self) -> bool: ...
+    __slots__ = ("closed", "decoupled", "places", "responses", "state")
 
-    def send(
-        self, places: Sequence[int], arrays: Sequence[Array], end: bool, parameters: str = "", *, waits: bool = True
-    ) -> None: ...
-
-    def say(self, error: str | None, end: bool, *kind: str, waits: bool = True) -> None: ...
-
-    def drop(self) -> None: ...
-
-
-class Received(NamedTuple):
-    """What the server has sent of a request besides its tensors. `places` are those of the wanted outputs, by name;
-    `decoupled`: it may be answered more than once."""
-
-    state: State
-    places: Mapping[str, int]
-    decoupled: bool
-
-
-class Ownership:
-    """Held by a request and its sender: once both are gone, nobody can answer."""
-
-    __slots__ = ("_sender", "_state")
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        # What is known of what was sent, rather than the sender, which holds this.
-        self._sender: _Sent | None = None
-
-    def sender(self, received: Received) -> InferenceResponseSender:
-        if self._sender is None:
-            self._sender = _Sent()
-        return InferenceResponseSender(received, self, self._sender)
-
-    @property
-    def has_sent(self) -> bool:
-        return self._sender is not None and self._sender.responses > 0
-
-    def __del__(self) -> None:
-        self._state.drop()
-
-
-class _Sent:
-    """How many responses were sent, and whether there may be more."""
-
-    __slots__ = ("closed", "responses")
-
-    def __init__(self) -> None:
+    def __init__(self, state: RequestState, places: Mapping[str, int], decoupled: bool) -> None:
+        self.state = state
+        self.places = places
+        self.decoupled = decoupled
         self.responses = 0
         self.closed = False
+
+    def __del__(self) -> None:
+        self.state.drop()
 
 
 class InferenceResponse:
@@ -124,12 +84,10 @@ class InferenceResponse:
 class InferenceResponseSender:
     """Answers a request, at any time and on any thread."""
 
-    __slots__ = ("_ownership", "_received", "_sent")
+    __slots__ = ("_received",)
 
-    def __init__(self, received: Received, ownership: Ownership, sent: _Sent) -> None:
+    def __init__(self, received: Received) -> None:
         self._received = received
-        self._ownership = ownership
-        self._sent = sent
 
     def is_cancelled(self) -> bool:
         return self._received.state.cancelled
@@ -142,7 +100,7 @@ class InferenceResponseSender:
         """
         self._check(response, flags)
         final = flags == RESPONSE_FINAL
-        received, sent = self._received, self._sent
+        received = self._received
         # The only response to a request that isn't decoupled ends it, so that its caller has it.
         ends = final or not received.decoupled
         try:
@@ -158,10 +116,11 @@ class InferenceResponseSender:
                     received.state.send(places, arrays, ends, response.parameters(), waits=waits)
         except RuntimeError as error:
             raise TritonModelException(f"Unable to send response. {error}") from None
-        sent.responses += response is not None
-        sent.closed = final
+        received.responses += response is not None
+        received.closed = final
 
     def _check(self, response: InferenceResponse | None, flags: int) -> None:
+        received = self._received
         if response is not None and not isinstance(response, InferenceResponse):
             raise TritonModelException(f"send: expected an InferenceResponse, got {type(response).__name__}")
         if flags not in (0, RESPONSE_FINAL):
@@ -172,15 +131,15 @@ class InferenceResponseSender:
             raise TritonModelException(
                 "Inference Response object must be provided when the response flags is set to zero."
             )
-        if self._sent.closed:
+        if received.closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
-        if self._received.decoupled:
+        if received.decoupled:
             return
-        if response is not None and self._sent.responses:
+        if response is not None and received.responses:
             raise TritonModelException(
                 "Unable to send response. Non-decoupled model cannot send more than one response."
             )
-        if response is None and not self._sent.responses:
+        if response is None and not received.responses:
             raise TritonModelException(
                 "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
             )
@@ -205,10 +164,7 @@ def outputs_of(
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
     """An output of a response; None if it has none of that name."""
-    for tensor in inference_response.output_tensors():
-        if tensor.name() == name:
-            return tensor
-    return None
+    return next((one for one in inference_response.output_tensors() if one.name() == name), None)
 
 
 def _on_an_event_loop() -> bool:

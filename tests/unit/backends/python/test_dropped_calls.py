@@ -10,7 +10,6 @@ import pytest
 
 from paceline.backends.python.calls_worker import CalledModel, Calls
 from paceline.backends.python.messages import CALL, CALL_OVER, CALLED
-from paceline.backends.python.triton.calls import TritonCalls
 from paceline.backends.python.triton.requests import InferenceRequest
 
 
@@ -37,7 +36,8 @@ def of_our_class(calls: Calls) -> Iterator[Any]:
 
 
 def of_triton(calls: Calls) -> Iterator[Any]:
-    return TritonCalls(calls).call(InferenceRequest(model_name="m"), True)  # type: ignore[return-value]  # decoupled
+    InferenceRequest.calls = calls
+    return InferenceRequest(model_name="m").exec(decoupled=True)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("stream", [of_our_class, of_triton])
