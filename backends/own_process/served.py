@@ -17,7 +17,7 @@ from paceline.backends.onnx.model_files import files_changed
 from paceline.backends.onnx.options import without_graphs
 from paceline.backends.onnx.spec import Found, check_served
 from paceline.backends.own_process.session import FILE, Job, ProcessRunner, ask, try_lengths_of, try_model
-from paceline.backends.python.instance import Processes, PythonInstance
+from paceline.backends.python.instance import OpenInProcesses, PythonInstance
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import ModelSpec
 from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, unsupervised
@@ -25,7 +25,7 @@ from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, 
 _log = logging.getLogger("paceline.backends.onnx")
 
 
-class OwnProcessOnnxModel:
+class OwnProcessOnnxModel(OpenInProcesses[ModelProcess]):
     """`OpenModel` of one ONNX file. Its sessions have threads of their own, even if the server's share theirs."""
 
     platform = "onnxruntime_onnx"
@@ -35,16 +35,17 @@ class OwnProcessOnnxModel:
         if job.options.cuda_graphs:
             _log.warning("model '%s' runs without CUDA graphs, as it is in a process of its own", job.name)
         self._job = replace(job, options=replace(without_graphs(job.options), shared_threads=False))
-        first = ModelProcess(ModelSource(job.name, FILE), job.device)
+        source = ModelSource(job.name, FILE)
+        first = ModelProcess(source, job.device)
         found = _opened(first, self._job)
         found.tell(job.name)
         self.spec = found.spec
         self.rounds_by = found.rounds_by
         self._halves = found.halves
         self._stamps = found.stamps
+        super().__init__(source, first)
         files.keep()
-        self._files, self._keeps_files = files, True
-        self._processes = Processes(ModelSource(job.name, FILE), first, self._open_again)
+        self.when_closed.callback(files.release)
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return try_model(self.spec, self._job.options, self._trying, supervise)
@@ -58,7 +59,7 @@ class OwnProcessOnnxModel:
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
         check_served(self._job.name, spec, self.spec)
-        process = self._processes.take(device)
+        process = self._take(device)
         try:
             ask(process, spec)
         except ExecutionError as error:
@@ -66,28 +67,19 @@ class OwnProcessOnnxModel:
             raise LoadError(f"model '{self._job.name}': {error}") from error
         return PythonInstance(spec, process)
 
-    def abandon(self) -> None:
-        """`Abandonable`: end the processes that are opening it now."""
-        self._processes.abandon()
-
-    def close(self) -> None:
-        self._processes.close()
-        if self._keeps_files:
-            self._keeps_files = False
-            self._files.release()
-
     @contextmanager
     def _trying(self, spec: ModelSpec) -> Iterator[ProcessRunner]:
         """Try it in the process that will be the first instance's, so that nothing is opened twice. If that process
         ends, it was opened in vain, and another one is started later."""
-        process = self._processes.first
+        process = self._first
+        assert process is not None  # trials precede instances
         try:
             yield ProcessRunner(process, spec)
         except BaseException:
             process.kill()  # it may be executing still
             raise
 
-    def _open_again(self, process: ModelProcess) -> None:
+    def _load(self, process: ModelProcess) -> None:
         if _opened(process, replace(self._job, device=process.device)).stamps != self._stamps:
             process.close()
             raise files_changed(self._job.name)

@@ -1,13 +1,19 @@
 """Python models: `backend: "python"`, and a `model.py` in the version's folder.
 
-Lives here: opening one. Must not: run a line of its code; that happens in the model's own processes.
+Lives here: opening one, with a class of ours or one written for Triton. What differs for the latter: the configuration
+goes to the model, which may complete it, and comes back with everything filled in before any instance is made. Must
+not: run a line of a model's code, which happens in its own processes; know what a configuration means.
 """
 
 from __future__ import annotations
 
+import dis
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
 
 from paceline.backends.base import Device, GroupKind, InstanceGroup, ModelSource, on_cpu, on_gpus
 from paceline.backends.cuda.driver import count_gpus
@@ -17,19 +23,22 @@ from paceline.backends.python import EXECUTABLE
 from paceline.backends.python.decoupled import DecoupledInstance, DecoupledProcess
 from paceline.backends.python.duplex_process import DuplexProcess
 from paceline.backends.python.environments import interpreter_of
-from paceline.backends.python.instance import Processes, PythonInstance
-from paceline.backends.python.messages import Declared
+from paceline.backends.python.instance import OpenInProcesses, PythonInstance
+from paceline.backends.python.messages import INITIALIZE, START, TRITON, Declared
 from paceline.backends.python.process import ModelProcess
-from paceline.backends.python.triton_opened import OpenTritonModel, is_for_triton, open_for_triton
 from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.transport.parcel import Message
 from paceline.protos.datatypes import DATATYPES
 
+_log = logging.getLogger("paceline.models")
+
+_OURS, _TRITONS = "Model", "TritonPythonModel"
 _LARGEST_DIM = 2**63 - 1
 """Messages can't carry larger ones."""
 
 
-class PythonModel:
-    """`OpenModel` of a Python model. `process` has loaded it already, and becomes that of the first instance."""
+class PythonModel(OpenInProcesses[ModelProcess]):
+    """`OpenModel` of a Python model."""
 
     platform = "python"
 
@@ -40,26 +49,15 @@ class PythonModel:
         declared: tuple[Declared | None, Declared | None],
         spec: ModelSpec,
     ) -> None:
-        self._source = source
+        super().__init__(source, process)
         self._declared = declared
         self.spec = spec
-        self._processes = Processes(source, process, self._load)
-        self.when_closed = ExitStack()
-        """What is done when it is closed."""
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
-        process = self._processes.take(device)
+        process = self._take(device)
         if isinstance(process, DecoupledProcess):
             return DecoupledInstance(spec, process)
         return PythonInstance(spec, process)
-
-    def abandon(self) -> None:
-        """`Abandonable`: end the processes that are loading now."""
-        self._processes.abandon()
-
-    def close(self) -> None:
-        self._processes.close()
-        self.when_closed.close()
 
     def _load(self, process: ModelProcess) -> None:
         if process.load() != self._declared:
@@ -67,6 +65,75 @@ class PythonModel:
             raise LoadError(
                 f"model '{self._source.name}': the tensors that its file declares have changed; load it again"
             )
+
+
+class TritonProcess(DecoupledProcess):
+    """A process of such a model. `load` has it complete its configuration, if `completes`; then comes `initialize`."""
+
+    _mode = TRITON
+    stacks = True
+    completes = False
+
+    def __init__(self, source: ModelSource, device: Device) -> None:
+        super().__init__(source, device)
+        self.completed = ""
+        self.is_initialized = False
+
+    def _start(self) -> tuple[object, ...]:
+        return *super()._start(), self._source.config, self.completes, _log.isEnabledFor(logging.DEBUG)
+
+    def _loaded_by(self, kind: int, *content: object) -> Message:
+        answer = super()._loaded_by(kind, *content)
+        if kind == START:
+            self.completed = answer[3]
+        return answer
+
+    def initialize(self, config: str, instance: str) -> None:
+        """Make the model's instance. Blocks. If it raises LoadError, the process has ended."""
+        self._loaded_by(INITIALIZE, config, instance)
+        self.is_initialized = True
+
+
+class OpenTritonModel(OpenInProcesses[TritonProcess]):
+    """`OpenModel` and `CompletesConfig`."""
+
+    platform = "python"
+
+    def __init__(self, source: ModelSource, process: TritonProcess) -> None:
+        super().__init__(source, process)
+        self._spec: ModelSpec | None = None
+        self._config = ""
+        self._made = count()
+        self.completed_config = process.completed
+
+    @property
+    def spec(self) -> ModelSpec:
+        if self._spec is None:
+            raise LoadError(
+                f"model '{self._source.name}': expected input and output in its configuration or from its "
+                "auto_complete_config, each with its data_type"
+            )
+        return self._spec
+
+    def declare(self, spec: ModelSpec | None) -> None:
+        self._spec = spec
+
+    def configure(self, config: str) -> None:
+        self._config = config
+
+    def instance(self, spec: ModelSpec, device: Device) -> DecoupledInstance:
+        process = self._take(device)
+        if not process.is_initialized:
+            self._initialize(process)
+        return DecoupledInstance(spec, process)
+
+    def _load(self, process: TritonProcess) -> None:
+        process.load()
+        self._initialize(process)
+
+    def _initialize(self, process: TritonProcess) -> None:
+        # Instances are named as Triton names them.
+        process.initialize(self._config, f"{self._source.name}_0_{next(self._made)}")
 
 
 class PythonBackend:
@@ -97,8 +164,11 @@ class PythonBackend:
         return model
 
     def _open(self, source: ModelSource, device: Device) -> PythonModel | OpenTritonModel:
-        if is_for_triton(source.path):
-            return open_for_triton(source, device)
+        if _is_for_triton(source.path):
+            triton = TritonProcess(source, device)
+            triton.completes = True
+            triton.load()
+            return OpenTritonModel(source, triton)
         kind = DecoupledProcess if source.decoupled else DuplexProcess if source.calls else ModelProcess
         process = kind(source, device)
         declared = process.load()
@@ -107,6 +177,17 @@ class PythonBackend:
         except LoadError:
             process.close()
             raise
+
+
+def _is_for_triton(path: Path) -> bool:
+    """Whether the Python file at `path` has Triton's class, and none of ours. Nothing of it is run."""
+    try:
+        # Not `ast.parse`: that of Python 3.11 may raise SystemError while other threads do the same.
+        code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # its process will say what is wrong with it
+    defined = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_NAME"}
+    return _TRITONS in defined and _OURS not in defined
 
 
 def _spec(source: ModelSource, inputs: Declared | None, outputs: Declared | None) -> ModelSpec:

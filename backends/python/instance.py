@@ -8,7 +8,9 @@ batch's error says whether the batch may have caused that, and the instance ends
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Generic, TypeVar
 
 from paceline.backends.base import Device, Execution, ModelSource
@@ -23,26 +25,25 @@ T = TypeVar("T")
 ProcessT = TypeVar("ProcessT", bound=ModelProcess)
 
 
-class Processes(Generic[ProcessT]):
-    """`first` has loaded the model already, and is the first one to be taken on its device. `load` loads the model in
-    another one, of the same class; it blocks, and if it raises LoadError, that process has ended."""
+class OpenInProcesses(ABC, Generic[ProcessT]):
+    """`OpenModel` and `Abandonable`, as far as it has a process for each instance. `first` has loaded the model
+    already, and becomes that of the first instance on its device."""
 
-    def __init__(self, source: ModelSource, first: ProcessT, load: Callable[[ProcessT], None]) -> None:
+    def __init__(self, source: ModelSource, first: ProcessT) -> None:
         self._source = source
         self._class = type(first)
         self._first: ProcessT | None = first
-        self._load = load
         self._lock = threading.Lock()
         self._loading: set[ProcessT] = set()
         self._is_abandoned = False
+        self.when_closed = ExitStack()
+        """What is done when it is closed."""
 
-    @property
-    def first(self) -> ProcessT:
-        """The first process, until it is taken."""
-        assert self._first is not None
-        return self._first
+    @abstractmethod
+    def _load(self, process: ProcessT) -> None:
+        """Load the model in a further process. Blocks. If it raises LoadError, the process has ended."""
 
-    def take(self, device: Device) -> ProcessT:
+    def _take(self, device: Device) -> ProcessT:
         """A process that has the model loaded, now the caller's. Blocks; raises LoadError."""
         first = self._first
         if first is not None and first.device == device:
@@ -74,6 +75,7 @@ class Processes(Generic[ProcessT]):
         first, self._first = self._first, None
         if first is not None:
             first.close()
+        self.when_closed.close()
 
 
 class PythonInstance:
