@@ -108,11 +108,9 @@ _threads = threading.local()
 def load_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Any:
     """The initialised driver; `load` opens a shared library by name. Raises DeviceError with the driver's reason."""
     try:
-        driver = load(LIBRARY)
-    except OSError as error:
-        raise DeviceError(f"no NVIDIA driver: {LIBRARY} can't be loaded ({error})") from error
-    check(driver, "cuInit", driver.cuInit(0))
-    return driver
+        return _open(load)
+    except LoadError as error:
+        raise DeviceError(str(error)) from error
 
 
 def check(driver: Any, call: str, code: int) -> None:

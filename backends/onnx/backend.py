@@ -31,10 +31,9 @@ from paceline.backends.onnx.shared import Shared, why_not_staged
 from paceline.backends.onnx.spec import check_served, find_spec
 from paceline.backends.onnx.staged import StagedInstance
 from paceline.backends.own_process.served import OwnProcessOnnxModel
-from paceline.backends.own_process.session import Job, OwnProcessSession, Runs, try_lengths_of, try_model
+from paceline.backends.own_process.session import Job, OwnProcessSession, Runs, TriedModel
 from paceline.backends.paths import is_file, is_folder
 from paceline.backends.spec import ModelSpec
-from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, unsupervised
 
 Accelerators = Callable[[Device], CudaAccelerator | None]
 
@@ -82,7 +81,7 @@ class OnnxBackend:
             )
 
         def open_file(path: Path, source: ModelSource) -> OnnxModel:
-            return OnnxModel(source, device, Opener(source.name, path, options, self._accelerators))
+            return OnnxModel(source, path, options, device, self._accelerators)
 
         model = open_file(_model_file(source), source)
         try:
@@ -132,51 +131,38 @@ class OnnxBackend:
         return devices
 
 
-class OnnxModel:
-    """`OpenModel` of one ONNX file.
+class OnnxModel(TriedModel):
+    """`OpenModel` of one ONNX file. `accelerators` returns what stages a device's batches, or None.
 
     CPU instances share one session: its Run is thread-safe, and a session per instance would hold the weights again and
     start another thread pool, all competing for the same cores. Each instance on an accelerator has its own session,
     because a session computes on one stream, where a second instance's kernels would only queue.
     """
 
-    platform = "onnxruntime_onnx"
-
-    def __init__(self, source: ModelSource, device: Device, opener: Opener) -> None:
-        self._name = name = source.name
+    def __init__(
+        self, source: ModelSource, path: Path, options: OnnxOptions, device: Device, accelerators: Accelerators
+    ) -> None:
+        self._name, self._path = source.name, path
         self._files, self._keeps_files = source.files, False
-        self._opener = opener
-        self._sessions = {device: opener.open(device)}
+        self._accelerators = accelerators
+        self._stamps: Mapping[str, Stamp] | None = None
+        opened = self._opened(device, options)
+        self._sessions = {device: opened}
         self._blocks: dict[int, BlockPool] = {}
-        found = find_spec(name, self._sessions[device].session, self._sessions[device].facts, source.declared)
-        found.tell(name)
-        self.spec = found.spec
-        self.rounds_by = found.rounds_by
-        self.operators = self._sessions[device].facts.operators
-        self._halves = found.halves
-
-    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
-        return try_model(self.spec, self._opener.options, self._untrusted, supervise)
-
-    def try_lengths(
-        self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
-    ) -> LengthTrial:
-        device, options = next(iter(self._sessions)), self._opener.options
-        on_gpu = device.kind is DeviceKind.GPU
-        return try_lengths_of(
-            spec, asked, self.spec, options, self._untrusted, supervise, self._halves or on_gpu, on_gpu
-        )
+        found = find_spec(source.name, opened.session, opened.facts, source.declared)
+        super().__init__(source.name, found, options, device, on_gpu=device.kind is DeviceKind.GPU)
+        self.operators = opened.facts.operators
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
         check_served(self._name, spec, self.spec)
-        opened, options = self._session(device), self._opener.options
+        opened, options = self._session(device), self._options
         if opened.streams is None:
             return OnnxInstance(opened, spec, device, options)
         if reason := why_not_staged(opened, spec):
             _log.info("model '%s': ONNX Runtime copies its tensors itself, as %s", self._name, reason)
             return OnnxInstance(opened, spec, device, options)
         try:
-            reopen = partial(self._opener.open, device, without_graphs(options))
+            reopen = partial(self._opened, device, without_graphs(options))
             blocks = self._blocks_of(opened.streams.accelerator)
             return StagedInstance(Shared(self._name, opened, spec, device, options, reopen, blocks))
         except DeviceError as error:
@@ -184,7 +170,7 @@ class OnnxModel:
 
     def stepped(self, spec: ModelSpec, device: Device) -> OnnxInstance:
         """What runs it with arrays of any shapes, which ONNX Runtime copies itself; `spec` is some of its tensors."""
-        return OnnxInstance(self._session(device), spec, device, self._opener.options)
+        return OnnxInstance(self._session(device), spec, device, self._options)
 
     def close(self) -> None:
         self._sessions.clear()
@@ -195,10 +181,9 @@ class OnnxModel:
             self._files.release()
 
     @contextmanager
-    def _untrusted(self, spec: ModelSpec) -> Iterator[Runs]:
-        """What runs the model with inputs that it may not survive: a separate process, unless the model is on a GPU or
-        large, or no process can be had."""
-        ((device, session), *_), options, path = self._sessions.items(), self._opener.options, self._opener.path
+    def _trying(self, spec: ModelSpec) -> Iterator[Runs]:
+        """A separate process, unless the model is on a GPU or large, or no process can be had."""
+        ((device, session), *_), options, path = self._sessions.items(), self._options, self._path
         size_bytes = sum(size for size, _ in session.facts.stamps.values())
         with ExitStack() as stack:
             runs: Runs | None = None
@@ -222,7 +207,7 @@ class OnnxModel:
     def _session(self, device: Device) -> OpenSession:
         """The CPU's shared session; otherwise the one that the model was opened with, once, and a new one after
         that."""
-        opened = self._sessions.pop(device, None) or self._opener.open(device)
+        opened = self._sessions.pop(device, None) or self._opened(device, self._options)
         if opened.streams is None and device.kind is DeviceKind.CPU:
             self._sessions[device] = opened
         elif not self._keeps_files:
@@ -231,29 +216,16 @@ class OnnxModel:
             self._files.keep()
         return opened
 
-
-class Opener:
-    """Opens sessions of one model, all of the same files. `accelerators` returns what stages a device's batches, or
-    None."""
-
-    def __init__(self, name: str, path: Path, options: OnnxOptions, accelerators: Accelerators) -> None:
-        self.options = options
-        self.path = path
-        self._name = name
-        self._accelerators = accelerators
-        self._stamps: Mapping[str, Stamp] | None = None
-
-    def open(self, device: Device, options: OnnxOptions | None = None) -> OpenSession:
-        """Opens it with `options`, its own unless given. Blocks; raises LoadError, also if the files have changed since
-        it was first called."""
+    def _opened(self, device: Device, options: OnnxOptions) -> OpenSession:
+        """A new session. Blocks; raises LoadError, also if the files have changed since the first was opened."""
         try:
             accelerator = self._accelerators(device)
         except DeviceError as error:
             raise LoadError(
-                f"model '{self._name}': can't open '{self.path}': onnxruntime couldn't use GPU {device.index}: {error}"
+                f"model '{self._name}': can't open '{self._path}': onnxruntime couldn't use GPU {device.index}: {error}"
             ) from error
         with captures.synchronizing() if accelerator is not None else nullcontext():
-            opened = open_session(self._name, self.path, options or self.options, device, accelerator)
+            opened = open_session(self._name, self._path, options, device, accelerator)
         if self._stamps not in (None, opened.facts.stamps):
             raise files_changed(self._name)
         self._stamps = opened.facts.stamps

@@ -7,28 +7,25 @@ whatever native code does with this model's requests, it does in the other proce
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from paceline.backends.base import Device, DeviceKind, Files, ModelSource
+from paceline.backends.base import Device, Files, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError, ProcessError
 from paceline.backends.onnx.model_files import files_changed
 from paceline.backends.onnx.options import without_graphs
 from paceline.backends.onnx.spec import Found, check_served
-from paceline.backends.own_process.session import FILE, Job, ProcessRunner, ask, try_lengths_of, try_model
+from paceline.backends.own_process.session import FILE, Job, ProcessRunner, TriedModel, ask
 from paceline.backends.python.instance import OpenInProcesses, PythonInstance
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import ModelSpec
-from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, unsupervised
 
 _log = logging.getLogger("paceline.backends.onnx")
 
 
-class OwnProcessOnnxModel(OpenInProcesses[ModelProcess]):
+class OwnProcessOnnxModel(OpenInProcesses[ModelProcess], TriedModel):
     """`OpenModel` of one ONNX file. Its sessions have threads of their own, even if the server's share theirs."""
-
-    platform = "onnxruntime_onnx"
 
     def __init__(self, job: Job, files: Files) -> None:
         """Blocks; raises LoadError."""
@@ -38,33 +35,20 @@ class OwnProcessOnnxModel(OpenInProcesses[ModelProcess]):
         source = ModelSource(job.name, FILE)
         first = ModelProcess(source, job.device)
         found = _opened(first, self._job)
-        found.tell(job.name)
-        self.spec = found.spec
-        self.rounds_by = found.rounds_by
-        self._halves = found.halves
+        OpenInProcesses.__init__(self, source, first)
+        TriedModel.__init__(self, job.name, found, self._job.options, job.device, on_gpu=False)
         self._stamps = found.stamps
-        super().__init__(source, first)
         files.keep()
         self.when_closed.callback(files.release)
 
-    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
-        return try_model(self.spec, self._job.options, self._trying, supervise)
-
-    def try_lengths(
-        self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
-    ) -> LengthTrial:
-        job = self._job
-        coarse = self._halves or job.device.kind is DeviceKind.GPU
-        return try_lengths_of(spec, asked, self.spec, job.options, self._trying, supervise, coarse)
-
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
-        check_served(self._job.name, spec, self.spec)
+        check_served(self._name, spec, self.spec)
         process = self._take(device)
         try:
             ask(process, spec)
         except ExecutionError as error:
             process.close()
-            raise LoadError(f"model '{self._job.name}': {error}") from error
+            raise LoadError(f"model '{self._name}': {error}") from error
         return PythonInstance(spec, process)
 
     @contextmanager
@@ -82,7 +66,7 @@ class OwnProcessOnnxModel(OpenInProcesses[ModelProcess]):
     def _load(self, process: ModelProcess) -> None:
         if _opened(process, replace(self._job, device=process.device)).stamps != self._stamps:
             process.close()
-            raise files_changed(self._job.name)
+            raise files_changed(self._name)
 
 
 def _opened(process: ModelProcess, job: Job) -> Found:

@@ -1,6 +1,6 @@
 """A session of ONNX Runtime in another process: what that is asked, and trials of models there.
 
-Lives here: questions; which models are tried, in which process, and the reuse of processes. Must not: know what follows
+Lives here: questions; which models are tried, and how; processes for that, and their reuse. Must not: know what follows
 from a trial, or how it goes (`backends.trial`). Inputs that a model wasn't made for may cause more than an exception: a
 division by zero in native code ends the process; the server would go with all of its models and callers.
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock, Timer
@@ -19,7 +20,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from paceline.backends.base import Device, ModelSource
+from paceline.backends.base import Device, DeviceKind, ModelSource
 from paceline.backends.errors import (
     BackendError,
     ExecutionError,
@@ -37,7 +38,7 @@ from paceline.backends.python.process import ModelProcess
 from paceline.backends.ragged import turning
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.backends.trial import try_rows
-from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial
+from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, unsupervised
 
 FILE = Path(__file__).with_name("model.py")
 """What runs there."""
@@ -81,65 +82,69 @@ class Runs(Protocol):
     def run(self, inputs: Sequence[Array]) -> Tensors: ...
 
 
-def try_model(
-    spec: ModelSpec,
-    options: OnnxOptions,
-    opened: Callable[[ModelSpec], AbstractContextManager[Runs]],
-    supervise: Supervise,
-) -> Trial:
-    """Try a model of `spec`. `opened` returns what executes inputs of a given spec, here the one without optional
-    inputs."""
-    if options.tensorrt is not None or options.openvino is not None:
-        # They build an engine for each new shape, which may take minutes.
-        return Trial(spec)
-    needed = replace(spec, inputs=tuple(one for one in spec.inputs if not one.optional))
-    with opened(needed) as runs:
+class TriedModel(ABC):
+    """`OpenModel`, `TriesRows` and `TriesLengths` of an ONNX file, as far as it doesn't matter where it is executed.
+    `on_gpu`: as for `try_lengths`."""
 
-        def run(inputs: Sequence[Array]) -> Tensors:
-            try:
-                return runs.run(inputs)
-            except StalePlan as error:
-                # An earlier execution of that shape failed, as this one would; the trial goes on with others.
-                raise ExecutionError(str(error)) from error
+    platform = "onnxruntime_onnx"
 
-        tried = try_rows(needed, lambda inputs: supervise(lambda: run(inputs)))
-    return replace(tried, spec=replace(tried.spec, inputs=spec.inputs))
+    def __init__(self, name: str, found: Found, options: OnnxOptions, device: Device, *, on_gpu: bool) -> None:
+        found.tell(name)
+        self.spec = found.spec
+        self.rounds_by = found.rounds_by
+        self._name = name
+        self._options = options
+        self._on_gpu = on_gpu
+        # It may compute in less than single precision, as GPUs do where they multiply matrices.
+        self._coarse = found.halves or device.kind is DeviceKind.GPU
 
+    @abstractmethod
+    def _trying(self, spec: ModelSpec) -> AbstractContextManager[Runs]:
+        """What executes inputs of `spec`, which it may not survive."""
 
-def try_lengths_of(
-    spec: ModelSpec,
-    asked: Sequence[LengthAxis] | None,
-    own: ModelSpec,
-    options: OnnxOptions,
-    opened: Callable[[ModelSpec], AbstractContextManager[Runs]],
-    supervise: Supervise,
-    coarse: bool,
-    on_gpu: bool = False,
-) -> LengthTrial:
-    """As `TriesLengths.try_lengths`, of a model whose own spec is `own`. `opened` as above. `coarse`: it may compute in
-    less than single precision, as GPUs do where they multiply matrices. `on_gpu`: as for `try_lengths`."""
-    if options.tensorrt is not None or options.openvino is not None:
-        # They build an engine for each new shape, which may take minutes: padding is tried by nobody, or as asked.
-        return without_trial(spec, asked)
-    fixed = max((one.dims[0] for one in own.inputs if one.dims), default=-1)
-    executed = spec.executed
-    with opened(executed) as runs:
+    @contextmanager
+    def _supervised(self, spec: ModelSpec, supervise: Supervise) -> Iterator[Callable[[Sequence[Array]], Tensors]]:
+        with self._trying(spec) as runs:
 
-        def run_as_it_is(inputs: Sequence[Array]) -> Tensors:
-            try:
-                return supervise(lambda: runs.run(inputs))
-            except StalePlan as error:
-                raise ExecutionError(str(error)) from error
+            def run(inputs: Sequence[Array]) -> Tensors:
+                try:
+                    return supervise(lambda: runs.run(inputs))
+                except StalePlan as error:
+                    # An earlier execution of that shape failed, as this one would; the trial goes on with others.
+                    raise ExecutionError(str(error)) from error
 
-        run = turning(executed)(run_as_it_is)
+            yield run
 
-        def run_fixed(inputs: Sequence[Array]) -> Tensors:
-            rows = len(inputs[0])
-            places = [[min(row, rows - 1) for row in range(at, at + fixed)] for at in range(0, rows, fixed)]
-            parts = [run([one[place] for one in inputs]) for place in places]
-            return [np.concatenate(column)[:rows] for column in zip(*parts, strict=True)]
+    @property
+    def _is_tried(self) -> bool:
+        """TensorRT and OpenVINO build an engine for each new shape, which may take minutes."""
+        return self._options.tensorrt is None and self._options.openvino is None
 
-        return try_lengths(spec, asked, run_fixed if fixed > 1 else run, coarse, on_gpu)
+    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
+        spec = self.spec
+        if not self._is_tried:
+            return Trial(spec)
+        needed = replace(spec, inputs=tuple(one for one in spec.inputs if not one.optional))
+        with self._supervised(needed, supervise) as run:
+            tried = try_rows(needed, run)
+        return replace(tried, spec=replace(tried.spec, inputs=spec.inputs))
+
+    def try_lengths(
+        self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
+    ) -> LengthTrial:
+        if not self._is_tried:  # padding is tried by nobody, or as asked
+            return without_trial(spec, asked)
+        fixed = max((one.dims[0] for one in self.spec.inputs if one.dims), default=-1)
+        with self._supervised(spec.executed, supervise) as run_as_it_is:
+            run = turning(spec.executed)(run_as_it_is)
+
+            def run_fixed(inputs: Sequence[Array]) -> Tensors:
+                rows = len(inputs[0])
+                places = [[min(row, rows - 1) for row in range(at, at + fixed)] for at in range(0, rows, fixed)]
+                parts = [run([one[place] for one in inputs]) for place in places]
+                return [np.concatenate(column)[:rows] for column in zip(*parts, strict=True)]
+
+            return try_lengths(spec, asked, run_fixed if fixed > 1 else run, self._coarse, self._on_gpu)
 
 
 _SOURCE = ModelSource("a trial", FILE)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.base import Device, InstanceGroup, ModelSource
-from paceline.backends.onnx.backend import OnnxModel, Opener
+from paceline.backends.onnx.backend import OnnxModel
 from paceline.backends.onnx.decoder import DecoderModel, decoder_of
 from paceline.backends.onnx.decoder_block import Run
 from paceline.backends.onnx.instance import OnnxInstance
@@ -143,7 +143,7 @@ class EncoderBackend:
 
     def open(self, source: ModelSource, device: Device) -> DecoderModel:
         def opened(path: Path) -> OnnxModel:
-            return OnnxModel(source, device, Opener(source.name, path, parse_options(source), lambda device: None))
+            return OnnxModel(source, path, parse_options(source), device, lambda device: None)
 
         decoder = decoder_of(source, opened(source.path), lambda path: GatedModel(opened(path), self.gate), device)
         assert decoder is not None

@@ -260,7 +260,7 @@ def test_instance_has_a_process_that_ends_with_it(tmp_path: Path) -> None:
 
 def test_instance_gets_another_process_if_the_first_has_ended_meanwhile(tmp_path: Path) -> None:
     with opened(source_of(tmp_path, models.identity())) as model:
-        first = model._processes.first
+        first = model._first
         os.kill(first.pid, signal.SIGKILL)
         eventually(lambda: first.ended, "its end")
         with serving(model, batched(model.spec)) as instance:
@@ -270,7 +270,7 @@ def test_instance_gets_another_process_if_the_first_has_ended_meanwhile(tmp_path
 
 def test_trial_and_first_instance_share_a_process(tmp_path: Path) -> None:
     with opened(source_of(tmp_path, models.mlp())) as model:
-        first = model._processes.first
+        first = model._first
         assert not model.try_rows().deadly
         with serving(model, batched(model.spec)) as instance:
             assert process_of(instance) is first
@@ -283,8 +283,8 @@ def test_abandoning_a_model_ends_the_process_of_an_instance_that_is_being_opened
         os.mkfifo(tmp_path / "model.onnx")
         with ThreadPoolExecutor(1) as threads:
             another = threads.submit(model.instance, batched(model.spec), CPU)
-            eventually(lambda: model._processes._loading, "a process that opens it")
-            (process,) = model._processes._loading
+            eventually(lambda: model._loading, "a process that opens it")
+            (process,) = model._loading
             model.abandon()
             with pytest.raises(LoadError, match=r"^model 'm': its process was killed by SIGKILL while "):
                 another.result(20)
