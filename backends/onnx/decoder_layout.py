@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,22 +165,20 @@ def read_settings(model: str, path: Path) -> Mapping[str, Any]:
     settings: dict[str, Any] = {}
     for name in (_GENAI, "config.json", "generation_config.json"):
         for place in places:
-            content: object = None
-            with suppress(FileNotFoundError):
-                try:
-                    if (file := open_inside(place, name)) is None:
-                        continue
-                    with file:
-                        content = json.loads(file.read(_LONGEST_BYTES))
-                except FileNotFoundError:
-                    raise
-                except (OSError, ValueError) as error:
-                    raise LoadError(f"model '{model}': {place / name}: {error}") from error
-                if not isinstance(content, dict):
-                    raise LoadError(f"model '{model}': {place / name}: expected a JSON object")
-                said = _flat(content) if name == _GENAI else content
-                settings |= {key: value for key, value in said.items() if value is not None}
-                break
+            try:
+                if (file := open_inside(place, name)) is None:
+                    continue
+                with file:
+                    content: object = json.loads(file.read(_LONGEST_BYTES))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                raise LoadError(f"model '{model}': {place / name}: {error}") from error
+            if not isinstance(content, dict):
+                raise LoadError(f"model '{model}': {place / name}: expected a JSON object")
+            said = _flat(content) if name == _GENAI else content
+            settings |= {key: value for key, value in said.items() if value is not None}
+            break
     return settings
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from threading import TIMEOUT_MAX, Condition, Thread
+from threading import TIMEOUT_MAX, Condition, Event, Thread
 from time import monotonic_ns
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,10 +28,9 @@ from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
 from paceline.backends.onnx.decoding_rules import DecodingRules
 from paceline.backends.onnx.encoder import EncoderThread
-from paceline.backends.onnx.made_up_request import MadeUpRequest
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.onnx.stepping import Stepping
-from paceline.backends.open_request import ELSEWHERE, NEVER, OpenRequest
+from paceline.backends.open_request import ELSEWHERE, NEVER, Answer, OpenRequest
 from paceline.backends.sampling import NONE, choose, logprobs_of
 from paceline.backends.spec import MISSING, Array, Tensors
 from paceline.scheduler.iterations import Iteration, Iterations
@@ -164,20 +163,17 @@ class GeneratingInstance:
                 results[place] = source
                 continue
             try:
-                generation = GrowingAnswer(requests[place], wanted, self._limits)
+                self._take(requests[place], GrowingAnswer(requests[place], wanted, self._limits), source)
+            except InstanceError:
+                raise
             except ExecutionError as error:
-                results[place] = error.with_traceback(None)
-                continue
-            try:
-                self._take(requests[place], generation, source)
-            except ModelRefused as error:
                 results[place] = error.with_traceback(None)
         return Execution(results, 0, encoded_ns - began_ns, 0, waited_ns=self._now_ns() - encoded_ns)
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         """Their first tokens."""
         began_ns = self._now_ns()
-        made = [MadeUpRequest(inputs) for inputs in requests]
+        made = [_MadeUp(inputs) for inputs in requests]
         refused = [one for one in self.execute_open(made).results if isinstance(one, Exception)]
         if refused:
             raise refused[0]
@@ -369,3 +365,20 @@ def _too_late(left_ns: int, needed_ns: int) -> ModelRefused:
     if left_ns > 0:
         text = f"{left_ns // 1_000} us are left, and its prompt and one token take about {needed_ns // 1_000} us"
     return ModelRefused("DEADLINE_EXCEEDED", f"the generation can't be on time: {text}")
+
+
+class _MadeUp(OpenRequest):
+    """A request of nobody, for one token, by which an instance is warmed up."""
+
+    __slots__ = ("answer", "answered")
+
+    def __init__(self, inputs: Tensors) -> None:
+        prompt = np.zeros(1, np.int64) if all(one is MISSING for one in inputs) else inputs[0]
+        super().__init__((prompt, *inputs[1:]), (0,), parameters={"max_tokens": 1})
+        self.takes_one = True
+        self.answer: Any = None
+        self.answered = Event()
+
+    def on_answer(self, answer: Answer, *, last: bool) -> None:
+        self.answer = answer
+        self.answered.set()

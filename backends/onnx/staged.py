@@ -364,14 +364,9 @@ class StagedSlot:
         """The outputs that ONNX Runtime allocated, by name; valid while the result is held."""
         if None not in bound.shapes:
             return {}
-        return dict(zip(self._order(bound), bound.binding.get_outputs(), strict=True))
-
-    def _order(self, bound: Bound) -> list[str]:
-        """Names in the order of binding: outputs of known shape first."""
-        known = [
-            tensor.name for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True) if shape is not None
-        ]
-        return [*known, *(tensor.name for tensor in self._shared.outputs if tensor.name not in known)]
+        # In the order of binding: outputs of known shape first.
+        order = sorted(zip(self._shared.outputs, bound.shapes, strict=True), key=lambda one: one[1] is None)
+        return {tensor.name: value for (tensor, _), value in zip(order, bound.binding.get_outputs(), strict=True)}
 
     def _forget(self) -> None:
         """Drop the bindings: they are useless for another session, and so are graphs."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -201,30 +201,21 @@ class CalledModel:
         return 0
 
 
-class Models(Mapping[str, CalledModel]):
+class Models(dict[str, CalledModel]):
     """The models that `model` may call, by name. Without `calls`, it declares none."""
 
     CallFailed = CallFailed
 
     def __init__(self, model: str, names: Sequence[str], calls: Calls | None) -> None:
+        super().__init__({name: CalledModel(calls, name) for name in names} if calls is not None else {})
         self._model = model
-        self._called = {name: CalledModel(calls, name) for name in names} if calls is not None else {}
 
-    def __getitem__(self, name: str) -> CalledModel:
-        try:
-            return self._called[name]
-        except KeyError:
-            names = ", ".join((*self._called, str(name)))
-            raise KeyError(
-                f"model '{self._model}' doesn't say that it calls '{name}'; to say so, put into its config.pbtxt: "
-                f'parameters {{ key: "paceline.calls" value {{ string_value: "{names}" }} }}'
-            ) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._called)
-
-    def __len__(self) -> int:
-        return len(self._called)
+    def __missing__(self, name: str) -> CalledModel:
+        names = ", ".join((*self, str(name)))
+        raise KeyError(
+            f"model '{self._model}' doesn't say that it calls '{name}'; to say so, put into its config.pbtxt: "
+            f'parameters {{ key: "paceline.calls" value {{ string_value: "{names}" }} }}'
+        )
 
 
 class AsyncAnswers:

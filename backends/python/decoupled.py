@@ -20,20 +20,10 @@ from paceline.backends.base import Device, Execution, ModelSource
 from paceline.backends.batching import check_outputs, joined, shares
 from paceline.backends.errors import ExecutionError, ProcessError
 from paceline.backends.open_request import AGAIN, ELSEWHERE, Answer, OpenRequest, Told
+from paceline.backends.python import messages
 from paceline.backends.python.duplex_process import DuplexProcess
 from paceline.backends.python.instance import PythonInstance
-from paceline.backends.python.messages import (
-    ANSWER,
-    CANCEL,
-    DONE,
-    ERROR,
-    FAILED,
-    HAND,
-    HAND_MADE_UP,
-    REQUESTS,
-    SENT,
-    Ended,
-)
+from paceline.backends.python.messages import Ended
 from paceline.backends.python.process import ModelProcess, error_of
 from paceline.backends.ragged import as_the_model_sees
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
@@ -43,7 +33,7 @@ from paceline.backends.transport.parcel import Message, Parcel
 class DecoupledProcess(DuplexProcess):
     """A process whose model gets requests. It is the `Channel` of those that the model has."""
 
-    _mode = REQUESTS
+    _mode = messages.REQUESTS
     stacks = False
     """Whether requests of a batch have equal shapes but for their rows, so that their inputs can be joined."""
 
@@ -62,14 +52,14 @@ class DecoupledProcess(DuplexProcess):
             request = self._open.pop(number, None)
         if request is not None and not self._open_requests(request.execution):
             self._cancel_calls(request.execution)
-        self._unsaid.put(lambda: self._link.send(CANCEL, number))
+        self._unsaid.put(lambda: self._link.send(messages.CANCEL, number))
 
     def _open_requests(self, execution: int) -> Sequence[OpenRequest]:
         with self._changing:
             return [one for one in self._open.values() if one.execution == execution]
 
     def sent(self, number: int, answers: int) -> None:
-        self._unsaid.put(lambda: self._link.send(SENT, number, answers))
+        self._unsaid.put(lambda: self._link.send(messages.SENT, number, answers))
 
     def hand_over(
         self,
@@ -109,7 +99,7 @@ class DecoupledProcess(DuplexProcess):
                 if request.cancelled:
                     self.cancel(number)  # now that the process knows it
             outcome = self._answered(is_sent)
-            if outcome[0] == FAILED:
+            if outcome[0] == messages.FAILED:
                 raise error_of(*outcome[1:])
             return self._results([*given.values()], *outcome[1:])
 
@@ -189,7 +179,7 @@ class DecoupledProcess(DuplexProcess):
         # Those that it executed get theirs from whoever waits for the execution.
 
     def _on_answer(self, message: Message) -> None:
-        if message[0] == DONE:
+        if message[0] == messages.DONE:
             with self._changing:
                 # Whatever happens next, whoever waits for this has the answers of those that have ended.
                 for number, became in zip(self._executing, message[1], strict=False):
@@ -199,12 +189,12 @@ class DecoupledProcess(DuplexProcess):
         super()._on_answer(message)
 
     def _hear(self, message: Message) -> None:
-        if message[0] not in (ANSWER, ERROR):
+        if message[0] not in (messages.ANSWER, messages.ERROR):
             super()._hear(message)
         else:
             kind, number, last, *content = message
             answer: Answer = None
-            if kind == ERROR:
+            if kind == messages.ERROR:
                 answer = error_of(*content)
             elif content[1] is not None:
                 arrays = self._link.unpack(content[1])  # even if nobody waits: that gives its place back
@@ -212,7 +202,7 @@ class DecoupledProcess(DuplexProcess):
                 if isinstance(result, Exception) and not last:
                     # The model is at fault, and what follows makes no sense without it.
                     last = True
-                    self._unsaid.put(lambda: self._link.send(CANCEL, number))
+                    self._unsaid.put(lambda: self._link.send(messages.CANCEL, number))
                 answer = cast("Answer", result)
             with self._changing:
                 request = self._open.pop(number, None) if last else self._open.get(number)
@@ -233,13 +223,13 @@ class DecoupledInstance(PythonInstance):
         self._stacks = process.stacks and spec.batched and spec.by_rows
 
     def execute_open(self, requests: Sequence[OpenRequest]) -> Execution:
-        return self._hand_over(requests, HAND)
+        return self._hand_over(requests, messages.HAND)
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        return self._made_up(requests, HAND)
+        return self._made_up(requests, messages.HAND)
 
     def execute_made_up(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        return self._made_up(requests, HAND_MADE_UP)
+        return self._made_up(requests, messages.HAND_MADE_UP)
 
     def _made_up(self, requests: Sequence[Tensors], kind: int) -> Execution:
         made = [_MadeUp(inputs, range(len(self._outputs))) for inputs in requests]

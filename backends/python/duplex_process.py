@@ -21,17 +21,8 @@ from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import LoadError
 from paceline.backends.model_call import ModelCall
 from paceline.backends.open_request import OpenRequest
-from paceline.backends.python.messages import (
-    CALL,
-    CALL_FAILED,
-    CALL_OVER,
-    CALL_READ,
-    CALLED,
-    CALLING,
-    CLOSE,
-    TAKEN,
-    Declared,
-)
+from paceline.backends.python import messages
+from paceline.backends.python.messages import Declared
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import Array
 from paceline.backends.transport.parcel import Message
@@ -40,7 +31,7 @@ from paceline.backends.transport.parcel import Message
 class DuplexProcess(ModelProcess):
     """A process whose model gets batches and calls other models. It is the way back to it (`CallAnswers`)."""
 
-    _mode = CALLING
+    _mode = messages.CALLING
 
     def __init__(self, source: ModelSource, device: Device) -> None:
         self._answers: SimpleQueue[Message | None] = SimpleQueue()
@@ -99,8 +90,8 @@ class DuplexProcess(ModelProcess):
 
     def _listen(self) -> None:
         """Hand on what the process says, until it goes."""
-        while (messages := self._link.receive_all()) is not None:
-            for message in messages:
+        while (came := self._link.receive_all()) is not None:
+            for message in came:
                 self._hear(message)
         self._cancel_calls()
         self.wait_ended()
@@ -110,17 +101,17 @@ class DuplexProcess(ModelProcess):
     def _hear(self, message: Message) -> None:
         kind, *content = message
         executing = self._executions if self._is_taken else 0
-        if kind == TAKEN:
+        if kind == messages.TAKEN:
             self._is_taken = True
             self._executions += 1
-        elif kind == CALL:
+        elif kind == messages.CALL:
             self._begin_call(executing, *content)
-        elif kind == CALL_READ:
+        elif kind == messages.CALL_READ:
             with self._calling:
                 call, _ = self._calls.get(content[0], (None, 0))
             if call is not None:  # else its end and this have crossed
                 call.read(content[1])
-        elif kind == CALL_OVER:
+        elif kind == messages.CALL_OVER:
             with self._calling:
                 call, _ = self._calls.pop(content[0], (None, 0))
             if call is not None:
@@ -197,16 +188,16 @@ class DuplexProcess(ModelProcess):
             return
         try:
             parcel = None if outputs is None else self._link.pack([*outputs.values()])
-            self._link.send(CALLED, call.number, last, tuple(outputs or ()), parcel)
+            self._link.send(messages.CALLED, call.number, last, tuple(outputs or ()), parcel)
         except (TypeError, ValueError) as error:  # of tensors beyond what memory and messages hold
             if not last and self._is_open(call, True):
                 call.cancel()
             text = f"outputs can't be handed to the model that called: {error}"
-            self._link.send(CALL_FAILED, call.number, True, "INTERNAL", text)
+            self._link.send(messages.CALL_FAILED, call.number, True, "INTERNAL", text)
 
     def _send_error(self, call: ModelCall, status: str, text: str, last: bool) -> None:
         if self._is_open(call, last):
-            self._link.send(CALL_FAILED, call.number, last, status, text)
+            self._link.send(messages.CALL_FAILED, call.number, last, status, text)
 
     def _is_open(self, call: ModelCall, last: bool) -> bool:
         """Whether the process still waits for it. After the `last` answer, it doesn't."""
@@ -223,7 +214,7 @@ class DuplexProcess(ModelProcess):
         self._unsaid.put(self._tell_over)
 
     def _say_close(self) -> None:
-        self._unsaid.put(lambda: self._link.send(CLOSE))
+        self._unsaid.put(lambda: self._link.send(messages.CLOSE))
 
     def _close_link(self) -> None:
         if self._listener is not None:

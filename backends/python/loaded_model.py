@@ -154,7 +154,8 @@ class LoadedModel(RunningModel):
         models: Mapping[str, object],
     ) -> None:
         super().__init__()
-        kind = _class_in(Path(path))
+        sys.path.insert(0, str(Path(path).parent))  # it may import what lies next to it
+        kind = class_in(Path(path), Path(path).stem, _CLASS, "inputs")
         self.inputs, self.outputs = _declared(kind, "inputs"), _declared(kind, "outputs")
         self._model = kind()
         _hand_models(self._model, models)
@@ -193,20 +194,19 @@ class LoadedModel(RunningModel):
         self.close_by(getattr(self._model, "close", None))
 
 
-def _class_in(path: Path) -> type:
-    """The class in the file at `path`, which may import what lies next to it."""
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+def class_in(path: Path, module_name: str, class_name: str, argument: str) -> type:
+    """The class in the file at `path`, whose `execute` takes `argument`. The file becomes module `module_name`."""
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"expected a Python file, got {path.name}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    kind = getattr(module, _CLASS, None)
+    kind = getattr(module, class_name, None)
     if not isinstance(kind, type):
         raise AttributeError(f"expected a class {_CLASS}, or Triton's TritonPythonModel, in {path.name}, got none")
     if not callable(getattr(kind, "execute", None)):
-        raise AttributeError(f"expected a method execute(self, inputs) of class {_CLASS} in {path.name}, got none")
+        method = f"execute(self, {argument}) of class {class_name}"
+        raise AttributeError(f"expected a method {method} in {path.name}, got none")
     return kind
 
 

@@ -18,23 +18,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from paceline.backends.python import messages
 from paceline.backends.python.calls_worker import EXECUTION, Calls
 from paceline.backends.python.loaded_model import EXECUTION_ERROR, LoadedModel, as_array
-from paceline.backends.python.messages import (
-    ANSWER,
-    CALL_FAILED,
-    CALLED,
-    CANCEL,
-    CLOSE,
-    DONE,
-    ERROR,
-    INITIALIZE,
-    OVER,
-    RUN,
-    SENT,
-    TAKEN,
-    TRY,
-)
 from paceline.backends.spec import MISSING, Array
 from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.parcel import Message
@@ -59,7 +45,7 @@ class DecoupledModel(LoadedModel):
             for state in states:
                 state.close()  # the server fails those that haven't ended
             return self.failure(error)
-        return DONE, (), None
+        return messages.DONE, (), None
 
 
 class Request:
@@ -156,7 +142,7 @@ class RequestState:
             if not self._may_answer(end):
                 return
             link = self._desk.link
-            link.send(ANSWER, self._number, end, tuple(places), link.pack(arrays), parameters)
+            link.send(messages.ANSWER, self._number, end, tuple(places), link.pack(arrays), parameters)
             self._hold(sum(array.nbytes for array in arrays))
             self._finish(end)
 
@@ -168,9 +154,9 @@ class RequestState:
             if not self._may_answer(end):
                 return
             if error is None:
-                self._desk.link.send(ANSWER, self._number, end, (), None, "")
+                self._desk.link.send(messages.ANSWER, self._number, end, (), None, "")
             else:
-                self._desk.link.send(ERROR, self._number, end, error, *(kind or (EXECUTION_ERROR,)))
+                self._desk.link.send(messages.ERROR, self._number, end, error, *(kind or (EXECUTION_ERROR,)))
                 self._hold(len(error))
             self._finish(end)
 
@@ -279,28 +265,28 @@ class Desk:
         """The model is called now, by this thread."""
         self._executions += 1
         EXECUTION.set(self._executions)
-        self.link.send(TAKEN)
+        self.link.send(messages.TAKEN)
 
     def _listen(self) -> None:
         """Receive from the server until it goes, or this fails; then the process is of no use."""
         try:
-            while (messages := self.link.receive_all()) is not None:
-                for message in messages:
+            while (came := self.link.receive_all()) is not None:
+                for message in came:
                     self._hear(message)
         finally:
-            self.tasks.put((CLOSE, ()))
+            self.tasks.put((messages.CLOSE, ()))
 
     def _hear(self, message: Message) -> None:
         kind, *content = message
-        if kind == CANCEL:
+        if kind == messages.CANCEL:
             if (state := self.states.pop(content[0], None)) is not None:
                 state.cancel()
-        elif kind == SENT:
+        elif kind == messages.SENT:
             if (state := self.states.get(content[0])) is not None:
                 state.sent(content[1])
-        elif kind in (CALLED, CALL_FAILED):
+        elif kind in (messages.CALLED, messages.CALL_FAILED):
             self.calls.hear(message)
-        elif kind in (OVER, RUN, TRY, INITIALIZE):
+        elif kind in (messages.OVER, messages.RUN, messages.TRY, messages.INITIALIZE):
             self.tasks.put(message)
         else:
             # Requests are made here, so that they are known when the next message comes.

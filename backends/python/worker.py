@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from paceline.backends.python import messages
 from paceline.backends.python.calls_worker import Calls, Models
 from paceline.backends.python.loaded_model import (
     EXECUTION_ERROR,
@@ -25,18 +26,6 @@ from paceline.backends.python.loaded_model import (
     end_fork,
     in_one_line,
     print_error,
-)
-from paceline.backends.python.messages import (
-    BATCHES,
-    CLOSE,
-    FAILED,
-    HAND_MADE_UP,
-    INITIALIZE,
-    OVER,
-    READY,
-    REQUESTS,
-    TRITON,
-    TRY,
 )
 from paceline.backends.python.requests_worker import DecoupledModel, Desk
 from paceline.backends.python.triton.model import TritonModel
@@ -57,16 +46,16 @@ def main(arguments: Sequence[str]) -> None:
     start = link.receive()
     if start is None:
         return
-    if mode == BATCHES:
+    if mode == messages.BATCHES:
         if (model := _loaded(link, LoadedModel, start, None)) is not None:
             _serve(model, link, link.receive, lambda: None)
         return
     desk = Desk(link)
     desk.start()
-    if mode == TRITON:
+    if mode == messages.TRITON:
         running: RunningModel | None = _loaded_for_triton(desk, start)
     else:
-        running = _loaded(link, DecoupledModel if mode == REQUESTS else LoadedModel, start, desk.calls)
+        running = _loaded(link, DecoupledModel if mode == messages.REQUESTS else LoadedModel, start, desk.calls)
     if running is not None:
         _serve(running, link, partial(running.wait_for, desk.tasks.get), desk.begin_execution)
 
@@ -76,7 +65,7 @@ def _loaded(link: BlockingLink, kind: type[LoadedModel], start: Message, calls: 
     models = Models(name, called, calls)
     model = _made(link, lambda: kind(name, path, device, device_index, parameters, models))
     if model is not None:
-        link.send(READY, model.inputs, model.outputs)
+        link.send(messages.READY, model.inputs, model.outputs)
     return model
 
 
@@ -85,11 +74,11 @@ def _loaded_for_triton(desk: Desk, start: Message) -> TritonModel | None:
     model = _made(desk.link, lambda: TritonModel(desk, *start[1:]))
     if model is None:
         return None
-    desk.link.send(READY, None, None, model.completed)
+    desk.link.send(messages.READY, None, None, model.completed)
     kind, *rest = desk.tasks.get()
-    if kind != INITIALIZE or _made(desk.link, lambda: model.initialize(*rest)) is None:
+    if kind != messages.INITIALIZE or _made(desk.link, lambda: model.initialize(*rest)) is None:
         return None
-    desk.link.send(READY)
+    desk.link.send(messages.READY)
     return model
 
 
@@ -103,7 +92,7 @@ def _made(link: BlockingLink, make: Callable[[], RunningT]) -> RunningT | None:
         end_fork(pid, error)
         print_error(error)
         where = f" (its interpreter is {sys.executable})" if isinstance(error, ModuleNotFoundError) else ""
-        link.send(FAILED, f"{in_one_line(error)}{where}", EXECUTION_ERROR)
+        link.send(messages.FAILED, f"{in_one_line(error)}{where}", EXECUTION_ERROR)
         return None
     return model
 
@@ -114,19 +103,19 @@ def _serve(
     """Serve `model` until told to close. `begin` is called before each execution."""
     while (message := receive()) is not None:
         kind = message[0]
-        if kind == CLOSE:
+        if kind == messages.CLOSE:
             model.close()
             return
-        if kind == OVER:
+        if kind == messages.OVER:
             model.sequences_over(message[1])
             continue
         begin()
-        model.prints_errors = kind not in (TRY, HAND_MADE_UP)
+        model.prints_errors = kind not in (messages.TRY, messages.HAND_MADE_UP)
         answer = model.answered(link, message)
         try:
             link.send(*answer)
         except ValueError as error:  # of tensors beyond what memory and messages hold
-            link.send(FAILED, f"outputs can't be handed to the server: {error}", EXECUTION_ERROR)
+            link.send(messages.FAILED, f"outputs can't be handed to the server: {error}", EXECUTION_ERROR)
         del message, answer  # requests that the model hasn't kept end now
 
 

@@ -29,17 +29,13 @@ class Arena:
     """Places in a region of `size_bytes`, all of it free at first."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
+        self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
+        """The whole region, in full units of `ALIGNMENT`."""
         # Free ranges: their starts, in order, and the size of each in bytes.
-        self._starts = [0] if self._size_bytes else []
-        self._free = {0: self._size_bytes} if self._size_bytes else {}
+        self._starts = [0] if self.size_bytes else []
+        self._free = {0: self.size_bytes} if self.size_bytes else {}
         self._taken: dict[int, int] = {}
         self.used_bytes = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """The whole region, in full units of `ALIGNMENT`."""
-        return self._size_bytes
 
     # hot path: about 1 us while there are few free ranges
     def allocate(self, size_bytes: int) -> int | None:

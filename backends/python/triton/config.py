@@ -1,4 +1,4 @@
-"""A model's configuration, as its `auto_complete_config` gets it and completes it.
+"""A model's configuration: as its `auto_complete_config` gets it and completes it, and as its code reads it.
 
 Lives here: the object and its checks, which are Triton's. Must not: anything about what a configuration means; the
 server finds that out. The rule: what the user has configured isn't changed; a contradiction raises ValueError.
@@ -10,7 +10,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ModelConfig"]
+__all__ = [
+    "ModelConfig",
+    "get_input_config_by_name",
+    "get_output_config_by_name",
+    "using_decoupled_model_transaction_policy",
+]
+
+Config = Mapping[str, Any]
+"""A model's configuration, as its JSON has it."""
 
 _SCHEDULERS = ("sequence_batching", "ensemble_scheduling")
 
@@ -92,3 +100,18 @@ class ModelConfig:
                     f"{key} {configured}, model provides {tensor[key]}"
                 )
         there.update(tensor)
+
+
+def get_input_config_by_name(model_config: Config, name: str) -> Any:
+    """The entry of an input in the configuration; None if there is none."""
+    return next((one for one in model_config.get("input", ()) if one["name"] == name), None)
+
+
+def get_output_config_by_name(model_config: Config, name: str) -> Any:
+    """The entry of an output in the configuration; None if there is none."""
+    return next((one for one in model_config.get("output", ()) if one["name"] == name), None)
+
+
+def using_decoupled_model_transaction_policy(model_config: Config) -> bool:
+    """Whether the configuration says that the model is decoupled."""
+    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))

@@ -8,7 +8,6 @@ keeps ends when its model drops it.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import sys
@@ -19,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.backends.python.loaded_model import EXECUTION_ERROR, RunningModel, in_one_line
+from paceline.backends.python.loaded_model import EXECUTION_ERROR, RunningModel, class_in, in_one_line
 from paceline.backends.python.messages import DONE, Ended
 from paceline.backends.python.requests_worker import Desk, RequestState
-from paceline.backends.python.triton.config import ModelConfig
-from paceline.backends.python.triton.conversions import using_decoupled_model_transaction_policy
+from paceline.backends.python.triton.config import ModelConfig, using_decoupled_model_transaction_policy
 from paceline.backends.python.triton.errors import TritonModelException, error_kind
 from paceline.backends.python.triton.module import install
 from paceline.backends.python.triton.requests import (
@@ -39,8 +37,6 @@ from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.parcel import Message
 
 __all__ = ["TritonModel"]
-
-_CLASS = "TritonPythonModel"
 
 
 class TritonModel(RunningModel):
@@ -265,18 +261,7 @@ def _class_in(path: Path) -> Any:
     sys.path[:0] = [str(folder), str(folder.parent)]
     package = sys.modules[folder.name] = ModuleType(folder.name)
     package.__path__ = [str(folder)]
-    name = f"{folder.name}.{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"expected a Python file, got {path.name}")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    kind = getattr(module, _CLASS, None)
-    if not isinstance(kind, type):
-        raise AttributeError(f"expected a class {_CLASS} in {path.name}, got none")
-    if not callable(getattr(kind, "execute", None)):
-        raise AttributeError(f"expected a method execute(self, requests) of class {_CLASS} in {path.name}, got none")
-    return kind
+    return class_in(path, f"{folder.name}.{path.stem}", "TritonPythonModel", "requests")
 
 
 def _completed(kind: Any, config: str) -> str:

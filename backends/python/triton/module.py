@@ -12,7 +12,7 @@ from enum import IntEnum
 from types import ModuleType
 from typing import Any, NoReturn
 
-from paceline.backends.python.triton import config, conversions, errors, requests, responses, tensors
+from paceline.backends.python.triton import config, errors, requests, responses, tensors
 
 __all__ = ["MODULES", "install"]
 
@@ -60,13 +60,13 @@ def install(model_dir: str, *, is_verbose: bool = False) -> None:
     """Have `import triton_python_backend_utils` find it. `model_dir`: the folder of the model's file."""
     Logger.is_verbose = is_verbose
     made = ModuleType(MODULES[0], __doc__)
-    for source in (config, errors, requests, responses, tensors, conversions):
+    for source in (config, errors, requests, responses, tensors):
         for name in source.__all__:
             setattr(made, name, getattr(source, name))
     made.Logger = Logger  # type: ignore[attr-defined]
     made.LogLevel = _Level  # type: ignore[attr-defined]
     made.get_model_dir = lambda: model_dir  # type: ignore[attr-defined]
-    made.TRITON_STRING_TO_NUMPY = conversions.BY_NAME  # type: ignore[attr-defined]
+    made.TRITON_STRING_TO_NUMPY = tensors.BY_NAME  # type: ignore[attr-defined]
     for name, value in {
         "REQUEST_FLAG_SEQUENCE_START": requests.SEQUENCE_START,
         "REQUEST_FLAG_SEQUENCE_END": requests.SEQUENCE_END,

@@ -82,7 +82,7 @@ def test_open_without_a_driver_is_an_error() -> None:
     def load(name: str) -> Any:
         return ctypes.CDLL("libno-such-library.so.9")
 
-    with pytest.raises(DeviceError, match=r"no NVIDIA driver: libcuda.so.1 can't be loaded"):
+    with pytest.raises(DeviceError, match=r"the NVIDIA driver failed: libcuda.so.1 can't be loaded"):
         CudaMemories(load).open(HANDLE, 0)
 
 
