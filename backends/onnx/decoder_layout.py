@@ -177,9 +177,15 @@ def read_settings(model: str, path: Path) -> Mapping[str, Any]:
             if not isinstance(content, dict):
                 raise LoadError(f"model '{model}': {place / name}: expected a JSON object")
             said = _flat(content) if name == _GENAI else content
-            settings |= {key: value for key, value in said.items() if value is not None}
+            settings |= _without_nulls(said)
             break
     return settings
+
+
+def _without_nulls(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Exporters write null for what they don't know, also of each of two models that were put together."""
+    given = {key: value for key, value in said.items() if value is not None}
+    return {key: _without_nulls(value) if isinstance(value, dict) else value for key, value in given.items()}
 
 
 def _flat(content: Mapping[str, Any]) -> Mapping[str, Any]:

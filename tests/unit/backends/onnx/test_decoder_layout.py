@@ -173,6 +173,12 @@ def test_settings_beside_the_model_come_first(tmp_path: Path) -> None:
     assert read_settings("m", model) == {"eos_token_id": [3, 4]}
 
 
+def test_null_in_any_part_says_nothing(tmp_path: Path) -> None:
+    decoder = {"bos_token_id": 0, "suppress_tokens": None, "forced_bos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps({"decoder": decoder, "encoder": {"image_size": None}}))
+    assert read_settings("m", tmp_path / "model.onnx") == {"decoder": {"bos_token_id": 0}, "encoder": {}}
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "\udc80"], ids=["broken", "list", "bytes"])
 def test_file_that_says_nothing_readable_fails_the_load(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
