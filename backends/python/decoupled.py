@@ -79,20 +79,22 @@ class DecoupledProcess(DuplexProcess):
         for request in requests:
             request.execution = self._executions + 1
         with self._handing(given):
-            stacked: tuple[Parcel, list[int]] | None = None
-            if stacks and len(requests) > 1:
-                columns, bounds = joined([request.inputs for request in requests])
-                stacked = self._link.pack(columns), bounds
-            parcels = [] if stacked else [self._link.pack(request.inputs) for request in requests]
-            handed = [
-                (number, one.id, dict(one.parameters), tuple(one.outputs), parcel, one.step, one.timeout_us)
-                for (number, one), parcel in zip(given.items(), parcels or repeat(None), strict=False)
-            ]
-            self._tell_over()
+            parcels: list[Parcel] = []
             try:
+                whole, bounds = [one.inputs for one in requests], None
+                if stacks and len(requests) > 1:
+                    columns, bounds = joined(whole)
+                    whole = [columns]
+                parcels.extend(map(self._link.pack, whole))  # those before one that raises are in it
+                handed = [
+                    (number, one.id, dict(one.parameters), tuple(one.outputs), parcel, one.step, one.timeout_us)
+                    for (number, one), parcel in zip(given.items(), repeat(None) if bounds else parcels, strict=False)
+                ]
+                self._tell_over()
+                stacked = (parcels[0], bounds) if bounds else None
                 is_sent = not self.ended and self._link.send(kind, inputs, outputs, handed, stacked)
-            except ValueError as error:
-                for parcel in [stacked[0]] if stacked else parcels:
+            except (TypeError, ValueError) as error:
+                for parcel in parcels:
                     self._link.unsent(parcel)
                 raise ExecutionError(f"inputs can't be handed to the model's process: {error}") from error
             for number, request in given.items():

@@ -238,6 +238,20 @@ def test_request_cancelled_beforehand_is_told_as_well(instance: DecoupledInstanc
     assert late.heard.empty()
 
 
+def test_inputs_that_cannot_be_handed_over_leave_no_memory_taken(instance: DecoupledInstance) -> None:
+    """The first one's are in memory already, when those of the second one turn out not to be bytes."""
+    large, odd = Asked("request.end()", *range(2**16)), Asked("request.end()")
+    odd.inputs = (np.array([[3]], object),)
+    assert told(instance, "request.end()") == [END]
+    process = instance._process
+    assert process is not None
+    eventually(lambda: told(instance, "request.end()") == [END] and not process._link.used_bytes, "all is given back")
+    with pytest.raises(ExecutionError, match="inputs can't be handed to the model's process: "):
+        instance.execute_open([large, odd])
+    assert process._link.used_bytes == 0
+    assert told(instance, "request.end()") == [END]
+
+
 def test_killed_process_ends_requests_that_it_kept(instance: DecoupledInstance) -> None:
     kept = Asked("send(os.getpid()); model.kept.append(request)")
     instance.execute_open([kept])
