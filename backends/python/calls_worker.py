@@ -98,9 +98,17 @@ class Calls:
         number = next(self._numbers)
         self._tell[number] = tell
         try:
-            called = number, EXECUTION.get(), model, str(version), str(request_id), tuple(map(str, inputs))
-            wanted = tuple(map(str, outputs))
-            self._link.send(CALL, *called, self._link.pack(arrays), wanted, given, timeout_ns, takes_more)
+            said = {
+                "model": model,
+                "version": str(version),
+                "outputs": tuple(map(str, outputs)),
+                "id": str(request_id),
+                "parameters": given,
+                "timeout_ns": timeout_ns,
+                "takes_more": takes_more,
+            }
+            names = tuple(map(str, inputs))
+            self._link.send(CALL, number, EXECUTION.get(), names, self._link.pack(arrays), said)
         except BaseException:
             del self._tell[number]
             raise

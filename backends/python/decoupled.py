@@ -111,10 +111,8 @@ class DecoupledProcess(DuplexProcess):
         """A result for each request, of which `ended` says what became of them; nothing: all are answered elsewhere."""
         if not ended or parcel is None:
             return [ELSEWHERE] * len(requests)
-        unpacked = self._link.unpack(parcel)
-        by_rows = [one for one in ended if isinstance(one, tuple) and one[2] >= 0]
-        parts = iter(self._parts(unpacked, by_rows))
-        arrays = iter(unpacked[len(by_rows[0][0]) :] if by_rows else unpacked)
+        arrays = self._link.unpack(parcel)
+        answered = iter(self._answered_with(arrays, [one for one in ended if isinstance(one, tuple)]))
         results: list[Tensors | Exception] = []
         for request, became in zip(requests, ended, strict=True):
             if became is None:
@@ -123,31 +121,25 @@ class DecoupledProcess(DuplexProcess):
             request.close()
             if became is True:
                 results.append(AGAIN)
-            elif isinstance(became, list):
-                results.append(error_of(*became))
             else:
-                assert isinstance(became, tuple)
-                places, parameters, rows = became
-                if rows >= 0:
-                    results.append(next(parts))
-                else:
-                    results.append(self._result(places, [*islice(arrays, len(places))], parameters))
+                results.append(error_of(*became) if isinstance(became, list) else next(answered))
         return results
 
-    def _parts(
-        self, arrays: Sequence[Array], ended: Sequence[tuple[tuple[int, ...], str, int]]
+    def _answered_with(
+        self, arrays: Sequence[Array], answered: Sequence[tuple[tuple[int, ...], str, int]]
     ) -> Sequence[Tensors | Exception]:
-        """The results of requests whose outputs are joined in the first of `arrays`."""
-        if not ended:
+        """The results of requests that were answered, whose outputs are `arrays`."""
+        if not answered:
             return ()
-        places = ended[0][0]
-        bounds = [*accumulate([rows for _, _, rows in ended], initial=0)]
-        whole = self._result(places, arrays[: len(places)], "")
+        if answered[0][2] < 0:
+            each = iter(arrays)
+            return [self._result(places, [*islice(each, len(places))], said) for places, said, _ in answered]
+        places, bounds = answered[0][0], [*accumulate([rows for _, _, rows in answered], initial=0)]
+        whole = self._result(places, arrays, "")
         if not isinstance(whole, Exception):
             return shares(whole, bounds)
         # Each gets an error of its own.
-        cut = pairwise(bounds)
-        return [self._result(places, [one[start:stop] for one in arrays[: len(places)]], "") for start, stop in cut]
+        return [self._result(places, [one[start:stop] for one in arrays], "") for start, stop in pairwise(bounds)]
 
     def _result(self, places: Sequence[int], arrays: Sequence[Array], parameters: str) -> Tensors | Exception:
         try:

@@ -25,7 +25,7 @@ from paceline.backends.python import messages
 from paceline.backends.python.messages import Declared
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.spec import Array
-from paceline.backends.transport.parcel import Message
+from paceline.backends.transport.parcel import Message, Parcel
 
 
 class DuplexProcess(ModelProcess):
@@ -100,12 +100,11 @@ class DuplexProcess(ModelProcess):
 
     def _hear(self, message: Message) -> None:
         kind, *content = message
-        executing = self._executions if self._is_taken else 0
         if kind == messages.TAKEN:
             self._is_taken = True
             self._executions += 1
         elif kind == messages.CALL:
-            self._begin_call(executing, *content)
+            self._begin_call(*content)
         elif kind == messages.CALL_READ:
             with self._calling:
                 call, _ = self._calls.get(content[0], (None, 0))
@@ -120,32 +119,14 @@ class DuplexProcess(ModelProcess):
             self._on_answer(message)
 
     def _begin_call(
-        self,
-        executing: int,
-        number: int,
-        execution: int,
-        model: str,
-        version: str,
-        request_id: str,
-        names: tuple[str, ...],
-        parcel: Any,
-        outputs: tuple[str, ...],
-        parameters: dict[str, bool | int | float | str],
-        timeout_ns: int,
-        takes_more: bool,
+        self, number: int, execution: int, names: Sequence[str], parcel: Parcel, said: Mapping[str, Any]
     ) -> None:
-        """`executing` is the execution that goes on, 0 if none does."""
+        executing = self._executions if self._is_taken else 0
         call = ModelCall(
             self,
             number,
-            model,
-            version,
-            dict(zip(names, self._link.unpack(parcel), strict=True)),
-            outputs,
-            id=request_id,
-            parameters=parameters,
-            timeout_ns=timeout_ns,
-            takes_more=takes_more,
+            inputs=dict(zip(names, self._link.unpack(parcel), strict=True)),
+            **said,
             caller=self._caller,
             executing=execution == executing != 0,
             beside=execution == 0 != executing,

@@ -73,9 +73,8 @@ OVER = 17
 """From the server: for each of some sequences that this process has held, its id and why it is over, as a word."""
 
 CALL = 18
-"""To the server, from a process that talks to it at any time: a number, which execution it belongs to, the model and
-version that are called, id, the names of inputs and a parcel of these, the names of the wanted outputs, parameters, a
-timeout in nanoseconds (0: none), whether there may be several answers. Executions are counted by TAKEN; 0: none."""
+"""To the server, from a process that talks to it at any time: a number, which execution it belongs to, the names of
+inputs and a parcel of these, and what else `ModelCall` says. Executions are counted by TAKEN; 0: none."""
 
 CALLED = 19
 """From the server: a call's number, whether it is its last answer, the names of outputs, and a parcel of these; None
@@ -102,8 +101,8 @@ talk at any time."""
 Ended: TypeAlias = tuple[tuple[int, ...], str, int] | list[str] | bool | None
 """What became of a request: it was answered, with the outputs at these places and parameters as JSON; it failed, as
 FAILED says it; True: it is to come back; None: it is or will be answered otherwise. Outputs of one that was answered
-are the next arrays of the parcel or, if a number of rows is given and not -1, the next of these rows of its first
-arrays, in which the outputs of all such requests are joined."""
+are the next arrays of the parcel or, if a number of rows is given and not -1, the next of these rows of its arrays, in
+which the outputs of all that were answered are joined."""
 
 Declared: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, datatype and dims of each tensor."""

@@ -12,9 +12,10 @@ import inspect
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -181,8 +182,8 @@ class TritonModel(RunningModel):
                 f"{len(requests)} responses from execute, got {len(responses)}"
             )
         ended: list[Ended] = []
-        answers: list[tuple[int, list[Array]]] = []
-        for request, state, response in zip(requests, states, responses, strict=True):
+        answers: dict[int, list[Array]] = {}
+        for place, (request, state, response) in enumerate(zip(requests, states, responses, strict=True)):
             outputs: list[Array] = []
             try:
                 became = self._what_became(request, response, outputs)
@@ -192,11 +193,13 @@ class TritonModel(RunningModel):
             if became is not None:
                 state.close()
             if isinstance(became, tuple):
-                answers.append((len(ended), outputs))
+                answers[place] = outputs
             ended.append(became)
-        if not _join(ended, answers, arrays):
-            for _, outputs in answers:
-                arrays += outputs
+        columns = joined([ended[place] for place in answers], [*answers.values()])
+        arrays += columns if columns is not None else chain.from_iterable(answers.values())
+        if columns is not None:
+            for place, outputs in answers.items():
+                ended[place] = (*cast("tuple[tuple[int, ...], str, int]", ended[place])[:2], len(outputs[0]))
         return ended
 
     def _what_became(self, request: InferenceRequest, response: Any, outputs: list[Array]) -> Ended:
@@ -231,27 +234,20 @@ class TritonModel(RunningModel):
         return places, response.parameters(), -1
 
 
-def _join(ended: list[Ended], answers: Sequence[tuple[int, list[Array]]], arrays: list[Array]) -> bool:
-    """Join the outputs of `answers` by rows, if they are alike: that costs both sides less. `ended` is told."""
-    if len(answers) < 2 or not answers[0][1]:
-        return False
-    first = ended[answers[0][0]]
-    alike = [(one.dtype, one.shape[1:]) for one in answers[0][1]]
-    whole: list[Ended] = [*ended]
-    for place, outputs in answers:
-        became = ended[place]
-        rows = outputs[0].shape[0] if outputs and outputs[0].ndim else -1
-        if rows < 0 or became != first or [(one.dtype, one.shape[1:]) for one in outputs] != alike:
-            return False
-        if any(one.shape[0] != rows for one in outputs):
-            return False
-        assert isinstance(became, tuple)
-        whole[place] = (*became[:2], rows)
-    if first is None or not isinstance(first, tuple) or first[1]:
-        return False  # they have parameters, too
-    arrays += [np.concatenate(column) for column in zip(*(outputs for _, outputs in answers), strict=True)]
-    ended[:] = whole
-    return True
+def joined(ended: Sequence[Ended], answers: Sequence[Sequence[Array]]) -> list[Array] | None:
+    """The outputs of `answers`, joined by rows, which costs both sides less. None unless these are alike but for their
+    rows, and without parameters. `ended` is what became of their requests."""
+    if len(answers) < 2 or not answers[0]:
+        return None
+    first, alike = ended[0], [(one.dtype, one.shape[1:]) for one in answers[0]]
+    if not isinstance(first, tuple) or first[1]:
+        return None
+    for became, outputs in zip(ended, answers, strict=True):
+        if became != first or [(one.dtype, one.shape[1:]) for one in outputs] != alike:
+            return None
+        if not outputs[0].ndim or any(one.shape[:1] != outputs[0].shape[:1] for one in outputs):
+            return None
+    return [np.concatenate(column) for column in zip(*answers, strict=True)]
 
 
 def _class_in(path: Path) -> Any:
