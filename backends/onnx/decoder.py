@@ -32,8 +32,6 @@ from paceline.backends.paths import is_file
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.backends.text import Tokenizer, open_tokenizer
 
-__all__ = ["DecoderModel", "decoder_of"]
-
 _log = logging.getLogger("paceline.backends.onnx")
 
 _ENCODED_TOGETHER = 8
@@ -65,7 +63,6 @@ class _Encoding:
     """A decoder's encoder. `pads`: it takes texts of different lengths together."""
 
     model: _Stepped
-    layout: EncoderLayout
     pads: bool
     requests: EncoderRequests
 
@@ -107,7 +104,7 @@ class DecoderModel:
         ends = f"ends at {', '.join(map(str, limits.end_tokens))}" if limits.end_tokens else "without an end token"
         what = "a decoder" if self._encoding is None else f"an encoder of {self.spec.inputs[0].name} with a decoder"
         lengths = "" if self._tried.pads else ", those of equal length together"
-        if self._encoding is not None and self._encoding.layout.takes_tokens and not self._tried.pads_sources:
+        if self._encoding is not None and self._encoding.requests.layout.takes_tokens and not self._tried.pads_sources:
             lengths += ", and with texts of equal length"
         whole = "" if self._tried.in_pieces else "; prompts aren't cut into pieces"
         takes_texts = limits.tokenizer is not None if self._encoding is None else self._encoding.requests.takes_texts
@@ -131,7 +128,7 @@ class DecoderModel:
         check_served(self._name, spec, self.spec)
         steps, encoder = self._model.stepped(self._layout.executed, device), None
         if self._encoding is not None:
-            layout = self._encoding.layout
+            layout = self._encoding.requests.layout
             steps_of_encoder = self._encoding.model.stepped(layout.executed, device)
             encoder = EncoderThread(Encoder(steps_of_encoder, layout, pads=self._encoding.pads))
         return GeneratingInstance(
@@ -247,7 +244,7 @@ def _tried(
         fits = (most_tokens - 2) * layout.token_bytes // layout.source_bytes
         most = max(1, min(positions, fits))
         requests = EncoderRequests(found, most, _vocabulary(of_encoder), rules, limits)
-        encoding = _Encoding(encoder, found, pads, requests)
+        encoding = _Encoding(encoder, pads, requests)
     return DecoderModel(name, model, layout, limits, settings, tried, rules, encoding)
 
 

@@ -17,8 +17,6 @@ from paceline.backends.errors import UnfitOutputs
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array, Tensors, TensorSpec
 
-__all__ = ["GONE", "NO_TOKEN", "Block", "Run", "StepsModel"]
-
 NO_TOKEN = -1
 """In place of a token: the row has fewer than others."""
 GONE = -1

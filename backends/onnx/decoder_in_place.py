@@ -19,8 +19,6 @@ from paceline.backends.onnx.decoder_block import NO_TOKEN, Block, Run, StepsMode
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array
 
-__all__ = ["InPlaceBlock", "block_type"]
-
 _SPARE = 2
 """Buffers that are more than so many times as large as they need be are changed for smaller ones."""
 _LEAST_TOKENS = 16

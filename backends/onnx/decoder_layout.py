@@ -18,8 +18,6 @@ from paceline.backends.errors import LoadError
 from paceline.backends.paths import open_inside
 from paceline.backends.spec import ModelSpec, TensorSpec
 
-__all__ = ["DecoderLayout", "find_layout", "is_decoder", "read_settings"]
-
 _PAST = re.compile(r"past_key_values\.(\d+)\.(decoder\.)?(key|value)")
 _CROSS = re.compile(r"past_key_values\.(\d+)\.encoder\.(key|value)")
 _FLOATS = {"FP32": 4, "FP16": 2}

@@ -18,8 +18,6 @@ from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.encoder import Encoder, EncoderLayout
 from paceline.backends.spec import Array
 
-__all__ = ["Trial", "try_encoder", "try_steps"]
-
 _CLOSE = {"FP32": 1e-3, "FP16": 2e-2}
 """How far logits may be from what they are alone, in parts of the largest, by the datatype of the pasts."""
 

@@ -15,8 +15,6 @@ import numpy as np
 from paceline.backends.errors import LoadError
 from paceline.backends.spec import Array
 
-__all__ = ["DecodingRules", "read_rules"]
-
 
 @dataclass(frozen=True, slots=True)
 class DecodingRules:

@@ -22,8 +22,6 @@ from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from paceline.backends.worker_thread import WorkerThread
 
-__all__ = ["ENCODER_FILE", "Encoder", "EncoderLayout", "EncoderThread", "find_encoder"]
-
 ENCODER_FILE = "encoder_model.onnx"
 """Beside the decoder's."""
 

@@ -17,8 +17,6 @@ from paceline.backends.onnx.encoder import EncoderLayout
 from paceline.backends.open_request import Parameters
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 
-__all__ = ["EncoderRequests"]
-
 _BEGINNING = TensorSpec("decoder_input_ids", "INT64", (-1,), optional=True)
 
 

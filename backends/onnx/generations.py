@@ -36,8 +36,6 @@ from paceline.backends.spec import MISSING, Array, Tensors
 from paceline.scheduler.iterations import Iteration, Iterations
 from paceline.scheduler.step_costs import StepCosts
 
-__all__ = ["GeneratingInstance"]
-
 _log = logging.getLogger("paceline.backends.onnx")
 
 _DOUBT_IN_PLACE = 2.0

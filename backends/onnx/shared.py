@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -98,24 +99,19 @@ class StagedTensor:
     on_device: bool
 
     def size_bytes(self, shape: Shape) -> int:
-        size = self.dtype.itemsize
-        for dim in shape:
-            size *= dim
-        return size
+        return math.prod(shape, start=self.dtype.itemsize)
 
 
+@dataclass(eq=False, slots=True)
 class Bound:
     """Where the tensors of batches of one shape lie, as bound in ONNX Runtime. `shapes` are those of the outputs, None
     if only the execution determines them. `graph` is the graph captured for it, `plan` its key in `Plans`."""
 
-    __slots__ = ("addresses", "binding", "graph", "plan", "shapes")
-
-    def __init__(self, binding: Any, plan: Hashable, shapes: list[Shape | None], addresses: list[int]) -> None:
-        self.binding = binding
-        self.plan = plan
-        self.shapes = shapes
-        self.addresses = addresses
-        self.graph = NO_GRAPH
+    binding: Any
+    plan: Hashable
+    shapes: list[Shape | None]
+    addresses: list[int]
+    graph: int = NO_GRAPH
 
 
 class Shared:

@@ -195,7 +195,7 @@ class StagedSlot:
             with shared.lock:
                 more = opened.plans.next_rows(sum(rows) + padding)
             # Inputs that were read directly into the slot's buffers would be lost when these grow.
-            requests = [[_own(one) for one in cast("Tensors", request)] for request in requests]
+            requests = [[one.copy() if isinstance(one, np.ndarray) else one for one in each] for each in requests]
             return self._execute(requests, more, targets, use)
         except BaseException as error:
             self._raise_cause(error, self._settle())
@@ -409,8 +409,3 @@ def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, s
     array = column[0]
     same = len(column) == 1 and array.shape == shape and array.dtype == tensor.dtype and array.flags.c_contiguous
     return same and array.ctypes.data == host.address
-
-
-def _own(tensor: Any) -> Any:
-    """A copy in memory of its own if `tensor` is in host memory, else `tensor`."""
-    return tensor.copy() if isinstance(tensor, np.ndarray) else tensor

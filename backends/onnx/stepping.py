@@ -20,8 +20,6 @@ from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array
 from paceline.scheduler.step_costs import StepCosts
 
-__all__ = ["Stepped", "Stepping"]
-
 
 class Stepped(NamedTuple):
     """What an execution has come to. `more`: how many tokens it had of which rows. `rows`: these in their places, or

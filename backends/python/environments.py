@@ -19,8 +19,6 @@ from paceline.backends.errors import LoadError
 from paceline.backends.paths import exists, is_folder
 from paceline.backends.python import ENVIRONMENT, EXECUTABLE
 
-__all__ = ["interpreter_of", "unpack"]
-
 _MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 _MOST_BYTES = 64 * 2**30
 _MOST_ENTRIES = 1_000_000

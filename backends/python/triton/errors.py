@@ -39,14 +39,7 @@ _CODES = {_STATUSES.get(code, code.name): code for code in _Code} | dict.fromkey
 class TritonError:
     """An error in place of an answer."""
 
-    UNKNOWN = _Code.UNKNOWN
-    INTERNAL = _Code.INTERNAL
-    NOT_FOUND = _Code.NOT_FOUND
-    INVALID_ARG = _Code.INVALID_ARG
-    UNAVAILABLE = _Code.UNAVAILABLE
-    UNSUPPORTED = _Code.UNSUPPORTED
-    ALREADY_EXISTS = _Code.ALREADY_EXISTS
-    CANCELLED = _Code.CANCELLED
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = _Code
 
     __slots__ = ("_code", "_message")
 
