@@ -17,14 +17,13 @@ from typing import Any, Protocol
 from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError
 from paceline.backends.generation import MAX_TOKENS, GenerationLimits, Wanted, read_request, with_prompt
-from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_block import StepsModel
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, is_decoder, read_settings
 from paceline.backends.onnx.decoder_trial import Trial, try_encoder, try_steps
-from paceline.backends.onnx.decoding_rules import DecodingRules, read_rules
+from paceline.backends.onnx.decoding_rules import read_rules
 from paceline.backends.onnx.encoder import ENCODER_FILE, Encoder, EncoderLayout, EncoderThread, find_encoder
 from paceline.backends.onnx.encoder_requests import EncoderRequests
-from paceline.backends.onnx.generations import GeneratingInstance
+from paceline.backends.onnx.generations import Decoder, GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings, decoder_settings
 from paceline.backends.onnx.spec import check_served
 from paceline.backends.open_request import OpenRequest, Parameters
@@ -72,41 +71,26 @@ class DecoderModel:
 
     platform = "onnxruntime_onnx"
 
-    def __init__(
-        self,
-        name: str,
-        model: _Stepped,
-        layout: DecoderLayout,
-        limits: GenerationLimits,
-        settings: DecoderSettings,
-        tried: Trial,
-        rules: DecodingRules,
-        encoding: _Encoding | None = None,
-    ) -> None:
-        self.spec = limits.spec if encoding is None else encoding.requests.spec
-        self._name = name
+    def __init__(self, decoder: Decoder, model: _Stepped, encoding: _Encoding | None) -> None:
+        self.spec = decoder.limits.spec if encoding is None else encoding.requests.spec
+        self.totals = decoder.totals
+        self._decoder = decoder
         self._model = model
-        self._layout = layout
-        self._limits = limits
-        self._settings = settings
-        self._tried = tried
-        self.totals = GenerationTotals()
-        self._rules = rules
         self._encoding = encoding
 
     @property
     def together(self) -> int:
-        return 1 if self._encoding is None else min(_ENCODED_TOGETHER, self._settings.most_generations)
+        return 1 if self._encoding is None else min(_ENCODED_TOGETHER, self._decoder.settings.most_generations)
 
     @property
     def in_words(self) -> str:
-        limits, settings = self._limits, self._settings
+        limits, settings, tried = self._decoder.limits, self._decoder.settings, self._decoder.tried
         ends = f"ends at {', '.join(map(str, limits.end_tokens))}" if limits.end_tokens else "without an end token"
         what = "a decoder" if self._encoding is None else f"an encoder of {self.spec.inputs[0].name} with a decoder"
-        lengths = "" if self._tried.pads else ", those of equal length together"
-        if self._encoding is not None and self._encoding.requests.layout.takes_tokens and not self._tried.pads_sources:
+        lengths = "" if tried.pads else ", those of equal length together"
+        if self._encoding is not None and self._encoding.requests.layout.takes_tokens and not tried.pads_sources:
             lengths += ", and with texts of equal length"
-        whole = "" if self._tried.in_pieces else "; prompts aren't cut into pieces"
+        whole = "" if tried.in_pieces else "; prompts aren't cut into pieces"
         takes_texts = limits.tokenizer is not None if self._encoding is None else self._encoding.requests.takes_texts
         text = "; takes texts" if takes_texts else ""
         return (
@@ -117,33 +101,21 @@ class DecoderModel:
     def read(self, inputs: Tensors, parameters: Parameters) -> Wanted:
         if self._encoding is not None:
             return self._encoding.requests.read(inputs, parameters)
-        return read_request(inputs, parameters, self._limits)
+        return read_request(inputs, parameters, self._decoder.limits)
 
     def with_prompt(self, wanted: Wanted) -> Wanted:
         if self._encoding is not None:
             return self._encoding.requests.with_source(wanted)
-        return with_prompt(wanted, self._limits)
+        return with_prompt(wanted, self._decoder.limits)
 
     def instance(self, spec: ModelSpec, device: Device) -> GeneratingInstance:
-        check_served(self._name, spec, self.spec)
-        steps, encoder = self._model.stepped(self._layout.executed, device), None
+        check_served(self._decoder.name, spec, self.spec)
+        steps, encoder = self._model.stepped(self._decoder.layout.executed, device), None
         if self._encoding is not None:
             layout = self._encoding.requests.layout
             steps_of_encoder = self._encoding.model.stepped(layout.executed, device)
             encoder = EncoderThread(Encoder(steps_of_encoder, layout, pads=self._encoding.pads))
-        return GeneratingInstance(
-            self._name,
-            steps,
-            device,
-            self._layout,
-            self._limits,
-            self._settings,
-            self._tried,
-            self.totals,
-            self._asked,
-            self._rules,
-            encoder,
-        )
+        return GeneratingInstance(self._decoder, steps, device, self._asked, encoder)
 
     def close(self) -> None:
         self._model.close()
@@ -245,7 +217,7 @@ def _tried(
         most = max(1, min(positions, fits))
         requests = EncoderRequests(found, most, _vocabulary(of_encoder), rules, limits)
         encoding = _Encoding(encoder, pads, requests)
-    return DecoderModel(name, model, layout, limits, settings, tried, rules, encoding)
+    return DecoderModel(Decoder(name, layout, limits, settings, tried, rules), model, encoding)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from threading import TIMEOUT_MAX, Condition, Event, Thread
 from time import monotonic_ns
 from typing import Any, cast
@@ -43,36 +44,40 @@ _DOUBT_IN_PLACE = 2.0
 32 were halved twice."""
 
 
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """What is known of a decoder, and what its generations come to."""
+
+    name: str
+    layout: DecoderLayout
+    limits: GenerationLimits
+    settings: DecoderSettings
+    tried: Trial
+    rules: DecodingRules = field(default_factory=DecodingRules)
+    totals: GenerationTotals = field(default_factory=GenerationTotals)
+
+
 class GeneratingInstance:
     """`AnswersOpenly`. Its thread runs from the first request until it is closed. `asked` says what a request asks
     for, or raises ModelRefused; its source is for `encoder`, if there is one."""
 
     def __init__(
         self,
-        name: str,
+        decoder: Decoder,
         model: StepsModel,
         device: Device,
-        layout: DecoderLayout,
-        limits: GenerationLimits,
-        settings: DecoderSettings,
-        tried: Trial,
-        totals: GenerationTotals,
         asked: Callable[[OpenRequest], Wanted],
-        rules: DecodingRules,
         encoder: EncoderThread | None = None,
         now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
         self.device = device
         self._now_ns = now_ns
-        self._name = name
+        self._decoder = decoder
         self._model = model
-        self._layout = layout
-        self._limits = limits
-        self._nothing_else = (MISSING,) * (len(limits.spec.outputs) - 1)
+        self._nothing_else = (MISSING,) * (len(decoder.limits.spec.outputs) - 1)
         self._asked = asked
-        self._rules = rules
         self._encoder = encoder
-        self._pads_sources = tried.pads_sources
+        layout, settings, tried = decoder.layout, decoder.settings, decoder.tried
         costs = StepCosts(_DOUBT_IN_PLACE if layout.in_place else 1.0)
         most_tokens = settings.most_cache_bytes // layout.token_bytes
         self._iterations = Iterations(
@@ -98,7 +103,7 @@ class GeneratingInstance:
         self._stepped = Future[None]()
         self._lost: InstanceLost | None = None
         self._thread: Thread | None = None
-        self._watch = totals.watch(self._cache_usage)
+        self._watch = decoder.totals.watch(self._cache_usage)
 
     # ---- on any thread ----
 
@@ -161,7 +166,7 @@ class GeneratingInstance:
                 results[place] = source
                 continue
             try:
-                self._take(requests[place], GrowingAnswer(requests[place], wanted, self._limits), source)
+                self._take(requests[place], GrowingAnswer(requests[place], wanted, self._decoder.limits), source)
             except InstanceError:
                 raise
             except ExecutionError as error:
@@ -209,7 +214,7 @@ class GeneratingInstance:
         prompt, ends_ns = len(generation.tokens), min(request.deadline_ns, request.ends_ns)
         length = 0 if source is None else source.shape[1]
         # As many tokens as what is kept of the source takes, and doesn't grow.
-        fixed = -(-length * self._layout.source_bytes // self._layout.token_bytes)
+        fixed = -(-length * self._decoder.layout.source_bytes // self._decoder.layout.token_bytes)
         with self._changed:
             number = self._numbers = self._numbers + 1
             request.open(self, number)
@@ -232,11 +237,11 @@ class GeneratingInstance:
             self._stepping.enter(number, generation.tokens, source)
             if request.ends_ns < NEVER:
                 self._ending.add(number)
-            self._iterations.enter(number, prompt, fixed, 0 if self._pads_sources else length)
+            self._iterations.enter(number, prompt, fixed, 0 if self._decoder.tried.pads_sources else length)
             if request.arrived_ns:
                 self._watch.entered(number, prompt, request.arrived_ns)
             if self._thread is None:
-                self._thread = Thread(target=self._live, name=f"{self._name}_generations", daemon=True)
+                self._thread = Thread(target=self._live, name=f"{self._decoder.name}_generations", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -264,7 +269,7 @@ class GeneratingInstance:
             try:
                 self._iterate(iteration)
             except Exception as error:  # noqa: BLE001 - the instance goes on, and each request gets an answer
-                _log.exception("model '%s': stepping failed; all generations of this instance end", self._name)
+                _log.exception("model '%s': stepping failed; all generations of this instance end", self._decoder.name)
                 self._fail([*self._generations], ExecutionError(f"stepping failed: {error!r}"))
         self._fail(failed, InstanceError("the instance was closed"))
         self._stepped.set_result(None)
@@ -308,10 +313,10 @@ class GeneratingInstance:
         """Choose another token of each of these, and answer."""
         generations = [None if row == GONE else self._generations[row] for row in rows]
         allowed = logits
-        if self._rules:
+        if self._decoder.rules:
             allowed = logits.copy()
             lengths = [(0, 0) if one is None else (len(one.tokens), one.prompt_length) for one in generations]
-            self._rules.apply(allowed, [length for length, _ in lengths], [prompt for _, prompt in lengths])
+            self._decoder.rules.apply(allowed, [length for length, _ in lengths], [prompt for _, prompt in lengths])
         tokens = choose(allowed, [None if one is None else one.sampler for one in generations])
         self._watch.chose([row for row, token in zip(rows, tokens, strict=True) if token != NONE], self._now_ns())
         found = logprobs_of(logits, tokens, [None if one is None else one.logprobs for one in generations])

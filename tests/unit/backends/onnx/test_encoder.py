@@ -13,12 +13,11 @@ import pytest
 from paceline.backends.base import Device
 from paceline.backends.errors import DeviceLost, ExecutionError, OutOfMemory
 from paceline.backends.generation import GenerationLimits, Wanted, read_request
-from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout
 from paceline.backends.onnx.decoder_trial import Trial, try_encoder
 from paceline.backends.onnx.decoding_rules import DecodingRules
 from paceline.backends.onnx.encoder import Encoder, EncoderLayout, EncoderThread, find_encoder
-from paceline.backends.onnx.generations import GeneratingInstance
+from paceline.backends.onnx.generations import Decoder, GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.open_request import OpenRequest
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
@@ -185,17 +184,12 @@ def test_requests_together_execute_their_encoder_once() -> None:
     def asked(request: OpenRequest) -> Wanted:
         return read_request((np.array([1]),), {"max_tokens": 3}, limits)._replace(source=request.inputs[0])
 
+    rules = DecodingRules(forced={2: 7}, never=[8])
     instance = GeneratingInstance(
-        "m",
+        Decoder("m", found, limits, DecoderSettings(), Trial(9, pads=False), rules),
         Steps(),
         Device(),
-        found,
-        limits,
-        DecoderSettings(),
-        Trial(9, pads=False),
-        GenerationTotals(),
         asked,
-        DecodingRules(forced={2: 7}, never=[8]),
         EncoderThread(Encoder(sums, text_encoder(), pads=True)),
     )
     try:

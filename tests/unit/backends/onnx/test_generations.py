@@ -16,10 +16,9 @@ import pytest
 from paceline.backends.base import Device
 from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, ModelRefused, OutOfMemory, StepHangs
 from paceline.backends.generation import GenerationLimits, read_request
-from paceline.backends.generation_totals import GenerationTotals
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.decoder_trial import Trial
-from paceline.backends.onnx.decoding_rules import DecodingRules
+from paceline.backends.onnx.generations import Decoder as Known
 from paceline.backends.onnx.generations import GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.open_request import ELSEWHERE, NEVER, Answer, OpenRequest, Told
@@ -154,18 +153,11 @@ def generating(
     limits = GenerationLimits(VOCABULARY, 60, (END,))
     settings = DecoderSettings(most_cache_bytes=most_tokens * layout().token_bytes, **given)
     instance = GeneratingInstance(
-        "m",
+        Known("m", layout(in_place), limits, settings, Trial(VOCABULARY)),
         decoder,
         Device(),
-        layout(in_place),
-        limits,
-        settings,
-        Trial(VOCABULARY),
-        GenerationTotals(),
         lambda request: read_request(request.inputs, request.parameters, limits),
-        DecodingRules(),
-        None,
-        now_ns,
+        now_ns=now_ns,
     )
     try:
         yield instance
