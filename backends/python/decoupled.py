@@ -34,6 +34,8 @@ class DecoupledProcess(DuplexProcess):
     """A process whose model gets requests. It is the `Channel` of those that the model has."""
 
     _mode = messages.REQUESTS
+    outputs_of: Callable[[Sequence[int], Sequence[Array]], Tensors]
+    """Makes outputs of their places and arrays; raises ExecutionError. Set before anything is handed over."""
     stacks = False
     """Whether requests of a batch have equal shapes but for their rows, so that their inputs can be joined."""
 
@@ -43,8 +45,6 @@ class DecoupledProcess(DuplexProcess):
         self._open: dict[int, OpenRequest] = {}
         self._executing: Sequence[int] = ()
         self._changing = threading.Lock()
-        self.outputs_of: Callable[[Sequence[int], Sequence[Array]], Tensors] = _as_they_are
-        """Makes outputs of their places and arrays; raises ExecutionError. Set before anything is handed over."""
         super().__init__(source, device)
 
     def cancel(self, number: int) -> None:
@@ -146,7 +146,11 @@ class DecoupledProcess(DuplexProcess):
             outputs = self.outputs_of(places, arrays)
         except ExecutionError as error:
             return error.with_traceback(None)
-        return _told(outputs, parameters) if parameters else outputs
+        if not parameters:
+            return outputs
+        told = Told(outputs)
+        told.parameters = json.loads(parameters)
+        return told
 
     @contextmanager
     def _handing(self, given: dict[int, OpenRequest]) -> Iterator[None]:
@@ -268,14 +272,3 @@ class _MadeUp(OpenRequest):
         if not self.cancelled:
             self.answer = answer
             self.cancel()
-
-
-def _told(outputs: Tensors, parameters: str) -> Told:
-    """`outputs` with `parameters`, which are JSON."""
-    made = Told(outputs)
-    made.parameters = json.loads(parameters)
-    return made
-
-
-def _as_they_are(places: Sequence[int], arrays: Sequence[Array]) -> Tensors:
-    return arrays
