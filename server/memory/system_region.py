@@ -24,7 +24,6 @@ import numpy as np
 
 from paceline.backends.spec import Array
 from paceline.server.errors import InvalidRequest
-from paceline.server.memory.copying import copy_parts, parts_of
 from paceline.server.memory.regions import Region
 
 __all__ = ["RESERVED_PREFIX", "SystemRegion", "object_name", "open_system_region"]
@@ -83,23 +82,11 @@ class SystemRegion(Region):
     def read_into(self, target: Array, offset: int) -> None:
         """Raises InvalidRequest if the object ends too early."""
         rest, at = target.reshape(-1).view(_UINT8), self.offset + offset
-        step = -(-len(rest) // parts_of(len(rest)))
-        if step == len(rest):
-            whole = self._fill(rest, at)
-        else:
-            begins = range(0, len(rest), step)
-            whole = copy_parts(lambda begin: self._fill(rest[begin : begin + step], at + begin), begins)
-        if not whole:
-            raise self._cut_short(os.fstat(self._descriptor).st_size)
-
-    def _fill(self, rest: Array, at: int) -> bool:
-        """Fill `rest` from `at` in the object. False if the object ends too early."""
         while len(rest):
             count = os.preadv(self._descriptor, [rest.data], at)
             if not count:
-                return False
+                raise self._cut_short(os.fstat(self._descriptor).st_size)
             rest, at = rest[count:], at + count
-        return True
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Raises InvalidRequest if the object has become too small, or memory for it runs out. An object that is

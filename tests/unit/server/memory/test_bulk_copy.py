@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
-from paceline.server.memory.copying import copy_all
+from paceline.server.memory.reading import copy_all
 from paceline.server.memory.system_region import open_system_region
 from tests.shared_objects import shared_object
 
 PAGE = 4096
-MIB = 2**20
 
 
 def test_pieces_are_copied_from_anywhere_and_nothing_else_is_written() -> None:
@@ -32,31 +29,6 @@ def test_truncated_memory_is_reported_and_does_not_kill_the_process(left: int) -
         begin = region.mapped_at
         assert begin is not None
         pieces = [(target.ctypes.data + at, begin + at, PAGE) for at in range(0, 4 * PAGE, PAGE)]
-        assert copy_all(pieces)
-        memory.resize(left)
-        assert not copy_all(pieces)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_large_copies_arrive_unchanged_wherever_they_are_cut(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough for several threads, in pieces that end anywhere: between the threads' parts, and within."""
-    monkeypatch.setattr("paceline.server.memory.copying._threads", lambda: threads)
-    source = np.random.default_rng(1).integers(0, 256, 20 * MIB, np.uint8)
-    cuts = [0, 1, 5, 3 * MIB + 7, 3 * MIB + 7, 4 * MIB, 15 * MIB + 1, 20 * MIB - 3, 20 * MIB]
-    target = np.zeros_like(source)
-    to, come = target.ctypes.data, source.ctypes.data
-    assert copy_all([(to + begin, come + begin, end - begin) for begin, end in pairwise(cuts)])
-    assert np.array_equal(target, source)
-
-
-@pytest.mark.parametrize("left", [0, 4 * MIB, 12 * MIB - PAGE])
-def test_large_copies_from_truncated_memory_are_reported(left: int) -> None:
-    target = np.zeros(12 * MIB, np.uint8)
-    with shared_object(12 * MIB) as memory:
-        region = open_system_region("r", memory.key, 0, 12 * MIB)
-        begin = region.mapped_at
-        assert begin is not None
-        pieces = [(target.ctypes.data + at, begin + at, MIB) for at in range(0, 12 * MIB, MIB)]
         assert copy_all(pieces)
         memory.resize(left)
         assert not copy_all(pieces)

@@ -14,7 +14,7 @@ from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from paceline.protos.datatypes import by_name
 from paceline.server.errors import InvalidRequest
-from paceline.server.memory import copying
+from paceline.server.memory import reading as reading_module
 from paceline.server.memory.reading import reading
 from paceline.server.memory.region_tensors import Input, RegionTensor, Span
 from paceline.server.memory.system_region import SystemRegion, open_system_region
@@ -77,7 +77,7 @@ def test_results_are_the_same_wherever_inputs_were_stored(
     region: SystemRegion, spec: ModelSpec, padded: int, inside: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:  # as in a sandbox that forbids it
-        monkeypatch.setattr(copying.Allowed, "now", False)
+        monkeypatch.setattr(reading_module.SystemCall, "is_allowed", False)
     rows, firsts = [1, 3, 2], [5, 40, 7]
     requests: list[tuple[Input]] = [
         (in_region(region, count, first),) if inside >> number & 1 else (in_message(count, first),)
