@@ -41,7 +41,7 @@ from paceline.server.models.repository import Repository
 from paceline.server.models.upstream import Upstream
 from paceline.server.requests.inference import Inference
 from paceline.server.requests.model_calls import ModelCalls
-from paceline.server.rpc.calls import header_rules
+from paceline.server.rpc.calls import HeaderRules
 from paceline.server.rpc.gate import Handler
 from paceline.server.rpc.listener import Listener, check_access
 from paceline.server.rpc.model_rpcs import ModelRpcs
@@ -168,14 +168,14 @@ class Server:
         self._calls = ModelCalls(self.repository, self.inference)
         self._cuda = CudaRegions(load)
         self._shared_memory = SharedMemory(self._regions, partial(count_gpus, load), self._cuda)
-        forwarding, passing = header_rules(settings)
-        self._streaming = Streaming(self.inference, settings.grpc_max_stream_requests, forwarding, passing)
+        rules = HeaderRules.of(settings)
+        self._streaming = Streaming(self.inference, settings.grpc_max_stream_requests, rules)
         self._remote_settings = RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings)
         groups: list[RpcGroup] = [
             ModelRpcs(self.repository, self._layout, settings.model_control_mode),
             self._shared_memory,
             self._remote_settings,
-            UnaryInference(self.inference, forwarding, passing),
+            UnaryInference(self.inference, rules),
             self._streaming,
         ]
         self._service = InferenceService(

@@ -35,7 +35,8 @@ from paceline.server.limits import Limits
 from paceline.server.model_flags import within_cpus
 from paceline.server.models.defaults import BackendConfig, BatchDefaults, Offline
 from paceline.server.models.served_model import ServedModel
-from paceline.server.requests.inner_request import InnerRequest, array_request, status_and_text
+from paceline.server.requests.in_flight import failure_of
+from paceline.server.requests.inner_request import InnerRequest, array_request
 from paceline.server.requests.open_flight import PartialAnswer
 from paceline.server.tuning import new_loop
 
@@ -386,4 +387,4 @@ def _converted(name: str, value: npt.ArrayLike, datatype: str) -> Array:
 
 
 def _error(error: BaseException, model: str) -> InferenceError:
-    return inference_error(*status_and_text(error, model))
+    return inference_error(*failure_of(error, model, f"a request to model '{model}'"))

@@ -17,6 +17,7 @@ import grpc
 from paceline.backends.open_request import OpenRequest
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
+from paceline.scheduler.errors import SchedulerError
 from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import Request
 from paceline.server.call_facts import PassedHeaders, TraceParent
@@ -26,13 +27,13 @@ from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions
 from paceline.server.codec.wire_request import AnyRequest
-from paceline.server.errors import error_text, status_of
+from paceline.server.errors import StepFailed, error_text, status_of
 from paceline.server.memory.region_tensors import NOWHERE, Inputs
 from paceline.server.models.ensemble_config import Runnable
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
 from paceline.server.telemetry.tracing import Answered, RequestWatch
 
-__all__ = ["Call", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns"]
+__all__ = ["Call", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns", "failure_of"]
 
 # A deadline on the wire doesn't include the travel time of request and answer, nor how long the request waited in front
 # of a server that reads no faster, and an answer sent at the last moment is computed for nobody. At ten times the load
@@ -59,6 +60,22 @@ def answer_deadline_ns(remaining_s: float, began_ns: int = 0) -> int:
     after now)."""
     way_back_s = min(_WAY_BACK * remaining_s, _LONGEST_WAY_BACK_S)
     return (began_ns or time.monotonic_ns()) + int((remaining_s - way_back_s) * 1e9)
+
+
+def failure_of(error: BaseException, model: str, what: str) -> tuple[grpc.StatusCode, str]:
+    """The status and text that whoever has asked `model` ("": none in particular) is told of `error`. One that isn't in
+    the table is logged, as a failure of `what`, with its traceback, and a lack of memory in a line."""
+    status, text = status_of(error), error_text(error)
+    if isinstance(error, MemoryError):
+        text = f"the server is short of memory: {text or 'no room for what this request needs'}"
+        _log.error("%s failed: %s", what, text)
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, text
+    if status is None:
+        _log.error("%s failed with an internal error, a bug in paceline; please report it", what, exc_info=error)
+        return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {text}"
+    # The batcher's own errors don't know the model; a step of an ensemble that has failed names it.
+    unnamed = isinstance(error, SchedulerError) and not isinstance(error.__cause__, StepFailed)
+    return status, f"model '{model}': {text}" if model and unnamed else text
 
 
 class InFlight(Request[Payload, Tensors]):

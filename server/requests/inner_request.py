@@ -8,11 +8,9 @@ are counted with their model.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-import grpc
 import numpy as np
 
 from paceline.backends.base import Execution
@@ -20,18 +18,15 @@ from paceline.backends.spec import Array
 from paceline.protos.datatypes import by_dtype, by_name
 from paceline.protos.inference_pb2 import InferParameter
 from paceline.protos.wire import STEP_KEYS
-from paceline.scheduler.errors import SchedulerError
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.array_request import ArrayAnswer, ArrayRequest, NamedArray
 from paceline.server.codec.parameters import parse_parameters, step_of
-from paceline.server.errors import InvalidRequest, error_text, status_of
+from paceline.server.errors import InvalidRequest
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import InFlight, NextAnswer
 from paceline.server.requests.open_flight import PartialAnswer
 
-__all__ = ["InnerRequest", "array_request", "status_and_text"]
-
-_log = logging.getLogger("paceline.server.inference")
+__all__ = ["InnerRequest", "array_request"]
 
 _MOST_UNSIGNED = 2**64 - 1
 
@@ -126,16 +121,6 @@ def array_request(
         step=step_of(given),
         parameters={key: one for key, one in given.items() if key not in STEP_KEYS},
     )
-
-
-def status_and_text(error: BaseException, model: str) -> tuple[grpc.StatusCode, str]:
-    """What whoever has asked `model` is told of `error`. One that isn't in the table is logged."""
-    status = status_of(error)
-    if status is None:
-        _log.error("a request to model '%s' failed with an internal error", model, exc_info=error)
-        return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error_text(error)}"
-    # The batcher's own errors don't know the model.
-    return status, f"model '{model}': {error_text(error)}" if isinstance(error, SchedulerError) else error_text(error)
 
 
 def _named(model: ServedModel, inputs: Mapping[str, Array]) -> list[NamedArray]:

@@ -25,9 +25,9 @@ from paceline.server.codec.array_request import ArrayRequest
 from paceline.server.models.instances import Caller
 from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.models.served_model import ServedModel
-from paceline.server.requests.in_flight import InFlight
+from paceline.server.requests.in_flight import InFlight, failure_of
 from paceline.server.requests.inference import Inference
-from paceline.server.requests.inner_request import InnerRequest, array_request, status_and_text
+from paceline.server.requests.inner_request import InnerRequest, array_request
 from paceline.server.requests.open_flight import OpenFlight, PartialAnswer
 
 __all__ = ["ModelCalls"]
@@ -333,7 +333,7 @@ def _precede(requests: Iterable[AnyRequest], flight: InnerRequest) -> bool:
 
 
 def _fail(call: ModelCall, error: BaseException, *, last: bool = True) -> None:
-    status, text = status_and_text(error, call.model)
+    status, text = failure_of(error, call.model, f"a request to model '{call.model}'")
     call.fail(status.name, text, last=last)
 
 

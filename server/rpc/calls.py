@@ -8,7 +8,6 @@ statuses: `server/errors.py`.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -18,31 +17,25 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import grpc
 
 from paceline.protos import inference_pb2 as pb
-from paceline.scheduler.errors import SchedulerError
 from paceline.scheduler.policy import NEVER
-from paceline.server.call_facts import Headers, PassedHeaders, TraceParent
+from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
 from paceline.server.codec.parameters import is_reserved
 from paceline.server.codec.wire_request import AnyRequest, Unread
 from paceline.server.config import Settings
-from paceline.server.errors import InvalidRequest, ServerStopping, StepFailed, error_text, status_of
-from paceline.server.requests.in_flight import answer_deadline_ns
+from paceline.server.errors import InvalidRequest, ServerStopping
+from paceline.server.requests.in_flight import answer_deadline_ns, failure_of
 from paceline.server.requests.quiet import TRY_AGAIN_MS
 from paceline.server.rpc.credentials import HEADER_PREFIX
 
 __all__ = [
     "Context",
-    "HeaderForwarding",
-    "HeaderPassing",
+    "HeaderRules",
     "add_headers",
     "answering",
     "deadline_of",
-    "header",
-    "header_rules",
     "status_and_text",
     "traceparent_of",
 ]
-
-_log = logging.getLogger("paceline.server.service")
 
 _MAX_TEXT_BYTES = 3_000
 """The most bytes of a status's message as encoded in a header, where '%' and anything but printable ASCII take three
@@ -108,26 +101,9 @@ def answering(method: Method[GroupT, RequestT, ResponseT]) -> Method[GroupT, Req
 
 
 def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.StatusCode, str]:
-    """The status and text that the caller of `rpc` gets for `error`. An error that isn't in the table is logged with
-    its traceback, and a lack of memory in a line."""
-    code = status_of(error)
-    if isinstance(error, MemoryError):
-        text = _sendable(f"the server is short of memory: {error_text(error) or 'no room for what this request needs'}")
-        _log.error("%s failed: %s", rpc, text)
-        return grpc.StatusCode.RESOURCE_EXHAUSTED, text
-    if code is None:
-        _log.error("%s failed with an internal error, a bug in paceline; please report it", rpc, exc_info=error)
-        return grpc.StatusCode.INTERNAL, _sendable(f"internal error: {type(error).__name__}: {error_text(error)}")
-    return code, _sendable(_text(request, error))
-
-
-def _text(request: object, error: Exception) -> str:
-    """The text that the caller reads. It names the model for the batcher's own errors, which don't know it, unless a
-    step of an ensemble has failed, which does."""
-    unnamed = isinstance(error, SchedulerError) and not isinstance(error.__cause__, StepFailed)
-    if unnamed and isinstance(request, AnyRequest):
-        return f"model '{request.model_name}': {error_text(error)}"
-    return error_text(error)
+    """The status and text that the caller of `rpc` gets for `error`, as `failure_of` says; a text that arrives."""
+    code, text = failure_of(error, request.model_name if isinstance(request, AnyRequest) else "", rpc)
+    return code, _sendable(text)
 
 
 def _sendable(text: str) -> str:
@@ -151,11 +127,6 @@ def deadline_of(context: Context) -> int:
     return NEVER if remaining_s is None else answer_deadline_ns(remaining_s)
 
 
-def header(context: Context, key: str) -> str:
-    """The header's value, the last one if there are several, or "" if there is none."""
-    return str(dict(context.invocation_metadata()).get(key, ""))
-
-
 def traceparent_of(context: Context) -> TraceParent | None:
     """The values of the call's `traceparent` and `tracestate` headers, unparsed; None if there is no `traceparent`."""
     parent, states = "", []
@@ -167,70 +138,59 @@ def traceparent_of(context: Context) -> TraceParent | None:
     return (parent, ",".join(states)) if parent else None
 
 
-class HeaderPassing:
-    """Which headers are passed on to another server: `headers`, which keep requests with different values apart, and
-    `tracing`, which don't. Names are in any case."""
+class HeaderRules:
+    """What becomes of the headers of calls. Those in whose names `pattern`, a regular expression, is found are
+    *forwarded*: they become parameters of the call's requests. *Passed* on to another server are `headers`, which keep
+    requests with different values apart, and `tracing`, which don't. gRPC hands names over in lower case."""
 
-    def __init__(self, headers: Iterable[str], tracing: Iterable[str]) -> None:
+    def __init__(self, pattern: str = "", headers: Iterable[str] = (), tracing: Iterable[str] = ()) -> None:
+        self.forwards = bool(pattern)
+        self._pattern = re.compile(pattern)
         self._headers = frozenset(map(str.lower, headers))
         self._tracing = frozenset(map(str.lower, tracing)) - self._headers
+        self.passes = bool(self._headers or self._tracing)
 
-    def passed(self, context: Context) -> PassedHeaders:
-        """The headers of a call to pass on, in its order. Raises InvalidRequest for one that can't be sent; a tracing
-        header that can't be sent is left out."""
-        metadata = context.invocation_metadata()
-        headers = _among(metadata, self._headers)
-        for key, value in headers:
-            if not _can_be_sent(value):
-                raise InvalidRequest(f"header '{key}' can't be passed on: expected printable ASCII characters")
-        return PassedHeaders(headers, tuple(one for one in _among(metadata, self._tracing) if _can_be_sent(one[1])))
+    @classmethod
+    def of(cls, settings: Settings) -> HeaderRules:
+        """The rules that the user has given."""
+        upstream = settings.upstream
+        passed = (upstream.headers, upstream.tracing_headers) if upstream else ()
+        return cls(settings.grpc_header_forward_pattern, *passed)
 
-
-def _among(metadata: Sequence[tuple[str, str | bytes]], names: frozenset[str]) -> Headers:
-    return tuple((key, value) for key, value in metadata if key in names)
-
-
-def _can_be_sent(value: str | bytes) -> bool:
-    """Whether gRPC sends this value. It receives more than it sends, and would end the call with its own text, and
-    write to stderr."""
-    return isinstance(value, bytes) or (value.isascii() and value.isprintable())
-
-
-class HeaderForwarding:
-    """Which headers of a call become parameters of its requests: those in whose names `pattern`, a regular expression,
-    is found. gRPC hands names over in lower case."""
-
-    def __init__(self, pattern: str) -> None:
-        self._pattern = re.compile(pattern)
-
-    def headers(self, context: Context) -> dict[str, str]:
+    def forwarded(self, context: Context) -> dict[str, str]:
         """The headers to forward. The values of a repeated header are joined by commas, as in gRPC. Headers with bytes
-        are left out, since a parameter is text, and so are credentials.
+        are left out, since a parameter is text, and so are those for this server alone: parameters are seen by others.
 
         Raises InvalidRequest for a name that is reserved for parameters: a header must not set priorities.
         """
         found: dict[str, str] = {}
-        for key, value in context.invocation_metadata():
-            if not isinstance(value, str) or _is_secret(key) or not self._pattern.search(key):
+        for key, value in context.invocation_metadata() if self.forwards else ():
+            is_secret = key == "authorization" or key.startswith(HEADER_PREFIX)
+            if not isinstance(value, str) or is_secret or not self._pattern.search(key):
                 continue
             if is_reserved(key):
                 raise InvalidRequest(f"header '{key}' is reserved and can't be forwarded as a parameter")
             found[key] = f"{found[key]},{value}" if key in found else value
         return found
 
+    def passed(self, context: Context) -> PassedHeaders:
+        """The headers of a call to pass on, in its order. Raises InvalidRequest for one that can't be sent; a tracing
+        header that can't be sent is left out."""
+        if not self.passes:
+            return NO_PASSED_HEADERS
+        metadata = context.invocation_metadata()
+        headers = tuple((key, value) for key, value in metadata if key in self._headers)
+        for key, value in headers:
+            if not _can_be_sent(value):
+                raise InvalidRequest(f"header '{key}' can't be passed on: expected printable ASCII characters")
+        tracing = tuple((key, value) for key, value in metadata if key in self._tracing and _can_be_sent(value))
+        return PassedHeaders(headers, tracing)
 
-def header_rules(settings: Settings) -> tuple[HeaderForwarding | None, HeaderPassing | None]:
-    """Which headers become parameters, and which are passed on to another server; None where none are."""
-    pattern, upstream = settings.grpc_header_forward_pattern, settings.upstream
-    return (
-        HeaderForwarding(pattern) if pattern else None,
-        HeaderPassing(upstream.headers, upstream.tracing_headers) if upstream else None,
-    )
 
-
-def _is_secret(key: str) -> bool:
-    """Whether a header is for this server alone; parameters are seen by others, such as backends."""
-    return key == "authorization" or key.startswith(HEADER_PREFIX)
+def _can_be_sent(value: str | bytes) -> bool:
+    """Whether gRPC sends this value. It receives more than it sends, and would end the call with its own text, and
+    write to stderr."""
+    return isinstance(value, bytes) or (value.isascii() and value.isprintable())
 
 
 def add_headers(request: pb.ModelInferRequest, headers: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from paceline.server.errors import StartError
 from paceline.server.files import WatchedFiles, check_file, why
 
-__all__ = ["GROUPS", "HEADER_PREFIX", "Restriction", "Tokens", "group_of", "line_of", "new_token", "parse_restrictions"]
+__all__ = ["GROUPS", "GROUP_OF", "HEADER_PREFIX", "Restriction", "Tokens", "line_of", "new_token", "parse_restrictions"]
 
 _log = logging.getLogger("paceline.server.tokens")
 
@@ -141,7 +141,8 @@ GROUPS = {name: frozenset(f"/inference.GRPCInferenceService/{rpc}" for rpc in rp
 """The paths of each group's RPCs, as gRPC has them, by the group's name. Reflection, which Triton lacks, is in none."""
 GROUPS["health"] |= {f"/grpc.health.v1.Health/{rpc}" for rpc in ("Check", "List", "Watch")}
 
-_GROUP_OF = {path: name for name, paths in GROUPS.items() for path in paths}
+GROUP_OF = {path: name for name, paths in GROUPS.items() for path in paths}
+"""The group of each RPC that is in one, by its path."""
 _KEY = re.compile(r"[a-z0-9_.-]+")
 # What gRPC's clients can send in a header that isn't binary: any other value would lock everybody out.
 _VALUE = re.compile(r"[ -~]+")
@@ -153,11 +154,6 @@ class Restriction:
 
     header: str
     value: str = field(repr=False)
-
-
-def group_of(path: str) -> str | None:
-    """The group of an RPC, by its path; None if it is in none."""
-    return _GROUP_OF.get(path)
 
 
 def parse_restrictions(given: Sequence[str]) -> dict[str, Restriction]:

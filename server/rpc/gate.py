@@ -25,7 +25,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from paceline.server.rpc.calls import Context, status_and_text
-from paceline.server.rpc.credentials import Restriction, Tokens, group_of
+from paceline.server.rpc.credentials import GROUP_OF, Restriction, Tokens
 
 __all__ = ["Admission", "Calls", "Ended", "Gate", "Handler", "Probes", "Refused", "Registry", "Usage"]
 
@@ -235,7 +235,9 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         server.add_generic_rpc_handlers((self,))
         for service, names in _PROBES.items():
             paths = {name: f"/{service}/{name}" for name in names}
-            picks = {name: self._find(path) for name, path in paths.items() if group_of(path) not in self._restrictions}
+            picks = {
+                name: self._find(path) for name, path in paths.items() if GROUP_OF.get(path) not in self._restrictions
+            }
             server.add_registered_method_handlers(  # type: ignore[attr-defined]  # the stubs lack it
                 service, {name: pick() for name, pick in picks.items() if pick}
             )
@@ -262,7 +264,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
             given = [value for key, value in headers if key == "authorization"]
             if len(given) != 1 or self._tokens.name_of(str(given[0])) is None:
                 return self._refuse(Refused.UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED, _NO_TOKEN)
-        restriction = self._restrictions.get(group_of(path) or "")
+        restriction = self._restrictions.get(GROUP_OF.get(path, ""))
         if restriction is None or _has(headers, restriction):
             return None
         # Triton's clients look for these words.

@@ -19,19 +19,17 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from paceline.protos import inference_pb2 as pb
-from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
+from paceline.server.call_facts import PassedHeaders, TraceParent
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.parameters import CANCEL, EMPTY_FINAL, UNORDERED
 from paceline.server.codec.wire_request import AnyRequest, Unread, WireRequest, message_of
 from paceline.server.requests.in_flight import InferenceSteps, InFlight, NextAnswer
 from paceline.server.rpc.calls import (
     Context,
-    HeaderForwarding,
-    HeaderPassing,
+    HeaderRules,
     add_headers,
     answering,
     deadline_of,
-    header,
     status_and_text,
     traceparent_of,
 )
@@ -68,24 +66,16 @@ class Streaming:
 
     extensions: Sequence[str] = ()
 
-    def __init__(
-        self,
-        inference: InferenceSteps,
-        max_requests: int,
-        forwarding: HeaderForwarding | None = None,
-        passing: HeaderPassing | None = None,
-    ) -> None:
+    def __init__(self, inference: InferenceSteps, max_requests: int, rules: HeaderRules) -> None:
         self._inference = inference
-        self._passing = passing
         self._max_requests = max_requests
-        self._forwarding = forwarding
+        self._rules = rules
         self._streams: set[_Stream] = set()
 
     @answering
     async def ModelStreamInfer(self, requests: object, context: Context) -> None:
         self._inference.check_serving()
-        headers = self._forwarding.headers(context) if self._forwarding else {}
-        passed = self._passing.passed(context) if self._passing else NO_PASSED_HEADERS
+        headers, passed = self._rules.forwarded(context), self._rules.passed(context)
         stream = _Stream(self._inference, context, self._max_requests, headers, passed)
         self._streams.add(stream)
         try:
@@ -174,7 +164,7 @@ class _Stream:
         self._passed = passed
         self._deadline_ns = deadline_of(context)
         self._parent = traceparent_of(context) if inference.reads_parents else None
-        self._ends_at_error = header(context, _ENDS_AT_ERROR) == "true"
+        self._ends_at_error = dict(context.invocation_metadata()).get(_ENDS_AT_ERROR) == "true"
         self._loop = asyncio.get_running_loop()
         # All requests in progress.
         self._flights: set[_Flight] = set()
@@ -302,8 +292,7 @@ class _Stream:
     def on_more(self, answer: _More) -> None:
         """An answer is ready to leave that isn't the last to its request."""
         self._ready.append(answer)
-        if self._writer is not None:
-            self._wake_writer()
+        self._wake_writer()
 
     # hot path: see bench/
     async def _write(self) -> None:

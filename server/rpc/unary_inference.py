@@ -11,14 +11,7 @@ from collections.abc import Awaitable, Sequence
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.wire_request import AnyRequest, message_of
 from paceline.server.requests.in_flight import Call, InferenceSteps
-from paceline.server.rpc.calls import (
-    Context,
-    HeaderForwarding,
-    HeaderPassing,
-    add_headers,
-    answering,
-    traceparent_of,
-)
+from paceline.server.rpc.calls import Context, HeaderRules, add_headers, answering, traceparent_of
 
 __all__ = ["UnaryInference"]
 
@@ -28,22 +21,17 @@ class UnaryInference:
 
     extensions: Sequence[str] = ()
 
-    def __init__(
-        self,
-        inference: InferenceSteps,
-        forwarding: HeaderForwarding | None = None,
-        passing: HeaderPassing | None = None,
-    ) -> None:
+    def __init__(self, inference: InferenceSteps, rules: HeaderRules) -> None:
         self._inference = inference
-        self._forwarding = forwarding
-        self._passing = passing
+        self._rules = rules
 
     # hot path: see bench/
     @answering
     def ModelInfer(self, request: AnyRequest, context: Context) -> Awaitable[bytes]:
-        if self._forwarding is not None:
+        rules = self._rules
+        if rules.forwards:
             request = message_of(request)
-            add_headers(request, self._forwarding.headers(context))
+            add_headers(request, rules.forwarded(context))
         parent = traceparent_of(context) if self._inference.reads_parents else None
-        passed = self._passing.passed(context) if self._passing is not None else NO_PASSED_HEADERS
+        passed = rules.passed(context) if rules.passes else NO_PASSED_HEADERS
         return Call(self._inference, request, context.time_remaining(), parent, passed).response()

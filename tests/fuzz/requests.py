@@ -21,7 +21,7 @@ from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRe
 from paceline.server.errors import ServerError
 from paceline.server.memory.regions import Regions
 from paceline.server.memory.system_region import open_system_region
-from paceline.server.rpc.calls import HeaderForwarding, add_headers
+from paceline.server.rpc.calls import HeaderRules, add_headers
 from paceline.server.rpc.handlers import serialized
 from tests.codecs import encoded
 from tests.fuzz.judging import Finding, Target, refused
@@ -201,7 +201,7 @@ def _headers(data: bytes) -> None:
     except Exception:  # noqa: BLE001
         request = ModelInferRequest()
     try:
-        add_headers(request, HeaderForwarding(".*").headers(_Call(pairs)))
+        add_headers(request, HeaderRules(".*").forwarded(_Call(pairs)))
         parameters = parse_parameters(request.parameters)
     except Exception as error:  # noqa: BLE001
         refused(error)

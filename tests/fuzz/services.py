@@ -27,7 +27,7 @@ from paceline.server.models.layout import Layout
 from paceline.server.models.load_queue import LoadQueue
 from paceline.server.models.repository import Repository
 from paceline.server.requests.inference import Inference
-from paceline.server.rpc.calls import HeaderForwarding
+from paceline.server.rpc.calls import HeaderRules
 from paceline.server.rpc.model_rpcs import ModelRpcs
 from paceline.server.rpc.remote_settings import RemoteSettings
 from paceline.server.rpc.service import InferenceService
@@ -144,13 +144,13 @@ class _World:
         tracer = Tracer()
         inference = Inference(self._repository, tracer)
         inference.serving = True
-        forwarding = HeaderForwarding("^x-")
+        rules = HeaderRules("^x-")
         groups: list[Any] = [
             ModelRpcs(self._repository, layout, ControlMode.EXPLICIT),
             SharedMemory(regions, _no_gpus),
             RemoteSettings(self._repository, tracer, is_allowed=True),
-            UnaryInference(inference, forwarding),
-            Streaming(inference, 16, forwarding),
+            UnaryInference(inference, rules),
+            Streaming(inference, 16, rules),
         ]
         InferenceService(inference, self._repository, "fuzzed", "0", groups).add_to(self)  # type: ignore[arg-type]
 

@@ -19,9 +19,11 @@ import pytest
 import paceline
 from paceline import BlockingEngine, Engine
 from paceline.backends.base import Backend
+from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import ModelSpec, TensorSpec
 from tests import decoder_models
 from tests.decoder_models import FIXED_COST, TINY
+from tests.ensembles import ensemble_config, write_ensemble
 from tests.generation_truth import Asked, NaiveLoop
 from tests.integration.serving import echo_model, write_model
 from tests.memory_models import MemoryBackend, MemoryModel
@@ -189,6 +191,14 @@ async def test_row_at_fault_fails_alone(tmp_path: Path) -> None:
         model.faults.raise_when(lambda inputs: bool((inputs[0] == 5).any()), ArithmeticError("five"))
         results = await asyncio.gather(*(engine.infer(row(value)) for value in range(8)), return_exceptions=True)
         assert [isinstance(one, paceline.Internal) for one in results] == [value == 5 for value in range(8)]
+
+
+async def test_failed_step_is_named_as_to_clients(tmp_path: Path) -> None:
+    write_ensemble(tmp_path, "e", ensemble_config([("m", {"a": "in"}, {"x": "out"})]))
+    async with engine_of(tmp_path, m=(model := echo_model())) as engine:
+        model.faults.raise_next(ExecutionError("broken"))
+        error = await failure(engine.infer({"in": row(1)["a"]}, model="e"))
+        assert str(error) == "INTERNAL: in ensemble 'e', step 0 ('m'): broken"
 
 
 async def test_late_and_cancelled_requests_are_withdrawn(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import PassedHeaders
 from paceline.server.errors import InvalidRequest
-from paceline.server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
+from paceline.server.rpc.calls import HeaderRules, add_headers, deadline_of, traceparent_of
 from paceline.server.rpc.credentials import HEADER_PREFIX
 
 
@@ -41,24 +41,24 @@ CALL = Context(("x-tenant", "a"), ("user-agent", "me"), ("x-more", "1"), ("x-mor
     ],
 )
 def test_forward_takes_headers_whose_names_contain_the_pattern(pattern: str, found: dict[str, str]) -> None:
-    assert HeaderForwarding(pattern).headers(CALL) == found
+    assert HeaderRules(pattern).forwarded(CALL) == found
 
 
 @pytest.mark.parametrize("name", ["timeout", "priority", "sequence_id", "headers", "triton_grpc_error", "paceline_x"])
 def test_forward_of_a_reserved_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        HeaderForwarding(".*").headers(Context((name, "1")))
+        HeaderRules(".*").forwarded(Context((name, "1")))
     assert str(caught.value) == f"header '{name}' is reserved and can't be forwarded as a parameter"
-    assert HeaderForwarding("^x-").headers(Context((name, "1"))) == {}
+    assert HeaderRules("^x-").forwarded(Context((name, "1"))) == {}
 
 
 @pytest.mark.parametrize("name", ["authorization", f"{HEADER_PREFIX}inference"])
 def test_forward_leaves_out_headers_only_for_this_server(name: str) -> None:
-    assert HeaderForwarding(".*").headers(Context((name, "secret"), ("x-tenant", "a"))) == {"x-tenant": "a"}
+    assert HeaderRules(".*").forwarded(Context((name, "secret"), ("x-tenant", "a"))) == {"x-tenant": "a"}
 
 
 def test_passed_on_headers_of_given_names_keep_the_calls_order_and_traces_are_separate() -> None:
-    passing = HeaderPassing(("X-More", "x-data-bin", "x-tenant"), ("TraceParent", "x-tenant"))
+    passing = HeaderRules("", ("X-More", "x-data-bin", "x-tenant"), ("TraceParent", "x-tenant"))
     call = Context(*CALL.invocation_metadata(), ("traceparent", "1"))
     headers = ("x-tenant", "a"), ("x-more", "1"), ("x-more", "2"), ("x-data-bin", b"\xff")
     assert passing.passed(call) == PassedHeaders(headers, (("traceparent", "1"),))
@@ -66,7 +66,7 @@ def test_passed_on_headers_of_given_names_keep_the_calls_order_and_traces_are_se
 
 @pytest.mark.parametrize("value", ["\N{SNOWMAN}", "a\x7f", "a\nb"], ids=["not ASCII", "delete", "line"])
 def test_unsendable_headers_are_refused_and_unsendable_traces_left_out(value: str) -> None:
-    passing = HeaderPassing(("x-tenant",), ("traceparent",))
+    passing = HeaderRules("", ("x-tenant",), ("traceparent",))
     assert passing.passed(Context(("traceparent", value), ("x-tenant", "a"))) == PassedHeaders((("x-tenant", "a"),), ())
     with pytest.raises(InvalidRequest, match=r"^header 'x-tenant' can't be passed on: expected printable ASCII"):
         passing.passed(Context(("x-tenant", value)))
@@ -86,10 +86,6 @@ def test_add_headers_overrides_parameters_of_the_request() -> None:
     add_headers(request, {"x-tenant": "a"})
     assert request.parameters["x-tenant"] == pb.InferParameter(string_param="a")
     assert request.parameters["mine"].bool_param
-
-
-def test_header_is_the_last_of_its_name_or_nothing() -> None:
-    assert (header(CALL, "x-more"), header(CALL, "x-tenant"), header(CALL, "nope")) == ("2", "a", "")
 
 
 class Remaining:

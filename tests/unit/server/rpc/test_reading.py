@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from paceline.server.rpc.calls import HeaderRules
 from paceline.server.rpc.gate import Admission, Gate
 from paceline.server.rpc.streaming import Streaming
 
@@ -63,7 +64,7 @@ class Serving:
 
 async def test_stream_without_room_says_so(caplog: pytest.LogCaptureFixture) -> None:
     context = Context()
-    await Streaming(Serving(), 4).ModelStreamInfer(None, context)
+    await Streaming(Serving(), 4, HeaderRules()).ModelStreamInfer(None, context)
     assert tuple(context.status) == SHORT
     assert [record.getMessage() for record in caplog.records] == [f"ModelStreamInfer failed: {SHORT[1]}"]
 

@@ -18,6 +18,7 @@ from paceline.server.models.served_model import ServedModel
 from paceline.server.requests import quiet
 from paceline.server.requests.inference import Inference
 from paceline.server.requests.quiet import TRY_AGAIN_MS
+from paceline.server.rpc.calls import HeaderRules
 from paceline.server.rpc.service import InferenceService
 from paceline.server.rpc.unary_inference import UnaryInference
 from paceline.server.telemetry.metrics import Metrics
@@ -52,7 +53,7 @@ async def bench() -> AsyncIterator[Bench]:
     repository = Broken(KeyError("x"))
     inference = Inference(repository)
     inference.serving = inference.ready = True
-    service = InferenceService(inference, repository, "id", "1", [UnaryInference(inference)])
+    service = InferenceService(inference, repository, "id", "1", [UnaryInference(inference, HeaderRules())])
     server = grpc.aio.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -74,7 +75,7 @@ async def test_unforeseen_error_is_internal_and_logged_with_its_traceback(
     bench: Bench, caplog: pytest.LogCaptureFixture, error: Exception, text: str
 ) -> None:
     bench.repository.error = error
-    with caplog.at_level(logging.ERROR, "paceline.server.service"):
+    with caplog.at_level(logging.ERROR, "paceline.server.inference"):
         assert await bench.outcome() == (Code.INTERNAL, text)
     (record,) = caplog.records
     assert record.getMessage() == "ModelInfer failed with an internal error, a bug in paceline; please report it"
