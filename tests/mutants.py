@@ -305,7 +305,7 @@ MUTANTS = (
     Mutant(
         "a client that goes is told to the process with the models",
         "server/fronts/inference.py",
-        "            self._link.send((protocol.CANCEL, number))\n",
+        "            self._link.send((Kind.CANCEL, number))\n",
         "            pass\n",
         _FRONTS,
     ),
@@ -319,8 +319,8 @@ MUTANTS = (
     Mutant(
         "an answer that is sent whole gets half of a front's memory",
         "server/fronts/session.py",
-        "        if len(data) > self._link.size_bytes // 2:\n",
-        "        if len(data) > self._link.size_bytes:\n",
+        "        if len(data) > self.link.size_bytes // 2:\n",
+        "        if len(data) > self.link.size_bytes:\n",
         _FRONTS,
     ),
     Mutant(

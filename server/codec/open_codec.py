@@ -20,6 +20,7 @@ from paceline.protos.datatypes import by_name
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from paceline.protos.tensors import TensorError, encode_contents, encode_raw
 from paceline.scheduler.errors import ExecutionFailed
+from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.answers import Answerable
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.known_requests import Group
@@ -30,7 +31,6 @@ __all__ = ["OpenCodec", "joined"]
 
 _MAX_TENSORS = 1_024
 """The most inputs of a request, and the most outputs. A MB of them would keep the event loop busy for a second."""
-_MAX_LAYOUTS = 100
 _LARGEST_LAYOUT_BYTES = 16_384
 """The largest layout that is remembered; callers choose names and the number of tensors."""
 _TENSOR_BYTES = 256
@@ -45,7 +45,7 @@ class OpenCodec:
         self._model = model
         self._version = version
         self._max_batch_rows = max_batch_rows
-        self._codecs: dict[Hashable, tuple[ModelSpec, ModelCodec]] = {}
+        self._codecs = BoundedCache[Hashable, tuple[ModelSpec, ModelCodec]]()
 
     def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
         """Read the tensors of `first` alone; the result's `options.spec` describes them. Raises InvalidRequest."""
@@ -115,9 +115,7 @@ class OpenCodec:
         codec = ModelCodec(self._model, self._version, spec, self._max_batch_rows if batched else 0)
         size_bytes = sum(_TENSOR_BYTES + len(one.name) for one in (*inputs, *outputs))
         if size_bytes <= _LARGEST_LAYOUT_BYTES:
-            if len(self._codecs) >= _MAX_LAYOUTS:
-                self._codecs.clear()
-            self._codecs[layout] = spec, codec
+            self._codecs.remember(layout, (spec, codec), size_bytes)
         return spec, codec
 
 

@@ -25,7 +25,7 @@ __all__ = ["Catalogue", "Handles", "LookUp", "Model", "VersionInfo"]
 
 @dataclass(frozen=True, slots=True)
 class VersionInfo:
-    """One version of a model, with what its codec needs to know."""
+    """One version of a model, with what its codec needs to know; if it is `remote`, another server executes it."""
 
     handle: int
     name: str
@@ -50,12 +50,8 @@ class Handles:
     def __init__(self) -> None:
         self._numbers = count(1)
         self._handles: dict[ServedModel, int] = {}
-        self._models: dict[int, ServedModel] = {}
-
-    # hot path
-    def model(self, handle: int) -> ServedModel | None:
-        """The model, if it still serves."""
-        return self._models.get(handle)
+        self.models: dict[int, ServedModel] = {}
+        """Those that still serve."""
 
     def update(self, served: Mapping[tuple[str, str], ServedModel]) -> Catalogue:
         """Give handles to new models, forget those that are gone, and make the snapshot."""
@@ -72,7 +68,7 @@ class Handles:
         }
         models = dict.fromkeys(shown.values())
         self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}
-        self._models = {handle: model for model, handle in self._handles.items()}
+        self.models = {handle: model for model, handle in self._handles.items()}
         cards = tuple(
             VersionInfo(handle, one.name, one.version, one.spec, one.max_request_rows, one.batch_id_prefix, one.remote)
             for one, handle in self._handles.items()
@@ -82,34 +78,25 @@ class Handles:
 
 @dataclass(slots=True)
 class Model:
-    """What a front needs to accept a request for a model; if it is `remote`, another server executes it.
-    `answers_large` once an answer was: from then on the front makes them itself."""
+    """What a front needs to accept a request for a model. `answers_large` once an answer was: from then on the front
+    makes them itself."""
 
-    handle: int
+    info: VersionInfo
     codec: ModelCodec
-    batch_id_prefix: str
-    remote: bool
     answers_large: bool = False
 
 
 class LookUp:
-    """The front's side: models by name and version, according to the latest catalogue."""
+    """The front's side: `models` by name and version, according to the latest catalogue."""
 
     def __init__(self) -> None:
-        self._models: dict[int, Model] = {}
-        self._names: dict[tuple[str, str], Model] = {}
+        self.models: dict[tuple[str, str], Model] = {}
 
     def update(self, catalogue: Catalogue) -> None:
-        before, self._models = self._models, {}
-        for card in catalogue.cards:
-            self._models[card.handle] = before.get(card.handle) or Model(
-                card.handle,
-                codec_for(card.name, card.version, card.spec, card.max_request_rows),
-                card.batch_id_prefix,
-                card.remote,
-            )
-        self._names = {name: self._models[handle] for name, handle in catalogue.names.items()}
-
-    # hot path
-    def find(self, name: str, version: str) -> Model | None:
-        return self._names.get((name, version))
+        before = {model.info.handle: model for model in self.models.values()}
+        by_handle = {
+            card.handle: before.get(card.handle)
+            or Model(card, codec_for(card.name, card.version, card.spec, card.max_request_rows))
+            for card in catalogue.cards
+        }
+        self.models = {name: by_handle[handle] for name, handle in catalogue.names.items()}

@@ -11,11 +11,11 @@ from typing import Protocol
 from paceline.backends.transport.parcel import Message
 from paceline.server.call_facts import PassedHeaders, TraceParent
 from paceline.server.codec.wire_request import AnyRequest
-from paceline.server.fronts import protocol
+from paceline.server.fronts.protocol import Kind, packed_error
 from paceline.server.requests.in_flight import InFlight, NextAnswer
 from paceline.server.rpc.handlers import serialized
 
-__all__ = ["Numbered", "Submitted", "Whole"]
+__all__ = ["FrontRequest", "Whole"]
 
 
 class _Session(Protocol):
@@ -28,8 +28,8 @@ class _Session(Protocol):
     def on_done(self, whole: Whole) -> None: ...
 
 
-class Numbered(InFlight):
-    """A request of the front, which has numbered it, and read it at `arrived_ns`."""
+class FrontRequest(InFlight):
+    """A request of the front, which has numbered it, read it at `arrived_ns`, and decoded it; it makes the answer."""
 
     __slots__ = ("failed", "session")
 
@@ -53,13 +53,7 @@ class Numbered(InFlight):
         self.session.fail(self.number, error)
 
 
-class Submitted(Numbered):
-    """One that the front has decoded, and whose answer it will make."""
-
-    __slots__ = ()
-
-
-class Whole(Numbered):
+class Whole(FrontRequest):
     """One that the front has passed on as it came. If it `takes_more` answers than one, these go through the socket, in
     front of the last: they are few at a time. `_held` are those that haven't left the front."""
 
@@ -74,15 +68,15 @@ class Whole(Numbered):
 
     def on_open(self) -> None:
         self._held = deque()
-        self.session.send((protocol.OPENED, self.number))
+        self.session.send((Kind.OPENED, self.number))
 
     def on_more(self, answer: NextAnswer, error: Exception | None) -> None:
         self._held.append(answer)
         if error is not None:
-            self.session.send((protocol.NEXT_FAILED, self.number, *protocol.packed_error(error)))
+            self.session.send((Kind.NEXT_FAILED, self.number, *packed_error(error)))
             return
         assert answer.answer is not None
-        self.session.send((protocol.NEXT, self.number, serialized(answer.answer)))
+        self.session.send((Kind.NEXT, self.number, serialized(answer.answer)))
 
     def end_of_answers(self) -> bytes:
         """The front makes what its caller gets."""

@@ -31,9 +31,8 @@ from paceline.server.codec.passing import passed_on_by
 from paceline.server.codec.wire_request import AnyRequest as AnyMessage
 from paceline.server.codec.wire_request import WireRequest, message_of
 from paceline.server.errors import ServerError, ServerStopping
-from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import LookUp, Model
-from paceline.server.fronts.protocol import Aborted
+from paceline.server.fronts.protocol import MAX_WHOLE_BYTES, WHAT_IS_FULL, Aborted, Kind, unpacked_error
 from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
 
 __all__ = ["RemoteInference", "Replies", "Reply"]
@@ -90,7 +89,7 @@ class Replies:
     # hot path
     def submit(self, flight: InFlight, *fields: Any) -> None:
         """Have the engine execute a decoded request, which `fields` describe."""
-        self._link.send((protocol.SUBMIT, self.expect(flight), *fields))
+        self._link.send((Kind.SUBMIT, self.expect(flight), *fields))
 
     # hot path
     def send_whole(self, flight: InFlight) -> None:
@@ -103,7 +102,7 @@ class Replies:
         """The caller of `request` has gone: the engine is told, and then its source."""
         number = cast("InFlight | Reply", request).number
         if self._waiting.pop(number, None) is not None:
-            self._link.send((protocol.CANCEL, number))
+            self._link.send((Kind.CANCEL, number))
         asyncio.get_running_loop().call_soon(notify, [request])
 
     # hot path
@@ -111,17 +110,17 @@ class Replies:
         """Handle a message that brings a reply. Returns the request whose source must be told; None if nobody waits, or
         the reply is yet to come."""
         kind, number = message[:2]
-        if kind == protocol.STALE:
+        if kind == Kind.STALE:
             # The model that it was decoded for is gone, and there may be another of its name.
             if isinstance(flight := self._waiting.get(number), InFlight):
                 self._send_whole(flight)
             return None
-        if kind >= protocol.OPENED:
+        if kind >= Kind.OPENED:
             if isinstance(flight := self._waiting.get(number), InFlight):
                 self._on_next(flight, kind, message[2:])
             return None
         request: AnyRequest | None = self._waiting.pop(number, None)
-        if kind == protocol.RESULT:
+        if kind == Kind.RESULT:
             # Even if nobody waits: only memory of what is unpacked is given back.
             outputs = self._link.unpack(message[2])
             if request is not None:
@@ -129,28 +128,28 @@ class Replies:
                     # Callers that don't read would take all of it, and everybody else's answers would wait for room.
                     outputs = tuple(one if one is MISSING else one.copy() for one in outputs)
                 request.succeed((outputs, message[3]))
-        elif kind == protocol.PACKED:
+        elif kind == Kind.PACKED:
             (data,) = self._link.unpack(message[2])
             if request is not None:
                 request.succeed(data.tobytes())
         elif request is None:
             pass
-        elif kind == protocol.ANSWER:
+        elif kind == Kind.ANSWER:
             request.succeed(message[2])
-        elif kind == protocol.FAILED:
-            request.fail(protocol.unpacked_error(*message[2:]))
-        elif kind == protocol.ABORTED:
+        elif kind == Kind.FAILED:
+            request.fail(unpacked_error(*message[2:]))
+        elif kind == Kind.ABORTED:
             request.fail(Aborted(grpc.StatusCode[message[2]], message[3]))
         return request
 
     def _on_next(self, flight: InFlight, kind: int, fields: Message) -> None:
         """A request may be answered more than once, or has an answer that isn't its last."""
-        if kind == protocol.OPENED:
+        if kind == Kind.OPENED:
             flight.on_open()
             return
         answer = _NextAnswer(self._link, flight)
-        if kind == protocol.NEXT_FAILED:
-            error = protocol.unpacked_error(*fields)
+        if kind == Kind.NEXT_FAILED:
+            error = unpacked_error(*fields)
             assert isinstance(error, Exception)
             flight.on_more(answer, error)
             return
@@ -165,7 +164,7 @@ class Replies:
         data = message.data if isinstance(message, WireRequest) else message_of(message).SerializeToString()
         headers = None if passed is NO_PASSED_HEADERS else tuple(passed)
         times = flight.arrived_ns, flight.deadline_ns
-        self._link.send((protocol.INFER, flight.number, *times, flight.parent, headers, flight.takes_more, data))
+        self._link.send((Kind.INFER, flight.number, *times, flight.parent, headers, flight.takes_more, data))
 
 
 class _NextAnswer:
@@ -177,7 +176,7 @@ class _NextAnswer:
         self.answer: AnyResponse | None = None
 
     def sent(self, size_bytes: int) -> None:
-        self._link.send((protocol.TAKEN, self._number, 1, size_bytes))
+        self._link.send((Kind.TAKEN, self._number, 1, size_bytes))
 
 
 class RemoteInference:
@@ -206,7 +205,7 @@ class RemoteInference:
         """Check a request and have the engine execute it. Raises QueueFull; anything else that may be wrong is for the
         engine to report."""
         request, deadline_ns = flight.message, flight.deadline_ns
-        model = flight.model = self._models.find(request.model_name, request.model_version)
+        model = flight.model = self._models.models.get((request.model_name, request.model_version))
         if model is None or _is_better_sent(request, model):
             self._replies.send_whole(flight)
             return
@@ -226,12 +225,12 @@ class RemoteInference:
         # The codec has no regions, so none of them is in clients' shared memory.
         parcel = self._link.pack(cast("Tensors", read.inputs[0]))
         if parcel is None:
-            self._link.send((protocol.REFUSED, model.handle))
-            raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+            self._link.send((Kind.REFUSED, model.info.handle))
+            raise QueueFull(self._link.size_bytes, WHAT_IS_FULL)
         flight.options = options
         self._replies.submit(
             flight,
-            model.handle,
+            model.info.handle,
             request.id,
             flight.arrived_ns,
             deadline_ns,
@@ -242,7 +241,7 @@ class RemoteInference:
             options.outputs,
             None if parameters is NO_PARAMETERS else _parameter_values(parameters),
             parcel,
-            tuple(passed_on_by(request, flight.passed)) if model.remote else None,
+            tuple(passed_on_by(request, flight.passed)) if model.info.remote else None,
         )
 
     # hot path: see bench/
@@ -288,7 +287,7 @@ class RemoteInference:
 # hot path
 def _is_better_sent(request: AnyMessage, model: Model) -> bool:
     """Whether the engine does better with it unchanged. Not where answers are large: those are better made here."""
-    return type(request) is WireRequest and len(request.data) <= protocol.MAX_WHOLE_BYTES and not model.answers_large
+    return type(request) is WireRequest and len(request.data) <= MAX_WHOLE_BYTES and not model.answers_large
 
 
 def _is_small(result: _Reply) -> bool:
@@ -301,7 +300,7 @@ def _answer(flight: InFlight, result: _Reply) -> AnyResponse:
     if isinstance(result, bytes):
         if not result and flight.takes_more:
             return flight.end_of_answers()
-        if len(result) > protocol.MAX_WHOLE_BYTES and flight.model is not None:
+        if len(result) > MAX_WHOLE_BYTES and flight.model is not None:
             flight.model.answers_large = True
         return flight.envelope.around(result) if flight.envelope is not None else result
     outputs, facts = result
@@ -312,5 +311,5 @@ def _answer(flight: InFlight, result: _Reply) -> AnyResponse:
     if isinstance(answer, Exception):
         raise answer
     if isinstance(answer, pb.ModelInferResponse) and facts is not None:
-        add_batch_facts(answer, model.batch_id_prefix, facts)
+        add_batch_facts(answer, model.info.batch_id_prefix, facts)
     return answer

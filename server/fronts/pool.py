@@ -27,9 +27,9 @@ from paceline.server.addresses import host_and_port, resolve
 from paceline.server.codec.wire_request import RequestReader
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
-from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import Handles
 from paceline.server.fronts.process import Greeting
+from paceline.server.fronts.protocol import Kind
 from paceline.server.fronts.session import FrontSession, Handlers
 from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.requests.inference import Inference
@@ -93,7 +93,7 @@ class FrontPool:
         self._port_holder: socket.socket | None = None
         self.ending = asyncio.Event()
         self._ready, self._live = False, True
-        self._catalogue: Message = (protocol.CATALOGUE, b"")
+        self._catalogue: Message = (Kind.CATALOGUE, b"")
         self.restarts = 0
         self._usage_before = Usage()
 
@@ -152,11 +152,11 @@ class FrontPool:
 
     def leave(self) -> None:
         """In all fronts, once hardly any call arrives: listen no more and have clients go; calls in progress go on."""
-        self._send_to_all((protocol.LEAVE,))
+        self._send_to_all((Kind.LEAVE,))
 
     def tell_log_settings(self) -> None:
         """Have all fronts log as this process does now."""
-        self._send_to_all((protocol.LOG, pickle.dumps(log.current())))
+        self._send_to_all((Kind.LOG, pickle.dumps(log.current())))
 
     async def stop(self, grace_s: float) -> None:
         """Let the fronts answer what they have, for `grace_s`, and end."""
@@ -169,7 +169,7 @@ class FrontPool:
                 asyncio.gather(*(session.until_quiet() for session in self.sessions)), max(grace_s, 0.05)
             )
         left_s = max(until_s - time.monotonic(), _MIN_END_GRACE_S)
-        self._send_to_all((protocol.END, left_s))
+        self._send_to_all((Kind.END, left_s))
         await asyncio.gather(*(front.stop(left_s + _KILL_AFTER_S) for front in self._fronts))
         if self._port_holder is not None:
             self._port_holder.close()
@@ -177,7 +177,7 @@ class FrontPool:
     @property
     def _state(self) -> Message:
         """What fronts are told about the server as a whole."""
-        return protocol.STATE, self._inference.serving, self._ready and not self.stopping, self.stopping, self._live
+        return Kind.STATE, self._inference.serving, self._ready and not self.stopping, self.stopping, self._live
 
     @property
     def port(self) -> int:
@@ -196,7 +196,7 @@ class FrontPool:
         session = FrontSession(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
         session.start()
         greeting = Greeting(self._settings, self.port, log.current(), self._inference.reads_parents)
-        for message in ((protocol.HELLO, pickle.dumps(greeting)), self._catalogue, self._state):
+        for message in ((Kind.HELLO, pickle.dumps(greeting)), self._catalogue, self._state):
             session.send(message)
         return session
 
@@ -222,7 +222,7 @@ class FrontPool:
         self._send_to_all(self._catalogue)
 
     def _update_catalogue(self) -> None:
-        self._catalogue = protocol.CATALOGUE, pickle.dumps(self._handles.update(self._repository.served))
+        self._catalogue = Kind.CATALOGUE, pickle.dumps(self._handles.update(self._repository.served))
 
     def _send_to_all(self, message: Message) -> None:
         for session in self.sessions:
@@ -240,8 +240,8 @@ FRONT_METRICS: Sequence[Family[FrontPool]] = (
         lambda pool: sum(session.requests for session in pool.sessions)),
     Family("paceline_frontend_memory_bytes", "gauge",
         "Shared memory, in bytes, that holds tensors in transit, by direction",
-        lambda pool: [("", {"direction": "in"}, sum(session.seen_bytes for session in pool.sessions)),
-                      ("", {"direction": "out"}, sum(session.used_bytes for session in pool.sessions))]),
+        lambda pool: [("", {"direction": "in"}, sum(session.link.seen_bytes for session in pool.sessions)),
+                      ("", {"direction": "out"}, sum(session.link.used_bytes for session in pool.sessions))]),
 )  # fmt: skip
 
 

@@ -1,9 +1,8 @@
 """A front: the process that speaks gRPC and hands requests to the engine.
 
 Lives here: its main function, doing what the engine says, and handing on all RPCs that need a model but inference. Must
-not: anything that needs a model itself. It follows the
-engine in everything: the signals that a supervisor sends to a whole group of processes are ignored, and when the
-connection to the engine ends, for whatever reason, the front ends.
+not: anything that needs a model itself. It follows the engine in everything: the signals that a supervisor sends to a
+whole group of processes are ignored, and when the connection to the engine ends, for whatever reason, the front ends.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import QueueFull
 from paceline.server.config import Settings
 from paceline.server.errors import STATUS_OF, StartError
-from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import LookUp
 from paceline.server.fronts.inference import RemoteInference, Replies, Reply
+from paceline.server.fronts.protocol import Aborted, Kind
 from paceline.server.requests.quiet import until_quiet
-from paceline.server.rpc.calls import Context, header_rules
+from paceline.server.rpc.calls import Context, HeaderRules
 from paceline.server.rpc.gate import Registry
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
 from paceline.server.rpc.listener import Listener
@@ -92,7 +91,7 @@ class _Front:
         done = []
         try:
             for message in messages:
-                if message[0] not in _REPLIES:
+                if message[0] < Kind.RESULT:
                     self._obey(*message)
                 elif (reply := self._replies.on_message(message)) is not None:
                     done.append(reply)
@@ -100,27 +99,27 @@ class _Front:
             notify(done)
 
     def _obey(self, kind: int, *fields: Any) -> None:
-        if kind == protocol.HELLO:
+        if kind == Kind.HELLO:
             self._start(pickle.loads(fields[0]))
-        elif kind == protocol.CATALOGUE:
+        elif kind == Kind.CATALOGUE:
             self._models.update(pickle.loads(fields[0]))
-        elif kind == protocol.STATE:
+        elif kind == Kind.STATE:
             self._set_state(*fields)
-        elif kind == protocol.LOG:
+        elif kind == Kind.LOG:
             log.apply(pickle.loads(fields[0]))
             _log.debug("a frontend has applied the new log settings")
-        elif kind == protocol.LEAVE:
+        elif kind == Kind.LEAVE:
             self._leaving = self._begin(self._leave())
-        elif kind == protocol.END:
+        elif kind == Kind.END:
             self._begin(self._end(*fields))
 
     def _start(self, greeting: Greeting) -> None:
         log.apply(greeting.log)
         settings = greeting.settings
         self._inference.reads_parents = greeting.reads_parents
-        forwarding, passing = header_rules(settings)
-        unary = UnaryInference(self._inference, forwarding, passing)
-        streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
+        rules = HeaderRules.of(settings)
+        unary = UnaryInference(self._inference, rules)
+        streaming = Streaming(self._inference, settings.grpc_max_stream_requests, rules)
         add_services = partial(self._add_services, unary, streaming, settings.limits.request_elements)
         self._listener = Listener(settings, add_services, streaming.close, shares_port=True)
         self._listening = self._begin(self._listen(greeting.port))
@@ -138,14 +137,14 @@ class _Front:
 
     async def _listen(self, port: int) -> None:
         try:
-            self._link.send((protocol.LISTENS, await self._listener.open(port), ""))
+            self._link.send((Kind.LISTENS, await self._listener.open(port), ""))
         except StartError as error:
-            self._link.send((protocol.LISTENS, 0, str(error)))
+            self._link.send((Kind.LISTENS, 0, str(error)))
 
     async def _tell_usage(self) -> None:
         """Report usage regularly, for the metrics and so that the engine hears from this process."""
         while True:
-            self._link.send((protocol.USAGE, *self._listener.usage))
+            self._link.send((Kind.USAGE, *self._listener.usage))
             await asyncio.sleep(_TELL_EVERY_S)
 
     def _set_state(self, serving: bool, ready: bool, stops: bool, live: bool) -> None:
@@ -177,21 +176,6 @@ class _Front:
             exit_now(1)  # the engine starts another, or doesn't start at all
 
 
-_REPLIES = frozenset(
-    (
-        protocol.RESULT,
-        protocol.STALE,
-        protocol.FAILED,
-        protocol.ANSWER,
-        protocol.PACKED,
-        protocol.ABORTED,
-        protocol.OPENED,
-        protocol.NEXT,
-        protocol.NEXT_FAILED,
-    )
-)
-
-
 def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Context], Any]:
     """A unary handler from bytes to bytes, whose answers the engine gives: that of all RPCs but inference, health and
     reflection, whatever their messages."""
@@ -199,7 +183,7 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
     async def call(data: bytes, context: Context) -> bytes:
         try:
             return await answer(data, context)
-        except protocol.Aborted as aborted:
+        except Aborted as aborted:
             refusal = context.abort(aborted.code, aborted.text)
         # As in `server.rpc.answering`: what this raises keeps this frame alive.
         del data, context
@@ -210,12 +194,12 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
         try:
             replies.refuse_if_full()
         except QueueFull as error:
-            raise protocol.Aborted(STATUS_OF[QueueFull], str(error)) from None
+            raise Aborted(STATUS_OF[QueueFull], str(error)) from None
         remaining_s = context.time_remaining()
         deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
         headers = tuple((key, value) for key, value in context.invocation_metadata())
         reply = Reply(None, 0, None)
-        link.send((protocol.CALL, replies.expect(reply), rpc, deadline_ns, headers, data))
+        link.send((Kind.CALL, replies.expect(reply), rpc, deadline_ns, headers, data))
         try:
             answered = await reply
         finally:

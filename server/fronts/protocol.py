@@ -18,65 +18,41 @@ from paceline.backends.transport.link import FIRST_KIND
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.server.errors import STATUS_OF, InternalError, StepFailed, error_text, status_of
 
-__all__ = [
-    "ABORTED",
-    "ANSWER",
-    "CALL",
-    "CANCEL",
-    "CATALOGUE",
-    "END",
-    "FAILED",
-    "HELLO",
-    "INFER",
-    "LEAVE",
-    "LISTENS",
-    "LOG",
-    "MAX_WHOLE_BYTES",
-    "NEXT",
-    "NEXT_FAILED",
-    "OPENED",
-    "PACKED",
-    "REFUSED",
-    "RESULT",
-    "STALE",
-    "STATE",
-    "SUBMIT",
-    "TAKEN",
-    "USAGE",
-    "WHAT_IS_FULL",
-    "Aborted",
-    "CallContext",
-    "packed_error",
-    "unpacked_error",
-]
+__all__ = ["MAX_WHOLE_BYTES", "WHAT_IS_FULL", "Aborted", "CallContext", "Kind", "packed_error", "unpacked_error"]
 
-# From the front.
-LISTENS = FIRST_KIND  # port, or 0 and why not
-SUBMIT = FIRST_KIND + 1  # id, as FrontSession._submit takes it
-INFER = FIRST_KIND + 2  # id, as FrontSession._infer takes it
-CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
-CANCEL = FIRST_KIND + 4  # id
-REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
-TAKEN = FIRST_KIND + 19  # id, how many more of the answers in NEXT have left, and their bytes
-USAGE = FIRST_KIND + 6  # calls and streams in progress, those refused by reason, how many connections may be
 
-# From the engine.
-HELLO = FIRST_KIND + 7  # pickled Greeting
-CATALOGUE = FIRST_KIND + 8  # pickled Catalogue
-STATE = FIRST_KIND + 9  # whether it serves, is ready, stops, is live
-RESULT = FIRST_KIND + 10  # id, parcel of outputs, facts; to SUBMIT
-STALE = FIRST_KIND + 11  # id; to SUBMIT, for a model that is gone
-FAILED = FIRST_KIND + 12  # id, and the `packed_error`; to SUBMIT and INFER
-ANSWER = FIRST_KIND + 13  # id, bytes of the response, empty if the last was in NEXT; to INFER and CALL
-PACKED = FIRST_KIND + 14  # id, parcel of the same; to INFER, where that is large
-ABORTED = FIRST_KIND + 15  # id, name of the status, text; to CALL
-END = FIRST_KIND + 16  # seconds of grace
-LOG = FIRST_KIND + 17  # pickled LogSettings
-LEAVE = FIRST_KIND + 18  # nothing: accept no more connections, and tell existing ones to go
-# What isn't the end of a request: all that follows.
-OPENED = FIRST_KIND + 20  # id; to INFER: it may be answered more than once
-NEXT = FIRST_KIND + 21  # id, bytes of a response that isn't the last; to INFER
-NEXT_FAILED = FIRST_KIND + 22  # id, and the `packed_error` in place of one; to INFER
+class Kind:
+    """The kinds of messages, each with its fields; plain numbers, as `marshal` takes no others."""
+
+    # From the front.
+    LISTENS = FIRST_KIND  # port, or 0 and why not
+    SUBMIT = FIRST_KIND + 1  # id, as FrontSession._submit takes it
+    INFER = FIRST_KIND + 2  # id, as FrontSession._infer takes it
+    CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
+    CANCEL = FIRST_KIND + 4  # id
+    REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
+    TAKEN = FIRST_KIND + 6  # id, how many more of the answers in NEXT have left, and their bytes
+    USAGE = FIRST_KIND + 7  # calls and streams in progress, those refused by reason, how many connections may be
+
+    # From the engine.
+    HELLO = FIRST_KIND + 8  # pickled Greeting
+    CATALOGUE = FIRST_KIND + 9  # pickled Catalogue
+    STATE = FIRST_KIND + 10  # whether it serves, is ready, stops, is live
+    LOG = FIRST_KIND + 11  # pickled LogSettings
+    LEAVE = FIRST_KIND + 12  # nothing: accept no more connections, and tell existing ones to go
+    END = FIRST_KIND + 13  # seconds of grace
+    # Replies, with all that follows.
+    RESULT = FIRST_KIND + 14  # id, parcel of outputs, facts; to SUBMIT
+    STALE = FIRST_KIND + 15  # id; to SUBMIT, for a model that is gone
+    FAILED = FIRST_KIND + 16  # id, and the `packed_error`; to SUBMIT and INFER
+    ANSWER = FIRST_KIND + 17  # id, bytes of the response, empty if the last was in NEXT; to INFER and CALL
+    PACKED = FIRST_KIND + 18  # id, parcel of the same; to INFER, where that is large
+    ABORTED = FIRST_KIND + 19  # id, name of the status, text; to CALL
+    # What isn't the end of a request, with all that follows.
+    OPENED = FIRST_KIND + 20  # id; to INFER: it may be answered more than once
+    NEXT = FIRST_KIND + 21  # id, bytes of a response that isn't the last; to INFER
+    NEXT_FAILED = FIRST_KIND + 22  # id, and the `packed_error` in place of one; to INFER
+
 
 MAX_WHOLE_BYTES = 2**13
 """Of requests and responses that go through the socket unchanged, where there is another way: the engine decodes and

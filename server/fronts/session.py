@@ -30,10 +30,9 @@ from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, Requ
 from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn
 from paceline.server.codec.wire_request import RequestReader, Unread
 from paceline.server.errors import AnswerTooLarge, value_or_error
-from paceline.server.fronts import protocol
 from paceline.server.fronts.catalogue import Handles
-from paceline.server.fronts.front_requests import Submitted, Whole
-from paceline.server.fronts.protocol import Aborted, CallContext
+from paceline.server.fronts.front_requests import FrontRequest, Whole
+from paceline.server.fronts.protocol import MAX_WHOLE_BYTES, WHAT_IS_FULL, Aborted, CallContext, Kind, packed_error
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inference import Inference, encode
@@ -68,7 +67,7 @@ class FrontSession:
         on_end: Callable[[], None],
         read: RequestReader,
     ) -> None:
-        self._link = link
+        self.link = link
         self._inference = inference
         self._handles = handles
         self._handlers = handlers
@@ -90,21 +89,11 @@ class FrontSession:
         """How many answers the front waits for."""
         return len(self._waited_for) + len(self._tasks) + len(self._results)
 
-    @property
-    def used_bytes(self) -> int:
-        """How much of the memory for results is taken."""
-        return self._link.used_bytes
-
-    @property
-    def seen_bytes(self) -> int:
-        """How much of the front's memory requests here still hold."""
-        return self._link.seen_bytes
-
     def start(self) -> None:
-        self._link.start(self._on_messages, self._on_gone, self._send_waiting)
+        self.link.start(self._on_messages, self._on_gone, self._send_waiting)
 
     def send(self, message: Message) -> None:
-        self._link.send(message)
+        self.link.send(message)
 
     async def until_quiet(self) -> None:
         """Wait until the front waits for nothing."""
@@ -114,7 +103,7 @@ class FrontSession:
 
     def close(self) -> None:
         """As if the front had gone, but without `on_end`."""
-        self._link.close()
+        self.link.close()
         self._take_back()
 
     def _on_gone(self) -> None:
@@ -133,27 +122,27 @@ class FrontSession:
     # hot path: see bench/
     def _on_messages(self, messages: list[Message]) -> None:
         for message in messages:
-            if message[0] == protocol.INFER:
+            if message[0] == Kind.INFER:
                 self._infer(*message[1:])
-            elif message[0] == protocol.SUBMIT:
+            elif message[0] == Kind.SUBMIT:
                 self._submit(*message[1:])
             else:
                 self._do(message)
 
     def _do(self, message: Message) -> None:
         kind, *fields = message
-        if kind == protocol.CANCEL:
+        if kind == Kind.CANCEL:
             self._cancel(*fields)
-        elif kind == protocol.CALL:
+        elif kind == Kind.CALL:
             self._run(fields[0], self._call(*fields))
-        elif kind == protocol.TAKEN:
+        elif kind == Kind.TAKEN:
             self._taken(*fields)
-        elif kind == protocol.REFUSED:
+        elif kind == Kind.REFUSED:
             self._refused(*fields)
-        elif kind == protocol.USAGE:
+        elif kind == Kind.USAGE:
             self.usage = Usage(*fields)
             self.reports += 1
-        elif kind == protocol.LISTENS:
+        elif kind == Kind.LISTENS:
             self._on_listens(*fields)
 
     # hot path
@@ -209,17 +198,17 @@ class FrontSession:
         if isinstance(data, Exception):
             return data
         whole.answer = data
-        if len(data) > self._link.size_bytes // 2:
-            return QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+        if len(data) > self.link.size_bytes // 2:
+            return QueueFull(self.link.size_bytes, WHAT_IS_FULL)
         return None
 
     # hot path
     def _send_answer(self, number: int, data: bytes) -> None:
         """Send an answer; large ones are sent as results are."""
-        if len(data) <= protocol.MAX_WHOLE_BYTES:
-            self._link.send((protocol.ANSWER, number, data))
+        if len(data) <= MAX_WHOLE_BYTES:
+            self.link.send((Kind.ANSWER, number, data))
             return
-        result = protocol.PACKED, number, [np.frombuffer(data, np.uint8)], None
+        result = Kind.PACKED, number, [np.frombuffer(data, np.uint8)], None
         if self._results or not self._try_send(*result):
             self._results.append(result)
 
@@ -240,15 +229,15 @@ class FrontSession:
         parcel: Parcel,
         passed_on_values: _Values | None,
     ) -> None:
-        inputs = self._link.unpack(parcel)
-        model = self._handles.model(handle)
+        inputs = self.link.unpack(parcel)
+        model = self._handles.models.get(handle)
         if model is None:
-            self._link.send((protocol.STALE, number))
+            self.link.send((Kind.STALE, number))
             return
         parameters = RequestParameters(*parameter_values) if parameter_values else NO_PARAMETERS
         group = Group.of_one(RequestOptions(rows, key, outputs, parameters, sizes=sizes), inputs)
         request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
-        submitted = Submitted(self, number, request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
+        submitted = FrontRequest(self, number, request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
         try:
             passed_on = PassedOn(*passed_on_values) if passed_on_values else NOTHING_PASSED_ON
             self._inference.take(submitted, model, group, self._on_results, passed_on)
@@ -258,7 +247,7 @@ class FrontSession:
         self._waited_for[number] = submitted
 
     # hot path
-    def _on_results(self, done: list[Submitted]) -> None:
+    def _on_results(self, done: list[FrontRequest]) -> None:
         """Requests have results, or errors instead."""
         wanted = [one for one in done if self._waited_for.pop(one.number, None) is not None]
         if len(wanted) < len(done):
@@ -269,11 +258,11 @@ class FrontSession:
         self._notify_if_quiet()
 
     # hot path
-    def _send_results(self, done: Sequence[Submitted]) -> Sequence[Exception | None]:
+    def _send_results(self, done: Sequence[FrontRequest]) -> Sequence[Exception | None]:
         return [value_or_error(self._send_result, submitted) for submitted in done]
 
     # hot path
-    def _send_result(self, submitted: Submitted) -> None:
+    def _send_result(self, submitted: FrontRequest) -> None:
         """Send what the request wants of its results, now or when there is room.
 
         Raises ExecutionError or AnswerTooLarge, as the codec would, for what no message can carry, and QueueFull for
@@ -285,9 +274,9 @@ class FrontSession:
         for index in options.outputs:
             outputs[index] = results[index]
         facts = submitted.facts if options.parameters.batch_info else None
-        result = protocol.RESULT, number, outputs, batch_facts_of(facts) if facts else None
+        result = Kind.RESULT, number, outputs, batch_facts_of(facts) if facts else None
         try:
-            if self._link.size_bytes > LARGEST_RESPONSE_BYTES < sum(map(tensor_bytes, outputs)):
+            if self.link.size_bytes > LARGEST_RESPONSE_BYTES < sum(map(tensor_bytes, outputs)):
                 raise AnswerTooLarge(submitted.model.name)  # as the front would, after it was counted
             if (not self._results or is_inline(outputs)) and self._try_send(*result):
                 return
@@ -295,15 +284,15 @@ class FrontSession:
             _check_sendable(submitted, outputs)
             raise ExecutionError(f"model '{submitted.model.name}': its outputs can't be sent: {error}") from None
         _check_sendable(submitted, outputs)
-        if sum(map(tensor_bytes, outputs)) > self._link.size_bytes // 2:
-            raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+        if sum(map(tensor_bytes, outputs)) > self.link.size_bytes // 2:
+            raise QueueFull(self.link.size_bytes, WHAT_IS_FULL)
         self._results.append(result)
 
     def _try_send(self, kind: int, number: int, outputs: list[Array], facts: Facts | None) -> bool:
-        parcel = self._link.pack(outputs)
+        parcel = self.link.pack(outputs)
         if parcel is None:
             return False
-        self._link.send((kind, number, parcel, facts))
+        self.link.send((kind, number, parcel, facts))
         return True
 
     def _send_waiting(self) -> None:
@@ -326,9 +315,9 @@ class FrontSession:
             whole.on_sent(answers, size_bytes)
 
     def _refused(self, handle: int) -> None:
-        if (model := self._handles.model(handle)) is not None:
+        if (model := self._handles.models.get(handle)) is not None:
             model.statistics.on_drop(Drop.FULL_BYTES)
-            model.statistics.on_failure(QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL), 0)
+            model.statistics.on_failure(QueueFull(self.link.size_bytes, WHAT_IS_FULL), 0)
 
     def _run(self, number: int, coroutine: Coroutine[object, None, None]) -> None:
         task = self._tasks[number] = asyncio.get_running_loop().create_task(coroutine)
@@ -345,21 +334,21 @@ class FrontSession:
         handler = self._handlers[rpc]
         try:
             response = await handler.unary_unary(handler.request_deserializer(data), CallContext(headers, deadline_ns))
-            self._link.send((protocol.ANSWER, number, handler.response_serializer(response)))
+            self.link.send((Kind.ANSWER, number, handler.response_serializer(response)))
         except Aborted as aborted:
-            self._link.send((protocol.ABORTED, number, aborted.code.name, aborted.text))
+            self.link.send((Kind.ABORTED, number, aborted.code.name, aborted.text))
         except Exception as error:  # noqa: BLE001 - the front's caller must get an answer
             self.fail(number, error)
 
     def fail(self, number: int, error: BaseException) -> None:
-        self._link.send((protocol.FAILED, number, *protocol.packed_error(error)))
+        self.link.send((Kind.FAILED, number, *packed_error(error)))
 
     def _notify_if_quiet(self) -> None:
         if not self.requests:
             self._quiet.set()
 
 
-def _check_sendable(submitted: Submitted, outputs: Sequence[Array]) -> None:
+def _check_sendable(submitted: FrontRequest, outputs: Sequence[Array]) -> None:
     """Raise ExecutionError, in the codec's words, for outputs that no message can carry."""
     model, options = submitted.model, submitted.options
     assert options is not None

@@ -15,10 +15,9 @@ import pytest
 
 from paceline.backends.transport.link import Link
 from paceline.backends.transport.parcel import Message
-from paceline.server.fronts import protocol
 from paceline.server.fronts.inference import Replies
 from paceline.server.fronts.process import forwarded
-from paceline.server.fronts.protocol import Aborted, CallContext
+from paceline.server.fronts.protocol import Aborted, CallContext, Kind
 
 _STATUS = grpc.StatusCode.NOT_FOUND
 
@@ -46,7 +45,7 @@ async def link() -> AsyncIterator[tuple[Link, Replies]]:
 
     def refuse(messages: list[Message]) -> None:
         for _, number, rpc, *_ in messages:
-            engine.send((protocol.ABORTED, number, _STATUS.name, f"no {rpc}"))
+            engine.send((Kind.ABORTED, number, _STATUS.name, f"no {rpc}"))
 
     def tell(messages: list[Message]) -> None:
         for message in messages:
