@@ -26,8 +26,8 @@ from paceline.scheduler.answering import notify
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.wire_request import AnyRequest, RequestReader
-from paceline.server.fronts.catalogue import Handles, LookUp
 from paceline.server.fronts.inference import RemoteInference, Replies
+from paceline.server.fronts.protocol import Handles, LookUp
 from paceline.server.fronts.session import FrontSession
 from paceline.server.models.layout import Layout
 from paceline.server.models.load_queue import LoadQueue

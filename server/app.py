@@ -43,7 +43,7 @@ from paceline.server.requests.inference import Inference
 from paceline.server.requests.model_calls import ModelCalls
 from paceline.server.rpc.calls import HeaderRules
 from paceline.server.rpc.gate import Handler
-from paceline.server.rpc.listener import Listener, check_access
+from paceline.server.rpc.listener import Listener, check_access, until_quiet
 from paceline.server.rpc.model_rpcs import ModelRpcs
 from paceline.server.rpc.remote_settings import RemoteSettings
 from paceline.server.rpc.service import InferenceService, RpcGroup
@@ -286,7 +286,8 @@ class Server:
         """Refuse what still arrives for a moment, then have clients go elsewhere; accepted requests go on. Fronts wait
         for that moment themselves: this process doesn't know what has reached them."""
         if self._settings.frontends == 1:
-            await self.inference.refuse_until_quiet()
+            self.inference.serving = self.inference.ready = False
+            await until_quiet(lambda: self.inference.refused)
         self._grpc.leave()
 
     def _fronts(self) -> FrontPool | None:

@@ -262,7 +262,7 @@ MUTANTS = (
     ),
     Mutant(
         "requests with other headers don't share a call to another server",
-        "server/codec/passing.py",
+        "server/codec/remote.py",
         "        return self.headers, self.extras\n",
         "        return self.extras\n",
         _PROXY,

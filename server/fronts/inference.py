@@ -27,13 +27,11 @@ from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.answers import Facts, add_batch_facts
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestParameters
-from paceline.server.codec.passing import passed_on_by
-from paceline.server.codec.wire_request import AnyRequest as AnyMessage
+from paceline.server.codec.remote import passed_on_by
 from paceline.server.codec.wire_request import WireRequest, message_of
 from paceline.server.errors import ServerError, ServerStopping
-from paceline.server.fronts.catalogue import LookUp, Model
-from paceline.server.fronts.protocol import MAX_WHOLE_BYTES, WHAT_IS_FULL, Aborted, Kind, unpacked_error
-from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
+from paceline.server.fronts.protocol import MAX_WHOLE_BYTES, WHAT_IS_FULL, Aborted, Kind, LookUp, unpacked_error
+from paceline.server.requests.in_flight import Failure, InFlight, answer_deadline_ns
 
 __all__ = ["RemoteInference", "Replies", "Reply"]
 
@@ -85,11 +83,6 @@ class Replies:
         self._waiting[request.number] = request
         request.batcher = self
         return request.number
-
-    # hot path
-    def submit(self, flight: InFlight, *fields: Any) -> None:
-        """Have the engine execute a decoded request, which `fields` describe."""
-        self._link.send((Kind.SUBMIT, self.expect(flight), *fields))
 
     # hot path
     def send_whole(self, flight: InFlight) -> None:
@@ -173,10 +166,12 @@ class _NextAnswer:
     def __init__(self, link: Link, flight: InFlight) -> None:
         self._link = link
         self._number = flight.number
+        self.message = flight.message
         self.answer: AnyResponse | None = None
+        self.failure: Failure | None = None
 
     def sent(self, size_bytes: int) -> None:
-        self._link.send((Kind.TAKEN, self._number, 1, size_bytes))
+        self._link.send((Kind.TAKEN, self._number, size_bytes))
 
 
 class RemoteInference:
@@ -206,7 +201,9 @@ class RemoteInference:
         engine to report."""
         request, deadline_ns = flight.message, flight.deadline_ns
         model = flight.model = self._models.models.get((request.model_name, request.model_version))
-        if model is None or _is_better_sent(request, model):
+        # The engine does better with it unchanged, but for large answers, which are better made here.
+        is_small = type(request) is WireRequest and len(request.data) <= MAX_WHOLE_BYTES
+        if model is None or (is_small and not model.answers_large):
             self._replies.send_whole(flight)
             return
         try:
@@ -228,8 +225,7 @@ class RemoteInference:
             self._link.send((Kind.REFUSED, model.info.handle))
             raise QueueFull(self._link.size_bytes, WHAT_IS_FULL)
         flight.options = options
-        self._replies.submit(
-            flight,
+        description = (
             model.info.handle,
             request.id,
             flight.arrived_ns,
@@ -243,6 +239,7 @@ class RemoteInference:
             parcel,
             tuple(passed_on_by(request, flight.passed)) if model.info.remote else None,
         )
+        self._link.send((Kind.SUBMIT, self._replies.expect(flight), *description))
 
     # hot path: see bench/
     def _on_done(self, flights: list[InFlight]) -> None:
@@ -250,7 +247,8 @@ class RemoteInference:
         for flight in flights:
             if flight.gone:
                 continue
-            if not flight.answered or _is_small(cast("_Reply", flight.value)):
+            reply = cast("_Reply", flight.value if flight.answered else b"")
+            if isinstance(reply, bytes) or sum(one.nbytes for one in reply[0]) <= _MAX_MADE_BYTES:
                 self.finish(flight)
             elif flight.model is not None:
                 flight.model.answers_large = True
@@ -282,16 +280,6 @@ class RemoteInference:
         """Raises ServerStopping while no requests are accepted."""
         if not self.serving:
             raise ServerStopping
-
-
-# hot path
-def _is_better_sent(request: AnyMessage, model: Model) -> bool:
-    """Whether the engine does better with it unchanged. Not where answers are large: those are better made here."""
-    return type(request) is WireRequest and len(request.data) <= MAX_WHOLE_BYTES and not model.answers_large
-
-
-def _is_small(result: _Reply) -> bool:
-    return isinstance(result, bytes) or sum(one.nbytes for one in result[0]) <= _MAX_MADE_BYTES
 
 
 # hot path: see bench/

@@ -27,9 +27,8 @@ from paceline.server.addresses import host_and_port, resolve
 from paceline.server.codec.wire_request import RequestReader
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
-from paceline.server.fronts.catalogue import Handles
 from paceline.server.fronts.process import Greeting
-from paceline.server.fronts.protocol import Kind
+from paceline.server.fronts.protocol import Handles, Kind
 from paceline.server.fronts.session import FrontSession, Handlers
 from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.requests.inference import Inference
@@ -197,7 +196,7 @@ class FrontPool:
         session.start()
         greeting = Greeting(self._settings, self.port, log.current(), self._inference.reads_parents)
         for message in ((Kind.HELLO, pickle.dumps(greeting)), self._catalogue, self._state):
-            session.send(message)
+            session.link.send(message)
         return session
 
     def _hold_port(self, port: int) -> None:
@@ -226,7 +225,7 @@ class FrontPool:
 
     def _send_to_all(self, message: Message) -> None:
         for session in self.sessions:
-            session.send(message)
+            session.link.send(message)
 
 
 # Memory: that which requests here hold, and that taken by results that fronts haven't released.

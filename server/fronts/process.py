@@ -26,14 +26,12 @@ from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import QueueFull
 from paceline.server.config import Settings
 from paceline.server.errors import STATUS_OF, StartError
-from paceline.server.fronts.catalogue import LookUp
 from paceline.server.fronts.inference import RemoteInference, Replies, Reply
-from paceline.server.fronts.protocol import Aborted, Kind
-from paceline.server.requests.quiet import until_quiet
+from paceline.server.fronts.protocol import Aborted, Kind, LookUp
 from paceline.server.rpc.calls import Context, HeaderRules
 from paceline.server.rpc.gate import Registry
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
-from paceline.server.rpc.listener import Listener
+from paceline.server.rpc.listener import Listener, until_quiet
 from paceline.server.rpc.streaming import Streaming
 from paceline.server.rpc.unary_inference import UnaryInference
 from paceline.server.telemetry import log

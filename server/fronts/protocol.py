@@ -1,24 +1,41 @@
-"""What fronts and the engine say to each other, and how errors and calls travel.
+"""What fronts and the engine say to each other, how errors and calls travel, and what fronts know about the models that
+the engine serves.
 
 Lives here: kinds of messages with their fields, in order; what stands in for gRPC's context where a front's RPC is
-handled. Must not: act on them, or know any RPC. `id` is the front's number for what it
-waits for. Deadlines are on the monotonic clock, which is the same for all processes of a machine.
+handled; the handles that the engine gives to models, the snapshot that is sent, and a front's look-up. Must not: act on
+messages, know any RPC, or decide what a name means or why it means nothing, which the repository does. `id` is the
+front's number for what it waits for. Deadlines are on the monotonic clock, which is the same for all processes of a
+machine. A front's look-up may be out of date: handles are never used twice, and the engine answers STALE to a request
+for one that is gone.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 
 from paceline.backends.errors import WITH_STATUS, UpstreamFailed
+from paceline.backends.spec import ModelSpec
 from paceline.backends.transport.link import FIRST_KIND
 from paceline.scheduler.errors import ExecutionFailed
+from paceline.server.codec.adapting_codec import codec_for
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.remote import OpenCodec
 from paceline.server.errors import STATUS_OF, InternalError, StepFailed, error_text, status_of
 
-__all__ = ["MAX_WHOLE_BYTES", "WHAT_IS_FULL", "Aborted", "CallContext", "Kind", "packed_error", "unpacked_error"]
+if TYPE_CHECKING:  # fronts do without it
+    from paceline.server.models.served_model import ServedModel
+
+__all__ = [
+    "MAX_WHOLE_BYTES", "WHAT_IS_FULL", "Aborted", "CallContext", "Catalogue", "Handles", "Kind", "LookUp", "Model",
+    "VersionInfo", "packed_error", "unpacked_error",
+]  # fmt: skip
 
 
 class Kind:
@@ -31,7 +48,7 @@ class Kind:
     CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
     CANCEL = FIRST_KIND + 4  # id
     REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
-    TAKEN = FIRST_KIND + 6  # id, how many more of the answers in NEXT have left, and their bytes
+    TAKEN = FIRST_KIND + 6  # id, bytes of the oldest answer in NEXT that hasn't left, and has now
     USAGE = FIRST_KIND + 7  # calls and streams in progress, those refused by reason, how many connections may be
 
     # From the engine.
@@ -120,3 +137,79 @@ class CallContext:
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         raise Aborted(code, details)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """One version of a model, with what its codec needs to know; if it is `remote`, another server executes it."""
+
+    handle: int
+    name: str
+    version: str
+    spec: ModelSpec
+    max_request_rows: int
+    batch_id_prefix: str
+    remote: bool = False
+
+
+Catalogue = Mapping[tuple[str, str], VersionInfo]
+"""All that is served, by each name and version that a request may have."""
+
+
+class Handles:
+    """The engine's side: models by handle."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._handles: dict[ServedModel, int] = {}
+        self.models: dict[int, ServedModel] = {}
+        """Those that still serve."""
+
+    def update(self, served: Mapping[tuple[str, str], ServedModel]) -> Catalogue:
+        """Give handles to new models, forget those that are gone, and make the snapshot."""
+        # Fronts know nothing about models that don't declare their tensors, about those with sequences, whose steps
+        # mustn't overtake each other, and about those whose answers are kept, as all of a request says whether two are
+        # equal: they pass requests for them on unchanged.
+        shown = {
+            name: model
+            for name, model in served.items()
+            if not isinstance(model.codec, OpenCodec)
+            and model.spec.sequence is None
+            and model.open_requests is None
+            and model.responses is None
+        }
+        models = dict.fromkeys(shown.values())
+        self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}
+        self.models = {handle: model for model, handle in self._handles.items()}
+        infos = {
+            one: VersionInfo(
+                handle, one.name, one.version, one.spec, one.max_request_rows, one.batch_id_prefix, one.remote
+            )
+            for one, handle in self._handles.items()
+        }
+        return {name: infos[model] for name, model in shown.items()}
+
+
+@dataclass(slots=True)
+class Model:
+    """What a front needs to accept a request for a model. `answers_large` once an answer was: from then on the front
+    makes them itself."""
+
+    info: VersionInfo
+    codec: ModelCodec
+    answers_large: bool = False
+
+
+class LookUp:
+    """The front's side: `models` by name and version, according to the latest catalogue."""
+
+    def __init__(self) -> None:
+        self.models: dict[tuple[str, str], Model] = {}
+
+    def update(self, catalogue: Catalogue) -> None:
+        known = {model.info.handle: model for model in self.models.values()}
+        self.models = {}
+        for name, info in catalogue.items():
+            if info.handle not in known:
+                known[info.handle] = Model(info, codec_for(info.name, info.version, info.spec, info.max_request_rows))
+            self.models[name] = known[info.handle]

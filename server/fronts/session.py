@@ -1,14 +1,14 @@
 """What one front asks for, done in the engine.
 
-Lives here: receiving its messages, and answering. Must not: processes, or steps of a request that a server of one
-process has too (`server.requests.inference`). When a front goes, what it was waiting for is given up.
+Lives here: receiving its messages, its requests, and answering them. Must not: processes, or steps of a request that a
+server of one process has too (`server.requests.inference`). When a front goes, what it was waiting for is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,20 @@ from paceline.server.codec.answers import Facts, batch_facts_of
 from paceline.server.codec.codec import tensor_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, RequestParameters
-from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn
+from paceline.server.codec.remote import NOTHING_PASSED_ON, PassedOn
 from paceline.server.codec.wire_request import RequestReader, Unread
 from paceline.server.errors import AnswerTooLarge, value_or_error
-from paceline.server.fronts.catalogue import Handles
-from paceline.server.fronts.front_requests import FrontRequest, Whole
-from paceline.server.fronts.protocol import MAX_WHOLE_BYTES, WHAT_IS_FULL, Aborted, CallContext, Kind, packed_error
+from paceline.server.fronts.protocol import (
+    MAX_WHOLE_BYTES,
+    WHAT_IS_FULL,
+    Aborted,
+    CallContext,
+    Handles,
+    Kind,
+    packed_error,
+)
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
-from paceline.server.requests.in_flight import InFlight
+from paceline.server.requests.in_flight import InFlight, NextAnswer
 from paceline.server.requests.inference import Inference, encode
 from paceline.server.rpc.gate import Usage
 from paceline.server.rpc.handlers import serialized
@@ -50,6 +56,54 @@ _Result = tuple[int, int, list[Array], Facts | None]
 """Kind of message, the front's number, what to pack, and the facts about a batch if the caller asked for them."""
 
 _NAMELESS = pb.ModelInferRequest()
+
+
+class FrontRequest(InFlight):
+    """A request of the front of `session`, which has numbered it, read it at `arrived_ns`, and decoded it; it makes the
+    answer."""
+
+    __slots__ = ("failed", "session")
+
+    session: FrontSession
+    failed: bool
+
+    def on_failure(self, error: BaseException) -> None:
+        self.failed = True
+        self.session.fail(self.number, error)
+
+
+class Whole(FrontRequest):
+    """One that the front has passed on as it came. If it `takes_more` answers than one, these go through the socket, in
+    front of the last: they are few at a time. `_held` are those that haven't left the front."""
+
+    __slots__ = ("_held", "takes_more")
+
+    takes_more: bool
+    _held: deque[NextAnswer]
+
+    # hot path
+    def on_done(self) -> None:
+        self.session.on_done(self)
+
+    def on_open(self) -> None:
+        self._held = deque()
+        self.session.link.send((Kind.OPENED, self.number))
+
+    def on_more(self, answer: NextAnswer, error: Exception | None) -> None:
+        self._held.append(answer)
+        if error is not None:
+            self.session.link.send((Kind.NEXT_FAILED, self.number, *packed_error(error)))
+            return
+        assert answer.answer is not None
+        self.session.link.send((Kind.NEXT, self.number, serialized(answer.answer)))
+
+    def end_of_answers(self) -> bytes:
+        """The front makes what its caller gets."""
+        return b""
+
+    def on_sent(self, size_bytes: int) -> None:
+        """The oldest answer, with so many bytes, has left the front."""
+        self._held.popleft().sent(size_bytes)
 
 
 class FrontSession:
@@ -92,9 +146,6 @@ class FrontSession:
     def start(self) -> None:
         self.link.start(self._on_messages, self._on_gone, self._send_waiting)
 
-    def send(self, message: Message) -> None:
-        self.link.send(message)
-
     async def until_quiet(self) -> None:
         """Wait until the front waits for nothing."""
         while self.requests:
@@ -134,9 +185,11 @@ class FrontSession:
         if kind == Kind.CANCEL:
             self._cancel(*fields)
         elif kind == Kind.CALL:
-            self._run(fields[0], self._call(*fields))
+            task = self._tasks[fields[0]] = asyncio.get_running_loop().create_task(self._call(*fields))
+            task.add_done_callback(lambda _: self._on_task(fields[0]))
         elif kind == Kind.TAKEN:
-            self._taken(*fields)
+            if isinstance(whole := self._waited_for.get(fields[0]), Whole):
+                whole.on_sent(fields[1])
         elif kind == Kind.REFUSED:
             self._refused(*fields)
         elif kind == Kind.USAGE:
@@ -161,16 +214,9 @@ class FrontSession:
         if isinstance(request, Unread):
             self.fail(number, request)
             return
-        whole = Whole(
-            self,
-            number,
-            request,
-            deadline_ns,
-            parent,
-            PassedHeaders(*headers) if headers else NO_PASSED_HEADERS,
-            began_ns,
-        )
-        whole.takes_more = takes_more
+        passed = PassedHeaders(*headers) if headers else NO_PASSED_HEADERS
+        whole = Whole(request, deadline_ns, parent, passed, began_ns)
+        whole.session, whole.number, whole.failed, whole.takes_more = self, number, False, takes_more
         self._waited_for[number] = whole
         self._inference.announce(whole)
 
@@ -190,17 +236,14 @@ class FrontSession:
 
     def _make_answers(self, wholes: Sequence[Whole]) -> Sequence[Exception | None]:
         """As `encode`; also QueueFull for an answer too large for any front."""
-        return [error or self._serialize(whole) for whole, error in zip(wholes, encode(wholes), strict=True)]
+        errors = encode(wholes)
+        return [error or value_or_error(self._serialize, one) for one, error in zip(wholes, errors, strict=True)]
 
-    def _serialize(self, whole: Whole) -> Exception | None:
+    def _serialize(self, whole: Whole) -> None:
         assert whole.answer is not None
-        data = value_or_error(serialized, whole.answer)
-        if isinstance(data, Exception):
-            return data
-        whole.answer = data
+        whole.answer = data = serialized(whole.answer)
         if len(data) > self.link.size_bytes // 2:
-            return QueueFull(self.link.size_bytes, WHAT_IS_FULL)
-        return None
+            raise QueueFull(self.link.size_bytes, WHAT_IS_FULL)
 
     # hot path
     def _send_answer(self, number: int, data: bytes) -> None:
@@ -237,7 +280,8 @@ class FrontSession:
         parameters = RequestParameters(*parameter_values) if parameter_values else NO_PARAMETERS
         group = Group.of_one(RequestOptions(rows, key, outputs, parameters, sizes=sizes), inputs)
         request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
-        submitted = FrontRequest(self, number, request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
+        submitted = FrontRequest(request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
+        submitted.session, submitted.number, submitted.failed = self, number, False
         try:
             passed_on = PassedOn(*passed_on_values) if passed_on_values else NOTHING_PASSED_ON
             self._inference.take(submitted, model, group, self._on_results, passed_on)
@@ -310,18 +354,10 @@ class FrontSession:
             task.cancel()
         self._notify_if_quiet()
 
-    def _taken(self, number: int, answers: int, size_bytes: int) -> None:
-        if isinstance(whole := self._waited_for.get(number), Whole):
-            whole.on_sent(answers, size_bytes)
-
     def _refused(self, handle: int) -> None:
         if (model := self._handles.models.get(handle)) is not None:
             model.statistics.on_drop(Drop.FULL_BYTES)
             model.statistics.on_failure(QueueFull(self.link.size_bytes, WHAT_IS_FULL), 0)
-
-    def _run(self, number: int, coroutine: Coroutine[object, None, None]) -> None:
-        task = self._tasks[number] = asyncio.get_running_loop().create_task(coroutine)
-        task.add_done_callback(lambda _: self._on_task(number))
 
     def _on_task(self, number: int) -> None:
         self._tasks.pop(number, None)

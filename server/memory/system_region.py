@@ -56,21 +56,15 @@ class SystemRegion(Region):
 
     @cached_property
     def mapped_at(self) -> int | None:
-        return None if self._mapping is None else np.frombuffer(self._mapping, np.uint8).ctypes.data + self._lead
-
-    @cached_property
-    def _mapping(self) -> mmap.mmap | None:
-        """A mapping of the range and, since mappings begin at a page boundary, of what precedes it in its page. None if
-        it can't be mapped."""
-        length, offset = self._lead + self.byte_size, self.offset - self._lead
+        # Mappings begin at a page boundary, so what precedes the range in its page is mapped, too.
+        lead = self.offset % mmap.ALLOCATIONGRANULARITY
         try:
-            return mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ, offset=offset)
+            self._mapping = mmap.mmap(
+                self._descriptor, lead + self.byte_size, prot=mmap.PROT_READ, offset=self.offset - lead
+            )
         except (OSError, ValueError):  # no room for it, or the object was truncated
             return None
-
-    @property
-    def _lead(self) -> int:
-        return self.offset % mmap.ALLOCATIONGRANULARITY
+        return np.frombuffer(self._mapping, np.uint8).ctypes.data + lead
 
     def check(self) -> None:
         """Raise InvalidRequest if the object has become smaller than what was registered."""

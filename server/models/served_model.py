@@ -35,7 +35,7 @@ from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.bounded_pool import BoundedPool
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
-from paceline.server.codec.open_codec import OpenCodec
+from paceline.server.codec.remote import OpenCodec
 from paceline.server.errors import STATE_STAYS
 from paceline.server.memory.reading import ExecuteInputs, over_shared_memory
 from paceline.server.memory.regions import Regions

@@ -33,7 +33,7 @@ from paceline.server.models.ensemble_config import Runnable
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
 from paceline.server.telemetry.tracing import Answered, RequestWatch
 
-__all__ = ["Call", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns", "failure_of"]
+__all__ = ["Call", "Failure", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns", "failure_of"]
 
 # A deadline on the wire doesn't include the travel time of request and answer, nor how long the request waited in front
 # of a server that reads no faster, and an answer sent at the last moment is computed for nobody. At ten times the load
@@ -62,7 +62,11 @@ def answer_deadline_ns(remaining_s: float, began_ns: int = 0) -> int:
     return (began_ns or time.monotonic_ns()) + int((remaining_s - way_back_s) * 1e9)
 
 
-def failure_of(error: BaseException, model: str, what: str) -> tuple[grpc.StatusCode, str]:
+Failure = tuple[grpc.StatusCode, str]
+"""What a caller is told of an error: a status, and a text."""
+
+
+def failure_of(error: BaseException, model: str, what: str) -> Failure:
     """The status and text that whoever has asked `model` ("": none in particular) is told of `error`. One that isn't in
     the table is logged, as a failure of `what`, with its traceback, and a lack of memory in a line."""
     status, text = status_of(error), error_text(error)
@@ -180,8 +184,11 @@ class InFlight(Request[Payload, Tensors]):
 
 
 class NextAnswer(Protocol):
-    """An answer that isn't the last one to its request: a `PartialAnswer`, or one from another process."""
+    """An answer that isn't the last one to its request: a `PartialAnswer`, or one from another process. `failure`: the
+    error in its place, for a stream to write."""
 
+    message: AnyRequest
+    failure: Failure | None
     answer: AnyResponse | None
 
     def sent(self, size_bytes: int) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, cast
@@ -28,8 +29,7 @@ from paceline.scheduler.request import OnAnswers
 from paceline.server.codec.answers import add_batch_facts, add_parameters, batch_facts_of
 from paceline.server.codec.codec import ModelCodec, memory_bytes
 from paceline.server.codec.known_requests import Group
-from paceline.server.codec.open_codec import OpenCodec
-from paceline.server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
+from paceline.server.codec.remote import NOTHING_PASSED_ON, OpenCodec, PassedOn, passed_on_by
 from paceline.server.errors import NotSupported, ServerStopping, as_value
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 from paceline.server.models.model_lookup import ModelLookup
@@ -39,7 +39,6 @@ from paceline.server.requests.in_flight import InFlight, answer_deadline_ns
 from paceline.server.requests.open_flight import PartialAnswer
 from paceline.server.requests.parts import Parts
 from paceline.server.requests.pipelines import PipelineRun, Pipelines
-from paceline.server.requests.quiet import until_quiet
 from paceline.server.requests.response_cache import ResponseCache
 from paceline.server.telemetry.log import debugging
 from paceline.server.telemetry.tracing import Answered, RequestWatch, Tracer
@@ -71,9 +70,10 @@ class Inference:
         self.reads_parents = self._spans is not None
         """Whether the `parent` of a request is used; if not, nobody needs to read it."""
         self.serving = self.ready = False
-        self._refused = 0
+        self.refused = 0
+        """Requests that arrived while it didn't serve, and calls that hadn't brought one."""
         self.pipelines = Pipelines(self.announce_to, self.give_up)
-        self._decoupled = Decoupled(self._on_done, self._on_end_of_answers, encode, self.pipelines)
+        self._decoupled = Decoupled(self._on_done, partial(self._on_done, answer=_end_answers), encode, self.pipelines)
         self._response_cache = ResponseCache(self._hand_over)
 
     # hot path: see bench/
@@ -100,8 +100,10 @@ class Inference:
         differ only in id, tensors and deadline. What is wrong with the first of a group ends that request alone."""
         if any(flight.ended for flight in flights):
             for flight in flights:
-                if flight.ended:
-                    self._count_withdrawn(flight)
+                if flight.ended:  # it was withdrawn before this
+                    if flight.model is not None:
+                        flight.model.statistics.on_drop(Drop.CANCELLED)
+                    self._refuse(flight, asyncio.CancelledError())
             flights = [flight for flight in flights if not flight.ended]
         if self._spans is not None or debugging.on:
             for flight in flights:
@@ -232,29 +234,19 @@ class Inference:
             flight.count_failure(error)
             raise
 
-    def _count_withdrawn(self, flight: InFlight) -> None:
-        """A request was withdrawn before it was started."""
-        if flight.model is not None:
-            flight.model.statistics.on_drop(Drop.CANCELLED)
-        self._refuse(flight, asyncio.CancelledError())
-
     # hot path: see bench/
-    def _on_done(self, flights: list[InFlight]) -> None:
+    def _on_done(self, flights: list[InFlight], answer: Answer | None = None) -> None:
         """Submitted requests have ended. Small answers are made now, all of a batch together; large ones follow one by
-        one, each when it can leave."""
+        one, each when it can leave. All are made by `answer`, if that is given."""
         wanted = [flight for flight in flights if not flight.gone]
         if len(wanted) < len(flights):
             for flight in flights:
                 if flight.gone:
                     flight.let_go()  # a pipeline's leads back to it
-        self.conclude([flight for flight in wanted if not flight.answered or _is_cheap(flight)], encode)
-        for flight in wanted:
-            flight.on_done()
-
-    def _on_end_of_answers(self, flights: list[InFlight]) -> None:
-        """Requests of decoupled models have ended after their last answers."""
-        wanted = [flight for flight in flights if not flight.gone]
-        self.conclude(wanted, _end_answers)
+        if answer is not None:
+            self.conclude(wanted, answer)
+        else:
+            self.conclude([flight for flight in wanted if not flight.answered or _is_cheap(flight)], encode)
         for flight in wanted:
             flight.on_done()
 
@@ -338,11 +330,6 @@ class Inference:
         if not self.serving:
             raise self._refusal(None)
 
-    async def refuse_until_quiet(self) -> None:
-        """Refuse requests from now on. Returns when hardly any arrive, after a second at most."""
-        self.serving = self.ready = False
-        await until_quiet(lambda: self._refused)
-
     def _look_up(self, flight: InFlight) -> ServedModel:
         """The model of a request for which `announce` found none. Raises the reason if there is none."""
         name, version = flight.message.model_name, flight.message.model_version
@@ -354,7 +341,7 @@ class Inference:
     def _refusal(self, model: ServedModel | None) -> ServerStopping:
         """The error that a request, or a call that hasn't brought one yet, gets once the server stops. Counts it, also
         for `model` if there is one."""
-        self._refused += 1
+        self.refused += 1
         error = ServerStopping()
         if model is not None:
             model.statistics.on_drop(Drop.CLOSED)

@@ -24,7 +24,7 @@ from paceline.server.codec.wire_request import step_in
 from paceline.server.errors import InvalidRequest, NotSupported
 from paceline.server.memory.region_tensors import RegionTensor
 from paceline.server.models.served_model import ServedModel
-from paceline.server.requests.in_flight import InFlight
+from paceline.server.requests.in_flight import Failure, InFlight
 
 __all__ = ["OpenFlight", "PartialAnswer"]
 
@@ -178,8 +178,8 @@ class PartialAnswer:
     that is in `outputs`."""
 
     __slots__ = (
-        "answer", "envelope", "flight", "message", "model", "opened", "options", "outputs", "takes_arrays", "targets",
-        "value",
+        "answer", "envelope", "failure", "flight", "message", "model", "opened", "options", "outputs", "takes_arrays",
+        "targets", "value",
     )  # fmt: skip
 
     def __init__(self, opened: OpenFlight, outputs: Tensors) -> None:
@@ -198,6 +198,7 @@ class PartialAnswer:
         self.envelope = flight.envelope_of_more
         self.takes_arrays = flight.takes_arrays
         self.answer: AnyResponse | None = None
+        self.failure: Failure | None = None
         self.outputs = ArrayAnswer()
 
     @property

@@ -18,7 +18,7 @@ from paceline.scheduler.answering import notify
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import AnyRequest, Request
-from paceline.server.codec.open_codec import joined
+from paceline.server.codec.remote import joined
 from paceline.server.models.ensemble_config import Runnable
 from paceline.server.requests.in_flight import Payload
 

@@ -17,7 +17,6 @@ from paceline.backends.base import Execution
 from paceline.backends.batching import check_outputs
 from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
-from paceline.protos.inference_pb2 import InferParameter
 from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NoAnswer, Outcome
 from paceline.server.codec.array_request import ArrayRequest, NamedArray
 from paceline.server.codec.parameters import of_those_there, passed_within
@@ -34,8 +33,6 @@ __all__ = ["PipelineRun", "Pipelines"]
 
 AnnounceTo = Callable[[ServedModel, InFlight], None]
 Done = Callable[[Outcome[Tensors]], None]
-
-_NO_PARAMETERS: Mapping[str, InferParameter] = {}
 
 
 class Pipelines:
@@ -87,22 +84,20 @@ class _Scope:
 
     def __init__(
         self,
+        plan: Plan,
         level: int,
         values: dict[str, Input | None],
-        pending: Sequence[PlannedStep],
         parent: _Scope | None = None,
         source: PartialAnswer | None = None,
-        *,
-        is_answered: bool = True,
     ) -> None:
         self.level = level
         self.values = values
-        self.pending = list(pending)
+        self.pending = [*plan.steps.get(level, ())]
         self.parent = parent
         self.source = source
         self.children: list[_Scope] = []
         self.executing = self.size_bytes = 0
-        self.is_answered = is_answered
+        self.is_answered = level not in plan.endings
         self.is_held = False
 
     def has(self, tensors: Set[str]) -> bool:
@@ -149,7 +144,7 @@ class PipelineRun:
         message, model = flight.message, flight.model
         assert flight.options is not None
         self._outputs = flight.options.outputs
-        self._parameters = passed_within(message.parameters) if message.parameters else _NO_PARAMETERS
+        self._parameters = passed_within(message.parameters)
         self._step = step_in(message)
         self.sequence: tuple[str, str, int | str] | None = None
         if self._step is not None and self._step.id and model.pipeline.has_sequences:
@@ -186,7 +181,7 @@ class PipelineRun:
         self._plan = flight.model.pipeline.plan(self._outputs)
         names = [tensor.name for tensor in flight.model.spec.inputs]
         given = {name: None if one is MISSING else one for name, one in zip(names, self.inputs, strict=True)}
-        self._root = self._scope(ROOT, given)
+        self._root = _Scope(self._plan, ROOT, given)
         self._advance(self._root)
 
     def call_off(self) -> None:
@@ -210,16 +205,6 @@ class PipelineRun:
             if (scope := self._leaving.popleft()) is not None:
                 scope.is_held = False
                 self._close(scope)
-
-    def _scope(
-        self,
-        level: int,
-        values: dict[str, Input | None],
-        parent: _Scope | None = None,
-        source: PartialAnswer | None = None,
-    ) -> _Scope:
-        steps = self._plan.steps.get(level, ())
-        return _Scope(level, values, steps, parent, source, is_answered=level not in self._plan.endings)
 
     def _advance(self, scope: _Scope) -> None:
         """Go on after tensors have come: start what can be started, and answer if that can be done."""
@@ -294,7 +279,7 @@ class PipelineRun:
     def _begin_scope(
         self, step: PlannedStep, scope: _Scope, outputs: Mapping[str, Array], source: PartialAnswer | None
     ) -> None:
-        begun = self._scope(step.number, {}, scope, source)
+        begun = _Scope(self._plan, step.number, {}, scope, source)
         begun.size_bytes = sum(array.nbytes for array in outputs.values())
         scope.children.append(begun)
         self._settle(begun, step, outputs)
@@ -395,7 +380,7 @@ class PipelineRun:
         return done
 
 
-_NOTHING = _Scope(ROOT, {}, ())
+_NOTHING = _Scope(Plan({}, {}), ROOT, {})
 
 
 def _with_rank(array: Input, rank: int, leads: bool) -> Input:

@@ -24,10 +24,10 @@ from paceline.server.codec.wire_request import AnyRequest, Unread
 from paceline.server.config import Settings
 from paceline.server.errors import InvalidRequest, ServerStopping
 from paceline.server.requests.in_flight import answer_deadline_ns, failure_of
-from paceline.server.requests.quiet import TRY_AGAIN_MS
 from paceline.server.rpc.credentials import HEADER_PREFIX
 
 __all__ = [
+    "TRY_AGAIN_MS",
     "Context",
     "HeaderRules",
     "add_headers",
@@ -43,6 +43,10 @@ bytes. A client that gets more than 8 KiB of headers drops the answer and report
 unless configured otherwise, drops one with 4 KiB and reports that the server isn't available."""
 _PLAIN = frozenset(range(0x20, 0x7F)) - {ord("%")}
 
+TRY_AGAIN_MS = 300
+"""How long a stopping server has clients wait that retry by gRPC's `retryPolicy`. With their own pauses they would use
+up their attempts, of which gRPC allows five, before the server has told their connection to go. This way they use up
+four at most."""
 _TRY_LATER = (("grpc-retry-pushback-ms", str(TRY_AGAIN_MS)),)
 
 GroupT = TypeVar("GroupT")

@@ -1,7 +1,8 @@
 """gRPC's server with what every listening process has: the port, room for connections, health and reflection.
 
-Lives here: opening it, setting its health, closing it; how many connections it has descriptors for, while models and
-others take some too. Must not: know what the inference service does, or what else needs descriptors.
+Lives here: opening it, setting its health, closing it once hardly any calls arrive; how many connections it has
+descriptors for, while models and others take some too. Must not: know what the inference service does, or what else
+needs descriptors.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from urllib.parse import unquote
@@ -27,7 +29,7 @@ from paceline.server.rpc.standard_services import INFERENCE_SERVICE, HealthServi
 from paceline.server.rpc.tls import Certificates
 from paceline.server.tuning import allowed_descriptors, free_descriptors, open_descriptors, reserved_descriptors
 
-__all__ = ["Listener", "check_access"]
+__all__ = ["Listener", "check_access", "until_quiet"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -38,6 +40,9 @@ _UNTIL_STOP_S = 1e6
 _COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
 _LOOK_EVERY_S = 1.0
+
+_QUIET_S = 0.05
+_LONGEST_S = 1.0
 
 
 def _open_tokens(settings: Settings) -> Tokens | None:
@@ -177,6 +182,25 @@ class Listener:
             task.cancel()
         if self._leaving is not None:
             await self._leaving
+
+
+async def until_quiet(arrivals: Callable[[], int]) -> None:
+    """Return when nothing has arrived for a moment, by the count that `arrivals` returns, or after a second.
+
+    gRPC's server cancels calls that cross with its GOAWAY, or that have arrived but aren't taken up when it stops: they
+    end with CANCELLED, through no fault of the caller, whose client doesn't try elsewhere. Callers that are refused
+    before that come back after `TRY_AGAIN_MS`, so it is quiet soon where callers wait for answers.
+
+    A pause that lasted much longer than it should proves nothing: what arrived meanwhile isn't counted yet.
+    """
+    until_s = time.monotonic() + _LONGEST_S
+    first = seen = arrivals()
+    quiet = 0
+    while quiet < (1 if seen == first else 2) and time.monotonic() < until_s:
+        before, began_s = seen, time.monotonic()
+        await asyncio.sleep(_QUIET_S)
+        seen = arrivals()
+        quiet = quiet + 1 if seen == before and time.monotonic() - began_s < 2 * _QUIET_S else 0
 
 
 class ConnectionRoom:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -187,16 +187,7 @@ def _reflection_v1() -> bytes:
     """The descriptor of `grpc.reflection.v1`: that of v1alpha under the other package name."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
-    file.name, file.package = "grpc/reflection/v1/reflection.proto", "grpc.reflection.v1"
-    for message in file.message_type:
-        for field in message.field:
-            if field.type_name:
-                field.type_name = _as_v1(field.type_name)
-    for service in file.service:
-        for method in service.method:
-            method.input_type, method.output_type = _as_v1(method.input_type), _as_v1(method.output_type)
+    text = text_format.MessageToString(file).replace(".v1alpha", ".v1")
+    file = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
+    file.name = "grpc/reflection/v1/reflection.proto"
     return file.SerializeToString()
-
-
-def _as_v1(type_name: str) -> str:
-    return type_name.replace(".v1alpha.", ".v1.")

@@ -23,7 +23,7 @@ from paceline.server.call_facts import PassedHeaders, TraceParent
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.parameters import CANCEL, EMPTY_FINAL, UNORDERED
 from paceline.server.codec.wire_request import AnyRequest, Unread, WireRequest, message_of
-from paceline.server.requests.in_flight import InferenceSteps, InFlight, NextAnswer
+from paceline.server.requests.in_flight import Failure, InferenceSteps, InFlight, NextAnswer
 from paceline.server.rpc.calls import (
     Context,
     HeaderRules,
@@ -46,8 +46,6 @@ _RPC = "ModelStreamInfer"
 
 _NO_REQUEST = pb.ModelInferRequest()
 """Stands for a request that can't be read."""
-
-Failure = tuple[grpc.StatusCode, str]
 
 _ENVELOPE = Envelope(
     bytes([pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2]),
@@ -120,8 +118,9 @@ class _Flight(InFlight):
         self.stream.leave_order(self)
 
     def on_more(self, answer: NextAnswer, error: Exception | None) -> None:
-        failure = None if error is None else status_and_text(error, self.message, _RPC)
-        self.stream.on_more(_More(answer, self.message, failure))
+        if error is not None:
+            answer.failure = status_and_text(error, self.message, _RPC)
+        self.stream.on_more(answer)
 
     def end_of_answers(self) -> bytes:
         request = self.message
@@ -131,18 +130,6 @@ class _Flight(InFlight):
             id=request.id, model_name=request.model_name, model_version=request.model_version
         )
         return _serialized(pb.ModelStreamInferResponse(infer_response=response), final=True)
-
-
-class _More:
-    """An answer that isn't the last to the request `message`."""
-
-    __slots__ = ("answer", "failure", "message", "next")
-
-    def __init__(self, next_answer: NextAnswer, message: AnyRequest, failure: Failure | None) -> None:
-        self.next = next_answer
-        self.answer = next_answer.answer
-        self.message = message
-        self.failure = failure
 
 
 class _Stream:
@@ -170,7 +157,7 @@ class _Stream:
         self._flights: set[_Flight] = set()
         # Those whose answers keep the order; the first of them isn't done.
         self._ordered: deque[_Flight] = deque()
-        self._ready: deque[_Flight | _More] = deque()
+        self._ready: deque[_Flight | NextAnswer] = deque()
         self._ended = self._closed = False
         # Why reading ended early.
         self._unreadable: Failure | None = None
@@ -289,7 +276,7 @@ class _Stream:
             flight.unordered = True
             self._release_ordered()
 
-    def on_more(self, answer: _More) -> None:
+    def on_more(self, answer: NextAnswer) -> None:
         """An answer is ready to leave that isn't the last to its request."""
         self._ready.append(answer)
         self._wake_writer()
@@ -308,10 +295,10 @@ class _Stream:
                         return
                 if answer:
                     await write(answer)
-                if type(flight) is _More:
-                    flight.next.sent(len(answer))
+                if isinstance(flight, _Flight):
+                    self._flights.remove(flight)
                 else:
-                    self._flights.remove(flight)  # type: ignore[arg-type]
+                    flight.sent(len(answer))
                 # Keep nothing of this answer while waiting for the next one.
                 del flight, answer
                 if self._reader is not None:
@@ -325,7 +312,7 @@ class _Stream:
         elif self._closed:
             self._end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
-    def _message(self, flight: _Flight | _More) -> bytes | None:
+    def _message(self, flight: _Flight | NextAnswer) -> bytes | None:
         """What to write for a request whose answer isn't made yet or isn't bytes; None if its failure ends the
         stream."""
         final = isinstance(flight, _Flight)

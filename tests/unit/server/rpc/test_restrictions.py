@@ -6,7 +6,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from paceline.protos import inference_pb2 as pb
-from paceline.server.rpc.credentials import GROUPS, Restriction, group_of, parse_restrictions
+from paceline.server.rpc.credentials import GROUP_OF, GROUPS, Restriction, parse_restrictions
 
 
 def test_every_rpc_is_in_exactly_one_group() -> None:
@@ -18,8 +18,8 @@ def test_every_rpc_is_in_exactly_one_group() -> None:
     # Older versions of grpcio-health-checking don't have that one.
     expected = sorted({*paths, "/grpc.health.v1.Health/List"})
     assert sorted(path for group in GROUPS.values() for path in group) == expected
-    assert group_of("/inference.GRPCInferenceService/ModelStreamInfer") == "inference"
-    assert group_of("/inference.GRPCInferenceService/Unheard") is None
+    assert GROUP_OF.get("/inference.GRPCInferenceService/ModelStreamInfer") == "inference"
+    assert GROUP_OF.get("/inference.GRPCInferenceService/Unheard") is None
 
 
 def test_parse_several_groups_and_several_values() -> None:

@@ -15,10 +15,10 @@ from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.models.repository import Repository
 from paceline.server.models.served_model import ServedModel
-from paceline.server.requests import quiet
 from paceline.server.requests.inference import Inference
-from paceline.server.requests.quiet import TRY_AGAIN_MS
-from paceline.server.rpc.calls import HeaderRules
+from paceline.server.rpc import listener
+from paceline.server.rpc.calls import TRY_AGAIN_MS, HeaderRules
+from paceline.server.rpc.listener import until_quiet
 from paceline.server.rpc.service import InferenceService
 from paceline.server.rpc.unary_inference import UnaryInference
 from paceline.server.telemetry.metrics import Metrics
@@ -108,22 +108,20 @@ async def test_server_that_is_not_ready_is_live(bench: Bench) -> None:
     assert (await bench.stub.ServerLive(pb.ServerLiveRequest())).live
 
 
-async def test_refuse_until_quiet_ends_soon_when_nobody_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quiet, "_LONGEST_S", 600)
-    await asyncio.wait_for(bench.inference.refuse_until_quiet(), 30)
-    assert not bench.inference.serving
+async def test_until_quiet_ends_soon_when_nobody_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_LONGEST_S", 600)
+    await asyncio.wait_for(until_quiet(lambda: bench.inference.refused), 30)
 
 
-async def test_refuse_until_quiet_refuses_calls_meanwhile(bench: Bench) -> None:
-    refusing = asyncio.create_task(bench.inference.refuse_until_quiet())
-    await asyncio.sleep(0)  # it has begun
+async def test_refused_calls_are_counted_as_arrivals(bench: Bench) -> None:
+    bench.inference.serving = False
     for _ in range(11):
         assert (await bench.outcome())[0] is Code.UNAVAILABLE
-    await refusing
+    assert bench.inference.refused == 11
 
 
 async def test_until_quiet_ends_even_if_calls_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quiet, "_LONGEST_S", 0.2)
+    monkeypatch.setattr(listener, "_LONGEST_S", 0.2)
     counted = itertools.count()
-    await asyncio.wait_for(quiet.until_quiet(lambda: next(counted)), 30)
+    await asyncio.wait_for(until_quiet(lambda: next(counted)), 30)
     assert next(counted) > 2

@@ -1,15 +1,17 @@
-"""The codec of models that don't declare their tensors, as on some other servers: each request describes its own.
+"""What is different for models of another server: what a request takes along, besides its tensors, and the codec of
+models that don't declare these, so that each request describes its own.
 
-Lives here: what can be checked of a request nonetheless, and what keeps requests apart. Must not: guess. The rule: if
-all tensors have the same number of rows, axis 0 is taken as the batch axis, unless the operator says otherwise
-(--upstream-unbatched); other requests travel alone.
+Lives here: which headers and parameters keep requests apart, and what can be checked of a request nonetheless. Must
+not: send anything, or guess. The rules: what is the same for a whole batch is part of its key; what may differ (traces)
+is sent only if all requests of a batch agree on it. If all tensors have the same number of rows, axis 0 is taken as the
+batch axis, unless the operator says otherwise (--upstream-unbatched); other requests travel alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -17,24 +19,74 @@ from paceline.backends.errors import ExecutionError
 from paceline.backends.remote_messages import OpenResult, OpenTensor
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from paceline.protos.datatypes import by_name
-from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from paceline.protos.tensors import TensorError, encode_contents, encode_raw
 from paceline.scheduler.errors import ExecutionFailed
 from paceline.server.bounded_cache import BoundedCache
+from paceline.server.call_facts import Headers, PassedHeaders
 from paceline.server.codec.answers import Answerable
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.known_requests import Group
-from paceline.server.codec.wire_request import AnyRequest, message_of
+from paceline.server.codec.parameters import is_reserved
+from paceline.server.codec.wire_request import AnyRequest, WireRequest, message_of
 from paceline.server.errors import InvalidRequest, value_or_error
 
-__all__ = ["OpenCodec", "joined"]
+__all__ = ["NOTHING_PASSED_ON", "OpenCodec", "PassedOn", "joined", "passed_on_by"]
 
+_OF_TENSORS_HERE = ("classification", "binary_data", "binary_data_size")
+"""Parameters of tensors that take effect here and aren't passed on, like those of shared memory."""
 _MAX_TENSORS = 1_024
 """The most inputs of a request, and the most outputs. A MB of them would keep the event loop busy for a second."""
 _LARGEST_LAYOUT_BYTES = 16_384
 """The largest layout that is remembered; callers choose names and the number of tensors."""
 _TENSOR_BYTES = 256
 """What a tensor takes in a layout, besides its name."""
+
+
+class PassedOn(NamedTuple):
+    """What travels besides tensors and id, as `RemoteRequest` has it."""
+
+    headers: Headers = ()
+    tracing: Headers = ()
+    extras: bytes = b""
+
+    @property
+    def key(self) -> Hashable:
+        """What requests must have in common to share a batch there."""
+        return self.headers, self.extras
+
+
+NOTHING_PASSED_ON = PassedOn()
+
+
+def passed_on_by(request: AnyRequest, passed: PassedHeaders) -> PassedOn:
+    """What `request` takes along; `passed` are the headers of its call."""
+    is_plain = isinstance(request, WireRequest) and request.form.plain
+    return PassedOn(passed.headers, passed.tracing, b"" if is_plain else _extras(message_of(request)))
+
+
+def _extras(request: ModelInferRequest) -> bytes:
+    """The parameters that mean nothing here, in the form of `RemoteRequest.extras`."""
+    extras = ModelInferRequest()
+    for key, parameter in request.parameters.items():
+        if not is_reserved(key):
+            extras.parameters[key].CopyFrom(parameter)
+    for one in request.inputs:
+        if own := _of_tensor(one.parameters):
+            extras.inputs.add(name=one.name, parameters=own)
+    for output in request.outputs:
+        if own := _of_tensor(output.parameters):
+            extras.outputs.add(name=output.name, parameters=own)
+    # Equal parameters have to be equal bytes.
+    return extras.SerializeToString(deterministic=True)
+
+
+def _of_tensor(parameters: Mapping[str, InferParameter]) -> dict[str, InferParameter]:
+    return {
+        key: parameter
+        for key, parameter in parameters.items()
+        if key not in _OF_TENSORS_HERE and not key.startswith("shared_memory_")
+    }
 
 
 class OpenCodec:
