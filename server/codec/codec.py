@@ -164,7 +164,7 @@ class ModelCodec:
         shapes = [tuple(tensor.shape) for tensor in request.inputs]
         rows = self._rows(request.inputs, shapes)
         spans = [*map(self._span_checked, request.inputs, shapes, order)]
-        inputs = self._arrays(request, shapes, order, spans) if given is None else self._given(given, order)
+        inputs = self._arrays(request, shapes, order, spans, given)
         if targets:
             self._memory.check_targets(targets, rows)
         # Without a batch axis nothing is merged, but execution times are learned for each key separately.
@@ -300,7 +300,9 @@ class ModelCodec:
         shapes: Sequence[tuple[int, ...]],
         order: Sequence[int],
         spans: Sequence[Span | None],
+        given: Sequence[NamedArray] | None,
     ) -> tuple[Input, ...]:
+        """The inputs in the spec's order: from within, in shared memory, in typed contents, or raw."""
         raw = request.raw_input_contents
         if raw and len(raw) != spans.count(None):
             mixed = next((f"input '{one.name}': {_BOTH}" for one in request.inputs if one.HasField("contents")), "")
@@ -311,11 +313,16 @@ class ModelCodec:
             )
         entries = iter(raw)
         arrays: list[Input] = [MISSING] * len(self._inputs)
-        for tensor, shape, index, span in zip(request.inputs, shapes, order, spans, strict=True):
+        for number, (tensor, shape, index, span) in enumerate(zip(request.inputs, shapes, order, spans, strict=True)):
             datatype = self._input_types[index]
             array: Input
             try:
-                if span is not None:
+                if given is not None:
+                    array = given[number][2]
+                    if array.dtype != datatype.dtype:
+                        what = f"expected an array of {datatype.dtype} for {datatype.name}, got {array.dtype}"
+                        raise TensorError(what)
+                elif span is not None:
                     array = self._memory.input(tensor, shape, index, span)
                 elif not raw:
                     if not tensor.HasField("contents") and element_count(shape):
@@ -329,21 +336,6 @@ class ModelCodec:
                     _check_utf8(array)
             except (TensorError, InvalidRequest) as error:
                 raise self._invalid(f"input '{tensor.name}': {error}") from None
-            arrays[index] = array
-        return tuple(arrays)
-
-    def _given(self, given: Sequence[NamedArray], order: Sequence[int]) -> tuple[Input, ...]:
-        """Arrays of a request from within, in the spec's order."""
-        arrays: list[Input] = [MISSING] * len(self._inputs)
-        for (name, datatype, array), index in zip(given, order, strict=True):
-            wanted = self._input_types[index].dtype
-            if array.dtype != wanted:
-                raise self._invalid(f"input '{name}': expected an array of {wanted} for {datatype}, got {array.dtype}")
-            if self._spec.inputs[index].utf8:
-                try:
-                    _check_utf8(array)
-                except TensorError as error:
-                    raise self._invalid(f"input '{name}': {error}") from None
             arrays[index] = array
         return tuple(arrays)
 
