@@ -27,8 +27,6 @@ from paceline.server.errors import InvalidRequest, ServerError
 from paceline.server.memory.region_tensors import Input, Inputs
 from paceline.server.memory.regions import Regions
 
-__all__ = ["AdaptingCodec", "codec_for", "to_client", "to_model"]
-
 Shape = tuple[int, ...]
 
 _NO_STEP = SequenceStep(0)

@@ -31,8 +31,6 @@ from paceline.server.memory.region_tensors import Span, set_shared_memory_parame
 if TYPE_CHECKING:
     from paceline.scheduler.request import BatchFacts
 
-__all__ = ["AnswerPlans", "Answerable", "Envelope", "Facts", "add_batch_facts", "add_parameters", "batch_facts_of"]
-
 _MAX_ID_LENGTHS = 64
 """The most lengths of ids for which a plan keeps some bytes each; callers choose ids."""
 

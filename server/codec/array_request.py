@@ -14,8 +14,6 @@ from paceline.backends.spec import Array
 from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest
 from paceline.scheduler.request import SequenceStep
 
-__all__ = ["ArrayAnswer", "ArrayRequest", "NamedArray"]
-
 NamedArray = tuple[str, str, Array]
 """Name, datatype and array of a tensor; one of texts has `bytes` as elements."""
 

@@ -18,8 +18,6 @@ from paceline.protos.model_config_pb2 import ModelConfig
 from paceline.server.errors import InvalidRequest
 from paceline.server.files import read_inside
 
-__all__ = ["Labels", "class_count", "classes_of", "read_labels"]
-
 Labels = Mapping[str, Sequence[bytes]]
 """For each output that has them, the name of each class, "" for none."""
 

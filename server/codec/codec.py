@@ -43,8 +43,6 @@ from paceline.server.memory.region_tensors import (
 )
 from paceline.server.memory.regions import Regions
 
-__all__ = ["AnyResponse", "ModelCodec", "memory_bytes", "tensor_bytes"]
-
 InputTensor = ModelInferRequest.InferInputTensor
 
 AnyResponse = ModelInferResponse | bytes

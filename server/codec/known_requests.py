@@ -30,8 +30,6 @@ from paceline.server.codec.wire_request import AnyRequest, WireRequest
 from paceline.server.memory.region_tensors import NOWHERE, REGION, Input, Inputs, Place, RegionTensor, Span
 from paceline.server.memory.regions import Region, Regions, all_intact
 
-__all__ = ["Group", "KnownRequests", "Targets"]
-
 Targets = Mapping[int, Span]
 """Which outputs belong in shared memory, by index, and where."""
 

@@ -19,21 +19,6 @@ from paceline.protos.wire import LONGEST_SEQUENCE_ID_BYTES, STEP_KEYS
 from paceline.scheduler.request import SequenceStep
 from paceline.server.errors import InvalidRequest, NotSupported
 
-__all__ = [
-    "CANCEL",
-    "EMPTY_FINAL",
-    "KNOWN",
-    "NO_PARAMETERS",
-    "UNORDERED",
-    "RequestOptions",
-    "RequestParameters",
-    "is_reserved",
-    "of_those_there",
-    "parse_parameters",
-    "passed_within",
-    "step_of",
-]
-
 UNORDERED = "paceline_unordered"
 """On a request of a stream: its answer need not wait for those before it."""
 CANCEL = "paceline_cancel"

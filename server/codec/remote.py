@@ -31,8 +31,6 @@ from paceline.server.codec.parameters import is_reserved
 from paceline.server.codec.wire_request import AnyRequest, WireRequest, message_of
 from paceline.server.errors import InvalidRequest, value_or_error
 
-__all__ = ["NOTHING_PASSED_ON", "OpenCodec", "PassedOn", "joined", "passed_on_by"]
-
 _OF_TENSORS_HERE = ("classification", "binary_data", "binary_data_size")
 """Parameters of tensors that take effect here and aren't passed on, like those of shared memory."""
 _MAX_TENSORS = 1_024

@@ -19,8 +19,6 @@ from paceline.server.errors import AnswerTooLarge, InvalidRequest
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.memory.region_tensors import ClientMemory, Write
 
-__all__ = ["ResponseMessages"]
-
 _BYTES = by_name("BYTES")
 _SURELY_BYTES = 2**27
 """Up to this many bytes of tensors always fit a response, whatever else is in it, and even if typed contents take ten

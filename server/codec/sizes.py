@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from paceline.backends.spec import ModelSpec
 from paceline.server.errors import InvalidRequest
 
-__all__ = ["Sizes"]
-
 Shape = tuple[int, ...]
 
 

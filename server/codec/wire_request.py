@@ -38,8 +38,6 @@ from paceline.server.codec.parameters import step_of
 from paceline.server.errors import InvalidRequest, MessageTooLarge, ServerError
 from paceline.server.limits import Limits
 
-__all__ = ["AnyRequest", "Form", "RequestReader", "Unread", "WireRequest", "message_of", "parsed", "step_in"]
-
 _LONGEST_SIGNATURE = 4_096
 _FORMS_OF_ONE_LENGTH = 8
 """Parameters are written in any order, another one in each process of clients, and steps have three."""

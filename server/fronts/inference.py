@@ -33,8 +33,6 @@ from paceline.server.errors import ServerError, ServerStopping
 from paceline.server.fronts.protocol import MAX_WHOLE_BYTES, WHAT_IS_FULL, Aborted, Kind, LookUp, unpacked_error
 from paceline.server.requests.in_flight import Failure, InFlight, answer_deadline_ns
 
-__all__ = ["RemoteInference", "Replies", "Reply"]
-
 _MAX_UNSENT_BYTES = 64 * 2**20
 """Messages that the engine doesn't take: it hangs, and new callers are better refused than kept waiting."""
 

@@ -36,8 +36,6 @@ from paceline.server.rpc.gate import Usage
 from paceline.server.telemetry import log
 from paceline.server.telemetry.metrics import Family
 
-__all__ = ["FRONT_METRICS", "FrontPool", "FrontProcess", "StartFront", "start_front"]
-
 _log = logging.getLogger("paceline.server.fronts")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0

@@ -38,8 +38,6 @@ from paceline.server.telemetry import log
 from paceline.server.telemetry.log_output import exit_now, take_stderr
 from paceline.server.tuning import SWITCH_INTERVAL_S, keep_freed_memory, new_loop
 
-__all__ = ["Greeting", "forwarded", "main"]
-
 _TELL_EVERY_S = 0.5
 
 _log = logging.getLogger("paceline.server.fronts")

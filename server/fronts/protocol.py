@@ -32,11 +32,6 @@ from paceline.server.errors import STATUS_OF, InternalError, StepFailed, error_t
 if TYPE_CHECKING:  # fronts do without it
     from paceline.server.models.served_model import ServedModel
 
-__all__ = [
-    "MAX_WHOLE_BYTES", "WHAT_IS_FULL", "Aborted", "CallContext", "Catalogue", "Handles", "Kind", "LookUp", "Model",
-    "VersionInfo", "packed_error", "unpacked_error",
-]  # fmt: skip
-
 
 class Kind:
     """The kinds of messages, each with its fields; plain numbers, as `marshal` takes no others."""

@@ -45,8 +45,6 @@ from paceline.server.requests.inference import Inference, encode
 from paceline.server.rpc.gate import Usage
 from paceline.server.rpc.handlers import serialized
 
-__all__ = ["FrontSession"]
-
 Handlers = Mapping[str, Any]
 """gRPC's handlers of the RPCs, by name."""
 

@@ -22,8 +22,6 @@ from paceline.backends.spec import Array
 from paceline.server.errors import GpuLost, InvalidRequest
 from paceline.server.memory.regions import Region
 
-__all__ = ["CudaRegion", "CudaRegions"]
-
 _log = logging.getLogger("paceline.server.shared_memory")
 
 _LOST = BROKEN | {4, 709, 999}

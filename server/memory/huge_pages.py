@@ -14,8 +14,6 @@ from pathlib import Path
 
 from paceline.server.tuning import KEPT_BYTES, SETTINGS
 
-__all__ = ["TUNABLES", "ask", "wanted"]
-
 TUNABLES = "GLIBC_TUNABLES"
 _MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MADVISE_MODE = "[madvise]"

@@ -37,20 +37,6 @@ from paceline.server.errors import GpuLost, InvalidRequest, as_value
 from paceline.server.memory.region_tensors import NOWHERE, Input, Inputs, RegionTensor, Span, TargetedInputs
 from paceline.server.memory.regions import Region, all_intact
 
-__all__ = [
-    "Execute",
-    "ExecuteInputs",
-    "ExecuteOpen",
-    "Room",
-    "SystemCall",
-    "copy_all",
-    "over_shared_memory",
-    "read_now",
-    "reading",
-    "reading_open",
-    "writing_outputs",
-]
-
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
 ExecuteOpen = Callable[[Sequence[OpenRequest]], Execution]

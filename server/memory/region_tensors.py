@@ -22,23 +22,6 @@ from paceline.protos.tensors import TensorError, decode_raw, element_count
 from paceline.server.errors import InvalidRequest, NotSupported, RegionNotFound
 from paceline.server.memory.regions import Region, Regions
 
-__all__ = [
-    "BYTE_SIZE",
-    "NOWHERE",
-    "OFFSET",
-    "REGION",
-    "ClientMemory",
-    "Input",
-    "Inputs",
-    "Place",
-    "RegionTensor",
-    "Span",
-    "TargetedInputs",
-    "Write",
-    "set_shared_memory_parameters",
-    "span_of",
-]
-
 REGION = "shared_memory_region"
 BYTE_SIZE = "shared_memory_byte_size"
 OFFSET = "shared_memory_offset"

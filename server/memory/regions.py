@@ -15,8 +15,6 @@ from paceline.server.bounded_cache import BoundedCache
 from paceline.server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
 from paceline.server.limits import LARGEST_MESSAGE_BYTES, Limits
 
-__all__ = ["Region", "Regions", "all_intact"]
-
 _MAX_LISTED = 5
 _MAX_NAME_BYTES = 1_024
 """So that a message of 4 MiB, the most that gRPC's clients take, can list as many regions as are allowed by default."""

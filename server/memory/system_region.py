@@ -26,8 +26,6 @@ from paceline.backends.spec import Array
 from paceline.server.errors import InvalidRequest
 from paceline.server.memory.regions import Region
 
-__all__ = ["RESERVED_PREFIX", "SystemRegion", "object_name", "open_system_region"]
-
 RESERVED_PREFIX = "triton_python_backend_shm_region_"
 _FOLDER = Path("/dev/shm")
 _UINT8 = np.dtype(np.uint8)

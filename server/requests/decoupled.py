@@ -33,8 +33,6 @@ from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.open_flight import OpenFlight, PartialAnswer
 from paceline.server.requests.pipelines import PipelineRun, Pipelines
 
-__all__ = ["Decoupled"]
-
 _MOST_AT_ONCE = 256
 """Answers made in one iteration of the event loop."""
 

@@ -33,8 +33,6 @@ from paceline.server.models.ensemble_config import Runnable
 from paceline.server.telemetry.model_statistics import FailureReason, reason_of
 from paceline.server.telemetry.tracing import Answered, RequestWatch
 
-__all__ = ["Call", "Failure", "InFlight", "InferenceSteps", "NextAnswer", "Payload", "answer_deadline_ns", "failure_of"]
-
 # A deadline on the wire doesn't include the travel time of request and answer, nor how long the request waited in front
 # of a server that reads no faster, and an answer sent at the last moment is computed for nobody. At ten times the load
 # a model can bear, with deadlines of 1 s for batches of 80 ms (python -m bench.overload), a share of at most 10 ms let

@@ -43,8 +43,6 @@ from paceline.server.requests.response_cache import ResponseCache
 from paceline.server.telemetry.log import debugging
 from paceline.server.telemetry.tracing import Answered, RequestWatch, Tracer
 
-__all__ = ["Inference", "encode"]
-
 _log = logging.getLogger("paceline.server.inference")
 
 _MESSAGE = attrgetter("message")

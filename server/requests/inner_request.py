@@ -26,8 +26,6 @@ from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import InFlight, NextAnswer
 from paceline.server.requests.open_flight import PartialAnswer
 
-__all__ = ["InnerRequest", "array_request"]
-
 _MOST_UNSIGNED = 2**64 - 1
 
 

@@ -30,8 +30,6 @@ from paceline.server.requests.inference import Inference
 from paceline.server.requests.inner_request import InnerRequest, array_request
 from paceline.server.requests.open_flight import OpenFlight, PartialAnswer
 
-__all__ = ["ModelCalls"]
-
 _log = logging.getLogger("paceline.server.calls")
 
 _PATIENCE_S = 10.0

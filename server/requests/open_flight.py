@@ -26,8 +26,6 @@ from paceline.server.memory.region_tensors import RegionTensor
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import Failure, InFlight
 
-__all__ = ["OpenFlight", "PartialAnswer"]
-
 _ANSWERS_AT_ONCE, _BYTES_AT_ONCE = 8, 2**16
 """As many answers, or bytes, have left before the model is told of it. It waits for that only while far more are on
 their way."""

@@ -22,8 +22,6 @@ from paceline.server.codec.remote import joined
 from paceline.server.models.ensemble_config import Runnable
 from paceline.server.requests.in_flight import Payload
 
-__all__ = ["Parts"]
-
 WholeRequest = Request[Payload, Tensors]
 
 _MANY = 2**31

@@ -29,8 +29,6 @@ from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inner_request import InnerRequest
 from paceline.server.requests.open_flight import OpenFlight, PartialAnswer
 
-__all__ = ["PipelineRun", "Pipelines"]
-
 AnnounceTo = Callable[[ServedModel, InFlight], None]
 Done = Callable[[Outcome[Tensors]], None]
 

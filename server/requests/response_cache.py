@@ -34,8 +34,6 @@ from paceline.server.memory.region_tensors import Inputs, RegionTensor
 from paceline.server.models.kept_responses import KeptResponses
 from paceline.server.requests.in_flight import InFlight, Payload
 
-__all__ = ["ResponseCache"]
-
 _READ_AT_ONCE_BYTES = 2**16
 """Up to this size, inputs are read and hashed on the event loop: 50 us, which is what a thread costs it. SHA-256 takes
 0.7 ns a byte where the CPU has instructions for it."""

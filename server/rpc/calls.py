@@ -26,17 +26,6 @@ from paceline.server.errors import InvalidRequest, ServerStopping
 from paceline.server.requests.in_flight import answer_deadline_ns, failure_of
 from paceline.server.rpc.credentials import HEADER_PREFIX
 
-__all__ = [
-    "TRY_AGAIN_MS",
-    "Context",
-    "HeaderRules",
-    "add_headers",
-    "answering",
-    "deadline_of",
-    "status_and_text",
-    "traceparent_of",
-]
-
 _MAX_TEXT_BYTES = 3_000
 """The most bytes of a status's message as encoded in a header, where '%' and anything but printable ASCII take three
 bytes. A client that gets more than 8 KiB of headers drops the answer and reports RESOURCE_EXHAUSTED instead; nginx,

@@ -23,8 +23,6 @@ from pathlib import Path
 from paceline.server.errors import StartError
 from paceline.server.files import WatchedFiles, check_file, why
 
-__all__ = ["GROUPS", "GROUP_OF", "HEADER_PREFIX", "Restriction", "Tokens", "line_of", "new_token", "parse_restrictions"]
-
 _log = logging.getLogger("paceline.server.tokens")
 
 _LINE = re.compile(r"([\w.@/-]+):([0-9a-fA-F]{64})", re.ASCII)

@@ -27,8 +27,6 @@ from google.protobuf.message import DecodeError
 from paceline.server.rpc.calls import Context, status_and_text
 from paceline.server.rpc.credentials import GROUP_OF, Restriction, Tokens
 
-__all__ = ["Admission", "Calls", "Ended", "Gate", "Handler", "Probes", "Refused", "Registry", "Usage"]
-
 _MAX_PROBES = 1_024
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[object, object]"

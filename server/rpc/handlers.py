@@ -17,8 +17,6 @@ from paceline.protos import inference_pb2 as pb
 from paceline.server.codec.wire_request import RequestReader, parsed
 from paceline.server.rpc.gate import Handler, Registry
 
-__all__ = ["METHODS", "add_handlers", "handler_of", "serialized"]
-
 _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 METHODS: Sequence[MethodDescriptor] = tuple(_SERVICE.methods)
 

@@ -29,8 +29,6 @@ from paceline.server.rpc.standard_services import INFERENCE_SERVICE, HealthServi
 from paceline.server.rpc.tls import Certificates
 from paceline.server.tuning import allowed_descriptors, free_descriptors, open_descriptors, reserved_descriptors
 
-__all__ = ["Listener", "check_access", "until_quiet"]
-
 _log = logging.getLogger("paceline.server")
 
 _UNTIL_STOP_S = 1e6

@@ -28,8 +28,6 @@ from paceline.server.models.repository import Repository
 from paceline.server.rpc.calls import Context, answering
 from paceline.server.telemetry.model_statistics import Total, VersionStatistics
 
-__all__ = ["ModelRpcs", "statistics_message"]
-
 _log = logging.getLogger("paceline.server.control")
 
 

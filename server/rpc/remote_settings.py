@@ -18,8 +18,6 @@ from paceline.server.telemetry import log
 from paceline.server.telemetry.log import LogSettings
 from paceline.server.telemetry.tracing import Tracer
 
-__all__ = ["RemoteSettings"]
-
 _log = logging.getLogger("paceline.server.settings")
 
 _FORMATS = ("default", "ISO8601", "json")

@@ -20,8 +20,6 @@ from paceline.server.rpc.calls import Context, answering
 from paceline.server.rpc.gate import Handler, Registry
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
 
-__all__ = ["InferenceService", "RpcGroup"]
-
 
 class RpcGroup(Protocol):
     """Some RPCs: coroutine methods named after them, taking `(request, context)`, each decorated with `answering`.

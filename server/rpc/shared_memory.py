@@ -18,8 +18,6 @@ from paceline.server.memory.regions import Region, Regions
 from paceline.server.memory.system_region import SystemRegion, open_system_region
 from paceline.server.rpc.calls import Context, answering
 
-__all__ = ["SharedMemory"]
-
 _log = logging.getLogger("paceline.server.shared_memory")
 
 _SystemStatus = pb.SystemSharedMemoryStatusResponse.RegionStatus

@@ -22,8 +22,6 @@ from paceline.protos import inference_pb2, model_config_pb2
 from paceline.server.rpc.calls import Context
 from paceline.server.rpc.gate import Registry
 
-__all__ = ["INFERENCE_SERVICE", "LIVENESS", "SERVICES", "HealthService", "Reflection"]
-
 INFERENCE_SERVICE = "inference.GRPCInferenceService"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 _REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")

@@ -34,8 +34,6 @@ from paceline.server.rpc.calls import (
     traceparent_of,
 )
 
-__all__ = ["FINAL", "STATUS", "Streaming"]
-
 FINAL = "triton_final_response"
 """Parameter of every answer: it is the last one to its request."""
 STATUS = "paceline_status"

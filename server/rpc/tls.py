@@ -22,8 +22,6 @@ import grpc
 from paceline.server.errors import StartError
 from paceline.server.files import WatchedFiles, check_file, why
 
-__all__ = ["Certificates", "TlsFiles"]
-
 _log = logging.getLogger("paceline.server.tls")
 
 _OUT_OF_DATE = frozenset({9, 10})

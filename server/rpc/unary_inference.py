@@ -13,8 +13,6 @@ from paceline.server.codec.wire_request import AnyRequest, message_of
 from paceline.server.requests.in_flight import Call, InferenceSteps
 from paceline.server.rpc.calls import Context, HeaderRules, add_headers, answering, traceparent_of
 
-__all__ = ["UnaryInference"]
-
 
 class UnaryInference:
     """The RPC."""
