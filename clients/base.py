@@ -1,8 +1,8 @@
-"""What the blocking and the asyncio client share: settings, the channel, the calls, and the arithmetic of waiting.
+"""What the blocking and the asyncio client share: settings, the channel, and the arithmetic of waiting.
 
-Lives here: the constructor, channel options, the one channel and its closing, per-call arguments; the calls as values
-(which method, what is sent, how the answer is read), so that the clients differ only in how they wait; the pauses of
-wait_ready. Must not live here: anything that waits, or reads a clock; callers pass `now_s`.
+Lives here: the constructor, channel options, the one channel and its closing, per-call arguments; the pauses of
+wait_ready; how methods that are written once (methods.py) wait for nothing in the blocking client. Must not live here:
+anything that waits, or reads a clock; callers pass `now_s`.
 """
 
 from __future__ import annotations
@@ -10,48 +10,37 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from functools import wraps
+from inspect import signature
 from itertools import count
 from numbers import Real
-from operator import attrgetter
 from types import EllipsisType, ModuleType
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, ParamSpec, TypeVar
 
 import grpc
-from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
-from paceline.clients import messages
-from paceline.clients.answers import Answers, enable_empty_final
 from paceline.clients.connection import Metadata, Tls, authorization, checked_metadata, checked_target
-from paceline.clients.errors import ClientClosed, DeadlineExceeded, InferenceError, ResponseError
-from paceline.clients.messages import checked_text, infer_result
+from paceline.clients.errors import ClientClosed, DeadlineExceeded, InferenceError
+from paceline.clients.messages import InferResult, checked_text
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import inference_pb2_grpc
-from paceline.protos.model_config_pb2 import ModelConfig
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
-    "REPOSITORY_INDEX",
-    "SERVER_LIVE",
-    "SERVER_METADATA",
-    "SERVER_READY",
-    "SERVER_READY_ONCE_CONNECTED",
     "BaseClient",
-    "Call",
     "ReadyWait",
     "Stubs",
     "Timeout",
-    "health_call",
-    "infer_call",
-    "model_config_call",
-    "model_metadata_call",
-    "model_ready_call",
-    "models_call",
-    "stream_infer_call",
+    "at_once",
+    "blocking",
+    "blocking_each",
+    "named",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Timeout = float | None | EllipsisType
@@ -80,104 +69,49 @@ _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
-    """One call to be made.
-
-    `method` is the RPC's name on the wire. `read` turns the response message into what the caller gets.
-    `wait_for_ready` is gRPC's: if True, the call waits for a connection as long as its timeout allows; if None, the
-    channel's service config decides, by default not to wait.
-    """
-
-    method: str
-    request: Message | Iterator[Message]
-    read: Callable[[Any], T]
-    wait_for_ready: bool | None = None
-
-
-_READY: Final[Callable[[Any], bool]] = attrgetter("ready")
-
-SERVER_LIVE: Final[Call[bool]] = Call("ServerLive", pb.ServerLiveRequest(), attrgetter("live"))
-SERVER_READY: Final = Call("ServerReady", pb.ServerReadyRequest(), _READY)
-SERVER_READY_ONCE_CONNECTED: Final = Call("ServerReady", pb.ServerReadyRequest(), _READY, wait_for_ready=True)
-SERVER_METADATA: Final = Call(
-    "ServerMetadata",
-    pb.ServerMetadataRequest(),
-    lambda response: messages.ServerMetadata(response.name, response.version, tuple(response.extensions)),
-)
-REPOSITORY_INDEX: Final = Call(
-    "RepositoryIndex",
-    pb.RepositoryIndexRequest(),
-    lambda response: tuple(
-        messages.IndexEntry(each.name, each.version, each.state, each.reason) for each in response.models
-    ),
-)
-
-
-def infer_call(request: pb.ModelInferRequest) -> Call[messages.InferResult]:
-    """ModelInfer, with a request made by `clients.messages.infer_request`."""
-    return Call("ModelInfer", request, infer_result)
-
-
-def stream_infer_call(request: pb.ModelInferRequest, answers: Answers) -> Call[pb.ModelInferResponse | None]:
-    """ModelStreamInfer for one request, after which nothing is sent; `read` is for each of the stream's messages."""
-    enable_empty_final(request)
-    return Call("ModelStreamInfer", iter((request,)), answers.read)
-
-
-def model_ready_call(model: str, version: str) -> Call[bool]:
-    """ModelReady: whether the model can take requests; with an empty version, the server chooses."""
-    request = pb.ModelReadyRequest(name=checked_text("model", model), version=checked_text("version", version))
-    return Call("ModelReady", request, _READY)
-
-
-def model_metadata_call(model: str, version: str) -> Call[messages.ModelMetadata]:
-    """ModelMetadata: the model's versions, platform, inputs and outputs."""
-    request = pb.ModelMetadataRequest(name=checked_text("model", model), version=checked_text("version", version))
-    return Call("ModelMetadata", request, _model_metadata)
-
-
-def _model_metadata(response: pb.ModelMetadataResponse) -> messages.ModelMetadata:
-    inputs, outputs = (
-        tuple(messages.TensorMetadata(each.name, each.datatype, tuple(each.shape)) for each in tensors)
-        for tensors in (response.inputs, response.outputs)
-    )
-    versions, properties = tuple(response.versions), dict(response.properties)
-    return messages.ModelMetadata(response.name, versions, response.platform, inputs, outputs, properties)
-
-
-def model_config_call(model: str, version: str) -> Call[ModelConfig]:
-    """ModelConfig: how the model is served, with nothing left open."""
-    request = pb.ModelConfigRequest(name=checked_text("model", model), version=checked_text("version", version))
-    return Call("ModelConfig", request, attrgetter("config"))
-
-
-def models_call(ready_only: bool) -> Call[tuple[messages.IndexEntry, ...]]:
-    """RepositoryIndex, by name and then by version: of versions that serve alone, if `ready_only`."""
-    return Call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready_only), _sorted_index)
-
-
-def _sorted_index(response: pb.RepositoryIndexResponse) -> tuple[messages.IndexEntry, ...]:
-    def by_number(entry: messages.IndexEntry) -> tuple[str, int, str]:
-        return entry.name, len(entry.version), entry.version
-
-    return tuple(sorted(REPOSITORY_INDEX.read(response), key=by_number))
-
-
-def health_call(service: str) -> Call[str]:
-    """Check of grpc.health.v1: the name of the status, such as SERVING; an empty service means the whole server."""
-    request = health_pb2.HealthCheckRequest(service=checked_text("service", service))
-    return Call("Check", request, _serving_status)
-
-
-def _serving_status(response: health_pb2.HealthCheckResponse) -> str:
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that has nothing to wait for. Raises RuntimeError if it has."""
     try:
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
-    except ValueError as error:
-        raise ResponseError(f"the health service answered with an unknown status: {response.status}") from error
+        coroutine.send(None)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    coroutine.close()
+    raise RuntimeError("expected a coroutine that has nothing to wait for")
 
 
-class BaseClient:
+def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """`method` for a client whose calls block: it is at its end when it first returns."""
+
+    @wraps(method)
+    def run(*args: P.args, **given: P.kwargs) -> T:
+        return at_once(method(*args, **given))
+
+    return run
+
+
+def blocking_each(method: Callable[P, AsyncGenerator[T, None]]) -> Callable[P, Generator[T, None, None]]:
+    """The same for a method that yields."""
+
+    @wraps(method)
+    def run(*args: P.args, **given: P.kwargs) -> Generator[T, None, None]:
+        each = method(*args, **given)
+        try:
+            while True:
+                try:
+                    one = at_once(anext(each))
+                except StopAsyncIteration:
+                    return
+                yield one
+        finally:
+            at_once(each.aclose())
+
+    what = signature(method)
+    run.__signature__ = what.replace(return_annotation=f"Generator[{what.return_annotation}, None]")  # type: ignore[attr-defined]
+    return run
+
+
+class BaseClient(ABC):
     """The settings and the one channel of both clients.
 
     `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`; the port of a mere host is
@@ -270,15 +204,52 @@ class BaseClient:
             channel, self._channel = self._channel, None
             return channel
 
-    def _start(self, call: Call[Any], timeout_s: Timeout, metadata: Metadata) -> Any:
+    @abstractmethod
+    async def _call(
+        self, method: str, request: object, timeout_s: Timeout, metadata: Metadata, wait_for_ready: bool | None = None
+    ) -> Any:
+        """The response to `request`, by the RPC's name on the wire. `wait_for_ready` is gRPC's: if True, the call waits
+        for a connection as long as its timeout allows; if None, the channel's service config decides, by default not to
+        wait. Raises InferenceError."""
+
+    @abstractmethod
+    async def _infer(
+        self, request: pb.ModelInferRequest, timeout_s: Timeout, metadata: Metadata, turn: Any
+    ) -> InferResult:
+        """The answer to `request`, of a step of a sequence in its turn. Raises InferenceError."""
+
+    @abstractmethod
+    def _answers(
+        self, request: pb.ModelInferRequest, timeout_s: Timeout, metadata: Metadata
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        """The answers to `request`, over a stream of its own. Raises InferenceError."""
+
+    @abstractmethod
+    async def _sleep(self, pause_s: float) -> None:
+        pass
+
+    async def _datatypes_of(
+        self, model: str, version: str, timeout_s: Timeout, metadata: Metadata
+    ) -> Mapping[str, str]:
+        """Of the model's inputs, by name."""
+        known = self._datatypes.get((model, version))
+        if known is None:
+            request = pb.ModelMetadataRequest(**named(model, version))
+            response = await self._call("ModelMetadata", request, timeout_s, metadata)
+            known = self._datatypes[model, version] = {tensor.name: tensor.datatype for tensor in response.inputs}
+        return known
+
+    def _start(
+        self, method: str, request: object, timeout_s: Timeout, metadata: Metadata, wait_for_ready: bool | None = None
+    ) -> Any:
         """Starts the call. With grpc, it returns the response; with grpc.aio, an awaitable for it."""
         bound_s = self._bound_s(timeout_s)
-        start = self._open()[call.method]
+        start = self._open()[method]
         pairs = (*self._metadata, *checked_metadata(metadata))
         # gRPC rounds timeouts up: with 0, a fast server might answer in time.
         bound_s = bound_s if bound_s is None or bound_s > 0 else bound_s - 1.0
         try:
-            return start(call.request, timeout=bound_s, metadata=pairs, wait_for_ready=call.wait_for_ready)
+            return start(request, timeout=bound_s, metadata=pairs, wait_for_ready=wait_for_ready)
         except ValueError as error:
             # The arguments were checked above, so another thread closed the channel after it was opened.
             if self._closed:
@@ -298,6 +269,11 @@ class BaseClient:
     def _bound_s(self, timeout_s: Timeout) -> float | None:
         """The timeout to give to gRPC, in seconds. Raises ValueError and TypeError."""
         return self._timeout_s if isinstance(timeout_s, EllipsisType) else _bounded_s(timeout_s)
+
+
+def named(model: str, version: str) -> dict[str, str]:
+    """A model in the messages that ask about it. Raises ValueError and TypeError."""
+    return {"name": checked_text("model", model), "version": checked_text("version", version)}
 
 
 def _bounded_s(timeout_s: float | None) -> float | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -21,11 +22,11 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
-from paceline.clients.base import Timeout
+from paceline.clients.base import Timeout, blocking
 from paceline.clients.errors import SequenceLost, no_answer
-from paceline.clients.messages import InferResult, Inputs, Parameters, ParameterValue, checked_text
+from paceline.clients.messages import InferResult, Inputs, Parameters, checked_text
 
 __all__ = ["SEQUENCE_ID", "AsyncInferenceSequence", "InferenceSequence", "SequenceId"]
 
@@ -52,33 +53,81 @@ def _checked_id(sequence_id: SequenceId) -> SequenceId:
     return sequence_id
 
 
-class _Sequence:
-    """Which step is the first, and whether the last has been sent."""
+class _Sequence(ABC):
+    """Which step is the first, whether the last has been sent, and whose turn it is."""
 
-    def __init__(self, sequence_id: SequenceId, parameters: Parameters | None) -> None:
+    _new_lock: ClassVar[Any]
+    """Held by the step whose turn it is."""
+
+    def __init__(
+        self,
+        infer: Callable[..., Awaitable[InferResult]],
+        bound_s: Callable[[Timeout], float | None],
+        sequence_id: SequenceId,
+        parameters: Parameters | None,
+    ) -> None:
         self.id = _checked_id(sequence_id)
         """The id that the server knows the sequence by."""
+        self._infer = infer
+        self._bound_s = bound_s
         self._parameters = dict(parameters or {})
         self._is_started = self._is_over = False
+        self._lock: Any = self._new_lock()
+        # The stream that steps take, and how many steps that gave up their turn early wait there for answers.
+        self._stream: Any = None
+        self._unanswered = 0
+        self._is_quiet = asyncio.Event()
+        self._is_quiet.set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"
 
-    def _flags(self, last: bool) -> dict[str, ParameterValue]:
-        """The parameters of the next step. Raises RuntimeError if the last one was sent."""
+    @abstractmethod
+    async def _acquire(self, timeout_s: float | None) -> float | None:
+        """Wait for the turn. Returns what is left of the timeout; raises DeadlineExceeded."""
+
+
+async def infer(
+    self: _Sequence,
+    inputs: Inputs,
+    *,
+    last: bool = False,
+    request_id: str = "",
+    timeout_s: Timeout = ...,
+    datatypes: Mapping[str, str] | None = None,
+) -> InferResult:
+    """Sends a step and returns its outputs. Arguments and errors are as in the client's `infer`; `timeout_s` includes
+    the wait for the steps before, or other threads'."""
+    left_s = await self._acquire(self._bound_s(timeout_s))
+    turn = _StepTurn(self)
+    try:
+        if not self._is_started:
+            # No step may follow on the stream before it is known that there is a sequence to go on with.
+            left_s = await turn.alone(left_s)
+            turn.stream = None
         if self._is_over:
             raise RuntimeError(f"sequence {self.id!r} is over: begin another one with the client's sequence()")
         self._is_over = bool(last)
-        return {**self._parameters, SEQUENCE_ID: self.id, _START: not self._is_started, _END: bool(last)}
-
-    def _answered(self) -> None:
+        flags = {SEQUENCE_ID: self.id, _START: not self._is_started, _END: bool(last)}
+        try:
+            answer = await self._infer(
+                inputs,
+                parameters={**self._parameters, **flags},
+                request_id=request_id,
+                timeout_s=left_s,
+                datatypes=datatypes,
+                turn=turn,
+            )
+        except BaseException as error:
+            if last:
+                self._is_over = False
+            if isinstance(error, SequenceLost):
+                self._is_started = False
+            raise
         self._is_started = True
-
-    def _failed(self, last: bool, error: BaseException) -> None:
-        if last:
-            self._is_over = False
-        if isinstance(error, SequenceLost):
-            self._is_started = False
+        return answer
+    finally:
+        turn.end()
 
 
 class InferenceSequence(_Sequence):
@@ -103,17 +152,9 @@ class InferenceSequence(_Sequence):
     Threads may share a sequence; their steps go one at a time, in no particular order.
     """
 
-    def __init__(
-        self,
-        infer: Callable[..., InferResult],
-        bound_s: Callable[[Timeout], float | None],
-        sequence_id: SequenceId,
-        parameters: Parameters | None,
-    ) -> None:
-        super().__init__(sequence_id, parameters)
-        self._infer = infer
-        self._bound_s = bound_s
-        self._turn = threading.Lock()
+    _new_lock = threading.Lock
+
+    infer = blocking(infer)
 
     def __enter__(self) -> Self:
         return self
@@ -121,34 +162,11 @@ class InferenceSequence(_Sequence):
     def __exit__(self, *raised: object) -> None:
         self._is_over = True
 
-    def infer(
-        self,
-        inputs: Inputs,
-        *,
-        last: bool = False,
-        request_id: str = "",
-        timeout_s: Timeout = ...,
-        datatypes: Mapping[str, str] | None = None,
-    ) -> InferResult:
-        """Sends a step and returns its outputs. Arguments and errors are as in the client's `infer`; `timeout_s`
-        includes the wait for other threads' steps."""
-        bound_s, began_s = self._bound_s(timeout_s), time.monotonic()
-        if not self._turn.acquire(timeout=-1 if bound_s is None else max(0.0, bound_s)):
-            raise no_answer(bound_s or 0.0)
-        try:
-            parameters = self._flags(last)
-            left_s = None if bound_s is None else bound_s - (time.monotonic() - began_s)
-            try:
-                answer = self._infer(
-                    inputs, parameters=parameters, request_id=request_id, timeout_s=left_s, datatypes=datatypes
-                )
-            except BaseException as error:
-                self._failed(last, error)
-                raise
-            self._answered()
-            return answer
-        finally:
-            self._turn.release()
+    async def _acquire(self, timeout_s: float | None) -> float | None:
+        began_s = time.monotonic()
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            raise no_answer(timeout_s or 0.0)
+        return None if timeout_s is None else timeout_s - (time.monotonic() - began_s)
 
     def infer_all(
         self, steps: Iterable[Inputs], *, timeout_s: Timeout = ..., datatypes: Mapping[str, str] | None = None
@@ -176,17 +194,9 @@ class AsyncInferenceSequence(_Sequence):
     sequence, and the next step raises `SequenceLost`.
     """
 
-    def __init__(
-        self,
-        infer: Callable[..., Awaitable[InferResult]],
-        bound_s: Callable[[Timeout], float | None],
-        sequence_id: SequenceId,
-        parameters: Parameters | None,
-    ) -> None:
-        super().__init__(sequence_id, parameters)
-        self._infer = infer
-        self._bound_s = bound_s
-        self._turns = _Turns()
+    _new_lock = asyncio.Lock
+
+    infer = infer
 
     async def __aenter__(self) -> Self:
         return self
@@ -194,41 +204,8 @@ class AsyncInferenceSequence(_Sequence):
     async def __aexit__(self, *raised: object) -> None:
         self._is_over = True
 
-    async def infer(
-        self,
-        inputs: Inputs,
-        *,
-        last: bool = False,
-        request_id: str = "",
-        timeout_s: Timeout = ...,
-        datatypes: Mapping[str, str] | None = None,
-    ) -> InferResult:
-        """Sends a step and returns its outputs. Arguments and errors are as in the client's `infer`; `timeout_s`
-        includes the wait for the steps before."""
-        left_s = await _within(self._bound_s(timeout_s), self._turns.lock.acquire())
-        turn = _StepTurn(self._turns)
-        try:
-            if not self._is_started:
-                # No step may follow on the stream before it is known that there is a sequence to go on with.
-                left_s = await turn.alone(left_s)
-                turn.stream = None
-            parameters = self._flags(last)
-            try:
-                answer = await self._infer(
-                    inputs,
-                    parameters=parameters,
-                    request_id=request_id,
-                    timeout_s=left_s,
-                    datatypes=datatypes,
-                    turn=turn,
-                )
-            except BaseException as error:
-                self._failed(last, error)
-                raise
-            self._answered()
-            return answer
-        finally:
-            turn.end()
+    async def _acquire(self, timeout_s: float | None) -> float | None:
+        return await _within(timeout_s, self._lock.acquire())
 
     async def infer_all(
         self,
@@ -248,55 +225,43 @@ class AsyncInferenceSequence(_Sequence):
             yield await self.infer(waiting.pop(), last=True, timeout_s=timeout_s, datatypes=datatypes)
 
 
-class _Turns:
-    """Whose turn it is among the steps of a sequence, and which have been sent and wait for answers."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.stream: Any = None
-        self.unanswered = 0
-        self.is_quiet = asyncio.Event()
-        """Whether no step that gave up its turn early waits for its answer."""
-        self.is_quiet.set()
-
-
 class _StepTurn:
     """A step's turn, which has come. It ends when the step is on the stream behind those before it, or else when it is
     answered."""
 
-    def __init__(self, turns: _Turns) -> None:
-        self._turns = turns
+    def __init__(self, sequence: _Sequence) -> None:
+        self._sequence = sequence
         self._was_sent = False
 
     @property
     def stream(self) -> Any:
         """The stream that the sequence's steps take."""
-        return self._turns.stream
+        return self._sequence._stream
 
     @stream.setter
     def stream(self, stream: Any) -> None:
-        self._turns.stream = stream
+        self._sequence._stream = stream
 
     async def alone(self, timeout_s: float | None) -> float | None:
         """Wait until all steps before are answered. Returns what is left of the timeout; raises DeadlineExceeded."""
-        return await _within(timeout_s, self._turns.is_quiet.wait())
+        sequence = self._sequence
+        return await _within(timeout_s, sequence._is_quiet.wait()) if sequence._unanswered else timeout_s
 
     def sent(self) -> None:
         """The step is behind the others on `stream`: the next one may follow."""
         self._was_sent = True
-        self._turns.unanswered += 1
-        self._turns.is_quiet.clear()
-        self._turns.lock.release()
+        self._sequence._unanswered += 1
+        self._sequence._is_quiet.clear()
+        self._sequence._lock.release()
 
     def end(self) -> None:
         """The step is answered, or given up."""
-        turns = self._turns
         if not self._was_sent:
-            turns.lock.release()
+            self._sequence._lock.release()
             return
-        turns.unanswered -= 1
-        if not turns.unanswered:
-            turns.is_quiet.set()
+        self._sequence._unanswered -= 1
+        if not self._sequence._unanswered:
+            self._sequence._is_quiet.set()
 
 
 async def _within(timeout_s: float | None, waiting: Awaitable[object]) -> float | None:

@@ -1,5 +1,4 @@
-"""Many inferences over a few streams, for the asyncio client: on the wire a message each way instead of a call each;
-and one inference of many answers over a stream of its own.
+"""Many inferences over a few streams, for the asyncio client: on the wire a message each way instead of a call each.
 
 Lives here: which stream a request takes, which answer is whose, and what the end of a stream means. Must not live here:
 channels, or the contents of requests and answers. Works with every server whose ModelStreamInfer returns ids; paceline
@@ -13,21 +12,22 @@ the others follow it on its stream, which keeps their order.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from paceline.clients import errors
-from paceline.clients.answers import FINAL, Answers, stream_error
+from paceline.clients.answers import FINAL, stream_error
+from paceline.clients.base import at_once
 from paceline.clients.errors import InferenceError, ResourceExhausted, Unavailable
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
-__all__ = ["NoStream", "StreamStatus", "Streams", "Turn", "all_answers", "check_request"]
+__all__ = ["NoStream", "StreamStatus", "Streams", "Turn", "check_request", "stream_failure"]
 
 # 64 callers of a tiny model on 2 cores: calls 3,100 requests/s, 1 stream 3,000, 4 streams 4,500, 8 5,200, 16 6,100, 32
 # 6,500 (medians of four interleaved rounds). Each message on a single stream wakes both ends; several streams share
@@ -47,8 +47,6 @@ _CANCEL: Final = "paceline_cancel"
 _STOPPING: Final = "the server is stopping"
 # How long a stream's status may take to arrive after a write has failed because of it.
 _STATUS_S: Final = 1.0
-
-_T = TypeVar("_T")
 
 
 class NoStream(Exception):
@@ -245,35 +243,13 @@ class _Stream:
             status = await self._status.true(error)
             no_room = status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE not in (status.details() or "")
             self.was_refused = not has_answered and no_room
-            reason = _reason(status)
+            reason = stream_failure(status)
         except asyncio.CancelledError:
             reason = errors.closed()
         self.ended = True
         self._writing.cancel()
         for answer in self._waiting.values():
             errors.fail(answer, errors.own(reason))
-
-
-async def all_answers(call: Any, answers: Answers) -> AsyncGenerator[ModelInferResponse, None]:
-    """The answers to the one request of `call`, a stream of its own. Each is read when it is asked for, so gRPC's flow
-    control stops the server of a slow reader. Ends the call, whether or not it has come to its end.
-
-    Raises InferenceError, and CancelledError for a channel that was closed as well as for a cancelled task.
-    """
-    status = StreamStatus(call)
-    try:
-        while (message := await call.read()) is not EOF:
-            if message is None:
-                raise errors.unreadable()
-            answer = answers.read(message)
-            if answer is not None:
-                yield answer
-        answers.end()
-    except grpc.aio.AioRpcError as error:
-        reason = _reason(await status.true(error))
-        raise reason from reason.__cause__
-    finally:
-        call.cancel()
 
 
 class StreamStatus:
@@ -285,7 +261,7 @@ class StreamStatus:
 
     def _note(self, call: Any) -> None:
         """Keep the status that the call has now: a write that fails because the stream has ended may replace it."""
-        code, details, trailing = map(_at_once, (call.code(), call.details(), call.trailing_metadata()))
+        code, details, trailing = map(at_once, (call.code(), call.details(), call.trailing_metadata()))
         status = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, "")
         if not self._status.done() and not _of_a_write(status):
             self._status.set_result(status)
@@ -308,23 +284,12 @@ def check_request(request: ModelInferRequest) -> None:
         )
 
 
-def _at_once(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """The result of a coroutine that has nothing to wait for."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        value: _T = stop.value
-        return value
-    coroutine.close()
-    raise RuntimeError("grpc.aio calls done what isn't")
-
-
 def _of_a_write(error: grpc.aio.AioRpcError) -> bool:
     """Whether grpc.aio made this status up because it couldn't write (https://github.com/grpc/grpc/issues/36066)."""
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
 
 
-def _reason(status: grpc.aio.AioRpcError) -> InferenceError:
+def stream_failure(status: grpc.aio.AioRpcError) -> InferenceError:
     """The error of those who wait for answers on a stream that has ended with `status`."""
     reason = errors.rpc_failure(status)
     if _of_a_write(status):

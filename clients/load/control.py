@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.clients.base import Call
+from paceline.clients.base import blocking
 from paceline.clients.errors import InferenceError, ResponseError
 from paceline.clients.sync import InferenceClient
 from paceline.protos import inference_pb2 as pb
@@ -80,30 +80,30 @@ class Served:
 class ControlClient(InferenceClient):
     """A client with the calls that a load needs and that others don't."""
 
-    def statistics(self, model: str, version: str) -> Statistics | None:
+    @blocking
+    async def statistics(self, model: str, version: str) -> Statistics | None:
         """None if the server doesn't tell."""
         request = pb.ModelStatisticsRequest(name=model, version=version)
         try:
-            return self._call(Call("ModelStatistics", request, _statistics), ..., ())
+            return _statistics(await self._call("ModelStatistics", request, ..., ()))
         except InferenceError:
             return None
 
-    def output_sizes(self, request: pb.ModelInferRequest) -> dict[str, int]:
+    @blocking
+    async def output_sizes(self, request: pb.ModelInferRequest) -> dict[str, int]:
         """The bytes of each output of the answer to `request`, by name."""
-        return self._call(Call("ModelInfer", request, _output_sizes), ..., ())
+        return _output_sizes(await self._call("ModelInfer", request, ..., ()))
 
-    def register(self, name: str, key: str, size_bytes: int) -> None:
+    @blocking
+    async def register(self, name: str, key: str, size_bytes: int) -> None:
         """Make the object `key` of the operating system's shared memory known to the server as `name`."""
         request = pb.SystemSharedMemoryRegisterRequest(name=name, key=key, byte_size=size_bytes)
-        self._call(Call("SystemSharedMemoryRegister", request, _nothing), ..., ())
+        await self._call("SystemSharedMemoryRegister", request, ..., ())
 
-    def unregister(self, name: str) -> None:
+    @blocking
+    async def unregister(self, name: str) -> None:
         request = pb.SystemSharedMemoryUnregisterRequest(name=name)
-        self._call(Call("SystemSharedMemoryUnregister", request, _nothing), ..., ())
-
-
-def _nothing(response: object) -> None:
-    pass
+        await self._call("SystemSharedMemoryUnregister", request, ..., ())
 
 
 def _output_sizes(response: pb.ModelInferResponse) -> dict[str, int]:

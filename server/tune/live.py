@@ -20,7 +20,7 @@ from typing import IO, NamedTuple
 
 from google.protobuf import json_format
 
-from paceline.clients.base import Call
+from paceline.clients.base import blocking
 from paceline.clients.errors import ClientError
 from paceline.clients.inputs import TypedInputs
 from paceline.clients.load.arrivals import Arrivals
@@ -83,12 +83,13 @@ class _Look(NamedTuple):
 class _Client(ControlClient):
     """Also loads models."""
 
-    def load_model(self, config: pb.ModelConfig) -> str:
+    @blocking
+    async def load_model(self, config: pb.ModelConfig) -> str:
         """Load the only model that the server has, with `config` in place of its own. Returns its name."""
         (entry,) = self.repository_index()
         request = inference_pb2.RepositoryModelLoadRequest(model_name=entry.name)
         request.parameters["config"].string_param = json_format.MessageToJson(config, preserving_proto_field_name=True)
-        self._call(Call("RepositoryModelLoad", request, lambda response: None), None, ())
+        await self._call("RepositoryModelLoad", request, None, ())
         return entry.name
 
 
