@@ -24,8 +24,8 @@ from paceline.clients.coalescing import Coalescer
 from paceline.clients.connection import Metadata, Tls
 from paceline.clients.errors import Cancelled, DeadlineExceeded, rpc_failure, unreadable
 from paceline.clients.messages import InferResult, Parameters, infer_result
-from paceline.clients.sequences import SEQUENCE_ID, AsyncInferenceSequence, SequenceId
-from paceline.clients.streams import NoStream, Streams, StreamStatus, Turn, check_request, stream_failure
+from paceline.clients.sequences import SEQUENCE_ID, AsyncInferenceSequence, SequenceId, StepTurn
+from paceline.clients.streams import CANCEL, NoStream, Streams, StreamStatus, stream_failure
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 __all__ = ["InferenceClient"]
@@ -165,12 +165,15 @@ class InferenceClient(BaseClient):
             ) from None
 
     async def _infer(
-        self, request: ModelInferRequest, timeout_s: Timeout, metadata: Metadata, turn: Turn | None
+        self, request: ModelInferRequest, timeout_s: Timeout, metadata: Metadata, turn: StepTurn | None
     ) -> InferResult:
         if self._streams is not None:
             if metadata:
                 raise ValueError("metadata: a stream has it once for all its requests; give it to the client instead")
-            check_request(request)
+            # A stream would take it for a cancellation, and never answer.
+            if CANCEL in request.parameters and request.parameters[CANCEL].bool_param:
+                why = "reserved for the client; to cancel a request, cancel the task that awaits it"
+                raise ValueError(f"parameter {CANCEL!r}: {why}")
         bound_s = self._bound_s(timeout_s)
         # Rows of one request would be steps of one sequence.
         if self._coalescer is None or metadata or SEQUENCE_ID in request.parameters:
@@ -179,7 +182,7 @@ class InferenceClient(BaseClient):
         return await self._coalescer.infer(request, bound_s)
 
     async def _send(
-        self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = (), turn: Turn | None = None
+        self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = (), turn: StepTurn | None = None
     ) -> InferResult:
         """One request, over a stream or as a call."""
         left_s = timeout_s

@@ -1,8 +1,7 @@
-"""What the blocking and the asyncio client share: settings, the channel, and the arithmetic of waiting.
+"""What the blocking and the asyncio client share: settings, the channel, and what methods.py asks of either.
 
-Lives here: the constructor, channel options, the one channel and its closing, per-call arguments; the pauses of
-wait_ready; how methods that are written once (methods.py) wait for nothing in the blocking client. Must not live here:
-anything that waits, or reads a clock; callers pass `now_s`.
+Lives here: the constructor, channel options, the one channel and its closing, per-call arguments; how methods that are
+written once block in the blocking client. Must not live here: anything that waits, or reads a clock.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from paceline.clients.connection import Metadata, Tls, authorization, checked_metadata, checked_target
-from paceline.clients.errors import ClientClosed, DeadlineExceeded, InferenceError
+from paceline.clients.errors import ClientClosed, InferenceError
 from paceline.clients.messages import InferResult, checked_text
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import inference_pb2_grpc
@@ -31,7 +30,6 @@ from paceline.protos import inference_pb2_grpc
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "BaseClient",
-    "ReadyWait",
     "Stubs",
     "Timeout",
     "at_once",
@@ -64,9 +62,6 @@ _CHANNEL_OPTIONS: Final[Mapping[str, Any]] = {
 # About 31 years; a longer timeout counts as none. gRPC's times are 64-bit nanoseconds since 1970, and what is later
 # counts as the past.
 _LONGEST_S: Final = 1e9
-
-_FIRST_PAUSE_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 1.0
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -107,7 +102,8 @@ def blocking_each(method: Callable[P, AsyncGenerator[T, None]]) -> Callable[P, G
             at_once(each.aclose())
 
     what = signature(method)
-    run.__signature__ = what.replace(return_annotation=f"Generator[{what.return_annotation}, None]")  # type: ignore[attr-defined]
+    kind = what.return_annotation.removeprefix("Async")
+    run.__signature__ = what.replace(return_annotation=kind)  # type: ignore[attr-defined]
     return run
 
 
@@ -148,7 +144,7 @@ class BaseClient(ABC):
         if tls and credentials is not None:
             raise ValueError("expected one of tls and credentials, got both")
         self._target = checked_target("target", checked_text("target", target), "tls=True")
-        self._timeout_s = _bounded_s(timeout_s)
+        self._timeout_s = bounded_s(timeout_s)
         # The path of a file would count as True here, and public authorities would be trusted instead of that file.
         if not isinstance(tls, bool | Tls | None):
             raise TypeError(f"tls: expected True, False or clients.Tls, got {tls!r}")
@@ -268,7 +264,7 @@ class BaseClient(ABC):
 
     def _bound_s(self, timeout_s: Timeout) -> float | None:
         """The timeout to give to gRPC, in seconds. Raises ValueError and TypeError."""
-        return self._timeout_s if isinstance(timeout_s, EllipsisType) else _bounded_s(timeout_s)
+        return self._timeout_s if isinstance(timeout_s, EllipsisType) else bounded_s(timeout_s)
 
 
 def named(model: str, version: str) -> dict[str, str]:
@@ -276,7 +272,7 @@ def named(model: str, version: str) -> dict[str, str]:
     return {"name": checked_text("model", model), "version": checked_text("version", version)}
 
 
-def _bounded_s(timeout_s: float | None) -> float | None:
+def bounded_s(timeout_s: float | None) -> float | None:
     """The timeout as a float of seconds, None if it is no bound. Raises ValueError and TypeError."""
     if timeout_s is None:
         return None
@@ -288,33 +284,3 @@ def _bounded_s(timeout_s: float | None) -> float | None:
         raise ValueError("timeout_s: expected a number of seconds, got nan")
     # A numpy float32 added to the time of day would be off by up to a minute.
     return max(float(timeout_s), -_LONGEST_S)
-
-
-class ReadyWait:
-    """When to ask again whether the server is ready, and when to give up.
-
-    Pauses double from 50 ms to 1 s. Times are seconds of one monotonic clock, read by the caller. Raises ValueError or
-    TypeError for a `timeout_s` that isn't a number of seconds.
-    """
-
-    def __init__(self, target: str, timeout_s: float, now_s: float) -> None:
-        bounded_s = _bounded_s(timeout_s)
-        self._target = target
-        self._timeout_s = timeout_s
-        self._until_s = math.inf if bounded_s is None else now_s + bounded_s
-        self._pause_s = _FIRST_PAUSE_S
-
-    def left_s(self, now_s: float) -> float:
-        """Seconds left, at least 0."""
-        return max(self._until_s - now_s, 0.0)
-
-    def pause_s(self, now_s: float) -> float:
-        """How long to pause before the next attempt. Raises DeadlineExceeded when no time is left."""
-        left_s = self.left_s(now_s)
-        if not left_s:
-            raise DeadlineExceeded(
-                grpc.StatusCode.DEADLINE_EXCEEDED, f"{self._target} was not ready within {self._timeout_s:g} s"
-            )
-        pause_s = min(self._pause_s, left_s)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return pause_s

@@ -25,7 +25,8 @@ __all__ = ["GenerationChunk", "GenerationParameter", "generation_chunk", "genera
 GenerationParameter = ParameterValue | Sequence[str] | None
 
 _FOR_THE_SERVER: Final = ("priority", "timeout")
-"""Parameters that say nothing about tokens, as those whose names begin with `paceline_` and `triton_`."""
+_PREFIXES: Final = ("paceline_", "triton_")
+"""Names, and beginnings of names, of parameters that say nothing about tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def generation_request(
         one = value if isinstance(value, ParameterValue | np.generic) else None
         if name in known:
             inputs[name] = value if one is None else [one]
-        elif "sampling_parameters" in known and not _is_for_the_server(name):
+        elif "sampling_parameters" in known and not (name in _FOR_THE_SERVER or name.startswith(_PREFIXES)):
             sampling[name] = value
         else:
             # A parameter of a request is one value, so several are a list in JSON.
@@ -74,10 +75,6 @@ def generation_request(
     if sampling:
         inputs["sampling_parameters"] = [_json(sampling)]
     return GenerationRequest(inputs, {name: known[name] for name in inputs if name in known}, of_request)
-
-
-def _is_for_the_server(parameter: str) -> bool:
-    return parameter in _FOR_THE_SERVER or parameter.startswith(("paceline_", "triton_"))
 
 
 def _json(value: object) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
+import grpc
 import numpy.typing as npt
 from grpc_health.v1 import health_pb2
 
 from paceline.clients.answers import enable_empty_final
-from paceline.clients.base import BaseClient, ReadyWait, Timeout, named
+from paceline.clients.base import BaseClient, Timeout, bounded_s, named
 from paceline.clients.connection import Metadata
 from paceline.clients.description import ModelDescription, described
 from paceline.clients.errors import DeadlineExceeded, InferenceError, ResponseError, Unavailable, Unimplemented
@@ -36,6 +38,9 @@ from paceline.clients.messages import (
 )
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.model_config_pb2 import ModelConfig
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
 
 
 async def infer(
@@ -264,13 +269,18 @@ async def wait_ready(self: BaseClient, timeout_s: float) -> None:
     Asks again after UNAVAILABLE, DEADLINE_EXCEEDED and "not ready", with pauses of 50 ms to 1 s; other errors are
     raised.
     """
-    wait = ReadyWait(self._target, timeout_s, monotonic())
+    bound_s, pause_s = bounded_s(timeout_s), _FIRST_PAUSE_S
+    until_s = inf if bound_s is None else monotonic() + bound_s
     while True:
         with suppress(DeadlineExceeded, Unavailable):
-            left_s = wait.left_s(monotonic())
+            left_s = until_s - monotonic()
             if (await self._call("ServerReady", pb.ServerReadyRequest(), left_s, (), wait_for_ready=True)).ready:
                 return
-        await self._sleep(wait.pause_s(monotonic()))
+        if (left_s := until_s - monotonic()) <= 0:
+            text = f"{self._target} was not ready within {timeout_s:g} s"
+            raise DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        await self._sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 async def _request(

@@ -28,7 +28,7 @@ from paceline.clients.base import Timeout, blocking
 from paceline.clients.errors import SequenceLost, no_answer
 from paceline.clients.messages import InferResult, Inputs, Parameters, checked_text
 
-__all__ = ["SEQUENCE_ID", "AsyncInferenceSequence", "InferenceSequence", "SequenceId"]
+__all__ = ["SEQUENCE_ID", "AsyncInferenceSequence", "InferenceSequence", "SequenceId", "StepTurn"]
 
 SequenceId = int | str
 
@@ -99,7 +99,7 @@ async def infer(
     """Sends a step and returns its outputs. Arguments and errors are as in the client's `infer`; `timeout_s` includes
     the wait for the steps before, or other threads'."""
     left_s = await self._acquire(self._bound_s(timeout_s))
-    turn = _StepTurn(self)
+    turn = StepTurn(self)
     try:
         if not self._is_started:
             # No step may follow on the stream before it is known that there is a sequence to go on with.
@@ -225,7 +225,7 @@ class AsyncInferenceSequence(_Sequence):
             yield await self.infer(waiting.pop(), last=True, timeout_s=timeout_s, datatypes=datatypes)
 
 
-class _StepTurn:
+class StepTurn:
     """A step's turn, which has come. It ends when the step is on the stream behind those before it, or else when it is
     answered."""
 
@@ -235,7 +235,7 @@ class _StepTurn:
 
     @property
     def stream(self) -> Any:
-        """The stream that the sequence's steps take."""
+        """The one that the sequence's steps take; set by the first of them."""
         return self._sequence._stream
 
     @stream.setter
@@ -243,7 +243,8 @@ class _StepTurn:
         self._sequence._stream = stream
 
     async def alone(self, timeout_s: float | None) -> float | None:
-        """Wait until all steps before are answered. Returns what is left of the timeout; raises DeadlineExceeded."""
+        """Wait until all steps before are answered, as before a call, which may overtake them. Returns what is left of
+        the timeout; raises DeadlineExceeded."""
         sequence = self._sequence
         return await _within(timeout_s, sequence._is_quiet.wait()) if sequence._unanswered else timeout_s
 

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -25,9 +25,10 @@ from paceline.clients import errors
 from paceline.clients.answers import FINAL, stream_error
 from paceline.clients.base import at_once
 from paceline.clients.errors import InferenceError, ResourceExhausted, Unavailable
+from paceline.clients.sequences import StepTurn
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
-__all__ = ["NoStream", "StreamStatus", "Streams", "Turn", "check_request", "stream_failure"]
+__all__ = ["CANCEL", "NoStream", "StreamStatus", "Streams", "stream_failure"]
 
 # 64 callers of a tiny model on 2 cores: calls 3,100 requests/s, 1 stream 3,000, 4 streams 4,500, 8 5,200, 16 6,100, 32
 # 6,500 (medians of four interleaved rounds). Each message on a single stream wakes both ends; several streams share
@@ -41,7 +42,7 @@ _REFUSED_S: Final = 1.0
 _TOO_LARGE: Final = "larger than max"
 _UNORDERED: Final = "paceline_unordered"
 _DEADLINE: Final = "paceline_deadline_us"
-_CANCEL: Final = "paceline_cancel"
+CANCEL: Final = "paceline_cancel"
 # paceline's error for each request on a stream from when it begins to stop until it ends the stream. Behind a load
 # balancer, another stream may lead to another server.
 _STOPPING: Final = "the server is stopping"
@@ -67,20 +68,6 @@ class _Stopping(Exception):
         self.error = error
 
 
-class Turn(Protocol):
-    """When a step of a sequence may be sent, seen from the stream that it takes."""
-
-    stream: Any
-    """The `_Stream` that the sequence's steps take; set by the first of them."""
-
-    async def alone(self, timeout_s: float | None) -> float | None:
-        """Wait until all steps before are answered, as before a call, which may overtake them. Returns what is left of
-        the timeout."""
-
-    def sent(self) -> None:
-        """The step is behind the others on `stream`: the next one may follow."""
-
-
 class Streams:
     """A few streams; `open_call` opens another one when there is none, or all are busy.
 
@@ -96,7 +83,7 @@ class Streams:
         self._refused_until_s = 0.0
 
     async def infer(
-        self, request: ModelInferRequest, timeout_s: float | None, turn: Turn | None = None
+        self, request: ModelInferRequest, timeout_s: float | None, turn: StepTurn | None = None
     ) -> ModelInferResponse:
         """The answer to `request`, as ModelInfer would give it; `request` is modified on the way. A step of a sequence
         comes with its `turn`.
@@ -218,7 +205,7 @@ class _Stream:
                 what = await self._unsent.get()
                 if isinstance(what, str):
                     what = ModelInferRequest(id=what)
-                    what.parameters[_CANCEL].bool_param = True
+                    what.parameters[CANCEL].bool_param = True
                     await self._call.write(what)
                 elif what.id in self._waiting:  # else given up before its turn came
                     await self._call.write(what)
@@ -274,14 +261,6 @@ class StreamStatus:
             return await asyncio.wait_for(self._status, _STATUS_S)
         except TimeoutError:
             return error
-
-
-def check_request(request: ModelInferRequest) -> None:
-    """Raises ValueError for a request that a stream would take for a cancellation, and never answer."""
-    if _CANCEL in request.parameters and request.parameters[_CANCEL].bool_param:
-        raise ValueError(
-            f"parameter {_CANCEL!r}: reserved for the client; to cancel a request, cancel the task that awaits it"
-        )
 
 
 def _of_a_write(error: grpc.aio.AioRpcError) -> bool:

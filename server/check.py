@@ -20,7 +20,7 @@ from paceline.clients.options import one_line
 from paceline.clients.overview import description_lines
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
-from paceline.server.flags import Given, Section, SectionedCommand, Serve, Value, flag
+from paceline.server.flags import Given, Section, SectionedCommand, Value, flag, with_flags
 from paceline.server.model_flags import LOAD_FLAGS, MODEL_PATH, PATH_FLAGS, load_settings, model_paths, within_cpus
 from paceline.server.telemetry import log
 from paceline.server.telemetry.log_output import exit_now
@@ -57,12 +57,6 @@ _FLAGS = (
 )
 
 
-def _flagged(command: Serve) -> Serve:
-    for one in reversed(_FLAGS):
-        command = one(command)
-    return command
-
-
 @dataclass(frozen=True, slots=True)
 class _Checked:
     """A version of a model, or a model without any: loaded unless there is a `reason`. `found` and `warm_up` are in
@@ -79,7 +73,7 @@ class _Checked:
 
 @click.command(cls=_Check, context_settings={"auto_envvar_prefix": "PACELINE"})
 @click.argument("paths", nargs=-1, type=MODEL_PATH)
-@_flagged
+@with_flags(_FLAGS)
 def check(paths: tuple[Path, ...], **given: Value) -> None:
     """Load the models at PATH, try them, and say what was found, without serving.
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,11 +43,11 @@ from paceline.server.flags import (
     Given,
     Section,
     SectionedCommand,
-    Serve,
     Value,
     flag,
     network_settings,
     usage_errors,
+    with_flags,
 )
 from paceline.server.model_flags import LOAD_FLAGS, MODEL_PATH, PATH_FLAGS, load_settings, model_paths, within_cpus
 from paceline.server.models.load_request import remove_all
@@ -68,42 +69,26 @@ _LAST_STEPS_S, _TRACES_END_S = 4.0, 6.0
 step has bounds of its own, which add up to less."""
 
 
-_OF_CLIENTS = ("describe", "health", "infer", "models")
+_ELSEWHERE = {
+    "bulk": "server.bulk.command",
+    "check": "server.check",
+    "load": "clients.load.command",
+    "top": "clients.top",
+    "tune": "server.tune.command",
+    **dict.fromkeys(("describe", "health", "infer", "models"), "clients.cli"),
+}
+"""Commands of other modules, which are imported only when they are used: a server does without."""
 
 
 class _Commands(click.Group):
-    """Also has commands of other modules, which are imported only when they are used: a server does without."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_OF_CLIENTS, "bulk", "check", "load", "top", "tune"])
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "check":
-            from paceline.server.check import check
-
-            return check
-        if cmd_name == "bulk":
-            from paceline.server.bulk.command import bulk
-
-            return bulk
-        if cmd_name == "load":
-            from paceline.clients.load.command import load
-
-            return load
-        if cmd_name == "top":
-            from paceline.clients.top import top
-
-            return top
-        if cmd_name == "tune":
-            from paceline.server.tune.command import tune
-
-            return tune
-        if cmd_name in _OF_CLIENTS:
-            from paceline.clients import cli
-
-            command: click.Command = getattr(cli, cmd_name)
-            return command
-        return super().get_command(ctx, cmd_name)
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(import_module(f"paceline.{_ELSEWHERE[cmd_name]}"), cmd_name)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -193,15 +178,9 @@ _FLAGS: Sequence[Decorator] = (
 )  # fmt: skip
 
 
-def _flagged(command: Serve) -> Serve:
-    for one in reversed(_FLAGS):
-        command = one(command)
-    return command
-
-
 @main.command(cls=_Serve, context_settings={"auto_envvar_prefix": "PACELINE"})
 @click.argument("paths", nargs=-1, type=MODEL_PATH)
-@_flagged
+@with_flags(_FLAGS)
 @upstream_flags
 def serve(paths: tuple[Path, ...], **given: Value) -> None:
     """Serve models over gRPC until SIGTERM or SIGINT.
@@ -249,8 +228,16 @@ def _settings(paths: Sequence[Path], given: Given) -> Settings:
         raise click.UsageError("--upstream can't be combined with a PATH, --model-control-mode or --allow-client-shm")
     if given["status_page"] and not given["allow_metrics"]:
         raise click.UsageError("--status-page true needs the metrics port, which --allow-metrics false leaves closed")
-    _check_load_models(mode, given["load_model"])
-    _check_pattern(given["grpc_header_forward_pattern"])
+    names, pattern = given["load_model"], given["grpc_header_forward_pattern"]
+    if names and mode is not ControlMode.EXPLICIT:
+        raise click.UsageError("--load-model needs --model-control-mode explicit")
+    if "*" in names and len(names) > 1:
+        raise click.UsageError("--load-model: expected '*' alone, or names, got both")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        expected = f"expected a regular expression, got '{pattern}': {error}"
+        raise click.UsageError(f"--grpc-header-forward-pattern: {expected}") from None
     if upstream is not None and given["cache_config"]:
         raise click.UsageError("--cache-config can't be combined with --upstream: that server's answers aren't kept")
     with usage_errors("--trace-config"):
@@ -282,22 +269,6 @@ def _check_socket(address: str, frontends: int) -> None:
         raise click.UsageError(
             f"--frontends {frontends} needs a TCP port, which processes can share, unlike --grpc-address {address}"
         )
-
-
-def _check_load_models(mode: ControlMode, names: tuple[str, ...]) -> None:
-    if names and mode is not ControlMode.EXPLICIT:
-        raise click.UsageError("--load-model needs --model-control-mode explicit")
-    if "*" in names and len(names) > 1:
-        raise click.UsageError("--load-model: expected '*' alone, or names, got both")
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise click.UsageError(
-            f"--grpc-header-forward-pattern: expected a regular expression, got '{pattern}': {error}"
-        ) from None
 
 
 async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None) -> None:

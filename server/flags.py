@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from enum import StrEnum
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "network_settings",
     "path_flag",
     "usage_errors",
+    "with_flags",
 ]
 
 Value = Any
@@ -226,6 +227,11 @@ def flag(
         is_flag=is_flag,
         multiple=multiple,
     )
+
+
+def with_flags(flags: Sequence[Decorator]) -> Decorator:
+    """Gives a command all of these, in this order."""
+    return lambda command: reduce(lambda given, one: one(given), reversed(flags), command)
 
 
 @contextmanager
