@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,7 +42,6 @@ from paceline.server.models.upstream import Upstream
 from paceline.server.requests.inference import Inference
 from paceline.server.requests.model_calls import ModelCalls
 from paceline.server.rpc.calls import HeaderRules
-from paceline.server.rpc.gate import Handler
 from paceline.server.rpc.listener import Listener, check_access, until_quiet
 from paceline.server.rpc.model_rpcs import ModelRpcs
 from paceline.server.rpc.remote_settings import RemoteSettings
@@ -73,8 +72,6 @@ _MIN_GRACE_S = 0.5
 """Even without grace, the event loop and a thread need some turns to see that nothing runs and to close the models; on
 a machine that is busy otherwise, these take a while."""
 
-_SWITCHED_OFF = {"/status": "this page is off: --status-page true switches it on"}
-
 
 def product_version() -> str:
     """The installed version of paceline."""
@@ -82,13 +79,6 @@ def product_version() -> str:
         return version("paceline")
     except PackageNotFoundError:
         return "0+unknown"
-
-
-def _regions(settings: Settings) -> Regions | None:
-    if not settings.allow_client_shm:
-        return None
-    limits = settings.limits
-    return Regions(settings.max_client_shm_regions, limits.message_bytes, limits.request_elements)
 
 
 def _made_once(make: Callable[[str], Backend]) -> Callable[[str], Backend]:
@@ -136,9 +126,11 @@ class Server:
         self._settings = settings
         self._start_front = start_front
         self._metrics = Metrics()
-        self._regions = _regions(settings)
+        limits, self._regions = settings.limits, None
+        if settings.allow_client_shm:
+            self._regions = Regions(settings.max_client_shm_regions, limits.message_bytes, limits.request_elements)
         self._tracer = Tracer(settings.trace)
-        self._shared_limits = SharedQueueLimits(settings.limits.queued_requests, settings.limits.queued_bytes)
+        self._shared_limits = SharedQueueLimits(limits.queued_requests, limits.queued_bytes)
         self._response_pool = BoundedPool[Tensors](settings.cache_bytes) if settings.cache_bytes else None
         loads = LoadQueue(
             backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
@@ -153,7 +145,7 @@ class Server:
             strict_readiness=settings.strict_readiness,
             regions=self._regions,
             tracer=self._tracer,
-            max_models=settings.limits.models,
+            max_models=limits.models,
             shared_limits=self._shared_limits,
             response_pool=self._response_pool,
         )
@@ -162,8 +154,7 @@ class Server:
             self.repository.find_needed = lambda name: lambda: self._layout.find(name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
         self._polling: asyncio.Task[None] | None = None
-        upstream = settings.upstream
-        self._upstream = Upstream(upstream, self.repository, settings.batching) if upstream else None
+        self._upstream = Upstream(settings.upstream, self.repository, settings.batching) if settings.upstream else None
         self.inference = Inference(self.repository, self._tracer)
         self._calls = ModelCalls(self.repository, self.inference)
         self._cuda = CudaRegions(load)
@@ -179,15 +170,12 @@ class Server:
             self._streaming,
         ]
         self._service = InferenceService(
-            self.inference,
-            self.repository,
-            settings.server_id,
-            product_version(),
-            groups,
-            settings.limits.request_elements,
+            self.inference, self.repository, settings.server_id, product_version(), groups, limits.request_elements
         )
         self._endpoint: MetricsEndpoint | None = None
-        self._status: StatusPage | None = None
+        self._threads = AsyncExitStack()
+        """Ends what runs on threads of its own, the last to start first."""
+        self._threads.push_async_callback(asyncio.to_thread, self._tracer.close)
         self._grpc: FrontPool | Listener = self._fronts() or Listener(
             settings, self._service.add_to, self._streaming.close
         )
@@ -199,10 +187,6 @@ class Server:
     def metrics_port(self) -> int | None:
         """The port that metrics are on; None if they are off."""
         return self._endpoint.port if self._endpoint else None
-
-    def handlers(self) -> dict[str, Handler]:
-        """gRPC's handler of each RPC of the service, by its name: what fronts call, past gRPC."""
-        return self._service.handlers()
 
     async def start(self) -> None:
         """Load the models and accept requests. Raises StartError; then nothing is left running."""
@@ -243,7 +227,12 @@ class Server:
         False if executions ran longer than that or hang, or a model is being loaded; those threads run on until the
         process ends.
         """
-        await self._serve_out_drain_grace()
+        self.inference.ready = False
+        self._health.close()
+        # Those who watch readiness may need this time until they have stopped sending.
+        if (pause_s := self._settings.drain_grace_secs) > 0:
+            _log.info("shutting down: reporting not ready, still accepting requests for %g s", pause_s)
+            await asyncio.sleep(pause_s)
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
         _log.info("stopping: accepted requests have up to %g s to finish", grace_s)
@@ -274,14 +263,6 @@ class Server:
             return False
         return True
 
-    async def _serve_out_drain_grace(self) -> None:
-        """Report not ready, and serve on until those who watch readiness have stopped sending."""
-        self.inference.ready = False
-        self._health.close()
-        if (pause_s := self._settings.drain_grace_secs) > 0:
-            _log.info("shutting down: reporting not ready, still accepting requests for %g s", pause_s)
-            await asyncio.sleep(pause_s)
-
     async def _leave(self) -> None:
         """Refuse what still arrives for a moment, then have clients go elsewhere; accepted requests go on. Fronts wait
         for that moment themselves: this process doesn't know what has reached them."""
@@ -294,7 +275,7 @@ class Server:
         """The processes that speak gRPC, if it isn't this one."""
         if self._settings.frontends == 1:
             return None
-        fronts = FrontPool(self._settings, self.inference, self.repository, self.handlers(), self._start_front)
+        fronts = FrontPool(self._settings, self.inference, self.repository, self._service.handlers(), self._start_front)
         self._metrics.add_collector(Families(FRONT_METRICS, lambda: [({}, fronts)]))
         self._remote_settings.on_log_change = fronts.tell_log_settings
         return fronts
@@ -338,19 +319,21 @@ class Server:
         title, more = f"{settings.server_id} {product_version()}", dict[str, str]()
         index = LoopProbe(asyncio.get_running_loop(), lambda: index_page(title, self.repository.index(), more))
         pages: dict[str, Callable[[], str]] = {"/": index}
+        switched_off = {"/status": "this page is off: --status-page true switches it on"}
         status = StatusPage(self._metrics, title, settings.status_interval_s) if settings.status_page else None
         if status is not None:
             pages["/status"], more["/status"] = status.text, "what the server has done in the last minutes"
         try:
             self._endpoint = MetricsEndpoint(
-                self._metrics, address, settings.metrics_port, self._health.probes(), pages, _SWITCHED_OFF
+                self._metrics, address, settings.metrics_port, self._health.probes(), pages, switched_off
             )
         except OSError as error:
             where = host_and_port(address, settings.metrics_port)
             raise StartError(f"metrics can't listen on {where}: {reason_of(error)}") from None
         if status is not None:
             status.start()
-            self._status = status
+            self._threads.push_async_callback(asyncio.to_thread, status.close)
+        self._threads.push_async_callback(asyncio.to_thread, self._endpoint.close)
 
     async def _show_gpus(self) -> None:
         """Add metrics of GPUs; on a thread, since finding them takes up to a second."""
@@ -415,10 +398,4 @@ class Server:
             await self._upstream.close()
         if self._regions is not None:
             self._regions.clear()
-        if self._endpoint is not None:
-            await asyncio.to_thread(self._endpoint.close)
-            self._endpoint = None
-        if self._status is not None:
-            await asyncio.to_thread(self._status.close)
-            self._status = None
-        await asyncio.to_thread(self._tracer.close)
+        await self._threads.aclose()
