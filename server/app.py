@@ -372,9 +372,8 @@ class Server:
         """Raise StartError if a failure is to end the start; log what else has failed."""
         if self._upstream is not None:
             return
-        mode = self._settings.model_control_mode
         failures = [f"model '{name}': {reason}" for name, reason in self.repository.failures.items()]
-        none_serves = mode is ControlMode.NONE and not self.repository.models
+        none_serves = self._settings.model_control_mode is ControlMode.NONE and not self.repository.models
         if failures and (self._settings.exit_on_error or none_serves):
             raise StartError(f"failed to load {'; '.join(failures)}")
         if self._response_pool is not None and not any(model.responses for model in self.repository.models):
