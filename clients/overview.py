@@ -42,7 +42,8 @@ def description_lines(model: ModelDescription, found: Mapping[str, str] | None =
     lines = [printable("  ".join(filter(None, (model.name, versions, model.platform))))]
     more = {label: [one_line(text)] for label, text in (found or {}).items() if text}
     for label, values in {**dict(_facts(model)), **more}.items():
-        lines += [f"  {name:{_LABEL_COLUMNS}}{value}" for name, value in zip(_once(label), values, strict=False)]
+        names = [label, *[""] * (len(values) - 1)]
+        lines += [f"  {name:{_LABEL_COLUMNS}}{value}" for name, value in zip(names, values, strict=True)]
     return lines
 
 
@@ -137,13 +138,6 @@ def _sequences(sequences: Sequences) -> Iterator[str]:
 def _tensors_of(tensors: Mapping[str, str]) -> str:
     named = (tensor if tensor == own else f"{tensor} as {own}" for own, tensor in tensors.items())
     return ", ".join(named) or "nothing"
-
-
-def _once(label: str) -> Iterator[str]:
-    """The label, and nothing for the lines below it."""
-    yield label
-    while True:
-        yield ""
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from time import monotonic_ns
 from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
@@ -346,24 +346,18 @@ class BlockingEngine:
 
 def _loop_on_a_thread(undo: ExitStack) -> asyncio.AbstractEventLoop:
     """An event loop that runs until `undo`."""
-    loops: list[asyncio.AbstractEventLoop] = []
-    runs, ends = Event(), asyncio.Event()
-
-    async def live() -> None:
-        loops.append(asyncio.get_running_loop())
-        runs.set()
-        await ends.wait()
+    runner = asyncio.Runner(loop_factory=new_loop)
+    loop = runner.get_loop()
 
     def run() -> None:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(live())
+        with runner:
+            loop.run_forever()
 
     thread = Thread(target=run, name="paceline engine", daemon=True)
     thread.start()
-    runs.wait()
     undo.callback(thread.join)
-    undo.callback(loops[0].call_soon_threadsafe, ends.set)
-    return loops[0]
+    undo.callback(loop.call_soon_threadsafe, loop.stop)
+    return loop
 
 
 async def _within(what: Awaitable[T], timeout_s: float | None, *, of_s: float | None = None) -> T:

@@ -39,7 +39,6 @@ EXCEPTIONS = {
     "backends.remote_messages": {"protos", "google.protobuf"},
     "server.bulk": {"clients", "pyarrow", "ray", "rich"},  # all of its modules
     "server.check": {"clients"},
-    "server.cli": {"clients"},
     "server.engine": {"clients"},
     "server.models.upstream": {"clients"},
     "server.models.upstream_settings": {"clients"},
