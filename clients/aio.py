@@ -7,6 +7,7 @@ methods.py, for this client and its blocking twin in sync.py.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -108,7 +109,7 @@ class InferenceClient(BaseClient):
         if transport == "stream":
             self._streams = Streams(lambda: self._open()["ModelStreamInfer"](metadata=self._metadata))
         self._coalescer = Coalescer(self._send, coalesce) if coalesce is not None else None
-        self._asking = asyncio.Lock()
+        self._asking: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         # The loop in which the channel was created, and in which streams and merged requests have their tasks.
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -151,13 +152,13 @@ class InferenceClient(BaseClient):
     async def _datatypes_of(
         self, model: str, version: str, timeout_s: Timeout, metadata: Metadata
     ) -> Mapping[str, str]:
-        """One caller asks, and all others who want to know wait for its answer, each within its own timeout."""
+        """One caller asks, and all others who want to know the same wait for its answer, within their own timeouts."""
         known = self._datatypes.get((model, version))
         if known is not None:
             return known
         bound_s = self._bound_s(timeout_s)
         try:
-            async with asyncio.timeout(bound_s), self._asking:
+            async with asyncio.timeout(bound_s), self._asking[model, version]:
                 return await super()._datatypes_of(model, version, bound_s, metadata)
         except TimeoutError:
             raise DeadlineExceeded(

@@ -22,7 +22,7 @@ class BoundedPool(Generic[T]):
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.used_bytes = self.evictions = 0
+        self.used_bytes = 0
         # The value used least recently comes first.
         self._values: OrderedDict[_Key, tuple[T, int]] = OrderedDict()
         self._keys_of: defaultdict[Hashable, set[bytes]] = defaultdict(set)
@@ -47,7 +47,6 @@ class BoundedPool(Generic[T]):
         self._drop(owner, key)
         while self.used_bytes + size_bytes > self.max_bytes:
             self._drop(*next(iter(self._values)))
-            self.evictions += 1
         self._values[owner, key] = value, size_bytes
         self._keys_of[owner].add(key)
         self.used_bytes += size_bytes

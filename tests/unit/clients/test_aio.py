@@ -124,12 +124,13 @@ async def test_many_calls_with_lists_ask_once_for_the_metadata(client: AsyncInfe
     assert sum(isinstance(request, pb.ModelMetadataRequest) for request in peer.requests) == 1
 
 
-async def test_call_that_waits_for_anothers_metadata_keeps_its_timeout() -> None:
+async def test_metadata_holds_up_its_model_alone_and_no_timeout() -> None:
     held = threading.Event()
 
     class Slow(Peer):
         def ModelMetadata(self, request: Any, context: Any) -> pb.ModelMetadataResponse:
-            held.wait(60)
+            if request.name == "m":
+                held.wait(60)
             return super().ModelMetadata(request, context)
 
     with serving(Slow()) as peer:
@@ -137,5 +138,6 @@ async def test_call_that_waits_for_anothers_metadata_keeps_its_timeout() -> None
             first = asyncio.create_task(client.infer("m", {"x": [1]}, timeout_s=None))
             with pytest.raises(DeadlineExceeded):
                 await client.infer("m", {"x": [2]}, timeout_s=0.05)
+            assert (await client.infer("another", {"x": [3]}, timeout_s=20))["x"].tolist() == [3]
             held.set()
             assert (await first)["x"].tolist() == [1]
