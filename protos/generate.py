@@ -13,7 +13,6 @@ The version of grpcio-tools is pinned because it sets the oldest grpcio and prot
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.metadata
 import sys
 import tempfile
@@ -112,44 +111,24 @@ def require_tools(installed: str) -> None:
         raise GenerateError(f"grpcio-tools: expected {TOOLS_VERSION}, got {installed}; install the pinned one")
 
 
-def compare(expected: Mapping[str, str], folder: Path = PROTOS_DIR) -> list[str]:
-    """Returns the lines of a unified diff from the files in `folder` to `expected`; empty when they agree.
-
-    A generated file that should not be there counts as a difference.
-    """
-    present = {path.name: path.read_text("utf-8") for path in folder.glob("*_pb2*.py*") if path.is_file()}
-    lines: list[str] = []
-    for name in sorted({*expected, *present}):
-        if name not in present:
-            lines.append(f"{name}: missing")
-        elif name not in expected:
-            lines.append(f"{name}: not made from any .proto file")
-        else:
-            before, after = present[name].splitlines(), expected[name].splitlines()
-            lines += difflib.unified_diff(before, after, f"{name} (present)", f"{name} (expected)", lineterm="")
-    return lines
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the generated files, or compares them with `--check`; returns the exit status."""
     parser = argparse.ArgumentParser(prog=COMMAND, description="Regenerate the modules made from the .proto files.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and show a diff when files differ")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and name the files that differ")
     check: bool = parser.parse_args(arguments).check
     try:
         files = generate()
     except GenerateError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if not check:
-        for name, text in files.items():
-            (PROTOS_DIR / name).write_text(text, encoding="utf-8")
-    elif difference := compare(files):
-        print("\n".join(difference))
-        print(
-            f"error: the generated files in protos/ are not what the .proto files give; run `{COMMAND}`",
-            file=sys.stderr,
-        )
+    present = {path.name: path.read_text("utf-8") for path in PROTOS_DIR.glob("*_pb2*.py*") if path.is_file()}
+    others = sorted(name for name in {*files, *present} if files.get(name) != present.get(name))
+    if check and others:
+        expected = f"run `{COMMAND}`, and delete what it doesn't make"
+        print(f"error: not what the .proto files give: {', '.join(others)}; {expected}", file=sys.stderr)
         return 1
+    for name in files if not check else ():
+        (PROTOS_DIR / name).write_text(files[name], encoding="utf-8")
     return 0
 
 
