@@ -257,9 +257,8 @@ class Server:
         try:
             await asyncio.wait_for(self.repository.stop(), max(grace_s, _MIN_GRACE_S))
         except TimeoutError:
-            _log.warning(
-                "gave up waiting after %g s for models that are still executing, loading or being closed", grace_s
-            )
+            what = "models that are still executing, loading or being closed"
+            _log.warning("gave up waiting after %g s for %s", grace_s, what)
             return False
         return True
 
