@@ -22,22 +22,6 @@ from paceline.backends.sampling import Sampling
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from paceline.backends.text import Tokenizer
 
-__all__ = [
-    "MAX_TOKENS",
-    "OPTIONAL_OUTPUTS",
-    "PARAMETERS",
-    "SHORT",
-    "SPEC",
-    "TEXT_SPEC",
-    "UNSUPPORTED",
-    "Generates",
-    "GenerationLimits",
-    "Wanted",
-    "read_request",
-    "text_of",
-    "with_tokens",
-]
-
 _FLAGS: Final = (
     "stream", "exclude_input_in_output", "return_logprobs", "return_cumulative_logprob", "return_finish_reason",
     "return_num_input_tokens", "return_num_output_tokens",

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-__all__ = ["GENERATION_BOUNDS_NS", "GenerationTotals", "GenerationWatch", "TokenTimes"]
-
 GENERATION_BOUNDS_NS = tuple(
     us * 1_000 * 10**power for power in range(6) for us in (500, 1_000, 2_500)
 )  # from 0.5 ms to 250 s

@@ -17,8 +17,6 @@ from paceline.backends.sampling import Logprobs, Sampler
 from paceline.backends.spec import MISSING, Array, Tensors
 from paceline.backends.text import GrowingText
 
-__all__ = ["GrowingAnswer", "StoppedText"]
-
 _MOST_UNSENT = 64
 """While so many answers wait for their caller, who reads slowly, tokens are gathered: the next one has all of them."""
 _NO_OPTIONAL = (MISSING,) * len(OPTIONAL_OUTPUTS)

@@ -23,8 +23,6 @@ import numpy as np
 
 from paceline.backends.spec import Array
 
-__all__ = ["NONE", "Logprobs", "Sampler", "Sampling", "choose", "logprobs_of"]
-
 NONE = -1
 """In place of a token: the row's logits aren't numbers, or rule out everything."""
 

@@ -18,8 +18,6 @@ from paceline.backends.errors import ExecutionError, ModelRefused
 from paceline.backends.installed import how_to_install
 from paceline.backends.paths import open_beside
 
-__all__ = ["GrowingText", "Tokenizer", "open_tokenizer"]
-
 _FILE: Final = "tokenizer.json"
 _LARGEST_BYTES = 2**28
 """Of that file; with 256,000 tokens it has some 35 MB."""

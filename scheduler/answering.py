@@ -20,8 +20,6 @@ from paceline.scheduler.observer import BatchReport, Drop, Observer
 from paceline.scheduler.request import AnyRequest, Batch, BatchFacts, RequestT, succeed_all
 from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NO_ANSWER, NoAnswer, Outcome
 
-__all__ = ["Answers", "FailedNote", "OnLeft", "OrderedAnswers", "no_note", "notify"]
-
 _log = logging.getLogger("paceline.scheduler")
 
 _ON_ANSWERS = attrgetter("on_answers")

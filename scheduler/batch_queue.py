@@ -22,8 +22,6 @@ from paceline.scheduler.returning_callers import ReturningCallers
 from paceline.scheduler.sizing import Allowed, Sizing, Unreachable
 from paceline.scheduler.waiting import SharedQueueLimits, Timers, Waiting
 
-__all__ = ["BatchQueue", "Refusal", "Step"]
-
 Refusal = RequestTooLarge | QueueFull | DeadlineUnreachable
 
 

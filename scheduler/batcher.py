@@ -27,8 +27,6 @@ from paceline.scheduler.runner import AnyRunner, Outcome, Runner
 from paceline.scheduler.turns import ArrivalModel, Submit, Turns, WaitBudget
 from paceline.scheduler.waiting import SharedQueueLimits
 
-__all__ = ["Batcher"]
-
 P = TypeVar("P")
 R = TypeVar("R")
 

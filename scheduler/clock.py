@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Alarm", "Clock", "MonotonicClock"]
-
 
 class Alarm(Protocol):
     """Calls back on the event loop, once per setting."""

@@ -18,23 +18,6 @@ SchedulerError
 
 from __future__ import annotations
 
-__all__ = [
-    "BacklogFull",
-    "BatcherClosed",
-    "DeadlineExceeded",
-    "DeadlineUnreachable",
-    "ExecutionFailed",
-    "ExecutionTimeout",
-    "NoInstance",
-    "NoSequence",
-    "NotStarted",
-    "QueueFull",
-    "QueueTimeout",
-    "RequestTooLarge",
-    "SchedulerError",
-    "SequenceError",
-]
-
 _DEADLINE = "Deadline Exceeded"
 """gRPC's own words, which clients look for: they get them from gRPC when it notices first."""
 

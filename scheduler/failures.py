@@ -31,8 +31,6 @@ from paceline.scheduler.runner import Runner, ThreadLost
 from paceline.scheduler.sizing import Allowed
 from paceline.scheduler.turns import ArrivalModel
 
-__all__ = ["Blame", "Recovery", "Search", "Suspects", "budget_for"]
-
 _log = logging.getLogger("paceline.scheduler")
 
 P = TypeVar("P")

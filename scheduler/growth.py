@@ -18,8 +18,6 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-__all__ = ["Growth"]
-
 _ENOUGH = 8
 """Measurements that say what a row costs."""
 _WEIGHT = 0.1

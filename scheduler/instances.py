@@ -24,8 +24,6 @@ from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import Batch, Request, RequestT
 from paceline.scheduler.runner import AnyRunner, Runner
 
-__all__ = ["Ahead", "InstanceReplacer", "Instances", "Slots", "Watchdog"]
-
 P = TypeVar("P")
 R = TypeVar("R")
 T = TypeVar("T")

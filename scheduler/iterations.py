@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from paceline.scheduler.step_costs import StepCosts
 
-__all__ = ["Iteration", "Iterations"]
-
 _SLACK_TOKENS = 16
 """For each row, so many more tokens have to fit before another one has a place: else that would soon be put out."""
 

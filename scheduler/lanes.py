@@ -29,8 +29,6 @@ from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import RequestT
 from paceline.scheduler.waiting import LazyHeap
 
-__all__ = ["Lane", "Lanes", "order_of"]
-
 _SECTION_BITS = 64
 """The low bits of an order hold the arrival number. Above them is a bit for demoted requests, and above that the
 level."""

@@ -14,8 +14,6 @@ from collections.abc import Hashable, Sequence
 
 from paceline.scheduler.request import Batch, RequestT
 
-__all__ = ["Executing", "LatencyModel", "cost_size"]
-
 _RISE = 0.1
 _FALL = 0.5
 _OUTLIER = 4

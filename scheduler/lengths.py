@@ -16,8 +16,6 @@ from typing import Generic, NamedTuple
 
 from paceline.scheduler.request import RequestT
 
-__all__ = ["Bounds", "Sizes", "common_sizes", "sharing"]
-
 Sizes = tuple[int, ...]
 
 _MAX_SIZES = 128

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 from paceline.scheduler.request import AnyRequest
 
-__all__ = ["FULL", "BatchReport", "Drop", "Observer"]
-
 
 class Drop(Enum):
     """Why a request left, or never entered, the queue without being executed: a bound of the queue was reached, the

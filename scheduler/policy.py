@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["NEVER", "BatchPolicy", "PolicyError", "QueueLimits", "QueuePolicy", "SequencePolicy", "TimeoutAction"]
-
 NEVER = (1 << 63) - 1
 """A point in time, in monotonic nanoseconds, that is never reached."""
 

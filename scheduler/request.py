@@ -15,18 +15,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from paceline.scheduler.policy import NEVER
 
-__all__ = [
-    "AnyRequest",
-    "Batch",
-    "BatchFacts",
-    "OnAnswers",
-    "Request",
-    "RequestT",
-    "SequenceStep",
-    "Timer",
-    "succeed_all",
-]
-
 P = TypeVar("P")
 R = TypeVar("R")
 

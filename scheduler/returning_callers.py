@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
-__all__ = ["ReturningCallers"]
-
 _WEIGHT = 0.1
 _PARTS = (64, 32, 16, 8, 4)
 """Windows in which callers may return: each is the cost of a batch without its rows, divided by one of these."""

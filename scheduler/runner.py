@@ -17,21 +17,6 @@ from enum import Enum, auto
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = [
-    "ANSWERED_ELSEWHERE",
-    "NO_ANSWER",
-    "AnyRunner",
-    "Done",
-    "Executed",
-    "NoAnswer",
-    "Outcome",
-    "Runner",
-    "TaskRunner",
-    "ThreadLost",
-    "ThreadRunner",
-    "do_nothing",
-]
-
 _log = logging.getLogger("paceline.scheduler")
 
 P = TypeVar("P")

@@ -11,8 +11,6 @@ from typing import Final, Generic, NamedTuple, Protocol
 
 from paceline.scheduler.request import AnyRequest, RequestT
 
-__all__ = ["ANYWHERE", "LOST", "AnySequence", "Over", "Place", "Sequence", "SequenceEnd", "StepPayload"]
-
 
 class SequenceEnd(Enum):
     """Why a sequence has ended, and how callers are told who send more steps."""

@@ -29,8 +29,6 @@ from paceline.scheduler.sequences import Sequences
 from paceline.scheduler.turns import ArrivalModel, Submit
 from paceline.scheduler.waiting import SharedQueueLimits, Waiting
 
-__all__ = ["SequenceBatcher", "StepMaker"]
-
 P = TypeVar("P")
 R = TypeVar("R")
 

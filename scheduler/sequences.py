@@ -23,8 +23,6 @@ from paceline.scheduler.request import RequestT
 from paceline.scheduler.sequence import ANYWHERE, LOST, Over, Place, Sequence, SequenceEnd
 from paceline.scheduler.waiting import Timers, Waiting
 
-__all__ = ["Sequences"]
-
 _MOST_AT_ONCE = 500
 """Sequences whose idle limit has passed end in turns of so many, of 5 us each, so that nobody else waits for long."""
 _MAX_GONE = 4_096

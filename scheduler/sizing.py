@@ -22,8 +22,6 @@ from paceline.scheduler.lengths import Bounds, common_sizes, sharing
 from paceline.scheduler.policy import NEVER, BatchPolicy
 from paceline.scheduler.request import RequestT
 
-__all__ = ["LONGEST_PAUSE_NS", "PAUSE_NS", "Allowance", "Allowed", "Cut", "Sizing", "Unreachable"]
-
 PAUSE_NS = 10_000_000_000
 """How long memory has to suffice until twice as many rows are tried."""
 LONGEST_PAUSE_NS = 600_000_000_000

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from paceline.scheduler.latency import LatencyModel
 
-__all__ = ["StepCosts"]
-
 
 class _Cost:
     __slots__ = ("count", "last", "row_ns")

@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 from paceline.scheduler.observer import BatchReport, Drop
 from paceline.scheduler.runner import Done, NoAnswer, Outcome
 
-__all__ = ["ManualClock", "RecordingObserver", "Results", "StepRunner"]
-
 P = TypeVar("P")
 R = TypeVar("R")
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from paceline.scheduler.clock import Alarm, Clock
 
-__all__ = ["ArrivalModel", "Submit", "Turns", "WaitBudget"]
-
 _Announced = list[Any]  # each source announces requests of a class of its own
 Submit = Callable[[_Announced], None]
 """Submits requests, in order."""

@@ -16,8 +16,6 @@ from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.policy import NEVER, BatchPolicy
 from paceline.scheduler.request import AnyRequest, RequestT, Timer
 
-__all__ = ["LazyHeap", "SharedQueueLimits", "Timers", "Waiting"]
-
 T = TypeVar("T")
 
 _MANY = 1 << 62
