@@ -7,11 +7,20 @@ call has at most one last answer, and none once it was cancelled.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from paceline.backends.spec import Array
 
 Parameters = Mapping[str, bool | int | float | str]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _ignore(answers: int) -> None:
+    pass
 
 
 class CallAnswers(Protocol):
@@ -24,6 +33,7 @@ class CallAnswers(Protocol):
         """An error in place of an answer. `status` is the name of a gRPC status."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ModelCall:
     """A request to version `version` of `model` ("": the latest), with `inputs` by name and the names of wanted
     `outputs` (none: all). It is to end within `timeout_ns` (0: not said). `takes_more`: it may be answered more than
@@ -33,62 +43,25 @@ class ModelCall:
     still be answered.
     """
 
-    __slots__ = (
-        "_answers",
-        "_on_call_off",
-        "_on_cancel",
-        "_on_read",
-        "beside",
-        "caller",
-        "cancelled",
-        "executing",
-        "id",
-        "inputs",
-        "model",
-        "number",
-        "open_requests",
-        "outputs",
-        "parameters",
-        "takes_more",
-        "timeout_ns",
-        "version",
-    )
-
-    def __init__(
-        self,
-        answers: CallAnswers,
-        number: int,
-        model: str,
-        version: str,
-        inputs: Mapping[str, Array],
-        outputs: Sequence[str],
-        *,
-        id: str = "",
-        parameters: Parameters | None = None,
-        timeout_ns: int = 0,
-        takes_more: bool = False,
-        caller: Any = None,
-        executing: bool = False,
-        beside: bool = False,
-        open_requests: Sequence[object] = (),
-    ) -> None:
-        self._answers = answers
-        self._on_cancel = self._on_call_off = _nothing
-        self._on_read: Callable[[int], None] = _ignore
-        self.number = number
-        self.model = model
-        self.version = version
-        self.inputs = inputs
-        self.outputs = outputs
-        self.id = id
-        self.parameters: Parameters = parameters or {}
-        self.timeout_ns = timeout_ns
-        self.takes_more = takes_more
-        self.caller = caller
-        self.executing = executing
-        self.beside = beside
-        self.open_requests = open_requests
-        self.cancelled = False
+    _answers: CallAnswers
+    number: int
+    model: str
+    version: str
+    inputs: Mapping[str, Array]
+    outputs: Sequence[str]
+    _: KW_ONLY
+    id: str = ""
+    parameters: Parameters = field(default_factory=dict)
+    timeout_ns: int = 0
+    takes_more: bool = False
+    caller: Any = None
+    executing: bool = False
+    beside: bool = False
+    open_requests: Sequence[object] = ()
+    cancelled: bool = field(init=False, default=False)
+    _on_cancel: Callable[[], None] = field(init=False, default=_nothing)
+    _on_read: Callable[[int], None] = field(init=False, default=_ignore)
+    _on_call_off: Callable[[], None] = field(init=False, default=_nothing)
 
     def taken_by(
         self, on_cancel: Callable[[], None], on_read: Callable[[int], None], on_call_off: Callable[[], None]
@@ -138,11 +111,3 @@ class MakesCalls(Protocol):
 
 OnCall = Callable[[ModelCall], None]
 """Takes a call, on any thread; mustn't block or raise."""
-
-
-def _nothing() -> None:
-    pass
-
-
-def _ignore(answers: int) -> None:
-    pass

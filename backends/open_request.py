@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from paceline.backends.base import Execution, ModelInstance
@@ -49,6 +50,7 @@ class Channel(Protocol):
         """The oldest `answers` answers to request `number` aren't held any more: the model may send more."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class OpenRequest(ABC):
     """A request with its `inputs`, as the model sees them, and what its caller said besides. `outputs` are the indices
     of those that are wanted. `step`: what it is in its sequence, if it says so; `row`: where that is in a batch, -1 for
@@ -57,27 +59,22 @@ class OpenRequest(ABC):
     when it is to end with what there is. All monotonic. `wanted`: what a model that generates has read of it before it
     was handed over, if anything."""
 
-    __slots__ = (
-        "_channel", "_number", "arrived_ns", "cancelled", "deadline_ns", "ends_ns", "execution", "id", "inputs",
-        "outputs", "parameters", "row", "step", "takes_one", "timeout_us", "wanted",
-    )  # fmt: skip
-
-    def __init__(self, inputs: Tensors, outputs: Sequence[int], id: str = "", parameters: Parameters | None = None):
-        self.inputs = inputs
-        self.outputs = outputs
-        self.id = id
-        self.parameters = parameters or {}
-        self.arrived_ns = 0
-        self.step: Step | None = None
-        self.execution = 0
-        self.timeout_us = 0
-        self.deadline_ns = self.ends_ns = NEVER
-        self.row = -1
-        self.takes_one = False
-        self.cancelled = False
-        self.wanted: Any = None
-        self._number = 0
-        self._channel: Channel | None = None
+    inputs: Tensors
+    outputs: Sequence[int]
+    id: str = ""
+    parameters: Parameters = field(default_factory=dict)
+    arrived_ns: int = field(init=False, default=0)
+    step: Step | None = field(init=False, default=None)
+    row: int = field(init=False, default=-1)
+    execution: int = field(init=False, default=0)
+    timeout_us: int = field(init=False, default=0)
+    deadline_ns: int = field(init=False, default=NEVER)
+    ends_ns: int = field(init=False, default=NEVER)
+    takes_one: bool = field(init=False, default=False)
+    wanted: Any = field(init=False, default=None)
+    cancelled: bool = field(init=False, default=False)
+    _channel: Channel | None = field(init=False, default=None)
+    _number: int = field(init=False, default=0)
 
     @abstractmethod
     def on_answer(self, answer: Answer, *, last: bool) -> None:

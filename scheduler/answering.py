@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from paceline.scheduler.errors import ExecutionFailed, ExecutionTimeout, QueueTimeout, SchedulerError
 from paceline.scheduler.observer import BatchReport, Drop, Observer
-from paceline.scheduler.request import AnyRequest, Batch, BatchFacts, RequestT, succeed_all
+from paceline.scheduler.request import AnyRequest, Batch, BatchFacts, RequestT
 from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NO_ANSWER, NoAnswer, Outcome
 
 _log = logging.getLogger("paceline.scheduler")
@@ -60,8 +60,12 @@ class Answers:
 
     # hot path
     def succeed(self, requests: Requests, results: Sequence[object]) -> None:
-        """Each of `requests` has its result."""
-        succeed_all(requests, results, self._done)
+        """Each of `requests` has its result, unless it has ended by now."""
+        for request, result in zip(requests, results, strict=True):
+            if not request.ended:
+                request.succeed(result)
+                if request.on_answers is not None:
+                    self._done.append(request)
 
     def fail(self, request: AnyRequest, error: Exception) -> None:
         if not request.ended:

@@ -217,7 +217,7 @@ class BatchQueue(Generic[RequestT]):
             if self._stops:
                 self._sizing.growth.observe(batch.key, size, duration_ns, now_ns)
             if self._awaits_returns:
-                self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
+                self._returns.answered(batch.key, batch.rows, self.latency.of(batch.key).base_ns(), now_ns)
 
     def reserve(self, batch: Batch[RequestT]) -> None:
         """Count a batch that hasn't begun, and may be put back, as if it still waited, until `release`."""
@@ -271,7 +271,7 @@ class BatchQueue(Generic[RequestT]):
         batches are ahead of it and it executes alone. Of several, any that may be."""
         first, now_ns = group[0], group[-1].arrived_ns
         alone = self._sizing.of([first], first.rows)
-        alone_ns = self.latency.proven_ns(first.key, cost_size(alone.padded_rows, alone.sizes), now_ns)
+        alone_ns = self.latency.of(first.key).proven_ns(cost_size(alone.padded_rows, alone.sizes), now_ns)
         if not alone_ns and len(group) == 1:
             return None
         ahead = self._lanes.rows_before(first.key, level)

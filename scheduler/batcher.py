@@ -370,9 +370,8 @@ class Batcher(Generic[P, R]):
     def _costs(self, batch: Batch[Request[P, R]]) -> tuple[int, int]:
         """What a batch like this one costs besides its rows, and what half of the callers lately present would take, in
         ns."""
-        rows, latency = self._arrivals.half_of_all(len(batch.requests), batch.rows), self._queue.latency
-        size = cost_size(rows, batch.sizes)
-        return latency.base_ns(batch.key), latency.expected_ns(batch.key, size)
+        rows, known = self._arrivals.half_of_all(len(batch.requests), batch.rows), self._queue.latency.of(batch.key)
+        return known.base_ns(), known.expected_ns(cost_size(rows, batch.sizes))
 
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Give up the runner, whose execution takes longer than it may, unless it has begun its next batch by now."""

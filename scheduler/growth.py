@@ -17,6 +17,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 _ENOUGH = 8
 """Measurements that say what a row costs."""
@@ -34,15 +35,15 @@ _EVERY = 4
 _MAX_KEYS = 256
 
 
+@dataclass(slots=True)
 class _Octave:
     """What a row costs in batches of one octave: mean, mean deviation, number of measurements, and until when they
     count."""
 
-    __slots__ = ("count", "deviation", "mean", "until_ns")
-
-    def __init__(self) -> None:
-        self.mean = self.deviation = 0.0
-        self.count = self.until_ns = 0
+    mean: float = 0.0
+    deviation: float = 0.0
+    count: int = 0
+    until_ns: int = 0
 
     def observe(self, duration_ns: int, size: int, now_ns: int) -> None:
         cost = duration_ns / size
@@ -65,15 +66,14 @@ class _Octave:
         return other.mean - self.mean > max(noise, _NOISE * other.mean)
 
 
+@dataclass(slots=True)
 class _Key:
     """What is known of a key. `bound`: the octave to stop at, None if there is no bound."""
 
-    __slots__ = ("batches", "bound", "measurements", "octaves")
-
-    def __init__(self) -> None:
-        self.octaves: dict[int, _Octave] = {}
-        self.batches = self.measurements = 0
-        self.bound: int | None = None
+    octaves: dict[int, _Octave] = field(default_factory=dict)
+    bound: int | None = None
+    batches: int = 0
+    measurements: int = 0
 
     def known(self, number: int, now_ns: int) -> _Octave | None:
         """The octave of this number, if enough of it was measured lately."""

@@ -14,6 +14,7 @@ included, unless these can't be cut.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.scheduler.step_costs import StepCosts
@@ -31,17 +32,15 @@ class Iteration(NamedTuple):
     groups: Sequence[tuple[int, ...]]
 
 
+@dataclass(slots=True, eq=False)
 class _Row:
-    __slots__ = ("fixed", "group", "held", "is_out", "kind", "number", "total")
-
-    def __init__(self, number: int, total: int, fixed: int, kind: int) -> None:
-        self.number = number
-        self.total = total
-        self.fixed = fixed
-        self.kind = kind
-        self.held = 0
-        self.is_out = False
-        self.group = _Group([self])
+    number: int
+    total: int
+    fixed: int
+    kind: int
+    held: int = 0
+    is_out: bool = False
+    group: _Group = field(init=False)
 
     @property
     def lacks_one(self) -> bool:
@@ -156,7 +155,7 @@ class Iterations:
     def enter(self, row: int, tokens: int, fixed: int = 0, kind: int = 0) -> None:
         """`fixed`: as many tokens as what it keeps besides takes. Only rows of the same `kind` share a group."""
         self._rows[row] = one = _Row(row, tokens, fixed, kind)
-        self._groups.append(one.group)
+        self._found(one)
 
     def leave(self, row: int) -> None:
         one = self._rows.pop(row)
@@ -254,9 +253,14 @@ class Iterations:
             if row.is_out:
                 if not self._fits(row.total + row.fixed):
                     return
-                row.is_out, row.group = False, _Group([row])
+                row.is_out = False
                 self._out -= 1
-                self._groups.append(row.group)
+                self._found(row)
+
+    def _found(self, row: _Row) -> None:
+        """Give it a group of its own."""
+        row.group = _Group([row])
+        self._groups.append(row.group)
 
     def _ungroup(self, row: _Row) -> None:
         group = row.group

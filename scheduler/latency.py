@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from paceline.scheduler.request import Batch, RequestT
 
@@ -35,17 +36,15 @@ _LOOK_EVERY_TIMES = 8
 measurement. One look takes 3 ms where there are as many sizes as can be."""
 
 
+@dataclass(slots=True)
 class _Size:
     """What is known of one number of rows: mean, mean deviation from it, number of measurements, time of the last
     one."""
 
-    __slots__ = ("count", "deviation", "last_ns", "mean")
-
-    def __init__(self, duration_ns: int, now_ns: int) -> None:
-        self.count = 1
-        self.last_ns = now_ns
-        self.mean = float(duration_ns)
-        self.deviation = 0.0
+    mean: float
+    last_ns: int
+    count: int = 1
+    deviation: float = 0.0
 
     def observe(self, duration_ns: int, now_ns: int) -> None:
         mean = self.mean
@@ -64,7 +63,7 @@ class _Size:
         self.last_ns = now_ns
 
 
-class _Curve:
+class Curve:
     """Time over rows for one shape key: the mean at each size seen, and for other sizes a line through the smallest and
     the largest (`fewest` and `most` rows) of those that were measured more than once."""
 
@@ -81,6 +80,7 @@ class _Curve:
         self.most = max(self.most, rows)
 
     def expected_ns(self, rows: int) -> int:
+        """What a batch of `rows` rows is expected to take; 0 as long as nothing is known."""
         size = self.sizes.get(rows)
         if size is not None:
             return int(size.mean)
@@ -91,6 +91,7 @@ class _Curve:
         return int(max(0.0, few_ns + row_ns * (rows - self.fewest)))
 
     def proven_ns(self, rows: int, now_ns: int) -> int:
+        """As `expected_ns`, if that is known well enough to refuse a request for it; else 0."""
         size = self.sizes.get(rows)
         count, last_ns = (size.count, size.last_ns) if size is not None else (self.count, self.last_ns)
         if count < _PROOFS:
@@ -101,18 +102,29 @@ class _Curve:
         return expected_ns if _is_fresh(last_ns, expected_ns, now_ns) else 0
 
     def recent_ns(self, rows: int, now_ns: int) -> int:
+        """As `expected_ns`, if anything was measured lately, whatever its size; else 0."""
         expected_ns = self.expected_ns(rows)
         return expected_ns if self.count >= _PROOFS and _is_fresh(self.last_ns, expected_ns, now_ns) else 0
 
     def base_ns(self) -> int:
-        few, many = min(self.sizes), max(self.sizes)
-        if few == many:
+        """What a batch costs whatever its rows, by the smallest and the largest size seen; 0 with fewer than two
+        sizes."""
+        if len(self.sizes) < 2:
             return 0
+        few, many = min(self.sizes), max(self.sizes)
         few_ns, many_ns = self.sizes[few].mean, self.sizes[many].mean
         return int(max(0.0, few_ns - few * max(0.0, many_ns - few_ns) / (many - few)))
 
     def worth(self) -> float:
-        """The line of least squares, in proportion to what was measured, through the sizes measured more than once."""
+        """How many more rows can be computed in the time that one more batch costs whatever its rows; 0 as long as it
+        isn't known."""
+        if self.count >= self.worth_due:
+            self.worth_rows, self.worth_due = self._worth(), self.count + _FEW
+        return self.worth_rows
+
+    def _worth(self) -> float:
+        """By the line of least squares, in proportion to what was measured, through the sizes measured more than
+        once."""
         sizes = [(rows, one) for rows, one in self.sizes.items() if one.count > 1]
         weights = [min(one.count, _FEW) / max(1.0, one.mean) ** 2 for _, one in sizes]
         total = sum(weights)
@@ -129,6 +141,7 @@ class _Curve:
         return base_ns / row_ns if row_ns > 0 else base_ns
 
     def margin_ns(self, rows: int) -> int:
+        """How much longer than expected it may well take; 0 as long as nothing is known about the size."""
         size = self.sizes.get(rows)
         return int(_MARGIN * size.deviation) if size is not None else 0
 
@@ -157,7 +170,8 @@ class LatencyModel:
     def __init__(self, max_rows: int) -> None:
         self._max_rows = self._largest = max_rows
         self._lately = 0
-        self._curves: OrderedDict[int, _Curve] = OrderedDict()
+        self._curves: OrderedDict[int, Curve] = OrderedDict()
+        self._nothing = Curve()
         self._sizes = 0
         self._since_look = 0
         self.longest_ns = 0
@@ -167,10 +181,10 @@ class LatencyModel:
         hashed = hash(key)
         curve = self._curves.get(hashed)
         if curve is None:
-            curve = self._curves[hashed] = _Curve()
+            curve = self._curves[hashed] = Curve()
         size = curve.sizes.get(rows)
         if size is None:
-            size = curve.sizes[rows] = _Size(duration_ns, now_ns)
+            size = curve.sizes[rows] = _Size(float(duration_ns), now_ns)
             self._sizes += 1
             self._forget_some()
         else:
@@ -188,31 +202,9 @@ class LatencyModel:
         if self._since_look >= _LOOK_EVERY + _LOOK_EVERY_TIMES * self._sizes:
             self._look()
 
-    def expected_ns(self, key: Hashable, rows: int) -> int:
-        """What a batch of `rows` rows is expected to take; 0 as long as nothing is known about the key."""
-        curve = self._curves.get(hash(key))
-        return curve.expected_ns(rows) if curve is not None else 0
-
-    def proven_ns(self, key: Hashable, rows: int, now_ns: int) -> int:
-        """Like `expected_ns`, if that is known well enough to refuse a request for it; else 0."""
-        curve = self._curves.get(hash(key))
-        return curve.proven_ns(rows, now_ns) if curve is not None else 0
-
-    def recent_ns(self, key: Hashable, rows: int, now_ns: int) -> int:
-        """Like `expected_ns`, if anything of the key was measured lately, whatever its size; else 0."""
-        curve = self._curves.get(hash(key))
-        return curve.recent_ns(rows, now_ns) if curve is not None else 0
-
-    def margin_ns(self, key: Hashable, rows: int) -> int:
-        """How much longer than expected it may well take; 0 as long as nothing is known about the size."""
-        curve = self._curves.get(hash(key))
-        return curve.margin_ns(rows) if curve is not None else 0
-
-    def base_ns(self, key: Hashable) -> int:
-        """What a batch costs whatever its rows, by the smallest and the largest size seen; 0 with fewer than two
-        sizes."""
-        curve = self._curves.get(hash(key))
-        return curve.base_ns() if curve is not None else 0
+    def of(self, key: Hashable) -> Curve:
+        """What is known of a key."""
+        return self._curves.get(hash(key), self._nothing)
 
     def expect(self, size: int) -> None:
         """Learn that a batch may have this size; for a while, as one large request says nothing about later ones."""
@@ -224,16 +216,6 @@ class LatencyModel:
         self._since_look = 0
         self._largest, self._lately = max(self._max_rows, self._lately), 0
         self.longest_ns = max([one.longest_ns(self._largest) for one in self._curves.values()], default=0)
-
-    def worth(self, key: Hashable) -> float:
-        """How many more rows can be computed in the time that one more batch costs whatever its rows; 0 as long as it
-        isn't known."""
-        curve = self._curves.get(hash(key))
-        if curve is None:
-            return 0.0
-        if curve.count >= curve.worth_due:
-            curve.worth_rows, curve.worth_due = curve.worth(), curve.count + _FEW
-        return curve.worth_rows
 
     def _forget_some(self) -> None:
         """Forget the keys first seen, until there aren't too many; one is left however many sizes it has."""
@@ -271,7 +253,7 @@ class Executing:
         key = requests[0].key
         self._begun += 1
         size = padded_rows if not sizes else cost_size(padded_rows, sizes)
-        expected_ns = self._latency.proven_ns(key, size, now_ns)
+        expected_ns = self._latency.of(key).proven_ns(size, now_ns)
         self._ends_ns[self._begun] = now_ns + expected_ns
         elements = rows if not sizes else sum([one.rows * math.prod(one.sizes) for one in requests])
         return Batch(self._begun, key, rows, padded_rows, tuple(requests), expected_ns, sizes, elements)
@@ -289,7 +271,7 @@ class Executing:
         """The least time that a request of `key` that arrives now will wait: until an instance is free, and for the
         full batches among the `rows_ahead` of it in its own lane. Other lanes don't count, as any may come first."""
         full_batches = rows_ahead // self._max_rows
-        wait_ns = full_batches * self._latency.proven_ns(key, self._max_rows, now_ns) // self._instances
+        wait_ns = full_batches * self._latency.of(key).proven_ns(self._max_rows, now_ns) // self._instances
         if len(self._ends_ns) >= self._instances:
             wait_ns += max(0, self.first_end_ns(now_ns) - now_ns)
         return wait_ns

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple
 
 from paceline.scheduler.request import RequestT
@@ -31,15 +32,13 @@ class Bounds(NamedTuple):
     elements: int
 
 
+@dataclass(slots=True, eq=False)
 class _SameSizes(Generic[RequestT]):
     """Requests of equal common sizes, with `rows` rows together."""
 
-    __slots__ = ("requests", "rows", "sizes")
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.requests: list[RequestT] = []
-        self.rows = 0
+    sizes: Sizes
+    requests: list[RequestT] = field(default_factory=list)
+    rows: int = 0
 
 
 def common_sizes(lengths: Sequence[Callable[[int], int]], requests: Iterable[RequestT]) -> Sizes:

@@ -10,7 +10,8 @@ await one gets a future for that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from paceline.scheduler.policy import NEVER
@@ -47,6 +48,7 @@ leave. It takes the `value` of one that hasn't `ended`, as the next answer repla
 because each source has a class of requests of its own, and is told only of its own requests."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request(Generic[P, R]):
     """`rows` rows of a model's input in `payload`, as the batcher's runners take it. Only requests of equal `key` share
     a batch. They may differ in `sizes`, as many as the policy has `lengths`: they are filled up to common ones.
@@ -65,71 +67,34 @@ class Request(Generic[P, R]):
     request, and ends once.
     """
 
-    __slots__ = (
-        "_error",
-        "_future",
-        "act_at_ns",
-        "answered",
-        "arrived_ns",
-        "batch_facts",
-        "batcher",
-        "deadline_ns",
-        "ended",
-        "key",
-        "level",
-        "on_answers",
-        "order",
-        "payload",
-        "priority",
-        "refused",
-        "rows",
-        "size_bytes",
-        "sizes",
-        "step",
-        "tag",
-        "timeout_ns",
-        "timer",
-        "unbegun",
-        "value",
-        "waited_ns",
-        "waits",
-    )
-
-    value: R
-
-    def __init__(
-        self,
-        payload: P,
-        rows: int,
-        key: Hashable,
-        arrived_ns: int = 0,
-        *,
-        size_bytes: int = 0,
-        sizes: tuple[int, ...] = (),
-        priority: int = 0,
-        timeout_ns: int = 0,
-        deadline_ns: int = NEVER,
-        tag: Any = None,
-    ) -> None:
-        self.payload = payload
-        self.rows = rows
-        self.key = key
-        self.arrived_ns = arrived_ns
-        self.size_bytes = size_bytes
-        self.sizes = sizes
-        self.priority = priority
-        self.timeout_ns = timeout_ns
-        self.deadline_ns = deadline_ns
-        self.tag = tag
-        self.waits = self.refused = self.ended = self.answered = False
-        self.level = self.order = self.act_at_ns = self.waited_ns = self.unbegun = 0
-        self.timer: Timer[Request[P, R]] | None = None
-        self.batcher: _HearsOfCancelling | None = None
-        self.on_answers: OnAnswers | None = None
-        self.batch_facts: BatchFacts | None = None
-        self.step: SequenceStep | None = None
-        self._error: BaseException | None = None
-        self._future: _Future | None = None
+    payload: P
+    rows: int
+    key: Hashable
+    arrived_ns: int = 0
+    _: KW_ONLY
+    size_bytes: int = 0
+    sizes: tuple[int, ...] = ()
+    priority: int = 0
+    timeout_ns: int = 0
+    deadline_ns: int = NEVER
+    tag: Any = None
+    step: SequenceStep | None = field(init=False, default=None)
+    waits: bool = field(init=False, default=False)
+    level: int = field(init=False, default=0)
+    order: int = field(init=False, default=0)
+    act_at_ns: int = field(init=False, default=0)
+    timer: Timer[Request[P, R]] | None = field(init=False, default=None)
+    batcher: _HearsOfCancelling | None = field(init=False, default=None)
+    unbegun: int = field(init=False, default=0)
+    waited_ns: int = field(init=False, default=0)
+    batch_facts: BatchFacts | None = field(init=False, default=None)
+    on_answers: OnAnswers | None = field(init=False, default=None)
+    ended: bool = field(init=False, default=False)
+    answered: bool = field(init=False, default=False)
+    refused: bool = field(init=False, default=False)
+    value: R = field(init=False)
+    _error: BaseException | None = field(init=False, default=None)
+    _future: _Future | None = field(init=False, default=None)
 
     def done(self) -> bool:
         """As `ended`, for those who take it for a future."""
@@ -198,16 +163,6 @@ class Request(Generic[P, R]):
             return self.result()
         finally:
             del self  # as in `result`
-
-
-# hot path
-def succeed_all(requests: Sequence[AnyRequest], results: Sequence[object], told: list[AnyRequest]) -> None:
-    """Give each of `requests` that hasn't ended its result. Those whose sources are to be told are added to `told`."""
-    for request, result in zip(requests, results, strict=True):
-        if not request.ended:
-            request.succeed(result)
-            if request.on_answers is not None:
-                told.append(request)
 
 
 AnyRequest = Request[Any, Any]

@@ -6,6 +6,7 @@ Lives here: these values. Must not: decide anything; that is `sequences`.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, NamedTuple, Protocol
 
@@ -60,28 +61,24 @@ class StepPayload(Protocol):
         the state that it needed is."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence(Generic[RequestT]):
     """A sequence. `executing` is its step at the batcher, `steps` are those behind it, None if there never were any.
     `state` is what the last step left; None: nothing yet. A step that starts anew doesn't see it. `ends` is why it ends
     once these are done; None: it goes on. `payload` is that of the step at the batcher, `note` is for whoever makes
     payloads. `follower` has the same id, and mustn't begin before this one is over."""
 
-    __slots__ = (
-        "ends", "executing", "follower", "has_begun", "id", "note", "payload", "place", "since_ns", "state", "steps",
-    )  # fmt: skip
-
-    def __init__(self, id_: int | str) -> None:
-        self.id = id_
-        self.executing: RequestT | None = None
-        self.steps: deque[RequestT] | None = None
-        self.place: Place | None = None
-        self.state: object = None
-        self.payload: StepPayload | None = None
-        self.note: object = None
-        self.since_ns = 0
-        self.has_begun = False
-        self.ends: SequenceEnd | None = None
-        self.follower: Sequence[RequestT] | None = None
+    id: int | str
+    executing: RequestT | None = None
+    payload: StepPayload | None = None
+    steps: deque[RequestT] | None = None
+    state: object = None
+    note: object = None
+    place: Place | None = None
+    since_ns: int = 0
+    has_begun: bool = False
+    ends: SequenceEnd | None = None
+    follower: Sequence[RequestT] | None = None
 
 
 AnySequence = Sequence[AnyRequest]

@@ -167,7 +167,7 @@ class Sizing:
             rows = min(rows, sum([request.rows for request in islice(lane, releasable)]))
         elements = min([one for one in (policy.max_batch_elements, growth) if one], default=sys.maxsize)
         bounds = Bounds(rows, policy.max_batch_requests or len(waiting), elements)
-        worth = self._latency.worth(lane.key)
+        worth = self._latency.of(lane.key).worth()
         cut = self.of(sharing(waiting, self._lengths, bounds, worth))
         least = min(rows, min(policy.preferred_batch_rows, default=0))
         if growth and cut.rows < least:  # below a preferred size, only the policy stops a batch
@@ -267,7 +267,7 @@ class Sizing:
         """The requests of `cut` that even a batch of their own would be too late for."""
         too_late = []
         for one in cut.requests:
-            needed_ns = self._latency.proven_ns(key, cost_size(self.padded(one.rows), cut.sizes), starts_ns)
+            needed_ns = self._latency.of(key).proven_ns(cost_size(self.padded(one.rows), cut.sizes), starts_ns)
             if one.deadline_ns < starts_ns + needed_ns:
                 too_late.append(Unreachable(one, needed_ns))
         return too_late
@@ -295,10 +295,10 @@ class Sizing:
         return Cut(fitting, rows, self.padded(rows) if rows else 0, cut.sizes), late
 
     def _safe_ns(self, key: Hashable, rows: int, sizes: tuple[int, ...], starts_ns: int) -> int:
-        size, latency = cost_size(rows, sizes), self._latency
+        size, known = cost_size(rows, sizes), self._latency.of(key)
         # Where requests differ in length, there are too many sizes for each to be measured all the time.
-        known_ns = latency.recent_ns(key, size, starts_ns) if sizes else latency.proven_ns(key, size, starts_ns)
-        return known_ns + latency.margin_ns(key, size) if known_ns else 0
+        known_ns = known.recent_ns(size, starts_ns) if sizes else known.proven_ns(size, starts_ns)
+        return known_ns + known.margin_ns(size) if known_ns else 0
 
     def _to_allowed_size(self, key: Hashable, cut: Cut[RequestT]) -> Cut[RequestT]:
         """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row, or
@@ -312,8 +312,9 @@ class Sizing:
         fewer, fewer_rows = _fitting(cut.requests, below, len(cut.requests))
         if fewer:
             smaller = self.of(fewer, fewer_rows)._replace(padded_rows=below)
-            padded_ns = self._latency.expected_ns(key, cost_size(above, cut.sizes))
-            cut_ns = self._latency.expected_ns(key, cost_size(below, smaller.sizes))
+            known = self._latency.of(key)
+            padded_ns = known.expected_ns(cost_size(above, cut.sizes))
+            cut_ns = known.expected_ns(cost_size(below, smaller.sizes))
             is_too_much = 0 < most < above * math.prod(cut.sizes)
             if is_too_much or (cut_ns and cut_ns * rows < padded_ns * fewer_rows):
                 return smaller

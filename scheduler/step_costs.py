@@ -5,15 +5,18 @@ Lives here: `StepCosts`, which is told what was measured. Must not: know which r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from paceline.scheduler.latency import LatencyModel
 
 
+@dataclass(slots=True)
 class _Cost:
-    __slots__ = ("count", "last", "row_ns")
+    """What a step costs each row: so many times measured, in the iteration `last` for the last time."""
 
-    def __init__(self) -> None:
-        self.count = self.last = 0
-        self.row_ns = 0.0
+    row_ns: float = 0.0
+    count: int = 0
+    last: int = 0
 
 
 _PROOFS = 3
@@ -46,7 +49,7 @@ class StepCosts:
     def worth_tokens(self) -> float:
         """An execution in which rows begin costs as much as that many more tokens in another one, whatever its own
         number; 0 as long as it isn't known."""
-        return self._beginning.worth(None)
+        return self._beginning.of(None).worth()
 
     def tick(self) -> None:
         """Another iteration begins."""
@@ -71,7 +74,7 @@ class StepCosts:
 
     def least_begin_ns(self, tokens: int, now_ns: int) -> int:
         """What beginning with so many takes; 0 if that isn't certain enough to refuse anybody for it."""
-        return self._beginning.proven_ns(None, _about(tokens), now_ns)
+        return self._beginning.of(None).proven_ns(_about(tokens), now_ns)
 
     def joins(self, rows: int, longest: int, more_rows: int, more_longest: int) -> bool:
         """Whether two groups are to be one, which is so if that costs less, or to find out."""

@@ -77,8 +77,8 @@ def test_answer_exactly_at_the_deadline_is_in_time() -> None:
 def test_batch_too_late_for_all_gives_up_no_request_that_alone_would_be_just_in_time() -> None:
     queue = measured(BatchPolicy(max_batch_rows=4, batch_sizes=(2, 4)), {2: 10})
     queue.latency.observe("k", 2, 11 * MS, 0)  # so that it may well take longer than the proven time
-    proven_ns = queue.latency.proven_ns("k", 2, 0)
-    assert 0 < queue.latency.margin_ns("k", 2) < proven_ns
+    proven_ns = queue.latency.of("k").proven_ns(2, 0)
+    assert 0 < queue.latency.of("k").margin_ns(2) < proven_ns
     push(queue, "just in time", 1, "k", 0, deadline_ns=proven_ns)
     step = queue.poll(0, idle=1)
     assert names(step) == [["just in time"]]
@@ -91,9 +91,9 @@ def test_batch_is_cut_down_for_a_request_that_would_be_late_within_the_measured_
 ) -> None:
     queue = measured(BatchPolicy(max_batch_rows=2), {1: 8, 2: 10})
     queue.latency.observe("k", 2, 14 * MS, 0)
-    margin_ns = queue.latency.margin_ns("k", 2)
+    margin_ns = queue.latency.of("k").margin_ns(2)
     assert margin_ns > 1
-    needed_ns = queue.latency.proven_ns("k", 2, 0) + margin_ns
+    needed_ns = queue.latency.of("k").proven_ns(2, 0) + margin_ns
     push(queue, "hasty", 1, "k", 0, deadline_ns=needed_ns - short_ns)
     push(queue, "patient", 1, "k", 0)
     step = queue.poll(0, idle=1)

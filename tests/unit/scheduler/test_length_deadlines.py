@@ -59,11 +59,11 @@ def test_sizes_of_about_the_same_cost_count_as_one() -> None:
 
 def test_worth_is_the_fixed_cost_in_elements() -> None:
     latency = LatencyModel(8)
-    assert latency.worth("k") == 0
+    assert latency.of("k").worth() == 0
     for size in (10, 20, 40, 80):
         for _ in range(10):
             latency.observe("k", size, (BASE_MS + size) * MS, 0)
-    assert abs(latency.worth("k") - BASE_MS) < 1
+    assert abs(latency.of("k").worth() - BASE_MS) < 1
 
 
 def test_again_with_fewer_has_the_sizes_of_these() -> None:
