@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.backends.errors import InstanceError
-from paceline.backends.length_axes import is_of_integers
-from paceline.backends.length_outputs import Sizes
+from paceline.backends.length_axes import Sizes, is_of_integers
 from paceline.backends.lengths import Lengths
 from paceline.backends.made_up import MAX_BYTES, bytes_of
 from paceline.backends.spec import Array, ModelSpec, TensorSpec

@@ -1,11 +1,11 @@
 """Whether requests of different sizes may be filled up to a common one, found out by trying.
 
 Lives here: what is tried and what follows from it, in pure numpy. Must not: a runtime, a log, or know which axes may be
-lengths (`length_axes`), which outputs follow them (`length_outputs`) or what is in rows (`length_rows`). A model that
-has a mask may ignore it, or some of its layers may: recurrences from both ends, averages over all words, convolutions.
-Then a text's results would depend on the longest text beside it. The rule: rows of several sizes, filled up a little
-and by much, must give what they give alone. They may differ by what floats round, and, for models that quantize at run
-time, not by much more than rows of equal sizes already differ in a batch.
+lengths (`length_axes`) or what is in rows (`length_rows`). A model that has a mask may ignore it, or some of its layers
+may: recurrences from both ends, averages over all words, convolutions. Then a text's results would depend on the
+longest text beside it. The rule: rows of several sizes, filled up a little and by much, must give what they give alone.
+They may differ by what floats round, and, for models that quantize at run time, not by much more than rows of equal
+sizes already differ in a batch.
 
 A step of a sequence is tried as the model sees it, with any state and with those that the model itself leaves, from the
 initial one on: a count of rows among them has to be right. If that leaves the state that it leaves alone, so does each
@@ -23,11 +23,19 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.backends.errors import ExecutionError, InstanceError, LoadError, OutOfMemory
-from paceline.backends.length_axes import asked_lengths, masked_lengths, named_masks
-from paceline.backends.length_distances import distances, is_exact
-from paceline.backends.length_outputs import Sizes, States, said, with_assumed_outputs, with_outputs
+from paceline.backends.length_axes import (
+    Sizes,
+    States,
+    asked_lengths,
+    masked_lengths,
+    named_masks,
+    said,
+    with_assumed_outputs,
+    with_outputs,
+)
 from paceline.backends.length_rows import ATTEMPTS, GivenUp, Row, Rows
 from paceline.backends.lengths import Filling, Lengths, fill_up
+from paceline.backends.likeness import distances, is_of_floats
 from paceline.backends.made_up import MAX_BYTES
 from paceline.backends.ragged import as_the_model_sees
 from paceline.backends.spec import Array, ControlKind, ModelSpec, Tensors
@@ -292,7 +300,7 @@ class _Trial:
                 raise ExecutionError("its outputs don't have the rows of its inputs")
             bases = list(map(max, bases, distances(spec, result, [one[:1] for one in both])))
             varied = [seen or not np.array_equal(one[:1], one[1:]) for seen, one in zip(varied, both, strict=True)]
-        least = [0.0 if is_exact(one) else _COARSE if self._coarse else _CLOSE for one in spec.outputs]
+        least = [(_COARSE if self._coarse else _CLOSE) if is_of_floats(one) else 0.0 for one in spec.outputs]
         return [
             limit if limit == np.inf else max(close, min(_TIMES * base, limit))
             for limit, close, base in zip(limits, least, bases, strict=True)

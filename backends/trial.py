@@ -20,19 +20,8 @@ import numpy as np
 
 from paceline.backends.batching import stack as stack_rows
 from paceline.backends.errors import ExecutionError, InstanceError, OutOfMemory, ProcessError
-from paceline.backends.made_up import (
-    MAX_BYTES,
-    MadeUp,
-    alike,
-    attempts,
-    bytes_of,
-    can_be_stacked,
-    equal,
-    has_free_dims,
-    is_finite,
-    is_of_floats,
-    make_rows,
-)
+from paceline.backends.likeness import alike, equal, is_finite, is_of_floats
+from paceline.backends.made_up import MAX_BYTES, MadeUp, attempts, bytes_of, can_be_stacked, has_free_dims, make_rows
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
 from paceline.backends.trials import Trial
 

@@ -222,12 +222,11 @@ class BatchQueue(Generic[RequestT]):
     def reserve(self, batch: Batch[RequestT]) -> None:
         """Count a batch that hasn't begun, and may be put back, as if it still waited, until `release`."""
         for request in batch.requests:
-            self.waiting.reserve(request, 1)
+            self.waiting.reserved.add(request)
 
     def release(self, batch: Batch[RequestT]) -> None:
         """End `reserve`: the batch has begun, or is about to be put back."""
-        for request in batch.requests:
-            self.waiting.reserve(request, -1)
+        self.waiting.reserved.remove(batch.requests)
 
     def put_back(self, batch: Batch[RequestT], requests: Sequence[RequestT]) -> None:
         """Put back a batch that won't execute: `requests`, those that are still wanted, wait where they did before, as

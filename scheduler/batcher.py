@@ -101,7 +101,8 @@ class Batcher(Generic[P, R]):
     @property
     def waiting_requests(self) -> int:
         """Requests announced or accepted that aren't executing."""
-        return self._waiting.requests + self._waiting.reserved + self._turns.announced + self._recovery.waiting()
+        waiting = self._waiting
+        return waiting.requests + waiting.reserved.requests + self._turns.announced + self._recovery.waiting()
 
     @property
     def lanes(self) -> int:
@@ -128,7 +129,7 @@ class Batcher(Generic[P, R]):
         """Those of `waiting_requests` that are at priority `level`, without the announced ones: their level isn't known
         yet."""
         waiting = self._waiting
-        return waiting.requests_of_level(level) + waiting.reserved_of_level(level) + self._recovery.waiting(level)
+        return waiting.of_level(level) + waiting.reserved.of_level(level) + self._recovery.waiting(level)
 
     def executing(self, runner: Runner[P, R]) -> Sequence[Request[P, R]]:
         """What `runner` executes now."""

@@ -101,10 +101,6 @@ class Runner(Protocol[P_contra, R_co]):
         """Finish what runs, or call it off, and end. Doesn't wait."""
 
 
-def do_nothing() -> None:
-    """What an instance does that can't do what it is asked for."""
-
-
 def _start_thread(name: str, run: Callable[[], None]) -> None:
     # A daemon: an instance that hangs must not keep the process from ending.
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -125,7 +121,7 @@ class ThreadRunner(Generic[P, R]):
         start_thread: Callable[[str, Callable[[], None]], None] = _start_thread,
         *,
         stages: bool = True,
-        call_off: Callable[[], None] = do_nothing,
+        call_off: Callable[[], None] = lambda: None,
     ) -> None:
         self.stages = stages
         self.call_off = call_off
@@ -140,7 +136,7 @@ class ThreadRunner(Generic[P, R]):
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._start_thread()
+        self._start(self._name, self._live)
 
     # hot path
     def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
@@ -161,9 +157,6 @@ class ThreadRunner(Generic[P, R]):
 
     def stop(self) -> None:
         self._work.put(None)
-
-    def _start_thread(self) -> None:
-        self._start(self._name, self._live)
 
     def _tell(self, outcome: Outcome[R]) -> None:
         _, done = self._owed.popleft()
@@ -194,7 +187,7 @@ class ThreadRunner(Generic[P, R]):
         if not self._is_dead:
             return
         try:
-            self._start_thread()
+            self._start(self._name, self._live)
             self._is_dead = False
         except RuntimeError as error:
             _log.error("an instance's thread died and no other can be started: %s: %s", self._name, error)
@@ -227,11 +220,9 @@ class ThreadRunner(Generic[P, R]):
     def _run_one(self, payloads: Sequence[P], padded_rows: int) -> Outcome[R]:
         started_ns = time.monotonic_ns()
         try:
-            executed = self._execute(payloads, padded_rows)
-            _check_count(executed, payloads)
+            return _succeeded(started_ns, self._execute(payloads, padded_rows), payloads)
         except BaseException as error:  # noqa: BLE001 - any error; the batch's requests must get an answer
             return Outcome(started_ns, time.monotonic_ns(), error=error)
-        return Outcome(started_ns, time.monotonic_ns(), executed=executed)
 
 
 class TaskRunner(Generic[P, R]):
@@ -265,25 +256,19 @@ class TaskRunner(Generic[P, R]):
 
     def _end(self, task: asyncio.Task[Outcome[R]], done: Done[R]) -> None:
         self._task = None  # the next one may be long in coming, and answers are large
-        done(_outcome_of(task))
+        now_ns = time.monotonic_ns()
+        # One that is cancelled was called off before it began.
+        done(Outcome(now_ns, now_ns, error=asyncio.CancelledError()) if task.cancelled() else task.result())
 
     async def _run_one(self, payloads: Sequence[P], padded_rows: int) -> Outcome[R]:
         started_ns = time.monotonic_ns()
         try:
-            executed = await self._execute(payloads, padded_rows)
-            _check_count(executed, payloads)
+            return _succeeded(started_ns, await self._execute(payloads, padded_rows), payloads)
         except BaseException as error:  # noqa: BLE001 - any error; the batch's requests must get an answer
             return Outcome(started_ns, time.monotonic_ns(), error=error)
-        return Outcome(started_ns, time.monotonic_ns(), executed=executed)
 
 
-def _outcome_of(task: asyncio.Task[Outcome[R]]) -> Outcome[R]:
-    if not task.cancelled():
-        return task.result()
-    now_ns = time.monotonic_ns()  # called off before it began
-    return Outcome(now_ns, now_ns, error=asyncio.CancelledError())
-
-
-def _check_count(executed: Executed[R], payloads: Sequence[P]) -> None:
+def _succeeded(started_ns: int, executed: Executed[R], payloads: Sequence[P]) -> Outcome[R]:
     if len(executed.results) != len(payloads):
         raise RuntimeError(f"instance returned {len(executed.results)} results for {len(payloads)} requests")
+    return Outcome(started_ns, time.monotonic_ns(), executed=executed)

@@ -42,63 +42,24 @@ class SharedQueueLimits:
         return None
 
 
-class Waiting:
-    """Requests, rows and bytes that wait in one queue, which shares `shared_limits` with others. `reserved` are
-    requests that have left the queue and may come back: until they no longer may, they take room."""
+class Counts:
+    """How many requests there are, with how many rows and bytes; by priority level, too, if it `has_levels`. They count
+    in `shared` as well."""
 
-    def __init__(self, policy: BatchPolicy, shared_limits: SharedQueueLimits | None = None) -> None:
+    def __init__(self, shared: SharedQueueLimits | None, has_levels: bool) -> None:
         self.requests = self.rows = self.size_bytes = 0
-        self.reserved = self._reserved_rows = self._reserved_bytes = 0
-        self._reserved_of_level: Counter[int] = Counter()
-        self._max_rows, self._max_bytes = policy.limits.max_rows, policy.limits.max_bytes
-        self._shared = shared_limits
-        self._is_bounded = bool(self._max_rows or self._max_bytes)
-        self._has_levels = policy.priority_levels > 0
-        self._requests_of_level: Counter[int] = Counter()
+        self._shared = shared
+        self._has_levels = has_levels
+        self._of_level: Counter[int] = Counter()
 
     @property
     def levels(self) -> list[int]:
-        """The priority levels that have requests waiting."""
-        return sorted(self._requests_of_level)
+        """The priority levels that have requests."""
+        return sorted(self._of_level)
 
-    def requests_of_level(self, level: int) -> int:
+    def of_level(self, level: int) -> int:
         """Requests of a priority level; of level 0, where there are no levels, all of them."""
-        return self._requests_of_level[level] if level else self.requests
-
-    def reserved_of_level(self, level: int) -> int:
-        """Requests of a priority level that are `reserved`."""
-        return self._reserved_of_level[level]
-
-    # hot path
-    def full(self, requests: int, rows: int, size_bytes: int, level: int, max_queue_size: int) -> QueueFull | None:
-        """The limit that `requests` more, of `rows` and `size_bytes` together, would exceed, as an error to raise; None
-        if there is room for all. Their level may hold `max_queue_size` requests (0: any number)."""
-        if max_queue_size or self._is_bounded:
-            reserved = self._reserved_of_level[level] if self.reserved else 0
-            if max_queue_size and self.requests_of_level(level) + reserved + requests > max_queue_size:
-                return QueueFull(max_queue_size)
-            if self._max_rows and self.rows + self._reserved_rows + rows > self._max_rows:
-                return QueueFull(self._max_rows, "rows")
-            if self._max_bytes and self.size_bytes + self._reserved_bytes + size_bytes > self._max_bytes:
-                return QueueFull(self._max_bytes, "bytes")
-        return self._shared.full(requests, size_bytes) if self._shared is not None else None
-
-    def room(self, level: int, max_queue_size: int) -> int:
-        """How many more requests there is room for if they are like those that wait, of a level that may hold
-        `max_queue_size`."""
-        requests = max(1, self.requests)
-        bounds = [_MANY]
-        if max_queue_size:
-            bounds.append(max_queue_size - self.requests_of_level(level) - self._reserved_of_level[level])
-        if self._max_rows:
-            bounds.append((self._max_rows - self.rows - self._reserved_rows) * requests // max(1, self.rows))
-        if self._max_bytes:
-            left_bytes = self._max_bytes - self.size_bytes - self._reserved_bytes
-            bounds.append(left_bytes * requests // max(1, self.size_bytes))
-        if (shared := self._shared) is not None:
-            bounds.append(shared.max_requests - shared.requests)
-            bounds.append((shared.max_bytes - shared.size_bytes) * requests // max(1, self.size_bytes))
-        return min(bounds)
+        return self._of_level[level] if level else self.requests
 
     # hot path
     def add(self, request: AnyRequest, count: int = 1) -> None:
@@ -111,11 +72,11 @@ class Waiting:
             shared.requests += count
             shared.size_bytes += size_bytes
         if self._has_levels:
-            self._requests_of_level[request.level] += count
+            self._of_level[request.level] += count
 
     # hot path
     def remove(self, requests: Sequence[AnyRequest]) -> None:
-        """Stop counting `requests`, which wait no more."""
+        """Stop counting `requests`."""
         size_bytes = sum(map(_SIZE_BYTES, requests))
         self.requests -= len(requests)
         self.rows -= sum(map(_ROWS, requests))
@@ -124,24 +85,54 @@ class Waiting:
             shared.requests -= len(requests)
             shared.size_bytes -= size_bytes
         if self._has_levels:
-            counts = self._requests_of_level
+            counts = self._of_level
             for request in requests:
                 counts[request.level] -= 1
                 if not counts[request.level]:
                     # There may be as many levels as 64-bit numbers, and none may leave its counter behind.
                     del counts[request.level]
 
-    def reserve(self, request: AnyRequest, sign: int) -> None:
-        """Note that a request that has left may come back (`sign` 1), or no longer may (-1)."""
-        self.reserved += sign
-        self._reserved_rows += sign * request.rows
-        self._reserved_bytes += sign * request.size_bytes
-        self._reserved_of_level[request.level] += sign
-        if not self._reserved_of_level[request.level]:
-            del self._reserved_of_level[request.level]
+
+class Waiting(Counts):
+    """What waits in one queue, which shares `shared_limits` with others. `reserved` are requests that have left the
+    queue and may come back: until they no longer may, they take room."""
+
+    def __init__(self, policy: BatchPolicy, shared_limits: SharedQueueLimits | None = None) -> None:
+        super().__init__(shared_limits, policy.priority_levels > 0)
+        self.reserved = Counts(shared_limits, policy.priority_levels > 0)
+        self._max_rows, self._max_bytes = policy.limits.max_rows, policy.limits.max_bytes
+        self._is_bounded = bool(self._max_rows or self._max_bytes)
+
+    # hot path
+    def full(self, requests: int, rows: int, size_bytes: int, level: int, max_queue_size: int) -> QueueFull | None:
+        """The limit that `requests` more, of `rows` and `size_bytes` together, would exceed, as an error to raise; None
+        if there is room for all. Their level may hold `max_queue_size` requests (0: any number)."""
+        if max_queue_size or self._is_bounded:
+            reserved = self.reserved
+            if max_queue_size and self.of_level(level) + reserved.of_level(level) + requests > max_queue_size:
+                return QueueFull(max_queue_size)
+            if self._max_rows and self.rows + reserved.rows + rows > self._max_rows:
+                return QueueFull(self._max_rows, "rows")
+            if self._max_bytes and self.size_bytes + reserved.size_bytes + size_bytes > self._max_bytes:
+                return QueueFull(self._max_bytes, "bytes")
+        return self._shared.full(requests, size_bytes) if self._shared is not None else None
+
+    def room(self, level: int, max_queue_size: int) -> int:
+        """How many more requests there is room for if they are like those that wait, of a level that may hold
+        `max_queue_size`."""
+        requests, reserved = max(1, self.requests), self.reserved
+        bounds = [_MANY]
+        if max_queue_size:
+            bounds.append(max_queue_size - self.of_level(level) - reserved.of_level(level))
+        if self._max_rows:
+            bounds.append((self._max_rows - self.rows - reserved.rows) * requests // max(1, self.rows))
+        if self._max_bytes:
+            left_bytes = self._max_bytes - self.size_bytes - reserved.size_bytes
+            bounds.append(left_bytes * requests // max(1, self.size_bytes))
         if (shared := self._shared) is not None:
-            shared.requests += sign
-            shared.size_bytes += sign * request.size_bytes
+            bounds.append(shared.max_requests - shared.requests)
+            bounds.append((shared.max_bytes - shared.size_bytes) * requests // max(1, self.size_bytes))
+        return min(bounds)
 
 
 class LazyHeap(Generic[T]):

@@ -22,7 +22,7 @@ from paceline.backends.cuda.accelerator import Streams
 from paceline.backends.device_blocks import BlockPool
 from paceline.backends.errors import DeviceError, ExecutionError
 from paceline.backends.lengths import Lengths
-from paceline.backends.made_up import alike
+from paceline.backends.likeness import alike
 from paceline.backends.onnx.instance import BFLOAT16
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options

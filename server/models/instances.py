@@ -24,7 +24,7 @@ from paceline.backends.remote import RemoteInstance, RemoteModel
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
 from paceline.scheduler.request import AnyRequest
-from paceline.scheduler.runner import TaskRunner, ThreadRunner, do_nothing
+from paceline.scheduler.runner import TaskRunner, ThreadRunner
 from paceline.server.errors import ConfigError, Ending, LoadHangs
 from paceline.server.memory.reading import ExecuteInputs
 from paceline.server.memory.region_tensors import Inputs
@@ -368,7 +368,7 @@ class Instances:
         name = f"{self._loaded.name}_{self._loaded.version}_{self._made}"
         self._made += 1
         if not isinstance(instance, Slotted):
-            call_off = instance.call_off if isinstance(instance, MakesCalls) else do_nothing
+            call_off = instance.call_off if isinstance(instance, MakesCalls) else lambda: None
             return [ThreadRunner(name, self._execute_of(instance), call_off=call_off)]
         return [
             ThreadRunner(f"{name}_{number}", self._execute_of(slot), slot.start, stages=False)

@@ -343,7 +343,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         assert self.queue.waiting.size_bytes == sum(one.size_bytes for one in waiting)
         assert self.queue.lanes == len(self.naive.lane_keys())
         for level in range(1, 4) if self.policy.priority_levels else [0]:
-            assert self.queue.waiting.requests_of_level(level) == sum(one.level == level for one in waiting)
+            assert self.queue.waiting.of_level(level) == sum(one.level == level for one in waiting)
 
     def teardown(self) -> None:
         """Every request leaves: those that still wait go in batches once there are plenty of instances."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.backends.made_up import alike
+from paceline.backends.likeness import alike
 from paceline.backends.spec import Array, TensorSpec
 
 COLUMNS = 3 << 20

@@ -97,7 +97,7 @@ async def test_batch_handed_over_takes_room_of_its_model_and_level() -> None:
         push(queue, payload, 1, "k", 0, size_bytes=10)
     (batch,) = queue.poll(0, idle=1).batches
     queue.reserve(batch)
-    assert (queue.waiting.requests, queue.waiting.reserved) == (0, 2)
+    assert (queue.waiting.requests, queue.waiting.reserved.requests) == (0, 2)
     with pytest.raises(QueueFull, match="2 requests"):
         push(queue, "c", 1, "k", 0)
     with pytest.raises(QueueFull, match="3 rows"):
@@ -107,7 +107,7 @@ async def test_batch_handed_over_takes_room_of_its_model_and_level() -> None:
     push(queue, "c", 1, "k", 0, priority=2, size_bytes=10)
     queue.release(batch)
     push(queue, "d", 2, "k", 0, size_bytes=20)
-    assert queue.waiting.reserved == 0
+    assert queue.waiting.reserved.requests == 0
 
 
 async def test_requests_taken_back_from_a_slow_instance_are_never_counted_twice() -> None:

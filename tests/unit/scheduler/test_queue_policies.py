@@ -66,7 +66,7 @@ def test_levels_of_64_bit_numbers_cost_nothing_until_used() -> None:
     push(queue, "last", 1, "k", 0, priority=2**64 - 1)
     push(queue, "default", 1, "k", 0)
     push(queue, "first", 1, "k", 0, priority=1)
-    assert queue.waiting.requests_of_level(2**63) == 1
+    assert queue.waiting.of_level(2**63) == 1
     assert queue.waiting.levels == [1, 2**63, 2**64 - 1]
     assert names(queue.poll(0, idle=1)) == [["first", "default", "last"]]
     assert queue.waiting.levels == []
@@ -125,7 +125,7 @@ def test_only_level_has_its_own_bound_and_count() -> None:
     policy = BatchPolicy(priority_levels=1, default_priority_level=1, priority_queue={1: QueuePolicy(max_queue_size=1)})
     queue: BatchQueue[AnyRequest] = BatchQueue(policy)
     push(queue, "a", 1, "k", 0)
-    assert (queue.waiting.levels, queue.waiting.requests_of_level(1)) == ([1], 1)
+    assert (queue.waiting.levels, queue.waiting.of_level(1)) == ([1], 1)
     with pytest.raises(QueueFull):
         push(queue, "b", 1, "k", 0)
 
@@ -133,7 +133,7 @@ def test_only_level_has_its_own_bound_and_count() -> None:
 def test_no_level_is_listed_without_priority_levels() -> None:
     queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy())
     push(queue, "a", 1, "k", 0, priority=1)
-    assert (queue.waiting.levels, queue.waiting.requests_of_level(0)) == ([], 1)
+    assert (queue.waiting.levels, queue.waiting.of_level(0)) == ([], 1)
 
 
 def test_reserved_requests_count_for_their_level_until_released() -> None:
@@ -147,7 +147,7 @@ def test_reserved_requests_count_for_their_level_until_released() -> None:
         push(queue, "b", 1, "k", 0, priority=1)
     push(queue, "c", 1, "k", 0, priority=2)
     queue.release(batch)
-    assert not queue.waiting._reserved_of_level
+    assert not queue.waiting.reserved.levels
     push(queue, "b", 1, "k", 0, priority=1)
 
 

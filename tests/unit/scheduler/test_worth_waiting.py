@@ -131,7 +131,7 @@ def test_worth_waiting_for_no_more_than_there_is_room_for_beside_reserved_reques
     with pytest.raises(QueueFull):
         push(queue, "refused", 2, "k", 0, size_bytes=10)
     queue.release(batch)
-    assert queue.waiting.reserved == 0
+    assert queue.waiting.reserved.requests == 0
     push(queue, "fits", 2, "k", 0, size_bytes=10)
 
 
