@@ -87,8 +87,7 @@ class DeviceBlock(Protocol):
     def size_bytes(self) -> int: ...
 
     def read(self, tensor: DeviceTensor) -> Array:
-        """A copy of `tensor`, which lies here, in the host's memory. Blocks; callable on any thread. Raises DeviceLost
-        or another InstanceError."""
+        """A copy of `tensor`, which lies here, in the host's memory. Blocks; on any thread. Raises InstanceErrors."""
 
 
 Targets = Mapping[int, DeviceTensor]
@@ -179,8 +178,7 @@ class ModelInstance(Protocol):
         outputs again. Nothing is padded if it is less than the requests' own rows, or if the spec isn't `paddable`.
         It is at least the spec's `fixed_rows`, whatever the caller gives.
 
-        Raises ExecutionError if the model fails or its outputs don't fit the spec, and InstanceError if the instance as
-        a whole is at fault, whatever the requests.
+        Raises ExecutionError if the model fails or its outputs don't fit the spec, InstanceError whatever the requests.
         """
 
     def close(self) -> None:
@@ -197,8 +195,7 @@ class ExecutesMadeUp(Protocol):
 
 @runtime_checkable
 class Abandonable(Protocol):
-    """An instance whose executions can be ended, whatever they do; or a model whose instances can be ended while they
-    load."""
+    """An instance whose executions, or a model whose loading instances can be ended, whatever they do."""
 
     def abandon(self) -> None:
         """Make what is executing or loading fail soon; nothing executes or loads afterwards. Callable on any thread;
@@ -231,8 +228,7 @@ class StepsAlone(Protocol):
         """When the execution began that goes on now; 0 if there is none."""
 
     def give_up(self, limit_ns: int) -> StepHangs:
-        """End everything with an error, which is returned, as an execution takes longer than `limit_ns`. On any
-        thread."""
+        """End everything with the error returned: an execution takes longer than `limit_ns`. On any thread."""
 
 
 @runtime_checkable
@@ -245,8 +241,7 @@ class HoldsSequences(Protocol):
 
 
 Allocate = Callable[[int, tuple[int, ...]], Array | None]
-"""`allocate(index, shape)`: memory into which the caller may write that input, instead of its own; None if there is
-none."""
+"""`allocate(index, shape)`: memory for that input, instead of the caller's own; None if there is none."""
 
 
 @runtime_checkable
@@ -292,8 +287,7 @@ class Slot(ModelInstance, ProvidesBuffers, Protocol):
         later, of whichever instance. On the thread that executes; raises OutOfMemory, or as `execute`."""
 
     def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
-        """Execute on the thread that `start` uses, and keep what makes later batches of that shape fast. To be called
-        before `start`. Blocks; raises as `execute`."""
+        """Before `start`, on the thread that it uses: execute, and keep what makes later batches of that shape fast."""
 
     def start(self, name: str, function: Callable[[], None]) -> None:
         """Run `function`, which is to call `execute`, on the slot's own thread, from then on named `name`."""
@@ -355,8 +349,7 @@ class Backend(Protocol):
     """A runtime that opens models."""
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
-        """One device per instance that `groups` ask for; without groups, what suits the backend. LoadError if a device
-        is missing."""
+        """One device per instance that `groups` ask for, or what suits the backend. LoadError if one is missing."""
 
     def open(self, source: ModelSource, device: Device) -> OpenModel:
         """Open a model whose first instance is meant for `device`. Blocks; raises LoadError naming what is wrong."""

@@ -2,15 +2,15 @@
 
 Lives here: pure numpy: requests as they arrive (`Packed`), joined (`stack`, `join_into`), and their results (`Share`).
 Must not: a runtime, a lock, a log, messages. The rules: a row is copied at most once, or if it is small and packed
-twice, when several requests are stacked; results are shares of what the model wrote, which become views of it. Code
-that doesn't know `Packed` and `Share` sees sequences of arrays; a batch of many small requests never creates arrays for
-each.
+twice, when several requests are stacked; results are shares of what the model wrote, which become views of it. Other
+code sees `Packed` and `Share` as sequences of arrays, which many small requests never create.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from time import monotonic_ns
 from typing import Any, cast, overload
@@ -32,8 +32,7 @@ _COPIED_TWICE_BYTES = 4_096
 
 
 class PackedLayout:
-    """Layout of a request's tensors: `tensors` are their dtypes, shapes and sizes in bytes, all in C order and little
-    endian. Compared by identity."""
+    """The dtypes, shapes and bytes of a request's `tensors`, in C order and little endian. Compared by identity."""
 
     __slots__ = ("rows", "tensors")
 
@@ -68,16 +67,14 @@ class _OnDemand(Sequence[Array]):
         return iter(self.arrays)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Packed(_OnDemand):
     """The tensors that `layout` describes, at `starts` in `data`. As a sequence, read-only views of `data`."""
 
-    __slots__ = ("_arrays", "data", "layout", "starts")
-
-    def __init__(self, data: bytes, layout: PackedLayout, starts: tuple[int, ...]) -> None:
-        self.data = data
-        self.layout = layout
-        self.starts = starts
-        self._arrays: tuple[Array, ...] | None = None
+    data: bytes
+    layout: PackedLayout
+    starts: tuple[int, ...]
+    _arrays: tuple[Array, ...] | None = field(init=False, default=None)
 
     def raw(self, index: int) -> tuple[tuple[int, ...], bytes]:
         """Shape and bytes of a tensor."""
@@ -130,8 +127,7 @@ def _stack_packed(
 
 class Outputs:
     """A batch's outputs, one array each, all with the batch's rows along axis 0. `notes` are for callers that process
-    many shares: what holds for all of them, to be computed once. `size_bytes` is the total; for object arrays it counts
-    the references."""
+    many shares: what holds for all of them. `size_bytes` is the total; of object arrays, of their references."""
 
     __slots__ = ("_data", "arrays", "notes", "size_bytes")
 
@@ -150,15 +146,13 @@ class Outputs:
         return self._data[place]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Share(_OnDemand):
     """Rows `start` to `stop` of each output that is there: a request's result. As a sequence, views of these rows."""
 
-    __slots__ = ("outputs", "start", "stop")
-
-    def __init__(self, outputs: Outputs, start: int, stop: int) -> None:
-        self.outputs = outputs
-        self.start = start
-        self.stop = stop
+    outputs: Outputs
+    start: int
+    stop: int
 
     def __len__(self) -> int:
         return len(self.outputs.arrays)
@@ -213,8 +207,7 @@ def _join_bytes_into(target: Array, pieces: Sequence[bytes | memoryview]) -> Non
 
 
 def _join_holding_on(target: Array, arrays: Sequence[Array]) -> bool:
-    """Join without releasing the GIL during a copy. False, with `target` partly written, if the arrays aren't laid out
-    like `target`."""
+    """Join without releasing the GIL during a copy. False, with `target` partly written, if layouts differ."""
     dtype, dims = target.dtype, target.shape[1:]
     buffer, begin = target.data.cast("B"), 0
     try:
@@ -269,8 +262,7 @@ def joined(requests: Sequence[Tensors]) -> tuple[list[Array], list[int]]:
 
 
 def _joined(column: Sequence[Array], index: int, allocate: Allocate | None) -> Array:
-    """The arrays of `column` (input `index`) joined along axis 0. Raises ValueError or ExecutionError if they don't fit
-    together."""
+    """The arrays of `column` (input `index`) joined along axis 0. ValueError or ExecutionError if they don't fit."""
     shape = _common_shape(column) if column[0].size >= MIN_RELEASING_ELEMENTS else None
     if shape is not None:
         if allocate is not None and (target := allocate(index, shape)) is not None:
@@ -302,8 +294,7 @@ def _common_shape(column: Sequence[Array]) -> tuple[int, ...] | None:
 def split(outputs: Tensors, rows: Sequence[int], spec: ModelSpec) -> Sequence[Tensors]:
     """One result per entry of `rows`: consecutive shares of `outputs` with that many rows each, in order.
 
-    Raises ExecutionError, naming the output, what was expected and what came, if `outputs` don't match what `spec`
-    promises for `sum(rows)` rows.
+    Raises ExecutionError, naming output, expected and got, if `outputs` aren't what `spec` says for `sum(rows)` rows.
     """
     check_outputs(outputs, spec, sum(rows))
     if len(rows) == 1 or not outputs:
@@ -338,8 +329,7 @@ def check_outputs(outputs: Tensors, spec: ModelSpec, rows: int) -> None:
 
 
 def check_count(spec: ModelSpec, requests: Sequence[object]) -> None:
-    """Raise ValueError unless `requests` can be a batch: one request for a model without batch axis, else one or
-    more."""
+    """Raise ValueError unless `requests` can be a batch: one request, or several for a model with a batch axis."""
     if len(requests) != 1 and (not requests or not spec.batched):
         raise ValueError(f"expected {'one or more requests' if spec.batched else 'one request'}, got {len(requests)}")
 

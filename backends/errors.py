@@ -51,8 +51,7 @@ class ExecutionError(BackendError):
 
 
 class UnfitOutputs(ExecutionError):
-    """The model's outputs aren't those of its spec: there are others, or they have other datatypes or shapes, though
-    not for lack of elements."""
+    """The outputs aren't those of the spec: others, or other datatypes or shapes, though not for lack of elements."""
 
 
 class InstanceError(ExecutionError):
@@ -76,8 +75,7 @@ class DeviceLost(InstanceLost):
 
 
 class StepHangs(InstanceLost):
-    """A step takes longer than executions may, so nobody waits for it any more. `ended` is done when it has ended after
-    all; until then, what it uses must not be closed."""
+    """A step takes longer than executions may. Until it has `ended` after all, what it uses must not be closed."""
 
     def __init__(self, limit_ns: int, ended: Future[None]) -> None:
         super().__init__(f"a step took longer than the limit of executions, {limit_ns / 1e9:g} s")

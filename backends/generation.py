@@ -84,8 +84,7 @@ UNSUPPORTED: Final[Mapping[str, object]] = {
 
 @runtime_checkable
 class Generates(Protocol):
-    """A model whose answers grow token by token. Its instances answer openly (`backends.open_request`). All is callable
-    on any thread."""
+    """A model whose answers grow token by token. Its instances answer openly (`open_request`). On any thread."""
 
     totals: GenerationTotals
 
@@ -144,8 +143,7 @@ class Wanted(NamedTuple):
 
 
 def read_request(inputs: Tensors, parameters: Parameters, limits: GenerationLimits) -> Wanted:
-    """A request of a model of `limits.spec`, without the tokens of a text that is long. Raises ModelRefused, naming the
-    input or parameter, what was expected and what came."""
+    """A request of a model of `limits.spec`, without tokens if its text is long. ModelRefused names what is wrong."""
     ids, text, sampling, *flags = inputs if len(inputs) > 1 else (inputs[0], MISSING, MISSING)
     if (ids is MISSING) == (text is MISSING):
         came = "neither" if ids is MISSING else "both"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paceline.backends.base import Device, Execution, GroupKind, InstanceGroup, ModelSource, on_cpu
 from paceline.backends.errors import LoadError
@@ -16,15 +16,13 @@ from paceline.backends.ragged import batch_runner, row_counter
 from paceline.backends.spec import ModelSpec, Tensors
 
 
+@dataclass(frozen=True, slots=True)
 class IdentityModel:
-    """`OpenModel` that returns its inputs. `latency(rows)`: how many seconds an execution takes longer, which it
-    sleeps."""
+    """`OpenModel` that returns its inputs. `latency(rows)`: how many seconds an execution sleeps."""
 
-    platform = "identity"
-
-    def __init__(self, spec: ModelSpec, latency: Callable[[int], float] | None) -> None:
-        self.spec = spec
-        self.latency = latency
+    spec: ModelSpec
+    latency: Callable[[int], float] | None
+    platform: str = "identity"
 
     def instance(self, spec: ModelSpec, device: Device) -> IdentityInstance:
         return IdentityInstance(self, spec, device)

@@ -99,8 +99,7 @@ def masked_lengths(spec: ModelSpec, of_clients: int) -> Iterator[tuple[ModelSpec
 
 
 def _masked_states(spec: ModelSpec, of_clients: int) -> tuple[list[Place], frozenset[int]]:
-    """The axes of states whose names are those of a mask's among them, and no axis of what clients send; and these
-    masks."""
+    """The axes of states with names of a mask's among them, and of no axis that clients send; and these masks."""
     sent = {axis_name(tensor, axis) for tensor in spec.inputs[:of_clients] for axis in free_axes(tensor)}
     named: dict[str, list[Place]] = {}
     for index, tensor in enumerate(spec.inputs[of_clients:], of_clients):

@@ -1,7 +1,7 @@
 """Whether requests of different sizes may be filled up to a common one, found out by trying.
 
 Lives here: what is tried and what follows from it, in pure numpy. Must not: a runtime, a log, or know which axes may be
-lengths (`length_axes`) or what is in rows (`length_rows`). A model that has a mask may ignore it, or some of its layers
+lengths (`length_axes`) or what is in rows (`made_up`). A model that has a mask may ignore it, or some of its layers
 may: recurrences from both ends, averages over all words, convolutions. Then a text's results would depend on the
 longest text beside it. The rule: rows of several sizes, filled up a little and by much, must give what they give alone.
 They may differ by what floats round, and, for models that quantize at run time, not by much more than rows of equal
@@ -33,10 +33,9 @@ from paceline.backends.length_axes import (
     with_assumed_outputs,
     with_outputs,
 )
-from paceline.backends.length_rows import ATTEMPTS, GivenUp, Row, Rows
 from paceline.backends.lengths import Filling, Lengths, fill_up
 from paceline.backends.likeness import distances, is_of_floats
-from paceline.backends.made_up import MAX_BYTES
+from paceline.backends.made_up import ATTEMPTS, MAX_BYTES, GivenUp, Row, Rows
 from paceline.backends.ragged import as_the_model_sees
 from paceline.backends.spec import Array, ControlKind, ModelSpec, Tensors
 from paceline.backends.trials import LengthAxis, LengthTrial
@@ -59,8 +58,7 @@ _TIMES, _MOST = 4, 0.3
 _ENOUGH_NS = 10 * 10**9
 """After which no larger sizes are tried."""
 _LONGEST_NS = 30 * 10**9
-"""For a trial, from its first execution on: others wait for their loads. What is left is shared by the guesses to come,
-so that a slow one leaves time for those after it."""
+"""For a trial, from its first execution on: others wait for their loads. The guesses to come share what is left."""
 
 
 class _StateDiffers(InstanceError):
@@ -242,8 +240,8 @@ class _Trial:
         return _Tried(spec, True, odd=odd, why_not=why_not)
 
     def _played(self, spec: ModelSpec, rows: Rows) -> list[tuple[Row, Tensors]]:
-        """Steps as sequences come to them, and their results: the latest ones that the model accepts, as it may have
-        so many places. Raises as `_try`."""
+        """Steps as sequences come to them, and their results: the latest ones that the model accepts, as it may have so
+        many places. Raises as `_try`."""
         played = []
         for age in _AGES:
             states = dict(self._states.initial)

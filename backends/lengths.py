@@ -2,8 +2,7 @@
 
 Lives here: which axes have which size, what they are filled up with, and the copies, in pure numpy. Must not: a
 runtime; decide what the common sizes are (`spec.Length`) or which requests share a batch. The rules: a row is copied
-once; results are views; where all requests have the common sizes already, a batch is executed as if there were no
-lengths.
+once; results are views; requests that all have the common sizes are executed as if there were no lengths.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ class Filling(NamedTuple):
     common: Shape
 
     def shape(self, index: int, column: Inputs) -> Shape:
-        """What all arrays of `column` (input `index`) are filled up to, without their rows. Raises ExecutionError if
-        they differ in other axes, too."""
+        """What all of `column` (input `index`) are filled up to, without rows. ExecutionError if other axes differ."""
         axes = self.lengths.inputs[index]
         first, *others = [_resized(one.shape, axes, self.common)[1:] for one in column]
         if others.count(first) < len(others):
@@ -212,8 +210,7 @@ def fill_up(target: Array, arrays: Sequence[Array], fill: Any) -> None:
     """Write `arrays` one after the other along axis 0 of `target`, each at the beginning of its other axes, and `fill`
     into what they leave free there.
 
-    `target` is C-contiguous, with as many rows as all of these, and along its other axes at least their size.
-    ExecutionError if they don't fit.
+    `target` is C-contiguous, with as many rows, and along its other axes at least their size. ExecutionError if not.
     """
     # hot path: 1 us an array
     row = 0

@@ -20,29 +20,28 @@ _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 def exists(path: Path) -> bool:
     """Whether anything is at `path`. Raises OSError if that can't be found out, as all of these do."""
-    return _mode(path) is not None
+    return _mode(path) != 0
 
 
 def is_file(path: Path) -> bool:
     """Whether a regular file is at `path`."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISREG(mode)
+    return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
     """Whether a folder is at `path`."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISDIR(mode)
+    return stat.S_ISDIR(_mode(path))
 
 
-def _mode(path: Path) -> int | None:
+def _mode(path: Path) -> int:
+    """0 if nothing is there."""
     try:
         return path.stat().st_mode
     except ValueError:  # a NUL, which no name has
-        return None
+        return 0
     except OSError as error:
         if error.errno in _NOTHING_THERE:
-            return None
+            return 0
         raise
 
 

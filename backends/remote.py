@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic_ns
 from typing import Any, TypeVar
@@ -65,6 +65,7 @@ batch may pass."""
 MessageT = TypeVar("MessageT", bound=Message)
 
 
+@dataclass(eq=False)
 class RemoteServer:
     """Connections to the server at `target`, with TLS if there are `credentials`; `options` are gRPC's, in addition to
     ours. An inference call takes at most `limit_s`; `own_headers` go with every call.
@@ -72,35 +73,25 @@ class RemoteServer:
     `suspected` is set when a call finds the server gone, so that whoever watches it checks at once.
     """
 
-    def __init__(
-        self,
-        target: str,
-        connections: int = 1,
-        limit_s: float = 300.0,
-        credentials: grpc.ChannelCredentials | None = None,
-        options: Sequence[tuple[str, Any]] = (),
-        own_headers: Headers = (),
-    ) -> None:
-        self.target = target
-        self._prefix = f"upstream {target}: "
-        self.suspected = asyncio.Event()
-        self.answered = 0
-        """Inference calls that got any answer: a sign of life."""
-        self._connections = connections
-        self._limit_s = limit_s
-        self._credentials = credentials
-        self._options = (*_OPTIONS, *options)
-        self._own_headers = own_headers
-        self._channels: list[grpc.aio.Channel] = []
-        self._infer: list[Any] = []
-        self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+    target: str
+    connections: int = 1
+    limit_s: float = 300.0
+    credentials: grpc.ChannelCredentials | None = None
+    options: Sequence[tuple[str, Any]] = ()
+    own_headers: Headers = ()
+    suspected: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    answered: int = field(init=False, default=0)
+    """Inference calls that got any answer: a sign of life."""
+    _channels: list[grpc.aio.Channel] = field(init=False, default_factory=list)
+    _infer: list[Any] = field(init=False, default_factory=list)
+    _retired: dict[asyncio.Task[None], grpc.aio.Channel] = field(init=False, default_factory=dict)
 
     def open(self) -> None:
         """Create the channels, on the running event loop; they connect when they are used."""
         new = grpc.aio.insecure_channel
-        if self._credentials is not None:
-            new = partial(grpc.aio.secure_channel, credentials=self._credentials)
-        self._channels = [new(self.target, options=self._options) for _ in range(self._connections)]
+        if self.credentials is not None:
+            new = partial(grpc.aio.secure_channel, credentials=self.credentials)
+        self._channels = [new(self.target, options=(*_OPTIONS, *self.options)) for _ in range(self.connections)]
         # Bytes in, bytes out.
         self._infer = [channel.unary_unary(f"{_SERVICE}ModelInfer", None, None) for channel in self._channels]
 
@@ -108,7 +99,7 @@ class RemoteServer:
         """Create new channels: for as long as the system keeps trying, a quarter of an hour, a connection to a machine
         that is gone looks like one to a server that computes. Calls in flight continue on the old channels."""
         for channel in self._channels:
-            task = asyncio.create_task(channel.close(self._limit_s))
+            task = asyncio.create_task(channel.close(self.limit_s))
             self._retired[task] = channel
             task.add_done_callback(self._retired.pop)
         self.open()
@@ -126,22 +117,22 @@ class RemoteServer:
         """Call `rpc`. Raises UpstreamFailed or UpstreamRefused."""
         call: Any = self._channels[0].unary_unary(f"{_SERVICE}{rpc}", type(request).SerializeToString, None)
         try:
-            data = await call(request, timeout=timeout_s, metadata=self._own_headers or None)
+            data = await call(request, timeout=timeout_s, metadata=self.own_headers or None)
             return answer.FromString(self._present(data))
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from None
         except DecodeError as error:
             raise UpstreamRefused(
-                "INTERNAL", f"{self._prefix}the answer isn't a valid {answer.__name__}: {error}"
+                "INTERNAL", f"upstream {self.target}: the answer isn't a valid {answer.__name__}: {error}"
             ) from None
 
     async def infer(self, request: bytes, headers: Headers, deadline_ns: int, connection: int = 0) -> bytes:
         """Call ModelInfer, waiting until `deadline_ns` at most. Raises UpstreamFailed or UpstreamRefused."""
         left_s = max(0.0, (deadline_ns - monotonic_ns()) / 1e9)
-        timeout_s = min(self._limit_s, left_s)
+        timeout_s = min(self.limit_s, left_s)
         try:
             answer: bytes | None = await self._infer[connection % len(self._infer)](
-                request, timeout=timeout_s, metadata=(*self._own_headers, *headers) or None
+                request, timeout=timeout_s, metadata=(*self.own_headers, *headers) or None
             )
         except grpc.aio.AioRpcError as error:
             failure = self._failure(error)
@@ -156,7 +147,7 @@ class RemoteServer:
     def _present(self, answer: bytes | None) -> bytes:
         """Raises UpstreamRefused for a call that succeeded without a message, which gRPC reports as None."""
         if answer is None:
-            raise UpstreamRefused("INTERNAL", f"{self._prefix}it answered OK without a message")
+            raise UpstreamRefused("INTERNAL", f"upstream {self.target}: it answered OK without a message")
         return answer
 
     def _failure(self, error: grpc.aio.AioRpcError) -> UpstreamFailed | UpstreamRefused:
@@ -165,7 +156,7 @@ class RemoteServer:
             # Nobody here has cancelled anything: the server stopped with calls in flight.
             status, details = "UNAVAILABLE", f"the call was cancelled: {details}"
         whole = status in _AT_FAULT_AS_A_WHOLE and _TOO_LARGE not in details
-        return (UpstreamFailed if whole else UpstreamRefused)(status, f"{self._prefix}{details or status}")
+        return (UpstreamFailed if whole else UpstreamRefused)(status, f"upstream {self.target}: {details or status}")
 
 
 @dataclass(eq=False)
@@ -187,8 +178,7 @@ class RemoteModel:
 
 
 class RemoteInstance:
-    """Has one batch in flight at a time and doesn't block: `execute` is awaited, whereas a `ModelInstance` needs a
-    thread."""
+    """Has one batch in flight at a time, without a thread: unlike a `ModelInstance`'s, its `execute` is awaited."""
 
     def __init__(self, model: RemoteModel, number: int) -> None:
         self._model = model

@@ -39,8 +39,7 @@ class Sampling:
 
 
 class Sampler:
-    """What a row chooses by. `not_yet`: tokens that it mustn't choose now. `is_plain`: it takes the largest logit as it
-    is."""
+    """What a row chooses by. `not_yet`: tokens that it mustn't choose. `is_plain`: it takes the largest logit."""
 
     __slots__ = ("_not_yet", "_random", "_seen", "is_plain", "sampling")
 
@@ -86,8 +85,7 @@ class Sampler:
 
 # hot path: greedy, 32 rows of 4,096 logits take 45 us
 def choose(logits: Array, rows: Sequence[Sampler | None]) -> list[int]:
-    """The next token of each of `rows`, whose logits are [rows, vocabulary]; only read. What it says for None has no
-    meaning."""
+    """The next token of each of `rows`, whose logits are [rows, vocabulary]; only read. Of None: anything."""
     tokens = _largest(logits)
     others = [(place, row) for place, row in enumerate(rows) if row is not None and not row.is_plain]
     if others:

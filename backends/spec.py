@@ -1,10 +1,9 @@
 """What tensors and models are: names, types and shapes.
 
-Lives here: the specs, in plain values. Must not: anything that executes.
-A *request* is a sequence of arrays, one per input of the served spec, in its order and in the shapes that the model
-sees (`TensorSpec.model_dims`); a *result* is the same for outputs. An optional tensor that is left out is `MISSING` in
-its place, in all requests of a batch or in none. BYTES tensors are object arrays of `bytes`; BF16 is carried as
-`uint16` bit patterns.
+Lives here: the specs, in plain values. Must not: anything that executes. A *request* is a sequence of arrays, one per
+input of the served spec, in its order and in the shapes that the model sees (`TensorSpec.model_dims`); a *result* is
+the same for outputs. An optional tensor that is left out is `MISSING`, in all requests of a batch or in none. BYTES are
+object arrays of `bytes`, BF16 `uint16` bit patterns.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from paceline.backends.onnx.failures import device_failure
 from paceline.backends.spec import Array, Tensors
 
 _GRANULE_BYTES = 256
-"""Sizes are rounded up to a multiple of this; also the size for tensors without elements, which still need an
-address."""
+"""Sizes are rounded up to a multiple of this; tensors without elements have it, too, as they need an address."""
 _KEPT_BLOCKS = 8
 """Blocks per output that are kept for later batches. This many are in use at once only if answers leave slowly."""
 
@@ -69,8 +68,7 @@ class Growing(Generic[M]):
 class OutputPool:
     """Page-locked memory for one output's arrays, returned to the pool when the last view of them is gone.
 
-    `lease` is called on any thread, and arrays are dropped on any thread. Memory is freed only in `lease`, as freeing
-    may block until the device is idle.
+    On any thread, as arrays are dropped. Memory is freed only in `lease`: that may block until the device is idle.
     """
 
     def __init__(self, allocate: Callable[[int], HostMemory]) -> None:

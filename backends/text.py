@@ -55,10 +55,8 @@ class Tokenizer:
         self._alphabet = _alphabet() if decoder.get("type") == "ByteLevel" else None
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[int, str] = {}
-        self._word = next((token for token in sorted(vocabulary.values()) if self._is_word(token)), -1)
-
-    def _is_word(self, token: int) -> bool:
-        return self.is_shown(token) and not self.is_byte(token) and bool(self.decode([token]).strip())
+        words = (token for token in sorted(vocabulary.values()) if self.is_shown(token) and not self.is_byte(token))
+        self._word = next((token for token in words if self.decode([token]).strip()), -1)
 
     def encode(self, text: str) -> list[int]:
         """Its tokens, with those that belong around a text. Takes 0.5 us a byte, without the interpreter's lock. Raises

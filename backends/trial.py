@@ -70,15 +70,18 @@ def try_rows(spec: ModelSpec, run: Run, now_ns: Callable[[], int] = time.monoton
     run = _timed(run, now_ns)
     try:
         tried = _try_all(spec, run)
-        outputs = tuple(map(_doubted, spec.outputs, tried.spec.outputs))
-        return _try_fixed(replace(tried, spec=replace(tried.spec, outputs=outputs)), run)
+        # Where a model declares a wrong rank, the one that was seen needn't be the only one.
+        outputs = [
+            replace(seen, assumed=not seen.any_rank and len(seen.dims) != len(declared.dims))
+            for declared, seen in zip(spec.outputs, tried.spec.outputs, strict=True)
+        ]
+        return _try_fixed(replace(tried, spec=replace(tried.spec, outputs=tuple(outputs))), run)
     except ProcessError as error:
         return Trial(spec, str(error), deadly=True)
 
 
 def _try_fixed(tried: Trial, run: Run) -> Trial:
-    """`tried`, and whether the rows of a model that always takes the same number of them can be stacked up to that.
-    Raises ProcessError."""
+    """`tried`, and whether rows of a model that always takes as many can be stacked up to that. Raises ProcessError."""
     spec, count = tried.spec, next((tensor.dims[0] for tensor in tried.spec.inputs if tensor.dims), 0)
     inputs_agree = all(tensor.dims[:1] == (count,) for tensor in spec.inputs)
     outputs_agree = all(tensor.dims[:1] in ((count,), (-1,)) for tensor in spec.outputs)
@@ -142,25 +145,15 @@ def _try_all(spec: ModelSpec, run: Run, fixed_rows: int = 0) -> Trial:
                 break
     if not shown:
         return _unknown(spec, failed)
-    if stackable and not shown[-1].trial.why_not:
-        shown += _contrasted(shown[-1], run, fixed_rows)
-    return _judged(shown)
-
-
-def _contrasted(shown: _Shown, run: Run, fixed_rows: int) -> list[_Shown]:
-    """What extremely different rows show, if the model has floats and accepts such. Raises ProcessError."""
-    if not any(map(is_of_floats, shown.trial.spec.inputs)):
-        return []
-    try:
-        made_up = shown.made_up._replace(signed=False, contrast=True)
-        return [_try(shown.trial.spec, run, made_up, many=False, fixed_rows=fixed_rows)]
-    except ProcessError:
-        raise
-    except (ExecutionError, MemoryError):  # such large numbers aren't accepted, or memory is too small
-        return []
-
-
-def _judged(shown: Sequence[_Shown]) -> Trial:
+    trial = shown[-1].trial
+    if stackable and not trial.why_not and any(map(is_of_floats, trial.spec.inputs)):
+        made_up = shown[-1].made_up._replace(signed=False, contrast=True)
+        try:
+            shown.append(_try(trial.spec, run, made_up, many=False, fixed_rows=fixed_rows))
+        except ProcessError:
+            raise
+        except (ExecutionError, MemoryError):
+            pass  # such large numbers aren't accepted, or memory is too small
     trial = shown[-1].trial
     # Text that no vocabulary has gives the same results in most models, which says nothing against them.
     is_of_text = any(tensor.datatype == "BYTES" for tensor in trial.spec.inputs)
@@ -297,8 +290,7 @@ def _as_seen(spec: ModelSpec, results: Iterable[Shapes]) -> ModelSpec:
 
 
 def _seen(tensor: TensorSpec, shapes: Shapes) -> TensorSpec:
-    """`tensor` with its dims as seen: a model may declare wrong sizes of its outputs, or not even their rank. Those
-    become free."""
+    """`tensor` with its dims as seen: sizes of outputs, even ranks, that a model declares wrongly become free."""
     tensor = replace(tensor, assumed=False)
     ranks = {len(shape) for shape in shapes}
     if len(ranks) != 1:
@@ -306,8 +298,3 @@ def _seen(tensor: TensorSpec, shapes: Shapes) -> TensorSpec:
     declared = tensor.dims if ranks == {len(tensor.dims)} else (-1,) * ranks.pop()
     dims = (dim if all(size == dim for size in sizes) else -1 for dim, *sizes in zip(declared, *shapes, strict=True))
     return replace(tensor, dims=tuple(dims))
-
-
-def _doubted(declared: TensorSpec, seen: TensorSpec) -> TensorSpec:
-    """Where a model declares a wrong rank, the one that was seen needn't be the only one."""
-    return replace(seen, assumed=True) if len(seen.dims) != len(declared.dims) and not seen.any_rank else seen

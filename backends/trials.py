@@ -62,8 +62,7 @@ class Triable(Protocol):
     """A model whose declarations can be checked before anybody relies on them."""
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
-        """Run it with made-up inputs, before any instance is made. Blocks for a few executions, each run by
-        `supervise`."""
+        """Run it with made-up inputs, before any instance is made. Blocks for executions, each run by `supervise`."""
 
 
 @runtime_checkable

@@ -1,7 +1,6 @@
 """A thread that can be used before it gets its long-running work.
 
-Lives here: running things on the very thread that later executes batches, since captured graphs belong to the thread
-that captured them. Must not: know what is run.
+Lives here: running things on the thread that later executes batches, as captured graphs belong to their thread.
 """
 
 from __future__ import annotations
@@ -16,16 +15,14 @@ T = TypeVar("T")
 
 
 class WorkerThread:
-    """Runs functions one after the other, all on one thread, which starts with the first. If the thread can't start,
-    RuntimeError is raised, and the next function tries again."""
+    """Runs functions one after the other on a thread that starts with the first. RuntimeError if it can't, for now."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` and return or raise its outcome. Blocks; for ever if a function given to `start` never
-        ends."""
+        """Run `function` and return or raise its outcome. Blocks, for ever if what `start` was given never ends."""
         return self.submit(function).result()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:

@@ -29,8 +29,7 @@ from paceline.backends.onnx.options import DecoderSettings
 from paceline.backends.onnx.spec import tensor_spec
 from paceline.backends.onnx.stepping import Stepping
 from paceline.backends.spec import ModelSpec, Tensors
-from paceline.scheduler.iterations import Iterations
-from paceline.scheduler.step_costs import StepCosts
+from paceline.scheduler.iterations import Iterations, StepCosts
 from tests.wire import Array
 
 __all__ = ["Callers", "answers", "in_closed_loop", "main", "open_session", "tokens_per_s"]

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -40,6 +41,7 @@ def no_note(error: BaseException | None) -> str:
     return ""
 
 
+@dataclass(eq=False)
 class Answers:
     """Delivers answers as they come, and reports to `observer`. What that raises is logged: no request may be lost
     because an observer can't count it.
@@ -47,13 +49,10 @@ class Answers:
     `notify` tells the sources of requests: all that are done together at once, which costs the loop less than most of
     what they do, whereas callbacks of futures cost more. `failed_note` says what errors of executions end with."""
 
-    def __init__(
-        self, observer: Observer | None = None, on_left: OnLeft | None = None, failed_note: FailedNote = no_note
-    ) -> None:
-        self._observer = observer
-        self._on_left = on_left
-        self._failed_note = failed_note
-        self._done: list[AnyRequest] = []
+    observer: Observer | None = None
+    on_left: OnLeft | None = None
+    failed_note: FailedNote = no_note
+    _done: list[AnyRequest] = field(init=False, default_factory=list)
 
     def expect(self, request: AnyRequest) -> None:
         """Learn that a request has arrived."""
@@ -84,9 +83,9 @@ class Answers:
 
     def count(self, drop: Drop) -> None:
         """Report that a request leaves without an execution, or doesn't enter."""
-        if self._observer is not None:
+        if self.observer is not None:
             try:
-                self._observer.on_drop(drop)
+                self.observer.on_drop(drop)
             except Exception:  # noqa: BLE001 - logged; requests must not be affected
                 _log.exception("recording a dropped request failed; metrics may lack it")
 
@@ -102,8 +101,7 @@ class Answers:
         self.drop(request, Drop.EXPIRED, error)
 
     def give_up(self, requests: Iterable[AnyRequest], drop: Drop, error: Callable[[], SchedulerError]) -> None:
-        """Drop `requests`, each with an error of its own; those that were cancelled by now count as cancelled, and get
-        none."""
+        """Drop `requests`, each with an error of its own; those cancelled by now count as that, and get none."""
         for request in requests:
             self.drop(request, Drop.CANCELLED if request.ended else drop, error())
 
@@ -128,12 +126,11 @@ class Answers:
 
     # hot path
     def end(self, batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests) -> None:
-        """Report the end of a batch: with a result for each request or, if there is an error, with that for those that
-        `failed` for good."""
+        """Report the end of a batch: a result for each request or, for those that `failed` for good, the error."""
         try:
             unfinished = self._answer(batch, outcome) if outcome.executed is not None else ()
             for request in failed:
-                self.fail(request, _failure(outcome.error, self._failed_note(outcome.error)))
+                self.fail(request, _failure(outcome.error, self.failed_note(outcome.error)))
             self._report(batch, outcome, failed, unfinished)
             self._left(batch.requests if outcome.executed is not None else failed)
         finally:
@@ -144,7 +141,7 @@ class Answers:
         outcome: Outcome[object] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
         try:
             for request in batch.requests:
-                self.fail(request, ExecutionTimeout(limit_ns, self._failed_note(None)))
+                self.fail(request, ExecutionTimeout(limit_ns, self.failed_note(None)))
             self._report(batch, outcome, batch.requests)
             self._left(batch.requests, given_up=True)
         finally:
@@ -163,8 +160,8 @@ class Answers:
 
     # hot path
     def _left(self, requests: Requests, drop: Drop | None = None, *, given_up: bool = False) -> None:
-        if self._on_left is not None and requests:
-            self._on_left(requests, drop, given_up)
+        if self.on_left is not None and requests:
+            self.on_left(requests, drop, given_up)
 
     def _tell_soon(self, request: AnyRequest) -> None:
         if request.on_answers is not None:
@@ -208,7 +205,7 @@ class Answers:
         self, batch: Batch[AnyRequest], outcome: Outcome[object], failed: Requests, unfinished: Requests = ()
     ) -> None:
         """Report a batch. To be done once its answers are delivered: a request that is cancelled by then gets none."""
-        if self._observer is None:
+        if self.observer is None:
             return
         waits_ns: list[int] = []
         refused = cancelled = 0
@@ -238,21 +235,18 @@ class Answers:
             unfinished_rows=sum([request.rows for request in unfinished]),
         )
         try:
-            self._observer.on_batch(report)
+            self.observer.on_batch(report)
         except Exception:  # noqa: BLE001 - logged; requests must not be affected
             _log.exception("recording a batch failed; metrics may lack it")
 
 
+@dataclass(eq=False)
 class OrderedAnswers(Answers):
     """Holds an answer back until all requests that arrived before it have theirs, or were cancelled. Nothing is kept of
     cancelled requests, however long the first one takes: a request keeps its tensors alive."""
 
-    def __init__(
-        self, observer: Observer | None = None, on_left: OnLeft | None = None, failed_note: FailedNote = no_note
-    ) -> None:
-        super().__init__(observer, on_left, failed_note)
-        # Requests in order of arrival, each with what gives it its answer, once there is one.
-        self._waiting: OrderedDict[AnyRequest, Callable[[], None] | None] = OrderedDict()
+    _waiting: OrderedDict[AnyRequest, Callable[[], None] | None] = field(init=False, default_factory=OrderedDict)
+    """Requests in order of arrival, each with what gives it its answer, once there is one."""
 
     def expect(self, request: AnyRequest) -> None:
         self._waiting[request] = None

@@ -20,7 +20,7 @@ from paceline.scheduler.policy import NEVER, BatchPolicy, TimeoutAction
 from paceline.scheduler.request import Batch, RequestT
 from paceline.scheduler.returning_callers import ReturningCallers
 from paceline.scheduler.sizing import Allowed, Sizing, Unreachable
-from paceline.scheduler.waiting import SharedQueueLimits, Timers, Waiting
+from paceline.scheduler.waiting import SharedQueueLimits, Timers, Waiting, earliest
 
 Refusal = RequestTooLarge | QueueFull | DeadlineUnreachable
 
@@ -54,8 +54,8 @@ class BatchQueue(Generic[RequestT]):
         # If a delay is configured, it alone says how long to wait for more requests.
         self._may_keep_idle = not policy.max_queue_delay_ns
         self._enough_rows = min(policy.preferred)
-        self._sizing = Sizing(policy, self.latency)
-        self._allowance = self._sizing.allowance
+        self.sizing = Sizing(policy, self.latency)
+        self._allowance = self.sizing.allowance
         self._executing = Executing(self.latency, instances, policy.max_batch_rows)
         self._max_rows = policy.max_batch_rows
         self._has_levels = policy.priority_levels > 0
@@ -68,9 +68,8 @@ class BatchQueue(Generic[RequestT]):
         self._timers: Timers[RequestT] = Timers()
 
     def worth_waiting_for(self, announced: int) -> int:
-        """How many more requests, besides `announced` ones, an idle instance may be kept waiting for, assuming they are
-        like those that wait: there has to be room for them, and no batch that is full or of a preferred size without
-        them."""
+        """How many more requests, besides `announced` ones, an idle instance may be kept waiting for, if they are like
+        those that wait: there is room for them, and no full batch or preferred size without them."""
         waiting = self.waiting
         missing_rows = min(self._enough_rows, self._allowance.rows) - waiting.rows - announced
         if not self._may_keep_idle or missing_rows <= 0:
@@ -97,11 +96,6 @@ class BatchQueue(Generic[RequestT]):
         return self._allowance.rows
 
     @property
-    def growth_bounds(self) -> list[int]:
-        """The sizes at which batches stop, of the keys whose larger ones cost more per row."""
-        return self._sizing.growth.bounds
-
-    @property
     def lanes(self) -> int:
         """How many shape keys have requests waiting."""
         return len(self._lanes)
@@ -111,8 +105,7 @@ class BatchQueue(Generic[RequestT]):
     def push(self, group: Sequence[RequestT]) -> Sequence[Refusal | None]:
         """Add requests that arrived one after the other, and have equal rows, key, bytes, priority and queue timeout.
 
-        Returns why requests are refused, None for each one that isn't; nothing at all if none is. Nothing changes for
-        those that are refused.
+        Returns why requests are refused, None for each one that isn't; nothing at all if none is.
         """
         first, requests = group[0], len(group)
         rows, waiting, level, queue = first.rows, self.waiting, 0, self._queue_policy
@@ -182,18 +175,20 @@ class BatchQueue(Generic[RequestT]):
         batches: list[Batch[RequestT]] = []
         unreachable: list[Unreachable[RequestT]] = []
         starts_ns = max(now_ns, starts_ns)
+        waiting, most = self.waiting, self.policy.max_batch_requests
         # Here nothing waits that is too late. Each pass takes one lane's batch; a lane that was given up, taken from or
         # postponed has been filed again, so the next pass sees who is first now.
         while len(batches) < idle + spare:
             if len(batches) >= idle:
-                # Only spare slots are left: what could still grow waits until an instance has ended its execution.
-                if not self._may_be_full():
+                # Only spare slots are left: what could still grow waits until an instance has ended its execution. This
+                # is a cheap check before the exact one.
+                if waiting.rows < self._allowance.rows and not 0 < most <= waiting.requests:
                     break
                 starts_ns = max(now_ns, self._executing.first_end_ns(now_ns))
             lane = self._lanes.next_ready(now_ns)
             if lane is None:
                 break
-            if len(batches) >= idle and not self._is_full(lane):
+            if len(batches) >= idle and lane.rows < self._allowance.rows and not 0 < most <= lane.requests:
                 # A full lane mustn't overtake it either, or it could wait for ever.
                 self._lanes.make_ready(lane)
                 break
@@ -202,8 +197,8 @@ class BatchQueue(Generic[RequestT]):
             if (batch := self._take(lane, now_ns, starts_ns, unreachable)) is not None:
                 batches.append(batch)
         wake_ns = self._timers.first_rank() if self._timers.items else None
-        if len(batches) < idle and self._lanes.due.items and (due_ns := self._lanes.due.first_rank()) is not None:
-            wake_ns = due_ns if wake_ns is None else min(wake_ns, due_ns)
+        if len(batches) < idle and self._lanes.due.items:
+            wake_ns = earliest(wake_ns, self._lanes.due.first_rank())
         return Step(tuple(batches), expired, tuple(unreachable), wake_ns)
 
     def done(self, batch: Batch[RequestT], now_ns: int, duration_ns: int | None) -> None:
@@ -215,7 +210,7 @@ class BatchQueue(Generic[RequestT]):
                 size = cost_size(size, batch.sizes)
             self.latency.observe(batch.key, size, duration_ns, now_ns)
             if self._stops:
-                self._sizing.growth.observe(batch.key, size, duration_ns, now_ns)
+                self.sizing.growth.observe(batch.key, size, duration_ns, now_ns)
             if self._awaits_returns:
                 self._returns.answered(batch.key, batch.rows, self.latency.of(batch.key).base_ns(), now_ns)
 
@@ -229,8 +224,7 @@ class BatchQueue(Generic[RequestT]):
         self.waiting.reserved.remove(batch.requests)
 
     def put_back(self, batch: Batch[RequestT], requests: Sequence[RequestT]) -> None:
-        """Put back a batch that won't execute: `requests`, those that are still wanted, wait where they did before, as
-        if the batch hadn't left."""
+        """Put back a batch that won't execute: `requests`, those still wanted, wait where they did before."""
         self._executing.end(batch)
         if not requests:
             return
@@ -256,7 +250,7 @@ class BatchQueue(Generic[RequestT]):
     ) -> tuple[Batch[RequestT], Sequence[RequestT]]:
         """Begin a batch, now, of requests whose earlier batch failed. Returns it, and the requests that don't fit: it
         may have `most_rows` rows (0: any number), or fewer if less is allowed by now."""
-        cut = self._sizing.of(*self._sizing.fitting(requests, len(requests), most_rows))
+        cut = self.sizing.of(*self.sizing.fitting(requests, len(requests), most_rows))
         batch = self._executing.begin(cut.requests, cut.rows, cut.padded_rows, now_ns, cut.sizes)
         return batch, requests[len(cut.requests) :]
 
@@ -269,7 +263,7 @@ class BatchQueue(Generic[RequestT]):
         """The error of a request, with `left_ns` until its deadline, that is certain to be late: even if only full
         batches are ahead of it and it executes alone. Of several, any that may be."""
         first, now_ns = group[0], group[-1].arrived_ns
-        alone = self._sizing.of([first], first.rows)
+        alone = self.sizing.of([first], first.rows)
         alone_ns = self.latency.of(first.key).proven_ns(cost_size(alone.padded_rows, alone.sizes), now_ns)
         if not alone_ns and len(group) == 1:
             return None
@@ -278,14 +272,6 @@ class BatchQueue(Generic[RequestT]):
         if len(group) == 1 and needed_ns <= left_ns:
             return None
         return DeadlineUnreachable(left_ns, needed_ns)
-
-    def _may_be_full(self) -> bool:
-        """Whether some lane may hold a batch that can't become any larger; a cheap check before the exact one."""
-        waiting, most = self.waiting, self.policy.max_batch_requests
-        return waiting.rows >= self._allowance.rows or 0 < most <= waiting.requests
-
-    def _is_full(self, lane: Lane[RequestT]) -> bool:
-        return lane.rows >= self._allowance.rows or 0 < self.policy.max_batch_requests <= lane.requests
 
     def _expire(self, now_ns: int) -> tuple[RequestT, ...]:
         expired: list[RequestT] = []
@@ -315,8 +301,7 @@ class BatchQueue(Generic[RequestT]):
         self.waiting.remove((request,))
 
     def _await_returns(self, lane: Lane[RequestT], now_ns: int) -> bool:
-        """Postpone the lane if callers that were just answered will soon make its batch worth more. Returns whether it
-        did."""
+        """Whether the lane is postponed, as callers that were just answered will soon make its batch worth more."""
         if lane.rows >= self._allowance.rows:
             return False
         until_ns = self._returns.hold_until_ns(lane.key, lane.rows, now_ns)
@@ -346,11 +331,11 @@ class BatchQueue(Generic[RequestT]):
         sizes: tuple[int, ...] = ()
         if lane.only is not None and not may_be_late and not self._lengths:
             leaving, rows = (lane.only,), lane.rows
-            padded_rows = self._sizing.padded(rows) if self._pads else rows
+            padded_rows = self.sizing.padded(rows) if self._pads else rows
         else:
-            cut = self._sizing.cut(lane, self._lanes.releasable(lane, now_ns), now_ns)
+            cut = self.sizing.cut(lane, self._lanes.releasable(lane, now_ns), now_ns)
             if may_be_late:
-                cut, late = self._sizing.most_in_time(lane.key, lane, cut, starts_ns)
+                cut, late = self.sizing.most_in_time(lane.key, lane, cut, starts_ns)
             leaving, rows, padded_rows, sizes = cut
             if late:
                 leaving = [one.request for one in late]

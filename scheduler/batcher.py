@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic
 
 from paceline.scheduler.answering import Answers, FailedNote, OnLeft, OrderedAnswers, no_note
 from paceline.scheduler.batch_queue import BatchQueue, Step
@@ -22,13 +22,10 @@ from paceline.scheduler.instances import InstanceReplacer, Instances
 from paceline.scheduler.latency import cost_size
 from paceline.scheduler.observer import FULL, Drop, Observer
 from paceline.scheduler.policy import BatchPolicy
-from paceline.scheduler.request import AnyRequest, Batch, Request
+from paceline.scheduler.request import AnyRequest, Batch, P, R, Request
 from paceline.scheduler.runner import AnyRunner, Outcome, Runner
 from paceline.scheduler.turns import ArrivalModel, Submit, Turns, WaitBudget
-from paceline.scheduler.waiting import SharedQueueLimits
-
-P = TypeVar("P")
-R = TypeVar("R")
+from paceline.scheduler.waiting import SharedQueueLimits, earliest
 
 _LONG_NS = 1_000_000
 """Shorter executions leave callers no time to come back meanwhile, so serving them in two halves gains nothing."""
@@ -42,7 +39,8 @@ class Batcher(Generic[P, R]):
     given up; without it, an instance at fault stays in use. `shared_limits` is what its queue shares with the queues of
     other models. `instance_of(runner)` is the instance that a runner is a slot of (see `instances`); by default, each
     runner is an instance. `arrivals` learns how long it is worth waiting for more requests. `on_left` is told of
-    requests that the batcher has done with; errors of executions end with what `failed_note` says.
+    requests that the batcher has done with; errors of executions end with what `failed_note` says; `on_given_up` is
+    called when an instance is given up, before `replacer` is told.
 
     All methods must be called on the event loop that ran `start`.
     """
@@ -69,13 +67,14 @@ class Batcher(Generic[P, R]):
         arrivals: ArrivalModel | None = None,
         on_left: OnLeft | None = None,
         failed_note: FailedNote = no_note,
+        on_given_up: Callable[[], None] = lambda: None,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
         self._queue: BatchQueue[Request[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), shared_limits)
         self._waiting = self._queue.waiting
         self._instances: Instances[P, R] = Instances(
-            runners, self._clock, replacer, instance_of, hands_ahead=policy.hands_ahead
+            runners, self._clock, replacer, instance_of, on_given_up, hands_ahead=policy.hands_ahead
         )
         self._running, self._ahead = self._instances.running, self._instances.ahead
         self._answers = (OrderedAnswers if policy.preserve_ordering else Answers)(observer, on_left, failed_note)
@@ -88,7 +87,7 @@ class Batcher(Generic[P, R]):
             self._arrivals,
             self._clock,
             blames,
-            isolates=policy.isolate_failures,
+            policy.isolate_failures,
         )
         self._turns = Turns(self._turn, self._wait_budget, self._arrivals, self._clock)
         self.announce = self._turns.announce
@@ -121,13 +120,11 @@ class Batcher(Generic[P, R]):
 
     @property
     def growth_bound(self) -> int:
-        """The rows, or elements where requests differ in length, at which batches of some key stop, as each row costs
-        more in larger ones; 0: nowhere."""
-        return min(self._queue.growth_bounds, default=0)
+        """The rows, or elements where requests differ in length, at which batches of some key stop; 0: nowhere."""
+        return min(self._queue.sizing.growth.bounds, default=0)
 
     def waiting_of_level(self, level: int) -> int:
-        """Those of `waiting_requests` that are at priority `level`, without the announced ones: their level isn't known
-        yet."""
+        """Those of `waiting_requests` at priority `level`, without announced ones, whose level isn't known."""
         waiting = self._waiting
         return waiting.of_level(level) + waiting.reserved.of_level(level) + self._recovery.waiting(level)
 
@@ -188,8 +185,7 @@ class Batcher(Generic[P, R]):
         return refusals
 
     def add(self, runner: Runner[P, R]) -> None:
-        """Start and use one more instance, or slot of one, in place of one that was given up. A closed batcher stops it
-        again."""
+        """Start and use one more instance, or slot of one, in place of a lost one. A closed batcher stops it again."""
         runner.start()
         if self._stopped:
             runner.stop()
@@ -200,8 +196,7 @@ class Batcher(Generic[P, R]):
         self._turns.request()
 
     def lose(self, runner: Runner[P, R], error: BaseException) -> None:
-        """Learn that the runner's instance has ended by itself. Its execution is waited for, as that may have succeeded
-        before."""
+        """Learn that the runner's instance has ended by itself. Its execution is waited for: it may have succeeded."""
         if not self._stopped:
             self._recovery.instance_ended(runner, error)
 
@@ -247,8 +242,7 @@ class Batcher(Generic[P, R]):
 
     # hot path
     def take_announced(self) -> None:
-        """Have all announced requests submitted now. Must be called before anything changes that a request depends on
-        when it is started."""
+        """Have all announced requests submitted now: to be called before anything changes that they depend on."""
         self._turns.submit_announced()
 
     def _wait_budget(self, announced: int = 0) -> WaitBudget | None:
@@ -287,9 +281,9 @@ class Batcher(Generic[P, R]):
         steps = [step, *self._hand_over_ahead(now_ns)] if self._ahead.ends else [step]
         wake_ns = step.wake_ns
         if self._ahead.ends:
-            wake_ns = _first(wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests))
+            wake_ns = earliest(wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests))
         if recovery.suspects:
-            wake_ns = _first(wake_ns, recovery.first_deadline_ns())
+            wake_ns = earliest(wake_ns, min(one.deadline_ns for one in recovery.requests))
         if wake_ns != self._wake_ns:
             self._wake_ns = wake_ns
             if wake_ns is None:
@@ -369,8 +363,7 @@ class Batcher(Generic[P, R]):
             self._answers.end(batch, outcome, failed)
 
     def _costs(self, batch: Batch[Request[P, R]]) -> tuple[int, int]:
-        """What a batch like this one costs besides its rows, and what half of the callers lately present would take, in
-        ns."""
+        """What a batch like this costs besides its rows, and half of the callers lately present would take, in ns."""
         rows, known = self._arrivals.half_of_all(len(batch.requests), batch.rows), self._queue.latency.of(batch.key)
         return known.base_ns(), known.expected_ns(cost_size(rows, batch.sizes))
 
@@ -398,9 +391,3 @@ class Batcher(Generic[P, R]):
         if waited or self._recovery.suspects:
             self._turns.request()
         self._answers.cancelled(request, waited=waited)
-
-
-def _first(one_ns: int | None, other_ns: int | None) -> int | None:
-    if one_ns is None or other_ns is None:
-        return other_ns if one_ns is None else one_ns
-    return min(one_ns, other_ns)

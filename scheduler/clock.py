@@ -80,14 +80,6 @@ class _LoopAlarm:
         self.clear()
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
-
-
-class _Itimerspec(ctypes.Structure):
-    _fields_ = (("it_interval", _Timespec), ("it_value", _Timespec))
-
-
 class _TimerFdAlarm:
     """A Linux timerfd; rings within the kernel's timer slack, about 50 us. Source: timerfd_create(2).
 
@@ -120,7 +112,8 @@ class _TimerFdAlarm:
         os.close(self._fd)
 
     def _arm(self, at_ns: int) -> None:
-        value = _Itimerspec(_Timespec(0, 0), _Timespec(*divmod(at_ns, 1_000_000_000)))
+        # A struct itimerspec: seconds and nanoseconds of the interval, which is none, and of the moment.
+        value = (ctypes.c_long * 4)(0, 0, *divmod(at_ns, 1_000_000_000))
         if self._libc.timerfd_settime(self._fd, self._TFD_TIMER_ABSTIME, ctypes.byref(value), None) < 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime: " + os.strerror(ctypes.get_errno()))
 

@@ -34,8 +34,7 @@ class RequestTooLarge(SchedulerError):
 
 
 class QueueFull(SchedulerError):
-    """The queue holds as many requests, rows or bytes (`what`) as its policy allows, or as `whose` queues may
-    hold together."""
+    """The queue holds as much as its policy allows of `what`, or as the queues of `whose` may hold together."""
 
     def __init__(self, limit: int, what: str = "requests", whose: str = "") -> None:
         self.what = what

@@ -18,23 +18,21 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Generic, TypeVar
+from typing import Generic
 
 from paceline.scheduler.answering import Answers
 from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.clock import Clock
 from paceline.scheduler.instances import Instances
-from paceline.scheduler.request import Batch, Request, RequestT
+from paceline.scheduler.request import Batch, P, R, Request, RequestT
 from paceline.scheduler.runner import Runner, ThreadLost
 from paceline.scheduler.sizing import Allowed
 from paceline.scheduler.turns import ArrivalModel
 
 _log = logging.getLogger("paceline.scheduler")
 
-P = TypeVar("P")
-R = TypeVar("R")
 
 _MAX_ENDS = 4
 """When this many instances have ended because of one batch's requests, the rest of these fail, as everything else waits
@@ -64,8 +62,7 @@ _LOSING = (Blame.INSTANCE, Blame.INSTANCE_BEFORE, Blame.FATAL)
 
 
 def budget_for(requests: int) -> int:
-    """How many executions the search for culprits in a batch of `requests` requests may take before it goes on one by
-    one."""
+    """How many executions the search for culprits among so many requests takes before it goes on one by one."""
     return 4 * max(1, (requests - 1).bit_length())
 
 
@@ -97,30 +94,22 @@ class Suspects(Generic[RequestT]):
         return replace(self, requests=requests)
 
     def again(self, blame: Blame, rows: int) -> list[Suspects[RequestT]]:
-        """The groups to run again after these failed together, as `rows` rows; none if they fail for good. A group that
-        is larger than it may be runs in parts."""
-        if len(self.requests) < 2:
+        """The groups to run again after these failed together, as `rows` rows; none if they fail for good. If some are
+        to blame, two halves or, without the budget for these, each by itself. A group that is larger than it may be
+        runs in parts."""
+        search, middle = self.search, len(self.requests) // 2
+        if not middle:
             return []
-        if blame is Blame.REQUESTS:
-            return self.halves()
-        if blame is Blame.FATAL:
-            return self.alone()
+        if blame is Blame.REQUESTS and search.budget >= 2:
+            search.budget -= 2
+            return [self.narrowed(half) for half in (self.requests[:middle], self.requests[middle:])]
+        if blame in (Blame.REQUESTS, Blame.FATAL):
+            return [self.narrowed([request]) for request in self.requests]
         # Whatever failed for want of memory is tried only if it gets smaller, or it would be tried for ever.
-        return [self] if blame is Blame.SIZE and self.search.most_rows < rows else []
-
-    def halves(self) -> list[Suspects[RequestT]]:
-        """Two groups to run again or, without the budget for these, one for each request."""
-        if self.search.budget < 2:
-            return self.alone()
-        self.search.budget -= 2
-        middle = len(self.requests) // 2
-        return [self.narrowed(half) for half in (self.requests[:middle], self.requests[middle:])]
-
-    def alone(self) -> list[Suspects[RequestT]]:
-        """A group for each request."""
-        return [self.narrowed([request]) for request in self.requests]
+        return [self] if blame is Blame.SIZE and search.most_rows < rows else []
 
 
+@dataclass(slots=True, eq=False)
 class Recovery(Generic[P, R]):
     """Recovers the requests of `queue` from what goes wrong on `instances`. `suspects` wait to run again, before
     anything that is queued; unless `isolates`, none do. `ended` are the errors of runners whose instances have ended by
@@ -128,35 +117,24 @@ class Recovery(Generic[P, R]):
     Requests whose callers have gone are reported to `answers`; `arrivals` learns which requests don't execute after
     all."""
 
-    def __init__(
-        self,
-        queue: BatchQueue[Request[P, R]],
-        instances: Instances[P, R],
-        answers: Answers,
-        arrivals: ArrivalModel,
-        clock: Clock,
-        blames: Callable[[BaseException], Blame],
-        *,
-        isolates: bool,
-    ) -> None:
-        self._queue = queue
-        self._instances = instances
-        self._answers = answers
-        self._arrivals = arrivals
-        self._clock = clock
-        self._blames = blames
-        self._isolates = isolates
-        self.suspects: deque[Suspects[Request[P, R]]] = deque()
-        self.ended: dict[Runner[P, R], BaseException] = {}
+    queue: BatchQueue[Request[P, R]]
+    instances: Instances[P, R]
+    answers: Answers
+    arrivals: ArrivalModel
+    clock: Clock
+    blames: Callable[[BaseException], Blame]
+    isolates: bool
+    suspects: deque[Suspects[Request[P, R]]] = field(default_factory=deque)
+    ended: dict[Runner[P, R], BaseException] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> list[Request[P, R]]:
+        """Those that wait here."""
+        return [request for group in self.suspects for request in group.requests]
 
     def waiting(self, level: int | None = None) -> int:
         """How many requests wait here, of priority `level` or (None) of all levels."""
-        requests = [request for group in self.suspects for request in group.requests]
-        return len(requests) if level is None else sum(request.level == level for request in requests)
-
-    def first_deadline_ns(self) -> int | None:
-        """The first deadline of a request that waits here."""
-        return min((request.deadline_ns for group in self.suspects for request in group.requests), default=None)
+        return sum(level in (None, request.level) for request in self.requests)
 
     def failed(
         self,
@@ -172,11 +150,11 @@ class Recovery(Generic[P, R]):
         blame, group = self._blame_for(error), suspects or Suspects.of_batch(batch.requests)
         if blame is Blame.SIZE:
             self._learn_shortage(runner, batch, group.search)
-        if blame in _LOSING and self._instances.may_be_lost(runner):
+        if blame in _LOSING and self.instances.may_be_lost(runner):
             self._lose(runner, error)
-        if blame is Blame.INSTANCE_BEFORE and self._instances.given_up(runner):
+        if blame is Blame.INSTANCE_BEFORE and self.instances.given_up(runner):
             return self._wait_for_another(batch, suspects)
-        if not self._isolates:
+        if not self.isolates:
             return batch.requests
         if blame is Blame.FATAL:
             group.search.ends += 1
@@ -191,17 +169,17 @@ class Recovery(Generic[P, R]):
 
     def next_suspects(self, now_ns: int) -> tuple[Runner[P, R], Batch[Request[P, R]], Suspects[Request[P, R]]] | None:
         """Take the next suspects, as a batch, and a free runner for it; None if there are none."""
-        if not self.suspects or not self._instances.slots.free:
+        if not self.suspects or not self.instances.slots.free:
             return None
         group = self.suspects.popleft()
-        batch, rest = self._queue.again(group.requests, now_ns, group.search.most_rows)
+        batch, rest = self.queue.again(group.requests, now_ns, group.search.most_rows)
         if rest:
             self.suspects.appendleft(group.narrowed(rest))
-        return self._instances.take(batch), batch, group.narrowed(batch.requests)
+        return self.instances.take(batch), batch, group.narrowed(batch.requests)
 
     def take_all(self) -> Sequence[Request[P, R]]:
         """Remove all suspects. Returns their requests."""
-        requests = [request for group in self.suspects for request in group.requests]
+        requests = self.requests
         self.suspects.clear()
         return requests
 
@@ -211,18 +189,17 @@ class Recovery(Generic[P, R]):
         for _ in range(len(self.suspects)):
             group = self.suspects.popleft()
             left = []
-            for request in self._answers.still_wanted(group.requests):
+            for request in self.answers.still_wanted(group.requests):
                 if request.deadline_ns <= now_ns:
-                    self._answers.expire(request, now_ns)
+                    self.answers.expire(request, now_ns)
                 else:
                     left.append(request)
             if left:
                 self.suspects.append(group.narrowed(left))
 
     def recall(self, now_ns: int) -> None:
-        """If an execution takes longer than expected, take back the batch that was to follow it: its requests wait on
-        like all others."""
-        ahead = self._instances.ahead
+        """Take back batches that were to follow executions that take longer than expected: their requests wait on."""
+        ahead = self.instances.ahead
         for runner in ahead.overdue(now_ns):
             if self.take_back(runner, ahead.next[runner]):
                 ahead.end(runner)
@@ -231,48 +208,47 @@ class Recovery(Generic[P, R]):
         """Take back a batch that `runner` hasn't begun; its requests wait on. False if the runner has begun it."""
         if not runner.take_back():
             return False
-        if self._instances.ahead.next.get(runner) is batch:
+        if self.instances.ahead.next.get(runner) is batch:
             # Before it waits again: other threads read how much waits, and it mustn't be counted twice.
-            self._queue.release(batch)
-        self._arrivals.on_end(len(batch.requests), self._clock.now_ns())
-        self._queue.put_back(batch, self._answers.still_wanted(batch.requests))
+            self.queue.release(batch)
+        self.arrivals.on_end(len(batch.requests), self.clock.now_ns())
+        self.queue.put_back(batch, self.answers.still_wanted(batch.requests))
         return True
 
     def instance_ended(self, runner: Runner[P, R], error: BaseException) -> None:
-        """Learn that the runner's instance has ended by itself. Its execution is waited for, as that may have succeeded
-        before."""
-        if not self._instances.may_be_lost(runner):
+        """As `Batcher.lose`."""
+        if not self.instances.may_be_lost(runner):
             return
-        if runner in self._instances.running:
+        if runner in self.instances.running:
             self.ended[runner] = error
         else:
-            self._instances.lose(runner, error)
+            self.instances.lose(runner, error)
 
     def execution_ended(self, runner: Runner[P, R]) -> None:
         """Give up the runner's instance if it ended by itself during the execution, which is over now."""
         error = self.ended.pop(runner, None)
-        if error is not None and self._instances.may_be_lost(runner):
+        if error is not None and self.instances.may_be_lost(runner):
             self._lose(runner, error)
 
     def hang(self, runner: Runner[P, R]) -> None:
         """Give up the runner, whose execution takes longer than it may, and its instance."""
         self.ended.pop(runner, None)
-        self._instances.hang(runner)
+        self.instances.hang(runner)
 
     def _blame_for(self, error: BaseException) -> Blame:
         if isinstance(error, ThreadLost):
             return Blame.INSTANCE_BEFORE
         try:
-            return self._blames(error)
+            return self.blames(error)
         except Exception:  # noqa: BLE001 - the requests must get an answer
             _log.exception("can't tell which requests made a batch fail, so all of it fails")
             return Blame.NOBODY
 
     def _lose(self, runner: Runner[P, R], error: BaseException) -> None:
-        following = self._instances.running.get(runner)
+        following = self.instances.running.get(runner)
         if following is not None and self.take_back(runner, following):
-            self._instances.forget(runner)
-        self._instances.lose(runner, error)
+            self.instances.forget(runner)
+        self.instances.lose(runner, error)
 
     def _wait_for_another(
         self, batch: Batch[Request[P, R]], suspects: Suspects[Request[P, R]] | None
@@ -285,7 +261,7 @@ class Recovery(Generic[P, R]):
         failed = [request for request in batch.requests if request.unbegun >= _MAX_UNBEGUN]
         left = [request for request in batch.requests if request.unbegun < _MAX_UNBEGUN]
         if suspects is None:
-            self._queue.put_back(batch, self._answers.still_wanted(left))
+            self.queue.put_back(batch, self.answers.still_wanted(left))
         elif left:
             self.suspects.append(suspects.narrowed(left))
         return failed
@@ -296,12 +272,12 @@ class Recovery(Generic[P, R]):
         its instance has no memory for it, so the others come first from now on: an instance that fails is the first to
         be free again, and would attract requests and refuse them while others do their work."""
         if len(batch.requests) > 1:
-            before = self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
+            before = self.queue.exhausted(batch.padded_rows, self.clock.now_ns())
             search.before = search.before or before
-            search.most_rows = self._queue.allowed_rows
+            search.most_rows = self.queue.allowed_rows
             return
-        if not self._instances.given_up(runner):
-            self._instances.slots.put_last(runner)
+        if not self.instances.given_up(runner):
+            self.instances.slots.put_last(runner)
         if search.before is not None:
-            self._queue.forgive(search.before)
+            self.queue.forgive(search.before)
             search.before = None

@@ -24,8 +24,7 @@ _ENOUGH = 8
 _WEIGHT = 0.1
 _FRESH_NS = 30_000_000_000
 _FRESH_TIMES = 64
-"""What is measured is forgotten after half a minute, or, as slow models make few batches in that time, after so many
-executions one after the other."""
+"""What is measured is forgotten after half a minute, or, for slow models, the time of so many executions."""
 _NOISE = 0.03
 """A difference up to this fraction means nothing, however often it is seen."""
 _DEVIATIONS = 2
@@ -37,8 +36,7 @@ _MAX_KEYS = 256
 
 @dataclass(slots=True)
 class _Octave:
-    """What a row costs in batches of one octave: mean, mean deviation, number of measurements, and until when they
-    count."""
+    """What a row costs in batches of one octave: mean, mean deviation, measurements, and until when they count."""
 
     mean: float = 0.0
     deviation: float = 0.0

@@ -21,11 +21,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from paceline.scheduler.clock import Clock
 from paceline.scheduler.policy import NEVER
-from paceline.scheduler.request import Batch, Request, RequestT
+from paceline.scheduler.request import Batch, P, R, Request, RequestT
 from paceline.scheduler.runner import AnyRunner, Runner
 
-P = TypeVar("P")
-R = TypeVar("R")
 T = TypeVar("T")
 RunnerT = TypeVar("RunnerT")
 
@@ -82,8 +80,7 @@ class Slots(Generic[RunnerT]):
 
     # hot path
     def take(self) -> RunnerT:
-        """A runner of the instance that became idle last, as its caches are warm; else one of a busy instance. There
-        has to be one."""
+        """A runner of the instance that became idle last, with warm caches; else of a busy one. There has to be one."""
         instance = self.idle.popitem()[0] if self.idle else next(iter(self._busy))
         free = self._free[instance]
         runner = free.pop()
@@ -260,6 +257,7 @@ class Instances(Generic[P, R]):
         clock: Clock,
         replacer: InstanceReplacer | None,
         instance_of: Callable[[AnyRunner], Hashable],
+        on_given_up: Callable[[], None] = lambda: None,
         *,
         hands_ahead: bool = False,
     ) -> None:
@@ -267,6 +265,7 @@ class Instances(Generic[P, R]):
         self._clock = clock
         self._replacer = replacer
         self._instance_of = instance_of
+        self._on_given_up = on_given_up
         self._watchdog: Watchdog[Runner[P, R]] | None = None
         # Slots that execute for the last time, as their instance was given up.
         self._leaving: set[Runner[P, R]] = set()
@@ -275,8 +274,7 @@ class Instances(Generic[P, R]):
         self.ahead: Ahead[Runner[P, R], Request[P, R]] = Ahead(at_once=hands_ahead)
 
     def start(self, limit_ns: int, on_late: Callable[[Runner[P, R]], None]) -> None:
-        """Start the runners. `on_late` is called with a runner whose execution takes longer than `limit_ns` (0: no
-        limit)."""
+        """Start the runners. `on_late` is told of one whose execution takes longer than `limit_ns` (0: no limit)."""
         if limit_ns:
             self._watchdog = Watchdog(limit_ns, self._clock, on_late)
         for runner in self._runners:
@@ -312,8 +310,7 @@ class Instances(Generic[P, R]):
 
     # hot path
     def end(self, runner: Runner[P, R]) -> tuple[Batch[Request[P, R]], Batch[Request[P, R]] | None]:
-        """Learn that the runner's execution is over. Returns its batch, and the next one if the runner has begun that
-        already."""
+        """Learn that the runner's execution is over. Returns its batch, and the next one if it has begun that."""
         if self._watchdog is not None:
             self._watchdog.ended(runner)
         batch = self.running.pop(runner)
@@ -350,6 +347,7 @@ class Instances(Generic[P, R]):
             runner.stop()
             return
         others = self._give_up(runner)
+        self._on_given_up()
         if self._replacer is not None:
             self._replacer.on_hang(runner, others)
 
@@ -365,6 +363,7 @@ class Instances(Generic[P, R]):
         """Give up the runner's instance, which can't execute any more."""
         self._give_up(runner)
         self.ahead.end(runner)
+        self._on_given_up()
         if self._replacer is not None:
             self._replacer.on_loss(runner, error)
 
@@ -390,8 +389,7 @@ class Instances(Generic[P, R]):
             self._watchdog.began(runner)
 
     def _give_up(self, runner: Runner[P, R]) -> Sequence[Runner[P, R]]:
-        """Give `runner`, which executes nothing that counts, and the other slots of its instance nothing more. Returns
-        the slots that still execute: their answers count."""
+        """Give `runner`'s instance nothing more. Returns its other slots that still execute: their answers count."""
         # Slots that execute nothing are stopped now, the others when they end: until then they are in `_leaving`, no
         # longer in `_runners`, and `running` still says what they execute.
         instance = self._instance_of(runner)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Generic
 
@@ -30,13 +31,11 @@ from paceline.scheduler.request import RequestT
 from paceline.scheduler.waiting import LazyHeap
 
 _SECTION_BITS = 64
-"""The low bits of an order hold the arrival number. Above them is a bit for demoted requests, and above that the
-level."""
+"""The low bits of an order hold the arrival number. Above them is a bit for demoted requests, then the level."""
 
 
 def order_of(level: int, arrived: int, *, demoted: bool = False) -> int:
-    """The order of the request that arrived as number `arrived`. If `demoted`, it comes after the others of its
-    level."""
+    """The order of the request that arrived as number `arrived`; `demoted`: after the others of its level."""
     return (2 * level + demoted << _SECTION_BITS) + arrived
 
 
@@ -50,6 +49,7 @@ class _Section(OrderedDict[int, RequestT], Generic[RequestT]):
         self.rows = sum(request.rows for request in requests)
 
 
+@dataclass(slots=True, eq=False)
 class Lane(Generic[RequestT]):
     """Requests of one shape key by ascending order.
 
@@ -64,31 +64,21 @@ class Lane(Generic[RequestT]):
     In the former it is filed by `filed_order`, the order of its first request.
     """
 
-    __slots__ = (
-        "closed",
-        "due_token",
-        "filed_order",
-        "key",
-        "oldest_ns",
-        "only",
-        "prefix",
-        "ready_token",
-        "requests",
-        "rows",
-        "sections",
-        "sections_order",
-        "walked",
-        "walked_order",
-        "walked_rows",
-    )
-
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
-        self.rows = self.requests = 0
-        self.only: RequestT | None = None
-        self.sections: dict[int, _Section[RequestT]] = {}
-        self.sections_order: list[int] = []
-        self.restart()
+    key: Hashable
+    rows: int = 0
+    requests: int = 0
+    only: RequestT | None = None
+    sections: dict[int, _Section[RequestT]] = field(default_factory=dict)
+    sections_order: list[int] = field(default_factory=list)
+    ready_token: int = 0
+    due_token: int = 0
+    filed_order: int = 0
+    walked: int = 0
+    walked_rows: int = 0
+    walked_order: int = -1
+    prefix: int = 0
+    oldest_ns: int = 0
+    closed: bool = False
 
     def __iter__(self) -> Iterator[RequestT]:
         if self.only is not None:
@@ -96,8 +86,7 @@ class Lane(Generic[RequestT]):
         return chain.from_iterable(self.sections[section].values() for section in self.sections_order)
 
     def rows_before(self, level: int) -> int:
-        """Rows served before a request of `level` that arrives now; the demoted requests of its own level come after
-        it."""
+        """Rows served before a request of `level` that arrives now; demoted ones of its own level come after it."""
         last = order_of(level, 0) >> _SECTION_BITS
         if self.only is not None:
             return self.rows if self.only.order >> _SECTION_BITS <= last else 0
@@ -190,14 +179,6 @@ class Lane(Generic[RequestT]):
             self.prefix = self.walked
 
 
-def _is_ready(lane: Lane[RequestT], token: int) -> bool:
-    return lane.ready_token == token
-
-
-def _is_due(lane: Lane[RequestT], token: int) -> bool:
-    return lane.due_token == token
-
-
 class Lanes(Generic[RequestT]):
     """One lane for each shape key that has requests waiting. `due` lets others see when the first lane is due."""
 
@@ -208,8 +189,8 @@ class Lanes(Generic[RequestT]):
         self._by_key: dict[Hashable, Lane[RequestT]] = {}
         # Lanes to be walked again before the next one is chosen.
         self._stale: dict[Lane[RequestT], None] = {}
-        self._ready: LazyHeap[Lane[RequestT]] = LazyHeap(_is_ready)
-        self.due: LazyHeap[Lane[RequestT]] = LazyHeap(_is_due)
+        self._ready: LazyHeap[Lane[RequestT]] = LazyHeap(lambda lane, token: lane.ready_token == token)
+        self.due: LazyHeap[Lane[RequestT]] = LazyHeap(lambda lane, token: lane.due_token == token)
         self._tokens = 0
         self.prefer(policy.max_batch_rows)
 
@@ -294,8 +275,7 @@ class Lanes(Generic[RequestT]):
 
     # hot path
     def next_ready(self, now_ns: int) -> Lane[RequestT] | None:
-        """The ready lane to be served first, if there is one. It no longer counts as ready until it is filed again, by
-        one of the methods below or when requests come and go."""
+        """The ready lane to be served first, if any. It is no longer ready until filed again, below or by requests."""
         if self._stale:
             for lane in self._stale:
                 self._walk(lane)
@@ -352,8 +332,7 @@ class Lanes(Generic[RequestT]):
         return lane.requests
 
     def _drop(self, lane: Lane[RequestT]) -> None:
-        """Drop a lane that has become empty. It may stay in the heaps for a whole delay, and mustn't keep any tensors
-        alive there."""
+        """Drop an empty lane. It may stay in the heaps for a whole delay, where it mustn't keep tensors alive."""
         lane.ready_token = lane.due_token = 0
         lane.only = None
         lane.sections.clear()

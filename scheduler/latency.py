@@ -38,8 +38,7 @@ measurement. One look takes 3 ms where there are as many sizes as can be."""
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of one number of rows: mean, mean deviation from it, number of measurements, time of the last
-    one."""
+    """What is known of one number of rows: mean, mean deviation, number of measurements, time of the last one."""
 
     mean: float
     last_ns: int
@@ -74,11 +73,6 @@ class Curve:
         self.worth_due, self.worth_rows = 1, 0.0
         self.count = self.last_ns = self.fewest = self.most = 0
 
-    def seen_again(self, rows: int) -> None:
-        """Note that a size has been measured for the second time."""
-        self.fewest = min(self.fewest or rows, rows)
-        self.most = max(self.most, rows)
-
     def expected_ns(self, rows: int) -> int:
         """What a batch of `rows` rows is expected to take; 0 as long as nothing is known."""
         size = self.sizes.get(rows)
@@ -107,8 +101,7 @@ class Curve:
         return expected_ns if self.count >= _PROOFS and _is_fresh(self.last_ns, expected_ns, now_ns) else 0
 
     def base_ns(self) -> int:
-        """What a batch costs whatever its rows, by the smallest and the largest size seen; 0 with fewer than two
-        sizes."""
+        """What a batch costs whatever its rows, by the smallest and largest size seen; 0 with fewer than two."""
         if len(self.sizes) < 2:
             return 0
         few, many = min(self.sizes), max(self.sizes)
@@ -116,15 +109,13 @@ class Curve:
         return int(max(0.0, few_ns - few * max(0.0, many_ns - few_ns) / (many - few)))
 
     def worth(self) -> float:
-        """How many more rows can be computed in the time that one more batch costs whatever its rows; 0 as long as it
-        isn't known."""
+        """How many more rows take as long as one more batch costs whatever its rows; 0 as long as it isn't known."""
         if self.count >= self.worth_due:
             self.worth_rows, self.worth_due = self._worth(), self.count + _FEW
         return self.worth_rows
 
     def _worth(self) -> float:
-        """By the line of least squares, in proportion to what was measured, through the sizes measured more than
-        once."""
+        """By the line of least squares, in proportion to what was measured, through sizes measured twice or more."""
         sizes = [(rows, one) for rows, one in self.sizes.items() if one.count > 1]
         weights = [min(one.count, _FEW) / max(1.0, one.mean) ** 2 for _, one in sizes]
         total = sum(weights)
@@ -186,13 +177,15 @@ class LatencyModel:
         if size is None:
             size = curve.sizes[rows] = _Size(float(duration_ns), now_ns)
             self._sizes += 1
-            self._forget_some()
+            # Those first seen longest ago go; one is left however many sizes it has.
+            while len(self._curves) > _MAX_KEYS or (self._sizes > _MAX_SIZES and len(self._curves) > 1):
+                self._sizes -= len(self._curves.popitem(last=False)[1].sizes)
         else:
             size.observe(duration_ns, now_ns)
             curve.count += 1
             curve.last_ns = now_ns
             if size.count == 2:
-                curve.seen_again(rows)
+                curve.fewest, curve.most = min(curve.fewest or rows, rows), max(curve.most, rows)
         if 2 * duration_ns > self.longest_ns:
             self.longest_ns = 2 * duration_ns
         if size.count < _FEW or not size.count % _FEW:
@@ -216,12 +209,6 @@ class LatencyModel:
         self._since_look = 0
         self._largest, self._lately = max(self._max_rows, self._lately), 0
         self.longest_ns = max([one.longest_ns(self._largest) for one in self._curves.values()], default=0)
-
-    def _forget_some(self) -> None:
-        """Forget the keys first seen, until there aren't too many; one is left however many sizes it has."""
-        while len(self._curves) > _MAX_KEYS or (self._sizes > _MAX_SIZES and len(self._curves) > 1):
-            _, curve = self._curves.popitem(last=False)
-            self._sizes -= len(curve.sizes)
 
 
 def cost_size(rows: int, sizes: Sequence[int]) -> int:

@@ -20,8 +20,7 @@ from paceline.scheduler.request import RequestT
 Sizes = tuple[int, ...]
 
 _MAX_SIZES = 128
-"""How many different common sizes are looked at; requests of others share a later batch. So many take some 10 ms;
-2,000 took 1.6 s."""
+"""How many common sizes are looked at; requests of others share a later batch. These take 10 ms; 2,000 took 1.6 s."""
 
 
 class Bounds(NamedTuple):

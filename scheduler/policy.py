@@ -45,8 +45,7 @@ class QueuePolicy:
     timeout_action: TimeoutAction = TimeoutAction.REJECT
 
     def __post_init__(self) -> None:
-        _require(self.max_queue_size >= 0, "max_queue_size", ">= 0", self.max_queue_size)
-        _require(self.default_timeout_ns >= 0, "default_timeout_ns", ">= 0", self.default_timeout_ns)
+        _at_least(0, max_queue_size=self.max_queue_size, default_timeout_ns=self.default_timeout_ns)
 
     @property
     def delays(self) -> bool:
@@ -70,8 +69,7 @@ class QueueLimits:
     max_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.max_rows >= 0, "max_rows", ">= 0", self.max_rows)
-        _require(self.max_bytes >= 0, "max_bytes", ">= 0", self.max_bytes)
+        _at_least(0, max_rows=self.max_rows, max_bytes=self.max_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +90,8 @@ class SequencePolicy:
     max_state_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.idle_ns >= 1, "max_sequence_idle_microseconds", ">= 1", self.idle_ns)
-        _require(self.places >= 0, "places", ">= 0", self.places)
-        _require(self.max_sequences >= 1, "max_sequences", ">= 1", self.max_sequences)
-        _require(self.backlog >= 0, "sequence_backlog", ">= 0", self.backlog)
-        _require(self.max_state_bytes >= 0, "max_state_bytes", ">= 0", self.max_state_bytes)
+        _at_least(1, max_sequence_idle_microseconds=self.idle_ns, max_sequences=self.max_sequences)
+        _at_least(0, places=self.places, sequence_backlog=self.backlog, max_state_bytes=self.max_state_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +143,9 @@ class BatchPolicy:
     sequences: SequencePolicy | None = None
 
     def __post_init__(self) -> None:
-        _require(self.max_batch_rows >= 1, "max_batch_rows", ">= 1", self.max_batch_rows)
-        _require(self.max_queue_delay_ns >= 0, "max_queue_delay_ns", ">= 0", self.max_queue_delay_ns)
-        _require(self.max_batch_requests >= 0, "max_batch_requests", ">= 0", self.max_batch_requests)
-        _require(self.max_batch_elements >= 0, "max_batch_elements", ">= 0", self.max_batch_elements)
-        _require(self.execution_limit_ns >= 0, "execution_limit_ns", ">= 0", self.execution_limit_ns)
+        _at_least(1, max_batch_rows=self.max_batch_rows)
+        _at_least(0, max_queue_delay_ns=self.max_queue_delay_ns, max_batch_requests=self.max_batch_requests)
+        _at_least(0, max_batch_elements=self.max_batch_elements, execution_limit_ns=self.execution_limit_ns)
         for rows in self.preferred_batch_rows:
             _require(0 < rows <= self.max_batch_rows, "preferred_batch_rows", f"1 to {self.max_batch_rows}", rows)
         self._check_priorities()
@@ -177,7 +170,7 @@ class BatchPolicy:
 
     def _check_priorities(self) -> None:
         levels, default = self.priority_levels, self.default_priority_level
-        _require(levels >= 0, "priority_levels", ">= 0", levels)
+        _at_least(0, priority_levels=levels)
         expected = f"1 to {levels}, the number of priority levels" if levels else "0, as there are no priority levels"
         _require(min(levels, 1) <= default <= levels, "default_priority_level", expected, default)
         for level in self.priority_queue:
@@ -186,6 +179,11 @@ class BatchPolicy:
             _require(levels <= 1, "preserve_ordering", "at most one priority level with it", levels)
             delays = any(q.delays for q in (self.queue, *self.priority_queue.values()))
             _require(not delays, "preserve_ordering", "no timeout_action DELAY of queue timeouts with it", "DELAY")
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        _require(value >= least, name, f">= {least}", value)
 
 
 def _require(holds: bool, name: str, expected: str, got: object) -> None:

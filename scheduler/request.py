@@ -196,8 +196,7 @@ class Timer(Generic[RequestT_co]):
         self.request: RequestT_co | None = request
 
     def __lt__(self, other: object) -> bool:
-        """Called only for equal rank and token: those of a put-back request's timer and of the dead one left from
-        before."""
+        """Called only for equal rank and token: of a put-back request's timer and the dead one from before."""
         return False
 
 

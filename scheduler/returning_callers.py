@@ -34,8 +34,7 @@ class ReturningCallers:
         self._keys: OrderedDict[int, _Key] = OrderedDict()
 
     def arrived(self, key: Hashable, rows: int, now_ns: int) -> None:
-        """Note an arrival. One from before the last answers, though noted after them, doesn't count: its caller got
-        none of those."""
+        """Note an arrival. One from before the last answers doesn't count: its caller got none of those."""
         known = self._keys.get(hash(key))
         if known is None or not 0 <= 4 * (now_ns - known.answered_ns) <= known.base_ns:
             return

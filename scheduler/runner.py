@@ -17,11 +17,11 @@ from enum import Enum, auto
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
+from paceline.scheduler.request import P, R
+
 _log = logging.getLogger("paceline.scheduler")
 
-P = TypeVar("P")
 P_contra = TypeVar("P_contra", contravariant=True)
-R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -68,8 +68,7 @@ class Outcome(Generic[R_co]):
 Done = Callable[[Outcome[R]], None]
 
 _Work = list[tuple[Sequence[P], int]]
-"""Payloads and rows of a batch, until they are popped: by the thread to execute it, or by the loop to take it back.
-Only one of them can."""
+"""Payloads and rows of a batch, until popped by the thread to execute it, or by the loop to take it back."""
 
 
 AnyRunner = Any  # who owns the instances knows them by classes of its own
@@ -94,8 +93,7 @@ class Runner(Protocol[P_contra, R_co]):
         the other one's `done` is on its way."""
 
     def call_off(self) -> None:
-        """End the running execution early, if that can be done: nobody waits for it any more. `done` is called all the
-        same."""
+        """End the running execution early, if possible: nobody waits for it any more. `done` is called all the same."""
 
     def stop(self) -> None:
         """Finish what runs, or call it off, and end. Doesn't wait."""
@@ -170,8 +168,7 @@ class ThreadRunner(Generic[P, R]):
                 self._loop.call_soon_threadsafe(self._on_death, error)
 
     def _on_death(self, error: BaseException) -> None:
-        """Start another thread to go on, if only to end. What the dead one didn't take is still there; what it took is
-        lost."""
+        """Start another thread to go on, if only to end. Only what the dead one took is lost."""
         _log.error("an instance's thread died and is replaced: %s", self._name, exc_info=error)
         waiting = [self._work.get() for _ in range(self._work.qsize())]
         lost = bool(self._owed) and not any(work is self._owed[0][0] for work in waiting)

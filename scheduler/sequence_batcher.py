@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 from paceline.scheduler.answering import Answers, FailedNote, no_note
 from paceline.scheduler.batcher import Batcher
@@ -22,15 +22,12 @@ from paceline.scheduler.failures import Blame
 from paceline.scheduler.instances import InstanceReplacer
 from paceline.scheduler.observer import FULL, Drop, Observer
 from paceline.scheduler.policy import BatchPolicy
-from paceline.scheduler.request import AnyRequest, Request
+from paceline.scheduler.request import AnyRequest, P, R, Request
 from paceline.scheduler.runner import AnyRunner, Runner
 from paceline.scheduler.sequence import AnySequence, Over, SequenceEnd, StepPayload
 from paceline.scheduler.sequences import Sequences
 from paceline.scheduler.turns import ArrivalModel, Submit
 from paceline.scheduler.waiting import SharedQueueLimits, Waiting
-
-P = TypeVar("P")
-R = TypeVar("R")
 
 _LOST: dict[Drop | None, SequenceEnd] = {
     Drop.CANCELLED: SequenceEnd.CANCELLED,
@@ -99,7 +96,8 @@ class SequenceBatcher(Generic[P, R]):
                 clock=self._clock,
                 observer=observer,
                 blames=blames,
-                replacer=_Replacer(partial(self._lose_instance, number), replacer) if replacer else None,
+                replacer=replacer,
+                on_given_up=partial(self._lose_instance, number),
                 shared_limits=shared_limits,
                 instance_of=instance_of,
                 arrivals=arrivals,
@@ -343,22 +341,3 @@ def _like(sequence: AnySequence) -> tuple[int, Hashable, int, int, int]:
     assert request is not None
     assert place is not None
     return place.instance, request.key, request.size_bytes, request.timeout_ns, request.priority
-
-
-class _Replacer:
-    """Calls `lose` before `replacer` is told that the instance is given up."""
-
-    def __init__(self, lose: Callable[[], None], replacer: InstanceReplacer) -> None:
-        self._lose = lose
-        self._replacer = replacer
-
-    def on_hang(self, runner: AnyRunner, others: Sequence[AnyRunner]) -> None:
-        self._lose()
-        self._replacer.on_hang(runner, others)
-
-    def on_loss(self, runner: AnyRunner, error: BaseException) -> None:
-        self._lose()
-        self._replacer.on_loss(runner, error)
-
-    def on_return(self, runner: AnyRunner) -> None:
-        self._replacer.on_return(runner)

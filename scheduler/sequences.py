@@ -21,7 +21,7 @@ from paceline.scheduler.errors import BacklogFull, NoSequence, NotStarted, Queue
 from paceline.scheduler.policy import NEVER, SequencePolicy
 from paceline.scheduler.request import RequestT
 from paceline.scheduler.sequence import ANYWHERE, LOST, Over, Place, Sequence, SequenceEnd
-from paceline.scheduler.waiting import Timers, Waiting
+from paceline.scheduler.waiting import Timers, Waiting, earliest
 
 _MOST_AT_ONCE = 500
 """Sequences whose idle limit has passed end in turns of so many, of 5 us each, so that nobody else waits for long."""
@@ -79,14 +79,9 @@ class Sequences(Generic[RequestT]):
     def wake_ns(self, due_ns: int | None) -> int | None:
         """When `expire` has something to do at the latest, if nothing else happens. `due_ns` is what this was before;
         None: that has passed."""
-        wake_ns = self._timers.first_rank() if self._timers.items else None
-        if due_ns is not None:
-            # What has become idle since then ends later than what was idle before.
-            return due_ns if wake_ns is None else min(wake_ns, due_ns)
-        if self._idle:
-            idle_ns = next(iter(self._idle)).since_ns + self._policy.idle_ns
-            wake_ns = idle_ns if wake_ns is None else min(wake_ns, idle_ns)
-        return wake_ns
+        if due_ns is None and self._idle:  # what has become idle since then ends later than what was idle before
+            due_ns = next(iter(self._idle)).since_ns + self._policy.idle_ns
+        return earliest(self._timers.first_rank(), due_ns) if self._timers.items else due_ns
 
     @property
     def ids(self) -> list[int | str]:
@@ -152,8 +147,7 @@ class Sequences(Generic[RequestT]):
         self._go_on(sequence, now_ns)
 
     def refuse(self, request: RequestT, now_ns: int) -> None:
-        """The batcher has refused a step that had just arrived. Its sequence is as it was before or, if steps behind
-        it have arrived by now, ends."""
+        """The batcher has refused a step that had just arrived. Its sequence is as before or, if steps follow, ends."""
         sequence = self._of.pop(request)
         sequence.executing = sequence.payload = None
         if sequence.steps:
@@ -204,17 +198,13 @@ class Sequences(Generic[RequestT]):
         self._instances.discard(instance)
         self._free = sorted(place for place in self._free if place.instance != instance)
         for sequence in [one for place, one in self._held.items() if place.instance == instance]:
-            self._cut(sequence, SequenceEnd.INSTANCE_LOST)
-            if sequence.executing is None and self._idle.pop(sequence, self) is None:
-                self._leave(sequence, now_ns)
+            self._end(sequence, SequenceEnd.INSTANCE_LOST, now_ns)
 
     def lose_states(self, are_lost: Callable[[object], bool], now_ns: int) -> None:
         """Sequences whose states `are_lost` end; a step of theirs at the batcher will find out for itself."""
         for sequence in dict.fromkeys((*self._by_id.values(), *self._of.values())):
             if sequence.state is not None and are_lost(sequence.state):
-                self._cut(sequence, SequenceEnd.INSTANCE_LOST)
-                if sequence.executing is None and self._idle.pop(sequence, self) is None:
-                    self._leave(sequence, now_ns)
+                self._end(sequence, SequenceEnd.INSTANCE_LOST, now_ns)
 
     def remember(self, ids: Iterable[int | str]) -> None:
         """These sequences were live in a model that this one replaces."""
@@ -224,17 +214,12 @@ class Sequences(Generic[RequestT]):
     def retire(self, now_ns: int) -> None:
         """No more steps will arrive. Those that have are executed, and their sequences end then."""
         for sequence in list(self._by_id.values()):
-            self._cut(sequence, SequenceEnd.REPLACED, len(sequence.steps or ()))
-            if self._idle.pop(sequence, self) is None:
-                self._leave(sequence, now_ns)
+            self._end(sequence, SequenceEnd.REPLACED, now_ns, len(sequence.steps or ()))
 
     def end(self, id_: int | str, now_ns: int) -> None:
-        """A sequence takes no more steps, and ends when those that have arrived are executed. Does nothing if it takes
-        none already."""
+        """A sequence takes no more steps, and ends when those that have arrived are executed, if it hasn't."""
         if (sequence := self._by_id.get(id_)) is not None:
-            self._cut(sequence, SequenceEnd.END, len(sequence.steps or ()))
-            if self._idle.pop(sequence, self) is None:
-                self._leave(sequence, now_ns)
+            self._end(sequence, SequenceEnd.END, now_ns, len(sequence.steps or ()))
 
     def take_waiting(self, why: SequenceEnd) -> list[RequestT]:
         """Remove and return all requests that wait here. Their sequences end when their steps at the batcher have."""
@@ -305,6 +290,12 @@ class Sequences(Generic[RequestT]):
             self._leave(sequence, now_ns)
         else:
             self._following -= 1
+
+    def _end(self, sequence: Sequence[RequestT], why: SequenceEnd, now_ns: int, keep: int = 0) -> None:
+        """As `_cut`; it is over now if nothing of it waits or is at the batcher."""
+        self._cut(sequence, why, keep)
+        if self._idle.pop(sequence, self) is None:
+            self._leave(sequence, now_ns)
 
     def _cut(self, sequence: Sequence[RequestT], why: SequenceEnd, keep: int = 0) -> None:
         """End a sequence after the first `keep` of its waiting steps; the others are dropped."""

@@ -28,8 +28,7 @@ LONGEST_PAUSE_NS = 600_000_000_000
 _WINDOW = 64
 """How many waiting requests are looked at for those of similar lengths, or twice as many as a batch has rows."""
 _MAX_BATCHES = 8
-"""How many batches deep to look into a lane for requests that can be answered in time; what lies further back is looked
-at later."""
+"""How many batches deep a lane is searched for requests that can be in time; what is further back comes later."""
 
 
 class Allowed(NamedTuple):
@@ -79,13 +78,14 @@ class Allowance:
             self.rows, self._pause_ns, self._grew, self.due_ns = before
 
     def grow(self, now_ns: int) -> None:
-        """Double `rows` as often as that is due, and forget the shortage once the full size has been allowed for a
-        whole pause."""
+        """Double `rows` as often as due; forget the shortage once the full size has been allowed for a whole pause."""
         while self.due_ns <= now_ns:
             self.due_ns += self._pause_ns
             if self.rows < self._most:
                 self._grew = True
-                self.rows = self._allowed(max(2 * self.rows, self._next_size()))
+                # At least the next size: they may be further apart than by a factor of two.
+                place = bisect_right(self._sizes, self.rows)
+                self.rows = self._allowed(max([2 * self.rows, *self._sizes[place : place + 1]]))
             else:
                 self._grew = False
                 self._pause_ns, self.due_ns = PAUSE_NS, NEVER
@@ -94,11 +94,6 @@ class Allowance:
         """The largest size that isn't above `rows`, or the smallest."""
         rows = min(rows, self._most)
         return self._sizes[max(0, bisect_right(self._sizes, rows) - 1)] if self._sizes else rows
-
-    def _next_size(self) -> int:
-        """The least to grow to, where sizes are further apart than by a factor of two; 0 if there is no larger one."""
-        place = bisect_right(self._sizes, self.rows)
-        return self._sizes[place] if place < len(self._sizes) else 0
 
 
 class Unreachable(NamedTuple, Generic[RequestT]):
@@ -109,8 +104,7 @@ class Unreachable(NamedTuple, Generic[RequestT]):
 
 
 class Cut(NamedTuple, Generic[RequestT]):
-    """The next requests of a lane: `requests` with `rows` rows, executed as `padded_rows` rows of the model and filled
-    up to `sizes`."""
+    """The next requests of a lane, with `rows` rows, executed as `padded_rows` rows and filled up to `sizes`."""
 
     requests: Sequence[RequestT]
     rows: int
@@ -301,8 +295,7 @@ class Sizing:
         return known_ns + known.margin_ns(size) if known_ns else 0
 
     def _to_allowed_size(self, key: Hashable, cut: Cut[RequestT]) -> Cut[RequestT]:
-        """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row, or
-        where padding would exceed the most elements."""
+        """Pad up to an allowed size, or leave some for the next batch where that costs less per row, or has to be."""
         sizes, most, rows = self._policy.batch_sizes, self._policy.max_batch_elements, cut.rows
         place = bisect_left(sizes, rows)
         above = sizes[place]

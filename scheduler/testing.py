@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 from paceline.scheduler.observer import BatchReport, Drop
+from paceline.scheduler.request import P, R
 from paceline.scheduler.runner import Done, NoAnswer, Outcome
-
-P = TypeVar("P")
-R = TypeVar("R")
 
 
 class ManualClock:

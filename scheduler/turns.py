@@ -21,8 +21,7 @@ Submit = Callable[[_Announced], None]
 _log = logging.getLogger("paceline.scheduler")
 
 _UNSEEN_NS = 500_000
-"""While others are waited for, requests that arrive may be known by their number alone for this long: they may be
-urgent."""
+"""While others are waited for, those that come are known by number alone for this long: some may be urgent."""
 _MIN_NS = 50_000
 """About how long an alarm takes to be noticed."""
 
@@ -108,8 +107,7 @@ class ArrivalModel:
         self._ended_requests = requests
 
     def half_of_all(self, requests: int, rows: int) -> int:
-        """The rows of half of the callers lately present, if they have as many each as in a batch of `requests` with
-        `rows` rows."""
+        """The rows of half of the callers lately present, each with as many as in a batch like this."""
         return max(1, round(rows * self._present / (2 * requests)))
 
     def took(self, base_ns: int, half_ns: int) -> None:
@@ -142,8 +140,7 @@ class ArrivalModel:
 
 
 class WaitBudget(NamedTuple):
-    """What an instance may be kept waiting for: besides the `waiting` requests, for at most `max_more` more, until
-    `until_ns`, since some may have deadlines."""
+    """What an instance may be kept waiting for: `max_more` besides the `waiting` requests, until `until_ns`."""
 
     waiting: int
     max_more: int
@@ -261,8 +258,7 @@ class Turns:
                 self.take()
 
     def _put_off(self) -> bool:
-        """Put the turn off if more requests are worth waiting for; returns whether it did. There is another look at the
-        alarm, or when enough requests have arrived."""
+        """Put the turn off, until the alarm or enough requests, if more are worth waiting for. Whether it was."""
         budget = self._wait_budget()
         if budget is None:
             return False
@@ -275,26 +271,22 @@ class Turns:
         self._until_ns = min(now_ns + patience_ns, budget.until_ns)
         self._came, self._missing = 0, min(budget.max_more, self._arrivals.missing(budget.waiting))
         self._is_put_off = True
-        self._set_alarm(now_ns)
-        return True
-
-    def _set_alarm(self, now_ns: int) -> None:
         self._alarm.set(min(self._until_ns, now_ns + _UNSEEN_NS))
+        return True
 
     def _on_alarm(self) -> None:
         if not self._is_put_off or self._is_looking:
             return
         now_ns = self._clock.now_ns()
         if now_ns < self._until_ns and self._wait_on(now_ns):
-            self._set_alarm(now_ns)
+            self._alarm.set(min(self._until_ns, now_ns + _UNSEEN_NS))
         elif now_ns >= self._until_ns and self._came:
             self._look()
         else:
             self.take()
 
     def _wait_on(self, now_ns: int) -> bool:
-        """Whether the requests that have arrived meanwhile may be kept waiting too, if need be for less long than was
-        meant."""
+        """Whether what has arrived meanwhile may be kept waiting, too, if need be for less long than was meant."""
         if not self._came:
             return True
         self.submit_announced()

@@ -24,8 +24,7 @@ _ROWS, _SIZE_BYTES = attrgetter("rows"), attrgetter("size_bytes")
 
 
 class SharedQueueLimits:
-    """What waits in several queues together, and how much may: requests and bytes (0: no limit). For queues of one
-    thread."""
+    """What waits in several queues of one thread, and how much may: requests and bytes (0: no limit)."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self.max_requests, self.max_bytes = max_requests or _MANY, max_bytes or _MANY
@@ -33,8 +32,7 @@ class SharedQueueLimits:
 
     # hot path
     def full(self, requests: int, size_bytes: int) -> QueueFull | None:
-        """The limit that `requests` more, of `size_bytes` together, would exceed, as an error to raise; None if there
-        is room."""
+        """The limit that so many more would exceed, as an error to raise; None if there is room."""
         if self.requests + requests > self.max_requests:
             return QueueFull(self.max_requests, whose="all models")
         if self.size_bytes + size_bytes > self.max_bytes:
@@ -118,8 +116,7 @@ class Waiting(Counts):
         return self._shared.full(requests, size_bytes) if self._shared is not None else None
 
     def room(self, level: int, max_queue_size: int) -> int:
-        """How many more requests there is room for if they are like those that wait, of a level that may hold
-        `max_queue_size`."""
+        """How many more requests like those that wait have room, of a level that may hold `max_queue_size`."""
         requests, reserved = max(1, self.requests), self.reserved
         bounds = [_MANY]
         if max_queue_size:
@@ -140,8 +137,7 @@ class LazyHeap(Generic[T]):
     Live items have unique tokens; dead ones need none, if items can be compared. `items` lets others see whether there
     are any at all, dead ones included.
 
-    Removing from the middle of a binary heap is linear, so dead items stay until they surface or outnumber the living.
-    push and pop are O(log n) amortised.
+    Removing from the middle is linear, so dead items stay until they surface or outnumber the living; O(log n).
     """
 
     __slots__ = ("_alive", "_limit", "items")
@@ -185,8 +181,11 @@ class LazyHeap(Generic[T]):
         return None
 
 
-def _runs(timer: Timer[RequestT], token: int) -> bool:
-    return timer.request is not None
+def earliest(one_ns: int | None, other_ns: int | None) -> int | None:
+    """The earlier of two moments, of which None is never."""
+    if one_ns is None or other_ns is None:
+        return other_ns if one_ns is None else one_ns
+    return min(one_ns, other_ns)
 
 
 class Timers(LazyHeap[Timer[RequestT]]):
@@ -195,7 +194,7 @@ class Timers(LazyHeap[Timer[RequestT]]):
     __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__(_runs)
+        super().__init__(lambda timer, token: timer.request is not None)
 
     # hot path
     def start(self, request: RequestT) -> None:

@@ -34,8 +34,7 @@ from paceline.backends.onnx.stepping import Stepping
 from paceline.backends.open_request import ELSEWHERE, NEVER, Answer, OpenRequest
 from paceline.backends.sampling import NONE, choose, logprobs_of
 from paceline.backends.spec import MISSING, Array, Tensors
-from paceline.scheduler.iterations import Iteration, Iterations
-from paceline.scheduler.step_costs import StepCosts
+from paceline.scheduler.iterations import Iteration, Iterations, StepCosts
 
 _log = logging.getLogger("paceline.backends.onnx")
 

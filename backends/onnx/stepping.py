@@ -18,7 +18,7 @@ from paceline.backends.onnx.decoder_block import GONE, NO_TOKEN, Block, StepsMod
 from paceline.backends.onnx.decoder_in_place import block_type
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.spec import Array
-from paceline.scheduler.step_costs import StepCosts
+from paceline.scheduler.iterations import StepCosts
 
 
 class Stepped(NamedTuple):

@@ -30,8 +30,8 @@ from paceline.backends.errors import (
     ProcessError,
     StalePlan,
 )
-from paceline.backends.length_rows import GivenUp
 from paceline.backends.length_trial import try_lengths, without_trial
+from paceline.backends.made_up import GivenUp
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.spec import Found
 from paceline.backends.python.process import ModelProcess

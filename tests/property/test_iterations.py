@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.scheduler.iterations import Iterations
-from paceline.scheduler.step_costs import StepCosts
+from paceline.scheduler.iterations import Iterations, StepCosts
 
 
 @dataclass

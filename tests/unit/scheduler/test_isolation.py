@@ -89,7 +89,8 @@ def test_budget_is_spent_as_long_as_it_covers_two_halves() -> None:
     requests: list[Request[str, str]] = [Request(name, 1, "k") for name in "abcde"]
     for budget in (2, 3):
         suspects = replace(Suspects.of_batch(requests), search=Search(budget))
-        groups = [["".join(one.payload for one in group.requests) for group in suspects.halves()] for _ in range(2)]
+        again = [suspects.again(Blame.REQUESTS, 5) for _ in range(2)]
+        groups = [["".join(one.payload for one in group.requests) for group in groups] for groups in again]
         assert groups == [["ab", "cde"], list("abcde")]
         assert suspects.search.budget == budget - 2
     assert all(suspects.narrowed(requests[:1]).again(blame, 1) == [] for blame in Blame)

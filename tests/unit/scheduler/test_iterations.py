@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.iterations import Iterations
-from paceline.scheduler.step_costs import StepCosts
+from paceline.scheduler.iterations import Iterations, StepCosts
 
 
 def running(rows: int, *, held: int = 40, most_tokens: int = 10_000, costs: StepCosts | None = None) -> Iterations:

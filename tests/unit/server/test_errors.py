@@ -24,8 +24,8 @@ from paceline.backends.errors import (
     UpstreamFailed,
     UpstreamRefused,
 )
-from paceline.backends.length_rows import GivenUp
 from paceline.backends.length_trial import _StateDiffers
+from paceline.backends.made_up import GivenUp
 from paceline.backends.trial import _TimeIsUp
 from paceline.protos.datatypes import UnknownDatatypeError
 from paceline.protos.generate import GenerateError
