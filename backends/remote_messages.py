@@ -86,7 +86,13 @@ def encode_request(
     extras = ModelInferRequest.FromString(requests[0].extras)
     message.parameters.MergeFrom(extras.parameters)
     if requests[0].step is not None:
-        _add_step(message, *requests[0].step)
+        sequence, start, end = requests[0].step
+        parameters = message.parameters
+        if isinstance(sequence, str):
+            parameters["sequence_id"].string_param = sequence
+        else:  # as Triton wants it: the same 64 bits, with a sign
+            parameters["sequence_id"].int64_param = sequence - (1 << 64) if sequence >> 63 else sequence
+        parameters["sequence_start"].bool_param, parameters["sequence_end"].bool_param = start, end
     of_input = {tensor.name: tensor for tensor in extras.inputs}
     of_output = {tensor.name: tensor for tensor in extras.outputs}
     pieces: list[Any] = [b""]
@@ -115,15 +121,6 @@ def encode_request(
             f"expected a batch of at most {_MAX_BYTES} bytes, got {size_bytes}: larger than a message can be"
         )
     return b"".join(pieces)
-
-
-def _add_step(message: ModelInferRequest, sequence: int | str, start: bool, end: bool) -> None:
-    parameters = message.parameters
-    if isinstance(sequence, str):
-        parameters["sequence_id"].string_param = sequence
-    else:  # as Triton wants it: the same 64 bits, with a sign
-        parameters["sequence_id"].int64_param = sequence - (1 << 64) if sequence >> 63 else sequence
-    parameters["sequence_start"].bool_param, parameters["sequence_end"].bool_param = start, end
 
 
 def decode_response(

@@ -177,26 +177,26 @@ class Answers:
             batch.number, batch.rows, batch.padded_rows, 0, duration_ns, started_ns, executed, batch.sizes
         )
         requests: Requests = batch.requests
-        unfinished: Requests = ()
         results: Sequence[object] = executed.results
+        unfinished: list[AnyRequest] = []
         for request in requests:
             request.batch_facts = facts
             request.waited_ns = started_ns - request.arrived_ns
         if any(isinstance(result, (Exception, NoAnswer)) for result in results):
-            pairs = [*zip(requests, results, strict=True)]
-            for request, error in pairs:
-                if isinstance(error, Exception):
+            pairs = []
+            for request, result in zip(requests, results, strict=True):
+                if isinstance(result, Exception):
                     request.refused = True
-                    self.fail(request, error)
-            unfinished = [request for request, result in pairs if result is NO_ANSWER and not request.ended]
-            for request in unfinished:
-                request.value = NO_ANSWER
-                if request.on_answers is not None:
-                    self._done.append(request)
-            for request, result in pairs:
-                if result is ANSWERED_ELSEWHERE:
+                    self.fail(request, result)
+                elif result is ANSWERED_ELSEWHERE:
                     self.elsewhere(request)
-            pairs = [pair for pair in pairs if not isinstance(pair[1], (Exception, NoAnswer))]
+                elif result is not NO_ANSWER:
+                    pairs.append((request, result))
+                elif not request.ended:
+                    request.value = NO_ANSWER
+                    unfinished.append(request)
+                    if request.on_answers is not None:
+                        self._done.append(request)
             requests, results = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         self.succeed(requests, results)
         return unfinished

@@ -283,7 +283,7 @@ class Batcher(Generic[P, R]):
         if self._ahead.ends:
             wake_ns = earliest(wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests))
         if recovery.suspects:
-            wake_ns = earliest(wake_ns, min(one.deadline_ns for one in recovery.requests))
+            wake_ns = earliest(wake_ns, min((one.deadline_ns for one in recovery.requests), default=None))
         if wake_ns != self._wake_ns:
             self._wake_ns = wake_ns
             if wake_ns is None:
