@@ -105,7 +105,7 @@ class BatchQueue(Generic[RequestT]):
     def push(self, group: Sequence[RequestT]) -> Sequence[Refusal | None]:
         """Add requests that arrived one after the other, and have equal rows, key, bytes, priority and queue timeout.
 
-        Returns why requests are refused, None for each one that isn't; nothing at all if none is.
+        Returns why requests are refused, and nothing changes for these; None for others; nothing at all if none is.
         """
         first, requests = group[0], len(group)
         rows, waiting, level, queue = first.rows, self.waiting, 0, self._queue_policy
