@@ -72,7 +72,7 @@ def try_rows(spec: ModelSpec, run: Run, now_ns: Callable[[], int] = time.monoton
         tried = _try_all(spec, run)
         # Where a model declares a wrong rank, the one that was seen needn't be the only one.
         outputs = [
-            replace(seen, assumed=not seen.any_rank and len(seen.dims) != len(declared.dims))
+            replace(seen, assumed=True) if len(seen.dims) != len(declared.dims) and not seen.any_rank else seen
             for declared, seen in zip(spec.outputs, tried.spec.outputs, strict=True)
         ]
         return _try_fixed(replace(tried, spec=replace(tried.spec, outputs=tuple(outputs))), run)
