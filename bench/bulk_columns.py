@@ -22,8 +22,7 @@ from paceline.clients.description import Batching, ModelDescription
 from paceline.clients.messages import TensorMetadata
 from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
-from paceline.server.bulk.results import Computed, Results
-from paceline.server.bulk.values import Chunk, Fixed
+from paceline.server.bulk.values import Chunk, Computed, Fixed, Results
 
 _CALL_ROWS = 256
 _CHUNK_ROWS = (256, 4096)

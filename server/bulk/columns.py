@@ -20,9 +20,8 @@ from paceline.clients.messages import TensorMetadata
 from paceline.protos.datatypes import by_name
 from paceline.server.bulk.decoding import Dims, decode, side_by_side, takes
 from paceline.server.bulk.encoding import arrow_type, cut, encode
-from paceline.server.bulk.results import Computed, Results, Table
 from paceline.server.bulk.rows import Rows, Tensor
-from paceline.server.bulk.values import BadRow, BulkError, Chunk, Places
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computed, Places, Results, Table
 
 __all__ = ["Columns"]
 

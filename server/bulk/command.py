@@ -15,7 +15,7 @@ import click
 from paceline.backends.installed import how_to_install
 from paceline.clients.connection import checked_target
 from paceline.clients.options import Seconds, access_options, one_line
-from paceline.server.bulk.settings import BulkSettings, Parameters, parse_bytes, parse_max_bad
+from paceline.server.bulk.settings import BulkSettings, Parameters, parse_bytes, parse_max_bad, parse_shard
 from paceline.server.flags import Value
 from paceline.server.telemetry.log_output import exit_now
 from paceline.server.tuning import excluded_from_gc
@@ -66,8 +66,6 @@ class _AutoOr(click.ParamType):  # type: ignore[type-arg]  # generic in newer cl
 
 
 def _shard(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, int]:
-    from paceline.server.bulk.shards import parse_shard
-
     try:
         return parse_shard(text)
     except ValueError as error:

@@ -25,10 +25,9 @@ import numpy as np
 
 from paceline.backends.spec import Array
 from paceline.clients.errors import InferenceError
-from paceline.server.bulk.results import Computed, Failed, Results
 from paceline.server.bulk.rows import Rows
 from paceline.server.bulk.tally import Tally
-from paceline.server.bulk.values import BulkError, Computes, Places
+from paceline.server.bulk.values import BulkError, Computed, Computes, Failed, Places, Results
 
 __all__ = ["NOT_THE_ROWS", "Calls", "execute"]
 

@@ -30,10 +30,8 @@ from uuid import uuid4
 import pyarrow as pa
 
 from paceline.server.bulk.differences import Plain, differences, files_differ, plain
-from paceline.server.bulk.durable import explained, publish, put, remove, sync_folder
-from paceline.server.bulk.locks import Locks
-from paceline.server.bulk.plan import ALONE, Shard
-from paceline.server.bulk.values import BadRow, BulkError, FileIndex, Fixed, InputFile, Unit
+from paceline.server.bulk.durable import Locks, explained, publish, put, remove, sync_folder
+from paceline.server.bulk.values import ALONE, BadRow, BulkError, FileIndex, Fixed, InputFile, Shard, Unit
 from paceline.server.bulk.writers import FORMATS, open_writer
 
 __all__ = ["JobFolder", "Mark", "Part", "Start", "Totals"]

@@ -22,12 +22,11 @@ from paceline.server.bulk.dry_run import DryRun
 from paceline.server.bulk.fingerprint import fingerprint
 from paceline.server.bulk.folder import JobFolder, Start, Totals
 from paceline.server.bulk.judge import Judge
-from paceline.server.bulk.plan import ALONE, Shard, units_of
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.sources import find_source
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.unit_work import Blocking, UnitWork
-from paceline.server.bulk.values import BulkError, Fixed, Source, Unit
+from paceline.server.bulk.values import ALONE, BulkError, Fixed, Shard, Source, Unit, units_of
 
 if TYPE_CHECKING:
     from paceline.server.bulk.on_ray import OnRay, RayUnits

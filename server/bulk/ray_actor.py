@@ -19,12 +19,11 @@ from paceline.server.bulk.differences import Plain, differences, files_differ, p
 from paceline.server.bulk.fingerprint import fingerprint
 from paceline.server.bulk.folder import JobFolder, Mark
 from paceline.server.bulk.judge import Judge
-from paceline.server.bulk.plan import Shard
 from paceline.server.bulk.settings import BulkSettings, MaxBad
 from paceline.server.bulk.sources import find_source
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.unit_work import Blocking, UnitWork
-from paceline.server.bulk.values import BadRow, BulkError, Fixed, InputFile, Source, Unit
+from paceline.server.bulk.values import BadRow, BulkError, Fixed, InputFile, Shard, Source, Unit
 
 __all__ = ["Actor", "Done", "Errand"]
 

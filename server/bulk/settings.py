@@ -1,10 +1,12 @@
 """What a bulk job was asked to do.
 
-Lives here: these settings, and how their texts are read. Must not: flags (`command.py`), or what is found out later.
+Lives here: these settings, and how their texts are read, also which shard Kubernetes says. Must not: flags
+(`command.py`), or what is found out later.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from paceline.clients.options import ConnectionOptions
 if TYPE_CHECKING:  # it needs pyarrow, and these don't
     from paceline.server.bulk.differences import Plain
 
-__all__ = ["BulkSettings", "MaxBad", "parse_bytes", "parse_max_bad"]
+__all__ = ["COMPLETIONS", "INDEX", "BulkSettings", "MaxBad", "parse_bytes", "parse_max_bad", "parse_shard"]
 
 Parameters = Mapping[str, bool | int | float | str]
 
@@ -113,3 +115,31 @@ def parse_max_bad(text: str) -> MaxBad:
     if found is None or found["percent"] or "." in found["number"]:
         raise ValueError(f"expected a share or a number of rows, such as 1% or 100, got '{text}'")
     return MaxBad(rows=int(found["number"]))
+
+
+INDEX = "JOB_COMPLETION_INDEX"
+"""Kubernetes sets it in pods of Indexed Jobs: the pod's number, from 0. How many there are, it doesn't tell."""
+COMPLETIONS = "JOB_COMPLETIONS"
+"""Whoever writes the Job sets it: its `completions`."""
+
+_SHARD = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
+
+
+def parse_shard(text: str | None, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The number of a shard, from 0, and how many there are: of a text such as "2/8", else as the environment says,
+    else the only one. Raises ValueError."""
+    given = "" if text is None else text.strip()
+    if text is None:
+        if INDEX not in environment:
+            return 0, 1
+        if not environment.get(COMPLETIONS):
+            raise ValueError(f"{INDEX} is set and {COMPLETIONS} isn't: set it to the Job's completions, or say K/N")
+        given = f"{environment[INDEX]}/{environment[COMPLETIONS]}"
+    source = f" from {INDEX} and {COMPLETIONS}" if text is None else ""
+    found = _SHARD.fullmatch(given)
+    if found is None:
+        raise ValueError(f"expected K/N, such as 2/8, got '{given}'{source}")
+    number, count = int(found[1]), int(found[2])
+    if number >= count:
+        raise ValueError(f"expected K/N with K from 0 to N - 1, got '{given}'{source}")
+    return number, count

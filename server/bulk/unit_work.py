@@ -20,9 +20,8 @@ from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.folder import JobFolder, Mark, Part
 from paceline.server.bulk.memory_left import give_back
-from paceline.server.bulk.results import Table
 from paceline.server.bulk.tally import Tally
-from paceline.server.bulk.values import BadRow, Chunk, Computes, Fixed, Source, Unit
+from paceline.server.bulk.values import BadRow, Chunk, Computes, Fixed, Source, Table, Unit
 
 __all__ = ["Blocking", "UnitWork"]
 

@@ -1,11 +1,11 @@
-"""What the parts of a bulk job hand to each other: files, units, chunks, rows at fault.
+"""What the parts of a bulk job hand to each other: files, units, shards, chunks, what was computed, rows at fault.
 
-Lives here: these values, and what a part has to be able to do for the others. Must not: read, compute or write
-anything.
+Lives here: these values, which units there are, and what a part has to be able to do for the others. Must not: read,
+compute or write anything.
 
 A job's input files are cut into units, consecutive rows of one file, each of which becomes one output file. A unit is
 done in chunks, so that memory is bounded whatever its rows contain. Both are the same whoever does them and how often:
-they depend on the input and on `Fixed` alone.
+they depend on the input and on `Fixed` alone. So do the units' numbers, and all shards and starts agree on them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,24 @@ from paceline.backends.spec import Array
 from paceline.clients.description import ModelDescription
 
 __all__ = [
+    "ALONE",
     "BadRow",
     "BulkError",
     "Chunk",
+    "Computed",
     "Computes",
+    "Failed",
     "FileIndex",
     "Fixed",
     "InputFile",
     "Parameters",
     "Places",
+    "Results",
+    "Shard",
     "Source",
+    "Table",
     "Unit",
+    "units_of",
 ]
 
 Places = npt.NDArray[np.int64]
@@ -151,3 +158,71 @@ class Computes(Protocol):
 
     async def infer(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> Mapping[str, Array]:
         """The outputs of these names. Raises InferenceError, of which `NOT_THE_ROWS` aren't about the rows."""
+
+
+class Computed(NamedTuple):
+    """Rows that were computed by one call, which got what `Rows.take(places, sizes)` returned. `outputs` are what it
+    answered: with rows in front if the model has a batch axis, one for each place."""
+
+    places: Places
+    outputs: Mapping[str, Array]
+    sizes: tuple[int, ...]
+
+
+class Failed(NamedTuple):
+    """A row that the model can't compute, by its place in the chunk."""
+
+    place: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Results:
+    """What became of the good rows of a chunk, in any order; each of them is in one of these, once."""
+
+    computed: list[Computed] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+
+
+class Table(NamedTuple):
+    """What is to be written of a chunk: the rows that have outputs, in the input's order, and all others of it with
+    their reasons, those too that were bad before."""
+
+    batch: pa.RecordBatch
+    bad: list[BadRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a job that one process does: of all units every `count`-th, from `number` (from 0) on."""
+
+    number: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise BulkError(f"shard {self.number} of {self.count}: expected a number from 0 to {self.count - 1}")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.number}-of-{self.count}"
+
+    def has(self, unit: int) -> bool:
+        return unit % self.count == self.number
+
+
+ALONE = Shard(0, 1)
+
+
+def units_of(file: InputFile, index: FileIndex, unit_rows: int, first: int) -> list[Unit]:
+    """A file's units in order, of all shards, numbered from `first` on. One without rows has none, and the last may be
+    short."""
+    begins = range(0, index.rows, unit_rows)
+    offsets = index.offsets or [0] * len(begins)
+    return [
+        Unit(first + place, file, begin, min(begin + unit_rows, index.rows), offsets[place])
+        for place, begin in enumerate(begins)
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.server.bulk.shards import COMPLETIONS, INDEX, parse_shard
+from paceline.server.bulk.settings import COMPLETIONS, INDEX, parse_shard
 from tests.deploy.commands import accepted
 from tests.deploy.manifests import job
 

@@ -24,9 +24,8 @@ from paceline.protos.datatypes import by_name
 from paceline.protos.tensors import bf16_from_float32, float32_from_bf16
 from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
-from paceline.server.bulk.results import Computed, Failed, Results
 from paceline.server.bulk.rows import Rows
-from paceline.server.bulk.values import BadRow, Chunk, Fixed
+from paceline.server.bulk.values import BadRow, Chunk, Computed, Failed, Fixed, Results
 
 _FILL = 7
 _LEAVES = {

@@ -14,7 +14,7 @@ TIME_OF_DAY_USES = {
     "server.telemetry.status": {"time.time", "time.localtime", "time.strftime"},  # in the head of the page
     "server.telemetry.spans": {"time.time_ns"},  # OpenTelemetry's spans have the time of day
     "clients.top": {"time.strftime"},  # in the corner of the screen
-    "server.bulk.locks": {"time.gmtime", "time.strftime"},  # since when somebody else does a shard
+    "server.bulk.durable": {"time.gmtime", "time.strftime"},  # since when somebody else does a shard
 }
 MONOTONIC = {
     *("time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns"),

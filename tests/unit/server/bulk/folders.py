@@ -10,8 +10,7 @@ import pyarrow as pa
 
 from paceline.server.bulk.differences import Plain
 from paceline.server.bulk.folder import JobFolder, Mark, Start
-from paceline.server.bulk.plan import ALONE, Shard, units_of
-from paceline.server.bulk.values import BadRow, FileIndex, Fixed, InputFile, Unit
+from paceline.server.bulk.values import ALONE, BadRow, FileIndex, Fixed, InputFile, Shard, Unit, units_of
 
 __all__ = ["FILES", "FINGERPRINT", "FIXED", "SCHEMA", "UNITS", "contents", "do", "opened"]
 

@@ -14,9 +14,8 @@ from paceline.backends.spec import Array, Length, ModelSpec, TensorSpec
 from paceline.clients.description import Batching, ModelDescription
 from paceline.clients.messages import TensorMetadata
 from paceline.server.bulk.columns import Columns
-from paceline.server.bulk.results import Computed, Failed, Results, Table
 from paceline.server.bulk.rows import Rows
-from paceline.server.bulk.values import BadRow, BulkError, Chunk
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computed, Failed, Results, Table
 
 Shape = tuple[int, ...]
 _BATCHING = Batching(8, True, (), 0, 0, 0, ())

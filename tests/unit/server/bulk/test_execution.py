@@ -19,9 +19,8 @@ from paceline.clients.errors import inference_error
 from paceline.clients.messages import TensorMetadata
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
-from paceline.server.bulk.results import Results
 from paceline.server.bulk.tally import Tally
-from paceline.server.bulk.values import BulkError, Chunk
+from paceline.server.bulk.values import BulkError, Chunk, Results
 from tests.unit.server.bulk.computing import DESCRIPTION, Doubling, failing_on, numbers, places
 
 UNAVAILABLE = inference_error(grpc.StatusCode.UNAVAILABLE, "no instance")

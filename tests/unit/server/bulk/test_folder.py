@@ -22,8 +22,7 @@ import pytest
 from paceline.server.bulk.differences import Plain
 from paceline.server.bulk.durable import explained
 from paceline.server.bulk.folder import JobFolder, Mark, Start, Totals
-from paceline.server.bulk.plan import Shard
-from paceline.server.bulk.values import BulkError, FileIndex, Fixed, InputFile
+from paceline.server.bulk.values import BulkError, FileIndex, Fixed, InputFile, Shard
 from tests.rlimits import limited
 from tests.unit.server.bulk.folders import FILES, FINGERPRINT, FIXED, SCHEMA, UNITS, contents, do, opened
 from tests.unit.server.privileges import open_folder, unprivileged

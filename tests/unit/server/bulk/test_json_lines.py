@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.bulk import json_lines as module
-from paceline.server.bulk.json_lines import json_lines
+from paceline.server.bulk import writers as module
+from paceline.server.bulk.writers import json_lines
 
 
 def read_back(column: pa.Array) -> list[object]:

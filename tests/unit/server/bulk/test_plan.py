@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.server.bulk.plan import Shard, units_of
-from paceline.server.bulk.values import BulkError, FileIndex, InputFile, Unit
+from paceline.server.bulk.values import BulkError, FileIndex, InputFile, Shard, Unit, units_of
 
 FILES = [InputFile(place, f"in/{place}.csv", 10, 1) for place in range(3)]
 

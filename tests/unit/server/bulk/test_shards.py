@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.server.bulk.shards import parse_shard
+from paceline.server.bulk.settings import parse_shard
 
 
 @pytest.mark.parametrize(
