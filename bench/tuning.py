@@ -33,7 +33,6 @@ from paceline.server.tune.job import Asked, measure_model
 from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout
 from paceline.server.tune.own_model import own_model
-from paceline.server.tune.simulation import Costs
 from paceline.server.tune.trials import Trials
 from paceline.server.tune.verifying import verified
 from paceline.server.tuning import new_loop
@@ -194,23 +193,25 @@ class _Model:
             config.max_batch_size = now.policy.max_batch_rows
             trials = Trials(asked.model, config, load, now, asked.seed, asked.allow_python_models)
 
-            def chosen(goal: Goal, costs: Costs | None = None) -> tuple[Goal, Any]:
-                costs = costs or trials.costs(server, goal, self._seconds / 2)
-                own = [replace(one, costs=costs) for one in layouts]
-                mine = replace(now, layout=own[0])
-                tried = settings_of(own, now.policy, goal)
+            def beside(goal: Goal) -> list[Layout]:
+                return [trials.calibrated(one, goal, batch_ns, self._seconds) for one in layouts]
+
+            def chosen(goal: Goal, own: Sequence[Layout]) -> tuple[Goal, Any]:
+                mine, tried = replace(now, layout=own[0]), settings_of(own, now.policy, goal)
                 return goal, runner.run(choose(mine, tried, goal, asked.seed, requests=self._requests))
 
-            with trials.server(now) as server:
-                _, first = chosen(closed)
-                bound_ns = round(_LOOSE * first.now.p99_ns)
-                most = first.best[0].found.throughput
-                found = {"closed": chosen(replace(closed, p99_ns=bound_ns), first.now.setting.layout.costs)}
-                for share in _SHARES:
-                    found[f"{share:.0%}"] = chosen(Goal(rate=share * most, contents=closed.contents))
+            batch_ns = trials.batch_ns(self._seconds)
+            own = beside(closed)
+            _, first = chosen(closed, own)
+            bound_ns = round(_LOOSE * first.now.p99_ns)
+            most = first.best[0].found.throughput
+            found = {"closed": chosen(replace(closed, p99_ns=bound_ns), own)}
+            for share in _SHARES:
+                goal = Goal(rate=share * most, contents=closed.contents)
+                found[f"{share:.0%}"] = chosen(goal, beside(goal))
         wanted: dict[str, tuple[Setting, dict[str, Goal]]] = {}
         for name, (goal, choice) in found.items():
-            some = [choice.now, *choice.best[: 2 if goal.clients else 1]]
+            some = [choice.now, *choice.best[: 3 if goal.clients else 1]]
             grid = _grid(layouts, now) if goal.clients else []
             for setting in (*(one.setting for one in some), *grid):
                 wanted.setdefault(_named(setting), (setting, {}))[1][name] = goal
@@ -221,9 +222,8 @@ class _Model:
         return {
             "compared": [one.as_json() for one in self._compared(found)],
             "of_best": self._of_best(*found["closed"], bound_ns),
-            "costs_us": {
-                name: [round(ns / 1e3) for ns in _costs(choice.now.setting)] for name, (_, choice) in found.items()
-            },
+            "costs": {name: str(choice.now.setting.layout.costs) for name, (_, choice) in found.items()},
+            "slowdown": {name: choice.now.setting.layout.slowdown for name, (_, choice) in found.items()},
             "rows_ms": {rows: layouts[0].curve.mean_ns(rows) / 1e6 for rows in layouts[0].curve.sizes},
         }
 
@@ -240,8 +240,7 @@ class _Model:
         def attempt(setting: Setting, goal: Goal) -> Live:
             return self._met["closed", _named(setting)]
 
-        tried = replace(choice, best=choice.best[:2])
-        picked = verified(tried, goal, attempt).best[0].setting
+        picked = verified(choice, goal, attempt).best[0].setting
         within = {
             setting: live.throughput
             for (load, setting), live in self._met.items()
@@ -250,11 +249,6 @@ class _Model:
         best = max(within, key=lambda setting: within[setting], default=_named(picked))
         ratio = within[_named(picked)] / within[best] if _named(picked) in within else 0.0
         return {"chosen": _named(picked), "best": best, "ratio": ratio}
-
-
-def _costs(setting: Setting) -> tuple[int, int, int]:
-    costs = setting.layout.costs
-    return costs.loop_ns, costs.sender_ns, costs.transit_ns
 
 
 def _at_most(layout: Layout, rows: int) -> Layout:

@@ -113,10 +113,15 @@ class Setting:
         """Rows a second, if all batches were as large as is best."""
         return self.layout.instances * self.layout.curve.rows_per_s(self.policy.max_batch_rows)
 
+    @property
+    def served(self) -> Served:
+        """As it is simulated."""
+        return Served(self.policy, self.layout.instances, self.layout.curves.cost, self.layout.costs)
+
     def most_per_s(self, rows: float) -> float:
         """Requests of so many rows a second that executions, the event loop and whoever sends could have at most."""
         costs = self.layout.costs
-        return min(self.capacity / rows, *(1e9 / max(1, ns) for ns in (costs.loop_ns, costs.sender_ns)))
+        return min(self.capacity / rows, *(1e9 / max(1, ns) for ns in (costs.held_ns, costs.sender_ns)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,11 +295,9 @@ def _rank(one: Tried, goal: Goal) -> tuple[bool, float]:
 
 
 async def _loaded(setting: Setting, goal: Goal, requests: int, seed: int) -> Tried:
-    layout = setting.layout
-    served = Served(setting.policy, layout.instances, layout.curves.cost, layout.costs, layout.threads, layout.cpus)
     arrivals = goal.arrivals(seed, requests)
     load = Closed(goal.clients) if arrivals is None else Open(arrivals)
-    found = await simulate(served, load, requests=requests, contents=goal.contents, seed=seed)
+    found = await simulate(setting.served, load, requests=requests, contents=goal.contents, seed=seed)
     return Tried(setting, found, goal.is_met(found))
 
 
@@ -337,6 +340,6 @@ async def _needs(setting: Setting, goal: Goal, requests: int, seed: int) -> Need
         return replace(layout, curves=layout.curves.scaled(1 / factor))
 
     def more(factor: float) -> Layout:
-        return replace(layout, instances=layout.instances * int(factor), cpus=layout.cpus * int(factor))
+        return replace(layout, instances=layout.instances * int(factor))
 
     return Needs(cpus=await least(more, _MORE_CPUS), speed=await least(faster, _FASTER))

@@ -27,7 +27,7 @@ class Curve:
     def cost(self, rows: int, share: float) -> int:
         """What an execution of `rows` rows takes, if `share` of such executions take less. Between two sizes that were
         measured, on the line between them; in proportion to the largest, beyond it."""
-        return _between(self.sizes, rows, lambda size: self._quantile_ns(size, share))
+        return round(_between(self.sizes, rows, lambda size: self._quantile_ns(size, share)))
 
     def scaled(self, factor: float) -> Curve:
         """Of executions that take so many times as long."""
@@ -35,8 +35,8 @@ class Curve:
         return Curve({rows: [max(1, int(ns * factor)) for ns in found] for rows, found in durations})
 
     def mean_ns(self, rows: int) -> float:
-        """Of a size that was measured."""
-        return sum(self.durations_ns[rows]) / len(self.durations_ns[rows])
+        """What an execution of `rows` rows takes on average, as `cost`."""
+        return _between(self.sizes, rows, lambda size: sum(self.durations_ns[size]) / len(self.durations_ns[size]))
 
     def rows_per_s(self, most_rows: int) -> float:
         """What one instance can compute, if it always has batches of the best size up to `most_rows`."""
@@ -76,17 +76,17 @@ class Curves:
 
     def cost(self, rows: int, size: int, share: float) -> int:
         """What an execution of `rows` rows of `size` takes, as `Curve.cost`."""
-        return _between([*self.by_size], size, lambda near: self.by_size[near].cost(rows, share))
+        return round(_between([*self.by_size], size, lambda near: self.by_size[near].cost(rows, share)))
 
 
-def _between(measured: Sequence[int], at: int, value_ns: Callable[[int], int]) -> int:
+def _between(measured: Sequence[int], at: int, value_ns: Callable[[int], float]) -> float:
     """`value_ns` where it was `measured`; on the line between two such places; in proportion to the last, beyond it."""
     place = bisect_left(measured, at)
     if place == len(measured):
-        return round(value_ns(measured[-1]) * at / measured[-1])
+        return value_ns(measured[-1]) * at / measured[-1]
     above_ns = value_ns(measured[place])
     if measured[place] == at or not place:
         return above_ns
     below = measured[place - 1]
     part = (at - below) / (measured[place] - below)
-    return round((1 - part) * value_ns(below) + part * above_ns)
+    return (1 - part) * value_ns(below) + part * above_ns

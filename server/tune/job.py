@@ -83,10 +83,11 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
         goal, load, now, tried = runner.run(measure_model(asked, say, backend_of))
         trials = Trials(asked.model, config, load, now, asked.seed, asked.allow_python_models)
         if asked.seconds:
-            say("measuring what requests cost besides their executions", _AFTER_CURVES)
-            with trials.server(now) as server:
-                costs = trials.costs(server, goal, asked.seconds)
-            tried = [replace(one, costs=costs) for one in tried]
+            batch_ns, own, tried = trials.batch_ns(asked.seconds), tried, []
+            for number, layout in enumerate(own):
+                share = _AFTER_CURVES + (_AFTER_COSTS - _AFTER_CURVES) * number / len(own)
+                say(f"measuring {_what(layout.offline)} beside a load", share)
+                tried.append(trials.calibrated(layout, goal, batch_ns, asked.seconds))
             now = replace(now, layout=tried[0])
         goal, choice = runner.run(_chosen(asked, goal, now, tried, say))
     if asked.seconds:
@@ -163,12 +164,15 @@ async def measure_model(
     possible, config = layouts(0, usable_cpus().count), own_model(asked.model).config
     found = []
     for number, offline in enumerate(possible):
-        instances, threads = offline.instances, offline.intra_op_threads
-        what = f"{instances or 'the configured'} instances" + (f", {threads} threads each" if threads else "")
-        say(f"measuring {what}", _AFTER_CURVES * number / len(possible))
+        say(f"measuring {_what(offline)}", _AFTER_CURVES * number / len(possible))
         layout = await _layout(asked, load, offline, backend_of)
-        found.append(replace(layout, spins=layout.cpus > 1 and _spins(offline, config)))
+        found.append(replace(layout, spins=usable_cpus().count > 1 and _spins(offline, config)))
     return goal, load, Setting(found[0], policy), found
+
+
+def _what(offline: Offline) -> str:
+    threads = f", {offline.intra_op_threads} threads each" if offline.intra_op_threads else ""
+    return f"{offline.instances or 'the configured'} instances{threads}"
 
 
 def _spins(offline: Offline, config: pb.ModelConfig) -> bool:

@@ -34,6 +34,7 @@ from paceline.clients.messages import infer_request
 from paceline.protos import inference_pb2
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.tune.measuring import TuneError
+from paceline.server.tune.simulation import rows_per_batch
 
 __all__ = ["WARMUP_S", "Live", "LiveServer", "serving"]
 
@@ -58,21 +59,30 @@ _OF_OVERLOAD = {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", NOT_SE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Live:
-    """What a load has met in so many `seconds`, as `Simulated` says it. `loop_ns` and `sender_ns`: what a request cost
-    the server's event loop, and whoever sent it. `executed_ns`: how long its batch was in the model, on average.
-    `not_sent`: requests that the sender was too slow for. `doubts`: why the figures may not be what they seem."""
+    """What a load has met in so many `seconds`, as `Simulated` says it. `loop_ns` and `sender_ns`: the processor time
+    of the server's event loop, and of whoever sent it, for a request. `executed_ns`: how long its batch was in the
+    model, on average. `not_sent`: requests that the sender was too slow for. `doubts`: why the figures may not be what
+    they seem."""
 
     offered: float
     throughput: float
     latencies: Histogram
     refused: int
-    rows_per_batch: float
+    batches: Mapping[int, int]
     loop_ns: int
     sender_ns: int
     executed_ns: int
     seconds: float
     not_sent: int = 0
     doubts: Sequence[str] = ()
+
+    @property
+    def rows_per_batch(self) -> float:
+        return rows_per_batch(self.batches)
+
+    @property
+    def batches_per_request(self) -> float:
+        return sum(self.batches.values()) / max(1.0, self.throughput * self.seconds)
 
 
 class _Look(NamedTuple):
@@ -139,7 +149,7 @@ class LiveServer:
             throughput=total.answered / measured.seconds,
             latencies=total.latencies,
             refused=total.failed - not_sent,
-            rows_per_batch=served.rows_per_batch or 0.0 if served else 0.0,
+            batches=served.executions if served else {},
             loop_ns=(measured.after.loop_ns - measured.before.loop_ns) // max(1, total.answered),
             sender_ns=total.cpu_ns // max(1, total.due),
             executed_ns=round((served.compute_ms or 0.0) * 1e6) if served else 0,

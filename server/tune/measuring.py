@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.backends.spec import Array
-from paceline.server.cpus import usable_cpus
 from paceline.server.engine import Engine
 from paceline.server.models.defaults import Offline
 from paceline.server.models.served_model import ServedModel
@@ -41,18 +40,17 @@ class TuneError(Exception):
 @dataclass(frozen=True, slots=True)
 class Layout:
     """`instances` that execute at the same time, asked for as `offline`, and what was measured of them: how long
-    executions take while all are busy; what requests cost besides; and how many threads compute during an execution, on
-    average, those included that spin. All share `cpus`; 0: there are enough. `spins`: whether idle
-    threads wait for work by spinning, if they may: with `allow_spinning`."""
+    executions take while all are busy, and what requests cost besides. `spins`: whether idle threads wait for work by
+    spinning, if they may: with `allow_spinning`. `slowdown`: so many times as long as on their own, executions take
+    beside the load; `curves` have that."""
 
     offline: Offline
     instances: int
     curves: Curves
     costs: Costs = field(default_factory=Costs)
-    threads: float = 1.0
-    cpus: int = 0
     spins: bool = False
     allow_spinning: bool = True
+    slowdown: float = 1.0
 
     @property
     def curve(self) -> Curve:
@@ -75,28 +73,26 @@ async def measure(
 ) -> Layout:
     """Try `batches` of so many rows, which ascend, of each size, on an engine for offline work: each request is an
     execution. Raises TuneError."""
-    curves, handling_ns, threads = dict[int, Curve](), 0, 1.0
+    curves, handling_ns = dict[int, Curve](), 0
     for size, inputs_of in inputs_by_size.items():
         share_ns = _MOST_NS // len(inputs_by_size)
-        curves[size], loop_ns, threads = await _curve(engine, served, inputs_of, batches, share_ns)
+        curves[size], loop_ns = await _curve(engine, served, inputs_of, batches, share_ns)
         handling_ns = handling_ns or loop_ns
-    instances, costs = len(served.instances.runners), Costs(loop_ns=handling_ns)
-    return Layout(offline, instances, Curves(curves, typical_size), costs, threads, usable_cpus().count)
+    return Layout(offline, len(served.instances.runners), Curves(curves, typical_size), Costs(loop_ns=handling_ns))
 
 
 async def _curve(
     engine: Engine, served: ServedModel, inputs_of: InputsOf, batches: Sequence[int], most_ns: int
-) -> tuple[Curve, int, float]:
-    """Of rows of one size, with the event loop's work for a request, and the threads of an execution."""
+) -> tuple[Curve, int]:
+    """Of rows of one size, with the event loop's work for a request."""
     # One more waits for each that executes, so that none is ever idle.
     at_once, began_ns = 2 * len(served.instances.runners), time.monotonic_ns()
     durations_ns: dict[int, Sequence[int]] = {}
     best = handling_ns = losing = 0.0
-    computed_ns = executed_ns = 0
     for rows in batches:
         inputs = inputs_of(rows)
         await asyncio.gather(*(_executed_ns(engine, served, inputs) for _ in range(at_once)))  # first ones allocate
-        process_ns, used_ns, found = time.process_time_ns(), time.thread_time_ns(), list[int]()
+        used_ns, found = time.thread_time_ns(), list[int]()
         until_ns, last_ns = time.monotonic_ns() + _WINDOW_NS, time.monotonic_ns() + _LONGEST_NS
 
         async def work(
@@ -111,19 +107,15 @@ async def _curve(
                 found.append(await _executed_ns(engine, served, inputs))
 
         await asyncio.gather(*(work() for _ in range(at_once)))
-        loop_ns = time.thread_time_ns() - used_ns
         # Of the smallest: the work for a request itself, apart from its rows.
-        handling_ns = handling_ns or loop_ns / len(found)
-        computed_ns += time.process_time_ns() - process_ns - loop_ns
-        executed_ns += sum(found)
+        handling_ns = handling_ns or (time.thread_time_ns() - used_ns) / len(found)
         durations_ns[rows] = sorted(found)
         per_s = rows * len(found) / max(1, sum(found))
         best = max(best, per_s)
         losing = losing + 1 if per_s < _LOSING * best else 0
         if losing == _MOST_LOSING or time.monotonic_ns() - began_ns > most_ns:
             break
-    # Of instances in processes of their own, nothing is counted here.
-    return Curve(durations_ns), int(handling_ns), max(1.0, computed_ns / max(1, executed_ns))
+    return Curve(durations_ns), int(handling_ns)
 
 
 async def _executed_ns(engine: Engine, served: ServedModel, inputs: Mapping[str, Array]) -> int:

@@ -217,9 +217,11 @@ def _json(one: Tried) -> dict[str, object]:
         "measured_ms": {str(size): layout.curve.mean_ns(size) / 1e6 for size in layout.curve.sizes},
         "costs_us": {
             "server": layout.costs.loop_ns / 1e3,
+            "batch": layout.costs.batch_ns / 1e3,
             "sender": layout.costs.sender_ns / 1e3,
-            "transit": layout.costs.transit_ns / 1e3,
         },
+        "waits": layout.costs.waits,
+        "slowdown": layout.slowdown,
         "failure": one.failure or None,
         "live": _live_json(one),
     }

@@ -29,7 +29,7 @@ from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Done, Outcome
 from paceline.scheduler.waiting import SharedQueueLimits
 
-__all__ = ["Closed", "Contents", "Cost", "Costs", "Open", "Served", "Simulated", "simulate"]
+__all__ = ["Closed", "Contents", "Cost", "Costs", "Open", "Served", "Simulated", "rows_per_batch", "simulate"]
 
 Cost = Callable[[int, int, float], int]
 """How many nanoseconds an execution of so many rows of a size takes; of all that it may take, the one below which the
@@ -70,26 +70,30 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a request takes besides its execution: `loop_ns` of the server's event loop, `sender_ns` of the one process
-    that sends all requests, on the same machine, each of them half before the execution and half after it; and
-    `transit_ns` on the way between the two, there and back, in which neither computes."""
+    """What is spent besides executions, half before and half after them: `loop_ns` of processor time for a request, and
+    `batch_ns` for a batch, by the server's event loop; `sender_ns` for a request by the one process that sends all, on
+    the same machine. While the event loop computes for a while, it waits `waits` times as long on average, at random:
+    for a processor, or for the interpreter's lock."""
 
     loop_ns: int = 0
     sender_ns: int = 0
-    transit_ns: int = 0
+    batch_ns: int = 0
+    waits: float = 0.0
+
+    @property
+    def held_ns(self) -> float:
+        """How long a request keeps the event loop, on average."""
+        return self.loop_ns * (1 + self.waits)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What serves: so many `instances`, batches by `policy`, of executions that take what `cost` says, if each of
-    the `threads` that compute then has a CPU. All that computes at a time shares `cpus` fairly; 0: there are enough."""
+    """What serves: so many `instances`, batches by `policy`, of executions that take what `cost` says."""
 
     policy: BatchPolicy
     instances: int
     cost: Cost
     costs: Costs = field(default_factory=Costs)
-    threads: float = 1.0
-    cpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +112,12 @@ class Simulated:
 
     @property
     def rows_per_batch(self) -> float:
-        batches = sum(self.batches.values())
-        return sum(rows * number for rows, number in self.batches.items()) / batches if batches else 0.0
+        return rows_per_batch(self.batches)
+
+
+def rows_per_batch(batches: Mapping[int, int]) -> float:
+    """The mean, of so many batches by their rows; 0 without one."""
+    return sum(rows * number for rows, number in batches.items()) / max(1, sum(batches.values()))
 
 
 async def simulate(
@@ -130,7 +138,8 @@ async def simulate(
 class _Clock:
     """A time in which only what is due happens, and only what takes time lets it pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: float, random: Random) -> None:
+        self._waits, self._random = waits, random
         self._now_ns = 0
         self._busy_ns = 0
         self._due: list[tuple[int, int, int, Callable[[int], None]]] = []
@@ -150,8 +159,9 @@ class _Clock:
         heappush(self._due, (at_ns, kind, next(self._numbers), do))
 
     def spend(self, ns: int) -> None:
-        """Let the event loop be busy for so long."""
-        self._now_ns += ns
+        """Let the event loop compute for so long, and wait meanwhile."""
+        mean_ns = ns * self._waits
+        self._now_ns += ns + (round(self._random.expovariate(1 / mean_ns)) if mean_ns else 0)
         self._busy_ns += ns
 
     async def go_on(self) -> None:
@@ -205,7 +215,7 @@ class _Instance:
 
     def __init__(self, clock: _Clock, served: Served, random: Random) -> None:
         self._clock, self._random = clock, random
-        self._cost, self._lengths = served.cost, served.policy.lengths
+        self._cost, self._lengths, self._batch_ns = served.cost, served.policy.lengths, served.costs.batch_ns
         self._current: _Handed | None = None
         self._next: _Handed | None = None
         self._began_ns = self._ends_ns = 0
@@ -222,6 +232,7 @@ class _Instance:
 
     def run(self, payloads: Sequence[_Payload], padded_rows: int, done: Done[None]) -> None:
         handed = payloads, padded_rows, done
+        self._clock.spend(self._batch_ns // 2)
         if self._current is None:
             self._begin(handed, self._clock.now_ns())
         else:
@@ -233,14 +244,6 @@ class _Instance:
             return False
         self._next = None
         return True
-
-    def executes(self, now_ns: int) -> bool:
-        return self._current is not None and self._ends_ns > now_ns
-
-    def delay(self, ns: int) -> None:
-        """What executes ends so much later."""
-        self._ends_ns += ns
-        self.executed_ns += ns
 
     def _begin(self, handed: _Handed, now_ns: int) -> None:
         payloads, rows, _ = handed
@@ -255,14 +258,12 @@ class _Instance:
 
     def _on_end(self, at_ns: int) -> None:
         assert self._current is not None
-        if self._ends_ns > at_ns:
-            self._clock.at(self._ends_ns, _END, self._on_end)
-            return
         (payloads, _, done), began_ns = self._current, self._began_ns
         self._current = None
         if self._next is not None:
             following, self._next = self._next, None
             self._begin(following, at_ns)
+        self._clock.spend(self._batch_ns - self._batch_ns // 2)
         done(Outcome(began_ns, at_ns, executed=_Executed([None] * len(payloads))))
 
 
@@ -273,14 +274,13 @@ class _World:
         self, served: Served, load: Open | Closed, requests: int, contents: Sequence[Contents], seed: int, first: int
     ) -> None:
         self._served, self._load = served, load
-        self._clock = _Clock()
+        self._clock = _Clock(served.costs.waits, Random(f"{seed} waits"))
         self._made, self._left, self._requests, self._contents = 0, 0, requests, contents
         self._first = first
         self._due_ns: list[int] = []
         self._numbers: list[int] = []
-        # When whoever sends has time again, and how much it computes while the event loop does.
+        # When whoever sends has time again.
         self._sender_ns = 0
-        self._sending = min(1.0, served.costs.sender_ns / max(1, served.costs.loop_ns))
         self._arrivals: Iterator[Arrival] = iter(())
         self._instances = [
             _Instance(self._clock, served, Random(f"{seed} {number}")) for number in range(served.instances)
@@ -350,7 +350,7 @@ class _World:
         def arrive(_: int) -> None:
             self._on_arrival(at_ns)
 
-        self._clock.at(self._sender_ns + costs.transit_ns // 2, _ARRIVAL, arrive)
+        self._clock.at(self._sender_ns, _ARRIVAL, arrive)
         self._expect(islice(self._arrivals, 1))
 
     def _on_arrival(self, due_ns: int) -> None:
@@ -361,7 +361,7 @@ class _World:
             sizes=contents.sizes, tag=due_ns,
         )  # fmt: skip
         request.on_answers = self._on_answers
-        self._spend(self._served.costs.loop_ns // 2)
+        self._clock.spend(self._served.costs.loop_ns // 2)
         self._batcher.announce(self._submit, request)
 
     def _submit(self, requests: list[Request[_Payload, None]]) -> None:
@@ -378,11 +378,11 @@ class _World:
     def _leave(self, requests: Sequence[Request[_Payload, None]], *, answered: bool) -> None:
         costs = self._served.costs
         for one in requests:
-            self._spend(costs.loop_ns - costs.loop_ns // 2)
+            self._clock.spend(costs.loop_ns - costs.loop_ns // 2)
             self._left += 1
             # The sender takes answers one after the other, too.
-            arrives_ns = self._clock.now_ns() + costs.transit_ns - costs.transit_ns // 2
-            self._sender_ns = ended_ns = max(self._sender_ns, arrives_ns) + costs.sender_ns - costs.sender_ns // 2
+            self._sender_ns = max(self._sender_ns, self._clock.now_ns()) + costs.sender_ns - costs.sender_ns // 2
+            ended_ns = self._sender_ns
             if answered:
                 self._answered_ns.append(ended_ns)
             if one.payload.number >= self._first and answered:
@@ -391,14 +391,3 @@ class _World:
                 self._refused += 1
             if isinstance(self._load, Closed):
                 self._expect([(ended_ns, len(self._due_ns))])
-
-    def _spend(self, ns: int) -> None:
-        """Let the event loop compute for so long. Whoever sends computes meanwhile, and instances may: with fewer CPUs
-        than that, all of it takes longer."""
-        served, now_ns = self._served, self._clock.now_ns()
-        executing = [one for one in self._instances if one.executes(now_ns)]
-        computing = 1 + self._sending + served.threads * len(executing)
-        took_ns = round(ns * max(1.0, computing / served.cpus)) if served.cpus else ns
-        self._clock.spend(took_ns)
-        for one in executing:
-            one.delay(took_ns - ns)

@@ -5,6 +5,7 @@ Lives here: configurations to serve, which loads say what requests cost. Must no
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,15 @@ from pathlib import Path
 
 from google.protobuf import text_format
 
+from paceline.clients.load.arrivals import Arrivals
 from paceline.protos import model_config_pb2 as pb
-from paceline.server.tune.choosing import Goal, Setting
+from paceline.server.tune.calibrating import calibrated
+from paceline.server.tune.choosing import Goal, Setting, settings_of
 from paceline.server.tune.config_file import changes_of, config_text
 from paceline.server.tune.contents import LoadContents
 from paceline.server.tune.live import WARMUP_S, Live, LiveServer, serving
-from paceline.server.tune.measuring import TuneError
-from paceline.server.tune.simulation import Costs
+from paceline.server.tune.measuring import Layout, TuneError
+from paceline.server.tuning import new_loop
 
 __all__ = ["Trials"]
 
@@ -27,7 +30,9 @@ _MANY_CLIENTS = 16
 _ALONE_S, _BUSY_S, _MARGIN_S = 1.5, 3.0, 5.0
 _LEAST_TIMEOUT_S = 5.0
 _BUSY = 0.7
-"""Costs of requests are measured with at most this share of the load that can be served."""
+"""Layouts are calibrated with at most this share of the load that they can serve, by what is known before."""
+_LEAST_SAVED = 0.2
+"""Batches a request: where many clients don't share more, what a batch costs is part of what a request does."""
 
 
 class Trials:
@@ -55,28 +60,38 @@ class Trials:
 
     def load(self, server: LiveServer, goal: Goal, seconds: float) -> Live:
         """What the load of `goal` meets."""
-        requests = math.ceil(goal.rate * (seconds + _MARGIN_S))
-        arrivals = goal.arrivals(self._seed + 1, requests, seconds + WARMUP_S)
+        arrivals = self._arrivals(goal, seconds)
         if goal.rate and goal.p99_ns:  # what takes much longer needn't be waited for
             timeout_s = max(_LEAST_TIMEOUT_S, 2 * goal.p99_ns / 1e9)
             return server.load(seconds, arrivals=arrivals, timeout_s=timeout_s)
         return server.load(seconds, clients=goal.clients, arrivals=arrivals)
 
-    def costs(self, server: LiveServer, goal: Goal, seconds: float) -> Costs:
-        """What requests cost besides their execution, from loads on the model as it is `now`, of `seconds` at most: the
-        one of `goal`, if that isn't too much, and the one of a single client. Of that, what is left when all else is
-        known is on the way."""
-        layout = self._now.layout
-        alone = server.load(min(_ALONE_S, seconds), clients=1)
+    def _arrivals(self, goal: Goal, seconds: float) -> Arrivals | None:
+        return goal.arrivals(self._seed + 1, math.ceil(goal.rate * (seconds + _MARGIN_S)), seconds + WARMUP_S)
+
+    def batch_ns(self, seconds: float) -> int:
+        """What a batch costs the server's event loop: by what a request costs it alone and among many, which share
+        batches, as the model is served now. Raises TuneError."""
+        with self.server(self._now) as server:
+            alone, many = [server.load(min(_ALONE_S, seconds), clients=clients) for clients in (1, _MANY_CLIENTS)]
         if not alone.latencies.count:
             raise TuneError("the model is served, but answers none of a client's requests")
+        saved = alone.batches_per_request - many.batches_per_request
+        return round(max(0, alone.loop_ns - many.loop_ns) / saved) if saved > _LEAST_SAVED else 0
+
+    def calibrated(self, layout: Layout, goal: Goal, batch_ns: int, seconds: float) -> Layout:
+        """`layout` with what executions and requests take beside the load of `goal`, or as much as isn't too much."""
+        # With batches as large as may be, which wait for nothing.
+        setting = max(settings_of([layout], self._now.policy, goal), key=lambda one: one.policy.max_batch_rows)
         if goal.rate:
-            most = _BUSY * self._now.most_per_s(goal.mean_rows)
+            most = _BUSY * setting.most_per_s(goal.mean_rows)
             # At random: a recording may have nothing within seconds, the more so if it is slower than it was.
-            busy = self.load(server, replace(goal, rate=min(goal.rate, most), recorded=None), min(_BUSY_S, seconds))
-        else:
-            busy = server.load(min(_BUSY_S, seconds), clients=goal.clients or _MANY_CLIENTS)
-        first = self._load.contents[0]
-        executed_ns = min(layout.curve.cost(first.rows, 0.5), alone.executed_ns or math.inf)
-        left_ns = (alone.latencies.percentile_ns(50) or 0.0) - executed_ns - busy.loop_ns - busy.sender_ns
-        return Costs(busy.loop_ns, busy.sender_ns, max(0, round(left_ns)))
+            goal = replace(goal, rate=min(goal.rate, most), recorded=None)
+        elif not goal.clients:
+            goal = replace(goal, clients=_MANY_CLIENTS)
+        seconds = min(_BUSY_S, seconds)
+        with self.server(setting) as server:
+            live = self.load(server, goal, seconds)
+        found = calibrated(setting, goal, self._arrivals(goal, seconds), live, batch_ns, min(WARMUP_S, seconds))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(found)

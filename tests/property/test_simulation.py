@@ -58,12 +58,12 @@ def run(served: Served, load: Open | Closed, requests: int, warmup: float = 0.1)
 
 
 @given(
-    policies(), st.integers(1, 3), costs, loads, st.integers(1, 100), st.sampled_from([0, 50 * US]), st.integers(0, 3)
+    policies(), st.integers(1, 3), costs, loads, st.integers(1, 100), st.sampled_from([0, 50 * US]), st.integers(0, 2)
 )
 def test_every_request_leaves_the_simulation_once(
-    policy: BatchPolicy, instances: int, cost: Cost, load: Open | Closed, requests: int, ns: int, cpus: int
+    policy: BatchPolicy, instances: int, cost: Cost, load: Open | Closed, requests: int, ns: int, waits: int
 ) -> None:
-    found = run(Served(policy, instances, cost, Costs(ns, ns // 2, ns), 1.5, cpus), load, requests)
+    found = run(Served(policy, instances, cost, Costs(ns, ns // 2, ns, waits)), load, requests)
     assert found.latencies.count + found.refused == requests - requests // 10
     assert all(0 < rows <= policy.max_batch_rows for rows in found.batches)
     assert 0 <= found.busy <= 1
@@ -78,21 +78,16 @@ def test_latency_is_the_delay_if_executions_cost_nothing(delay_ms: int, more_us:
     assert found.latencies.percentile_ns(0) == found.latencies.longest_ns == delay_ms * MS
 
 
-@given(st.integers(0, MS // 2), st.integers(0, MS // 2), st.integers(0, MS // 2), st.integers(1, 3))
-def test_lone_client_waits_for_all_that_its_request_costs(loop: int, sender: int, transit: int, cpus: int) -> None:
-    costs = Costs(2 * loop, 2 * sender, 2 * transit)
-    found = run(Served(BatchPolicy(), 1, line(10 * MS, 0), costs, cpus=cpus), Closed(1), 20)
-    # The sender may compute while the loop does, and both share a lone CPU then; nothing executes meanwhile.
-    longer = 1 + min(1, sender / max(1, loop)) if cpus == 1 else 1
-    expected_ns = 10 * MS + 2 * (sender + transit + loop * longer)
-    assert found.latencies.percentile_ns(50) == pytest.approx(expected_ns, rel=2e-3)
+@given(st.integers(0, MS // 2), st.integers(0, MS // 2), st.integers(0, MS // 2))
+def test_lone_client_waits_for_all_that_its_request_costs(loop: int, sender: int, batch: int) -> None:
+    found = run(Served(BatchPolicy(), 1, line(10 * MS, 0), Costs(2 * loop, 2 * sender, 2 * batch)), Closed(1), 20)
+    assert found.latencies.percentile_ns(50) == pytest.approx(10 * MS + 2 * (loop + sender + batch), rel=2e-3)
 
 
-def test_event_loop_takes_cpus_from_executions() -> None:
-    # Two clients: while the batch of one executes on the only CPU, the loop handles the request of the other.
-    served = Served(BatchPolicy(max_batch_rows=1), 1, line(10 * MS, 0), Costs(loop_ns=MS), cpus=1)
-    alone = run(Served(served.policy, 1, served.cost, served.costs), Closed(2), 100)
-    assert run(served, Closed(2), 100).throughput < 0.95 * alone.throughput
+def test_event_loop_that_waits_answers_less() -> None:
+    # It is all that counts: there are more clients than it can answer, and executions cost nothing.
+    found = run(Served(BatchPolicy(max_batch_rows=8), 1, line(0, 0), Costs(loop_ns=MS, waits=3.0)), Closed(16), 4_000)
+    assert found.throughput == pytest.approx(1_000 / 4, rel=0.05)
 
 
 @settings(max_examples=100 if LONG else 20)

@@ -76,7 +76,7 @@ def test_answers_under_way_are_allowed_for_at_low_rates() -> None:
     tried = Tried(Setting(layout(5, 1), POLICY), found, is_met=True, load=Goal(rate=2))
 
     def holds(offered: float, throughput: float, not_sent: int = 0) -> bool:
-        live = Live(offered, throughput, Histogram.of([100 * MS]), 0, 1.0, 0, 0, 0, 5.0, not_sent)
+        live = Live(offered, throughput, Histogram.of([100 * MS]), 0, {}, 0, 0, 0, 5.0, not_sent)
         return replace(tried, live=live).holds
 
     assert holds(2, 1.8)

@@ -76,7 +76,9 @@ def test_page_of_a_goal_that_cannot_be_met_is_whole() -> None:
 def test_what_was_tried_stands_beside_its_prediction() -> None:
     was = found()
     best, second, *others = was.choice.best
-    live = Live(150.0, 149.5, Histogram.of([12 * MS] * 100), 0, 1.25, 0, 0, 0, 5.0, doubts=("requests were sent late",))
+    live = Live(
+        150.0, 149.5, Histogram.of([12 * MS] * 100), 0, {1: 3, 2: 1}, 0, 0, 0, 5.0, doubts=("requests were sent late",)
+    )
     less = replace(second, live=live, load=was.goal.at(100))
     choice = replace(was.choice, best=[replace(best, live=live, load=was.goal), less, *others])
     shown = " ".join(Page(page(replace(was, choice=choice), "")).texts)

@@ -29,7 +29,7 @@ def tried(rows: int, p99_ms: float, most: float = 0.0, throughput: float = 100.0
 
 
 def live(p99_ms: float, per_s: float) -> Live:
-    return Live(per_s, per_s, Histogram.of([int(p99_ms * MS)]), 0, 1.0, 0, 0, 0, 5.0)
+    return Live(per_s, per_s, Histogram.of([int(p99_ms * MS)]), 0, {}, 0, 0, 0, 5.0)
 
 
 def rows_of(choice: Choice) -> list[int]:
