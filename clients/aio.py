@@ -29,8 +29,6 @@ from paceline.clients.sequences import SEQUENCE_ID, AsyncInferenceSequence, Sequ
 from paceline.clients.streams import CANCEL, NoStream, Streams, StreamStatus, stream_failure
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
-__all__ = ["InferenceClient"]
-
 _MAX_STREAMED_BYTES: Final = 1024 * 1024
 """A larger request would hold up the messages behind it on its stream, and end the stream if it exceeds the server's
 limit."""

@@ -12,8 +12,6 @@ import grpc
 from paceline.clients.errors import InferenceError, Unavailable, inference_error
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
-__all__ = ["FINAL", "Answers", "enable_empty_final", "stream_error"]
-
 FINAL: Final = "triton_final_response"
 _EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 _STATUS: Final = "paceline_status"

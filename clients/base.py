@@ -27,17 +27,6 @@ from paceline.clients.messages import InferResult, checked_text
 from paceline.protos import inference_pb2 as pb
 from paceline.protos import inference_pb2_grpc
 
-__all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "BaseClient",
-    "Stubs",
-    "Timeout",
-    "at_once",
-    "blocking",
-    "blocking_each",
-    "named",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

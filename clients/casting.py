@@ -15,8 +15,6 @@ import numpy.typing as npt
 from paceline.protos.datatypes import Datatype, UnknownDatatypeError, by_dtype, by_name
 from paceline.protos.tensors import bf16_from_float32
 
-__all__ = ["Array", "cast", "datatype_of", "to_array"]
-
 Array = npt.NDArray[Any]
 
 # From here on, a float64 may stand for another integer than the one that was written.

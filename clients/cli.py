@@ -47,8 +47,6 @@ from paceline.clients.options import (
 from paceline.clients.sequences import InferenceSequence
 from paceline.clients.sync import InferenceClient
 
-__all__ = ["describe", "health", "infer", "models"]
-
 T = TypeVar("T")
 
 _SERVING = "SERVING"

@@ -24,8 +24,6 @@ from paceline.clients.errors import Cancelled, DeadlineExceeded, InferenceError,
 from paceline.clients.messages import MAX_TENSOR_BYTES, InferResult
 from paceline.protos.inference_pb2 import ModelInferRequest
 
-__all__ = ["Coalescer", "Send"]
-
 Send = Callable[[ModelInferRequest, float | None], Awaitable[InferResult]]
 """Makes one inference with a timeout in seconds, None for no timeout."""
 

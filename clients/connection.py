@@ -17,8 +17,6 @@ from typing import Any, Final
 
 import grpc
 
-__all__ = ["Metadata", "Tls", "authorization", "checked_metadata", "checked_target", "read_token", "with_port"]
-
 Metadata = Sequence[tuple[str, str | bytes]]
 """Pairs of lower-case key and value; values of keys ending in `-bin` are bytes."""
 

@@ -22,8 +22,6 @@ from paceline.protos.model_config_pb2 import (
     ModelSequenceBatching,
 )
 
-__all__ = ["Batching", "Instances", "ModelDescription", "PipelineStep", "Sequences", "described", "metadata_of"]
-
 _PAD, _CALLS = "paceline.pad", "paceline.calls"
 
 

@@ -20,8 +20,6 @@ from paceline.clients.casting import Array
 from paceline.clients.errors import ResponseError
 from paceline.clients.messages import InferResult, Parameters, ParameterValue
 
-__all__ = ["GenerationChunk", "GenerationParameter", "generation_chunk", "generation_request"]
-
 GenerationParameter = ParameterValue | Sequence[str] | None
 
 _FOR_THE_SERVER: Final = ("priority", "timeout")

@@ -28,18 +28,6 @@ from paceline.clients.casting import Array, cast, datatype_of, to_array
 from paceline.clients.messages import ModelMetadata, ParameterValue, TensorMetadata
 from paceline.protos.datatypes import by_name
 
-__all__ = [
-    "GivenTensor",
-    "InputError",
-    "RandomInputs",
-    "TypedInputs",
-    "parse_parameter",
-    "parse_shape",
-    "prepare",
-    "read_inputs",
-    "read_steps",
-]
-
 _STOP = "stop"
 """The parameter of models that generate which is a text, or a list of them, whatever it looks like."""
 _OF_GENERATION = "sampling_parameters"

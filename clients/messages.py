@@ -24,22 +24,6 @@ from paceline.protos.inference_pb2 import (
     ModelInferResponse,
 )
 
-__all__ = [
-    "MAX_TENSOR_BYTES",
-    "IndexEntry",
-    "InferResult",
-    "Inputs",
-    "ModelMetadata",
-    "ParameterValue",
-    "Parameters",
-    "ServerMetadata",
-    "TensorMetadata",
-    "checked_text",
-    "infer_request",
-    "infer_result",
-    "plain_inputs",
-]
-
 T = TypeVar("T")
 
 Inputs = Mapping[str, npt.ArrayLike]

@@ -21,18 +21,6 @@ import click
 from paceline.clients.connection import Tls, authorization, checked_target, read_token
 from paceline.clients.errors import ClientError
 
-__all__ = [
-    "ConnectionOptions",
-    "Seconds",
-    "Unusable",
-    "access_options",
-    "one_line",
-    "one_line_errors",
-    "printable",
-    "server_option",
-    "timeout_option",
-]
-
 _HTTP_MARKS = ("Expected SETTINGS frame as the first frame", "Trying to connect an http1.x server")
 """What gRPC says of an answer in HTTP/1."""
 _TOKEN_VARIABLE = "PACELINE_CLIENT_TOKEN"

@@ -14,8 +14,6 @@ from paceline.clients.description import Batching, Instances, ModelDescription, 
 from paceline.clients.messages import IndexEntry, TensorMetadata
 from paceline.clients.options import one_line, printable
 
-__all__ = ["description_json", "description_lines", "models_json", "models_text", "pipeline_lines"]
-
 _LABEL_COLUMNS = 11
 
 

@@ -28,8 +28,6 @@ from paceline.clients.base import Timeout, blocking
 from paceline.clients.errors import SequenceLost, no_answer
 from paceline.clients.messages import InferResult, Inputs, Parameters, checked_text
 
-__all__ = ["SEQUENCE_ID", "AsyncInferenceSequence", "InferenceSequence", "SequenceId", "StepTurn"]
-
 SequenceId = int | str
 
 SEQUENCE_ID: Final = "sequence_id"

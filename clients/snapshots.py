@@ -16,21 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = [
-    "READ",
-    "Activity",
-    "Histogram",
-    "Interval",
-    "Model",
-    "Snapshot",
-    "Version",
-    "between",
-    "ended",
-    "parse",
-    "quantile",
-    "read",
-]
-
 Histogram = dict[float, float]
 """Cumulative counts by upper bound."""
 Version = tuple[str, str]

@@ -28,8 +28,6 @@ from paceline.clients.errors import InferenceError, ResourceExhausted, Unavailab
 from paceline.clients.sequences import StepTurn
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
-__all__ = ["CANCEL", "NoStream", "StreamStatus", "Streams", "stream_failure"]
-
 # 64 callers of a tiny model on 2 cores: calls 3,100 requests/s, 1 stream 3,000, 4 streams 4,500, 8 5,200, 16 6,100, 32
 # 6,500 (medians of four interleaved rounds). Each message on a single stream wakes both ends; several streams share
 # wake-ups.

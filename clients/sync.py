@@ -23,8 +23,6 @@ from paceline.clients.messages import InferResult, Parameters, infer_result
 from paceline.clients.sequences import InferenceSequence, SequenceId
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
-__all__ = ["InferenceClient"]
-
 
 class InferenceClient(BaseClient):
     """Calls a server of the Open Inference Protocol (KServe v2) over gRPC and waits for the answer.

@@ -21,19 +21,6 @@ import numpy as np
 from paceline.protos.datatypes import DATATYPES, Datatype
 from paceline.protos.inference_pb2 import InferTensorContents
 
-__all__ = [
-    "MAX_RANK",
-    "TensorError",
-    "bf16_from_float32",
-    "decode_contents",
-    "decode_raw",
-    "element_count",
-    "encode_contents",
-    "encode_raw",
-    "float32_from_bf16",
-    "raw_buffer",
-]
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 # numpy's limits: it refuses higher ranks, and more than 2**63-1 bytes even where a dimension of 0 makes the tensor

@@ -20,26 +20,6 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline.protos.inference_pb2 import InferParameter, InferTensorContents
 
-__all__ = [
-    "LONGEST_SEQUENCE_ID_BYTES",
-    "MAX_FIELDS",
-    "OUTPUT_TAG",
-    "RAW_INPUT_TAG",
-    "RAW_OUTPUT_TAG",
-    "RESPONSE_ID_TAG",
-    "STEP_KEYS",
-    "RequestFields",
-    "StepFields",
-    "TooManyElements",
-    "TooManyFields",
-    "check_fields",
-    "delimited",
-    "ensure_room",
-    "parse",
-    "scan_request",
-    "varint",
-]
-
 MessageT = TypeVar("MessageT", bound=Message)
 
 _DELIMITED: Final = 2

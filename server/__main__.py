@@ -10,8 +10,6 @@ import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
 
-__all__ = ["leave_process_one", "main"]
-
 _SI_KERNEL = 0x80
 """Where a signal comes from: the terminal, in our case, which sends it to all processes in it by itself."""
 

@@ -18,19 +18,6 @@ from urllib.parse import quote, unquote
 
 from paceline.server.errors import StartError
 
-__all__ = [
-    "SOCKET_FOLDER_BYTES",
-    "SOCKET_PATH_BYTES",
-    "SocketFile",
-    "host_and_port",
-    "is_address",
-    "listen",
-    "reason_of",
-    "refuse_unless_free",
-    "resolve",
-    "socket_path",
-]
-
 SocketAddress = tuple[str | int | bytes, ...]
 """Host and port; for IPv6 perhaps flow and zone, too. Bytes only from a Python that was built without IPv6."""
 

@@ -56,8 +56,6 @@ from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
 from paceline.server.telemetry.status import StatusPage
 from paceline.server.telemetry.tracing import Tracer
 
-__all__ = ["Server", "product_version"]
-
 _log = logging.getLogger("paceline.server")
 
 _MIN_FINAL_STOP_S, _MAX_FINAL_STOP_S = 1.0, 3.0

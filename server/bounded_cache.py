@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-__all__ = ["BoundedCache"]
-
 K = TypeVar("K")
 T = TypeVar("T")
 

@@ -10,8 +10,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["BoundedPool"]
-
 T = TypeVar("T")
 
 _Key = tuple[Hashable, bytes]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["NO_PASSED_HEADERS", "Headers", "PassedHeaders", "TraceParent"]
-
 Headers = tuple[tuple[str, str | bytes], ...]
 
 TraceParent = tuple[str, str]

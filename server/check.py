@@ -26,8 +26,6 @@ from paceline.server.telemetry import log
 from paceline.server.telemetry.log_output import exit_now
 from paceline.server.tuning import new_loop
 
-__all__ = ["check"]
-
 _END_S = 10.0
 """How long models may take to be closed; what hangs then doesn't keep the command from ending."""
 

@@ -58,8 +58,6 @@ from paceline.server.telemetry.log_output import exit_now, take_stderr
 from paceline.server.telemetry.trace_settings import TraceConfig, parse_trace_config
 from paceline.server.tuning import SWITCH_INTERVAL_S, excluded_from_gc, keep_freed_memory, new_loop, take_descriptors
 
-__all__ = ["main"]
-
 _log = logging.getLogger("paceline.server")
 
 _LEVELS = ["none", "low", "medium", "high"]

@@ -17,8 +17,6 @@ from paceline.server.rpc.credentials import Restriction
 from paceline.server.rpc.tls import TlsFiles
 from paceline.server.telemetry.trace_settings import TraceConfig
 
-__all__ = ["ControlMode", "Settings"]
-
 
 class ControlMode(Enum):
     """What decides which models serve: nothing after the start, what lies in the repositories, or RPCs."""

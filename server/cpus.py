@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Cpus", "cgroup_limit", "usable_cpus"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cpus:

@@ -76,37 +76,6 @@ from paceline.server.limits import LARGEST_MESSAGE_BYTES
 T = TypeVar("T")
 R = TypeVar("R")
 
-__all__ = [
-    "STATE_STAYS",
-    "STATUS_OF",
-    "AnswerTooLarge",
-    "ConfigError",
-    "Ending",
-    "GpuLost",
-    "InternalError",
-    "InvalidRequest",
-    "LoadFailed",
-    "LoadHangs",
-    "MessageTooLarge",
-    "ModelNotFound",
-    "ModelNotReady",
-    "NotSupported",
-    "RegionExists",
-    "RegionNotFound",
-    "ServerError",
-    "ServerStopping",
-    "StartError",
-    "StateTooLarge",
-    "StepFailed",
-    "TooFewDescriptors",
-    "TooManyModels",
-    "TooManyRegions",
-    "as_value",
-    "error_text",
-    "status_of",
-    "value_or_error",
-]
-
 
 class ServerError(Exception):
     """Base of what this package raises towards callers; the message is for them."""

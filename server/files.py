@@ -14,8 +14,6 @@ from paceline.backends.paths import open_inside
 from paceline.server.errors import ConfigError
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
 
-__all__ = ["WatchedFiles", "check_file", "in_utf8", "read_inside", "why"]
-
 
 def in_utf8(text: str) -> str:
     """`text` with what UTF-8 can't encode escaped: names of folders and files may be any bytes, while messages, JSON

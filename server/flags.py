@@ -24,22 +24,6 @@ from paceline.server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
 from paceline.server.rpc.credentials import parse_restrictions
 from paceline.server.rpc.tls import TlsFiles
 
-__all__ = [
-    "NETWORK_FLAGS",
-    "Decorator",
-    "Flag",
-    "Given",
-    "Section",
-    "SectionedCommand",
-    "Serve",
-    "Value",
-    "flag",
-    "network_settings",
-    "path_flag",
-    "usage_errors",
-    "with_flags",
-]
-
 Value = Any
 """Of a flag, or of a field of Settings that is made of some: each has a type of its own."""
 Given = Mapping[str, Value]

@@ -22,8 +22,6 @@ from paceline.server.models.model_record import IndexLine
 from paceline.server.rpc.listener import Listener
 from paceline.server.telemetry.metrics import Metrics
 
-__all__ = ["Health", "LoopProbe", "index_page"]
-
 _log = logging.getLogger("paceline.server")
 
 

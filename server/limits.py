@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Connections", "Limits"]
-
 LARGEST_MESSAGE_BYTES = 2**31 - 1
 """gRPC's own maximum."""
 LARGEST_RESPONSE_BYTES = LARGEST_MESSAGE_BYTES - 2**10

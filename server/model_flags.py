@@ -20,8 +20,6 @@ from paceline.server.flags import AMOUNT, COUNT, NATURAL, Decorator, Given, Sect
 from paceline.server.model_path import ModelPath, models_to_serve
 from paceline.server.models.defaults import BackendConfig, BatchDefaults, parse_backend_config, parse_cache_config
 
-__all__ = ["LOAD_FLAGS", "MODEL_PATH", "PATH_FLAGS", "load_settings", "model_paths", "within_cpus"]
-
 _log = logging.getLogger("paceline.server")
 
 MODEL_PATH = ModelPath()

@@ -16,8 +16,6 @@ from pathlib import Path, PurePosixPath
 
 import click
 
-__all__ = ["MOUNT", "ModelPath", "models_to_serve"]
-
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 _DOWNLOADS = {
     "hf": "hf download {place} --local-dir {name}",

@@ -15,20 +15,6 @@ import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = [
-    "KEPT_BYTES",
-    "SETTINGS",
-    "SWITCH_INTERVAL_S",
-    "allowed_descriptors",
-    "excluded_from_gc",
-    "free_descriptors",
-    "keep_freed_memory",
-    "new_loop",
-    "open_descriptors",
-    "reserved_descriptors",
-    "take_descriptors",
-]
-
 _log = logging.getLogger("paceline.server")
 
 _M_TRIM_THRESHOLD = -1
