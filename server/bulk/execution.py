@@ -144,14 +144,55 @@ async def execute(
 ) -> Results:
     """What the model makes of `batches` of a chunk's `rows`; each of them counts in `tally` at once. Raises BulkError,
     also if `on_failed` does, which is told of each row at fault as soon as it is found."""
-    results = Results()
+    execution = _Execution(calls, unit, rows, tally, on_failed)
+    tasks = [asyncio.ensure_future(execution.solve(places)) for places in batches]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return execution.results
 
-    def failed(places: Places, error: InferenceError) -> None:
-        results.failed.append(Failed(int(places[0]), error.message))
-        on_failed(results.failed[-1])
 
-    async def attempt(places: Places) -> InferenceError | None:
+class _Execution:
+    """Of a chunk. An object, not functions in one that know each other: those would keep the chunk and its results in
+    memory until the garbage collector comes."""
+
+    def __init__(self, calls: Calls, unit: int, rows: Rows, tally: Tally, on_failed: Callable[[Failed], None]) -> None:
+        self._calls, self._unit, self._rows, self._tally, self._on_failed = calls, unit, rows, tally, on_failed
+        self.results = Results()
+
+    async def solve(self, places: Places, *, searches: bool = True) -> bool:
+        """Whether a row is at fault. Where such rows are dense, a search only adds calls to those of the parts."""
+        if (error := await self._attempt(places)) is None:
+            return False
+        failing, aside, left = places, [places[:0]], places
+        while searches and len(failing) > 1:
+            # Among `failing` is a row at fault, whose `error` is known if it was a call; nothing is known of `aside`.
+            part, others = np.split(failing, [len(failing) // (_PARTS if len(failing) > _FEW_ROWS else 2)])
+            if why := await self._attempt(part):
+                failing, error = part, why
+                aside.append(others)
+            else:
+                failing, error = others, None
+        if len(failing) == 1:
+            if error := error or await self._attempt(failing):
+                self._fail(failing, error)
+            left = np.sort(np.concatenate(aside))
+            if not len(left) or (error := await self._attempt(left)) is None:
+                return True
+            if len(left) == 1:
+                self._fail(left, error)
+                return True
+        has_failed = not searches
+        for part in np.array_split(left, min(_PARTS, len(left))):
+            has_failed = await self.solve(part, searches=not has_failed)
+        return True
+
+    async def _attempt(self, places: Places) -> InferenceError | None:
         """Has them computed, or returns why that fails."""
+        rows, tally = self._rows, self._tally
         sizes, elements = rows.common_sizes(places), 0
 
         def inputs() -> Mapping[str, Array]:
@@ -161,48 +202,16 @@ async def execute(
             return taken
 
         try:
-            outputs = await calls(unit, inputs)
+            outputs = await self._calls(self._unit, inputs)
         except InferenceError as error:
             return error
-        results.computed.append(Computed(places, outputs, sizes))
+        self.results.computed.append(Computed(places, outputs, sizes))
         tally.executions += 1
         tally.rows_executed += len(places)
         tally.elements += elements
         tally.filled_elements += elements - rows.elements(places) if sizes else 0
         return None
 
-    async def solve(places: Places, *, searches: bool = True) -> bool:
-        """Whether a row is at fault. Where such rows are dense, a search only adds calls to those of the parts."""
-        if (error := await attempt(places)) is None:
-            return False
-        failing, aside, left = places, [places[:0]], places
-        while searches and len(failing) > 1:
-            # Among `failing` is a row at fault, whose `error` is known if it was a call; nothing is known of `aside`.
-            part, others = np.split(failing, [len(failing) // (_PARTS if len(failing) > _FEW_ROWS else 2)])
-            if why := await attempt(part):
-                failing, error = part, why
-                aside.append(others)
-            else:
-                failing, error = others, None
-        if len(failing) == 1:
-            if error := error or await attempt(failing):
-                failed(failing, error)
-            left = np.sort(np.concatenate(aside))
-            if not len(left) or (error := await attempt(left)) is None:
-                return True
-            if len(left) == 1:
-                failed(left, error)
-                return True
-        has_failed = not searches
-        for part in np.array_split(left, min(_PARTS, len(left))):
-            has_failed = await solve(part, searches=not has_failed)
-        return True
-
-    tasks = [asyncio.ensure_future(solve(places)) for places in batches]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return results
+    def _fail(self, places: Places, error: InferenceError) -> None:
+        self.results.failed.append(Failed(int(places[0]), error.message))
+        self._on_failed(self.results.failed[-1])

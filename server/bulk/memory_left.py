@@ -44,8 +44,7 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
 
 def give_back() -> None:
-    """Return to the kernel what Arrow's allocator and malloc have kept of freed memory: without it, what a job takes
-    grows for as long as a hundred units, by a third. Takes 1.5 ms after units of some MiB."""
+    """Return to the kernel what Arrow's allocator and malloc have kept of freed memory."""
     pa.default_memory_pool().release_unused()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(ctypes.c_size_t(0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -187,3 +189,15 @@ async def test_cancelled_unit_gives_its_places_back() -> None:
     unit.cancel()
     assert len(doubles(await other)) == 4
     assert (unit.cancelled(), model.running, len(model.calls)) == (True, 0, 6)
+
+
+async def test_results_go_without_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        results = await executed(Doubling(failing_on(1)), [3, 2])
+        kept = [weakref.ref(one.outputs["y"]) for one in results.computed]
+        del results
+        assert [one() for one in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
