@@ -57,12 +57,12 @@ class SystemRegion(Region):
         # Mappings begin at a page boundary, so what precedes the range in its page is mapped, too.
         lead = self.offset % mmap.ALLOCATIONGRANULARITY
         try:
-            self._mapping = mmap.mmap(
-                self._descriptor, lead + self.byte_size, prot=mmap.PROT_READ, offset=self.offset - lead
-            )
+            mapping = mmap.mmap(self._descriptor, lead + self.byte_size, prot=mmap.PROT_READ, offset=self.offset - lead)
         except (OSError, ValueError):  # no room for it, or the object was truncated
             return None
-        return np.frombuffer(self._mapping, np.uint8).ctypes.data + lead
+        # Two threads may come here at once: the first mapping stays, as its address may be known already.
+        mapping = self.__dict__.setdefault("_mapping", mapping)
+        return np.frombuffer(mapping, np.uint8).ctypes.data + lead
 
     def check(self) -> None:
         """Raise InvalidRequest if the object has become smaller than what was registered."""

@@ -19,6 +19,7 @@ from paceline.scheduler.answering import notify
 from paceline.scheduler.request import BatchFacts, OnAnswers, SequenceStep
 from paceline.server.codec.array_request import ArrayAnswer
 from paceline.server.codec.codec import AnyResponse
+from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions, is_reserved, of_those_there
 from paceline.server.codec.wire_request import step_in
 from paceline.server.errors import InvalidRequest, NotSupported
@@ -177,7 +178,7 @@ class PartialAnswer:
 
     __slots__ = (
         "answer", "envelope", "failure", "flight", "message", "model", "opened", "options", "outputs", "takes_arrays",
-        "targets", "value",
+        "value",
     )  # fmt: skip
 
     def __init__(self, opened: OpenFlight, outputs: Tensors) -> None:
@@ -192,7 +193,6 @@ class PartialAnswer:
         self.options: RequestOptions = replace(options, plain=False) if type(outputs) is Told else options
         self.message = flight.message
         self.model: ServedModel = flight.model
-        self.targets = flight.targets
         self.envelope = flight.envelope_of_more
         self.takes_arrays = flight.takes_arrays
         self.answer: AnyResponse | None = None
@@ -202,6 +202,11 @@ class PartialAnswer:
     @property
     def facts(self) -> BatchFacts | None:
         return self.flight.facts
+
+    @property
+    def targets(self) -> Targets:
+        """The request's, while it has any: an answer that nobody reads keeps nobody's memory open once it has ended."""
+        return self.flight.targets
 
     def sent(self, size_bytes: int) -> None:
         """It has left, with so many bytes."""

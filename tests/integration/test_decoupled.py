@@ -18,9 +18,11 @@ from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests import open_puppet
 from tests.integration.controlling import explicit, unload
+from tests.integration.regions import register
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async, eventually_awaited
+from tests.shared_objects import held_by, request_shared_output, shared_object
 from tests.wire import infer
 
 FINAL = "triton_final_response"
@@ -370,3 +372,27 @@ async def test_configuration_says_that_the_model_is_decoupled(tmp_path: Path) ->
         config = (await started.stub.ModelConfig(pb.ModelConfigRequest(name="m"), timeout=20)).config
         assert config.model_transaction_policy.decoupled
         assert config.backend == "python"
+
+
+async def test_unread_answers_keep_no_shared_memory(tmp_path: Path) -> None:
+    settings = Settings(paths=(tmp_path,), allow_python_models=True, allow_client_shm=True)
+    with shared_object(4096) as memory:
+        async with served(tmp_path, settings=settings) as started:
+            own, _ = held_by()
+            await register(started, "r", memory.key, 4096)
+            # Ids fill what gRPC takes for a client that reads nothing, so that answers wait here.
+            request = asking("for n in range(14): send(n)\nrequest.end()", "x" * 500_000)
+            del request.outputs[:]
+            request_shared_output(request, "y", "r", 8)
+            stream = Stream(started)
+            await stream.send(request)
+            await eventually_awaited(lambda: _ended(started), "the request has ended")
+            await started.stub.SystemSharedMemoryUnregister(
+                pb.SystemSharedMemoryUnregisterRequest(name="r"), timeout=20
+            )
+            await eventually_async(lambda: held_by()[0] == own, "the region is closed", timeout_s=5)
+            stream.call.cancel()
+
+
+async def _ended(started: Served) -> bool:
+    return counts(await settled(started)) == (1, 0)
