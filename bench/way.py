@@ -96,7 +96,7 @@ def together(requests: int) -> list[Way]:
     """What several groups of warm requests did, each of which the event loop finds waiting when it comes back from
     something else. They are called past gRPC, which hands over one request a turn."""
     with _serving() as (calls, server, loop):
-        handler = server.handlers()["ModelInfer"]
+        handler = server._service.handlers()["ModelInfer"]
 
         async def ask() -> None:
             read = map(handler.request_deserializer, [_request()] * requests)
