@@ -237,7 +237,7 @@ class HoldsSequences(Protocol):
 
     def sequence_over(self, sequence: int | str | bytes, why: str) -> None:
         """A sequence that it holds is over, for the reason `why`, a word. It learns of that before it executes anything
-        handed over later. Doesn't block; on the event loop."""
+        handed over later. Doesn't block; on the event loop, or before it serves on the thread that warms it up."""
 
 
 Allocate = Callable[[int, tuple[int, ...]], Array | None]

@@ -210,7 +210,7 @@ class ModelProcess:
 
     def sequence_over(self, sequence: int | str | bytes, why: str) -> None:
         """Tell the model that a sequence is over: soon, and before it executes anything that is handed over later.
-        Doesn't block; for one thread."""
+        Doesn't block; for one thread at a time."""
         self._over.append((sequence, why))
         self._tell_over_soon()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TypeVar
 
-from paceline.backends.base import ExecutesMadeUp, ModelInstance, Slotted
+from paceline.backends.base import ExecutesMadeUp, HoldsSequences, ModelInstance, Slotted
 from paceline.backends.errors import (
     BackendError,
     DeviceLost,
@@ -28,11 +28,12 @@ from paceline.backends.errors import (
     Unequipped,
     UnfitOutputs,
 )
-from paceline.backends.spec import Tensors
+from paceline.backends.spec import ControlKind, ModelSpec, Tensors
 from paceline.backends.trials import Supervise, unsupervised
 from paceline.backends.worker_thread import WorkerThread
 from paceline.protos import model_config_pb2 as pb
 from paceline.protos.tensors import TensorError
+from paceline.scheduler.sequence import SequenceEnd
 from paceline.server.errors import ConfigError, LoadHangs
 from paceline.server.models.model_config import ServingPlan
 from paceline.server.models.warmup_samples import read_samples, size_bytes, text_of, uniform
@@ -110,7 +111,7 @@ class WarmUp:
         LoadError is raised if it failed whatever its values: the device is lost or refuses, or the runtime lacks what
         any input would need; and ConfigError if the outputs can't be what clients are told.
         """
-        bounds = _Bounds(self._name, self._now_ns, supervise)
+        bounds = _Bounds(self._name, self._plan.spec, self._now_ns, supervise)
         if self._has_samples:
             names = ", ".join(sample.name for sample, _ in self._samples)
             self.in_words = f"model_warmup: {names}" if names else "none, as each model_warmup has a batch_size of 0"
@@ -121,6 +122,11 @@ class WarmUp:
             for sample, requests in self._samples:
                 for run in _runs_of(instance):
                     self._run_sample(sample, requests, run, _sizes(instance, self._plan), bounds)
+            # What was executed were first steps, of sequences that it would hold for ever.
+            while bounds.sequences:
+                sequence = bounds.sequences.pop()
+                if isinstance(instance, HoldsSequences) and not self._plan.for_triton:
+                    instance.sequence_over(sequence, SequenceEnd.END.label)
 
     def _run_sample(
         self, sample: pb.ModelWarmup, requests: Sequence[Tensors], run: Run, sizes: Sequence[int], bounds: _Bounds
@@ -208,15 +214,25 @@ class WarmUp:
 class _Bounds:
     """How much the warm-up of a load may execute, and for how long each execution may take (`supervise`)."""
 
-    def __init__(self, name: str, now_ns: Callable[[], int], supervise: Supervise) -> None:
+    def __init__(self, name: str, spec: ModelSpec, now_ns: Callable[[], int], supervise: Supervise) -> None:
         self._name = name
+        self._spec = spec
         self._now_ns = now_ns
         self._supervise = supervise
         self._began_ns = now_ns()
         self._repeats = 0
         self._told = set[str]()
+        self.sequences = set[int | bytes]()
+        """The ids, as the model sees them, of those that steps were executed of and whose end it wasn't told."""
 
     def execute(self, run: Run, requests: Sequence[Tensors], padded_rows: int) -> None:
+        if self._spec.sequence is not None:
+            kinds = [control.kind for control in self._spec.sequence.controls]
+            if ControlKind.CORRID in kinds:
+                place = len(self._spec.inputs) + kinds.index(ControlKind.CORRID)
+                self.sequences |= {request[place].item(0) for request in requests}
+            else:
+                self.sequences.add(0)
         self._supervise(lambda: run(requests, padded_rows))
 
     def allow(self, iteration: int) -> bool:

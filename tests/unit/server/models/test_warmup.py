@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.model_config import plan
 from paceline.server.models.warmup import WarmUp
-from tests.memory_models import MemoryModel
+from tests.memory_models import MemoryInstance, MemoryModel
+from tests.unit.server.models.sequence_texts import control, corrid, own, sequences
 from tests.unit.server.models.warmup_bench import Bench, sample, values
 
 
@@ -298,3 +300,34 @@ def test_model_of_only_optional_inputs_has_no_default_warmup() -> None:
     assert not model.batches
     with pytest.raises(ConfigError, match=r"^warmup sample 's': expected some of the inputs \['o'\], got none$"):
         warm(feature_sample())
+
+
+class HoldingInstance(MemoryInstance):
+    """Is told of the sequences that are over."""
+
+    def __init__(self, own: ModelSpec, spec: ModelSpec) -> None:
+        super().__init__(MemoryModel(own, lambda inputs: inputs[:1]), spec, Device())
+        self.over: list[tuple[object, str]] = []
+
+    def sequence_over(self, sequence: int | str | bytes, why: str) -> None:
+        self.over.append((sequence, why))
+
+
+@pytest.mark.parametrize(
+    ("controls", "more", "over"),
+    [
+        (control(), "", [(0, "end")]),
+        (corrid(), "", [(0, "end")]),
+        (corrid("NAME"), "", [(b"", "end")]),
+        (control(), sample(dims="4"), [(0, "end")]),
+        (control(), sample(dims="4", more="batch_size: 0"), []),
+    ],
+    ids=["default", "id", "name", "sample", "nothing"],
+)
+def test_sequences_of_the_warm_up_end(controls: str, more: str, over: list[object]) -> None:
+    model = own(*re.findall('name: "(.*?)"', controls))
+    config = text_format.Parse(f'name: "m" backend: "python" {sequences(controls, more=more)}', pb.ModelConfig())
+    served = plan(config, model)
+    instances = [HoldingInstance(model, served.spec) for _ in range(2)]
+    WarmUp(config, served, Path()).run(instances)
+    assert [one.over for one in instances] == [over] * 2
