@@ -26,7 +26,7 @@ from bench.generation_requests import Lengths, Wanted
 from bench.steps import BenchError
 from paceline.backends.base import Device, ModelSource
 from paceline.backends.batching import Share
-from paceline.backends.onnx.backend import OnnxModel, Opener
+from paceline.backends.onnx.backend import OnnxModel
 from paceline.backends.onnx.decoder import decoder_of
 from paceline.backends.onnx.decoder_block import Run, StepsModel
 from paceline.backends.onnx.options import parse_options
@@ -164,7 +164,7 @@ def stepping(
         path = decoder_models.write(decoder, Path(name)) / "model.onnx"
         source = ModelSource("m", path, parameters={"intra_op_thread_count": "1"})
         device, options = Device(), parse_options(source)
-        model = _Stepped(OnnxModel(source, device, Opener("m", path, options, lambda device: None)))
+        model = _Stepped(OnnxModel(source, path, options, device, lambda device: None))
         generating = decoder_of(source, model, lambda path: model, device)
         assert generating is not None
         instance = generating.instance(generating.spec, device)

@@ -72,7 +72,7 @@ def check_sequences(config: pb.ModelConfig) -> None:
 
 def _given(config: pb.ModelConfig, key: str) -> tuple[str, str, str]:
     """One of our settings, which isn't expected, as it was given; even if that is 0."""
-    return key, "none", config.parameters[key].string_value if key in config.parameters else ""
+    return key, "none", config.parameters[key].string_value.strip() if key in config.parameters else ""
 
 
 def _check_strategy(config: pb.ModelConfig) -> None:

@@ -174,7 +174,10 @@ def test_docs_name_all_metrics_and_no_others(metrics: Metrics) -> None:
 
 
 def test_metrics_of_fronts_are_exposed_where_there_are_fronts(metrics: Metrics) -> None:
-    sessions = [SimpleNamespace(requests=each, seen_bytes=each + 1, used_bytes=each + 3) for each in (2, 3)]
+    sessions = [
+        SimpleNamespace(requests=each, link=SimpleNamespace(seen_bytes=each + 1, used_bytes=each + 3))
+        for each in (2, 3)
+    ]
     fronts = SimpleNamespace(running=2, restarts=3, sessions=sessions)
     metrics.add_collector(Families(FRONT_METRICS, lambda: [({}, fronts)]))
     found = {name: kind for name, kind in types(metrics).items() if name.startswith("paceline_")}
