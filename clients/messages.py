@@ -144,9 +144,7 @@ def infer_request(
     room_bytes = MAX_TENSOR_BYTES
     for name, value in given.items():
         room_bytes -= _add_input(request, name, value, wanted.get(name), room_bytes)
-    if isinstance(outputs, str | bytes) or not np.iterable(outputs):
-        raise TypeError(f"outputs: expected a sequence of names, got {outputs!r}")
-    for name in outputs:
+    for name in name_list("outputs", outputs):
         request.outputs.add(name=checked_text("outputs", name))
     for name, parameter in _by_name("parameters", parameters or {}).items():
         request.parameters[name].CopyFrom(_parameter(name, parameter))
@@ -172,6 +170,13 @@ def plain_inputs(inputs: Inputs, datatypes: Mapping[str, str] | None) -> list[st
         if isinstance(first, int | float | range | list | tuple | np.number):
             plain.append(name)
     return plain
+
+
+def name_list(argument: str, names: Sequence[str]) -> list[str]:
+    """`names` as a list, which whoever uses them checks one by one. Raises TypeError if they aren't a sequence."""
+    if isinstance(names, str | bytes) or not np.iterable(names):
+        raise TypeError(f"{argument}: expected a sequence of names, got {names!r}")
+    return [*names]
 
 
 def checked_text(argument: str, value: str) -> str:

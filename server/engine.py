@@ -22,9 +22,11 @@ import numpy.typing as npt
 from paceline.backends.base import Backend
 from paceline.backends.python.loaded_model import as_array
 from paceline.backends.spec import Array
+from paceline.clients.base import bounded_s
 from paceline.clients.casting import cast, to_array
 from paceline.clients.description import ModelDescription, described, metadata_of
 from paceline.clients.errors import InferenceError, inference_error, no_answer
+from paceline.clients.messages import checked_text, name_list
 from paceline.protos.datatypes import by_name
 from paceline.scheduler.policy import NEVER
 from paceline.server.app import Server
@@ -160,7 +162,7 @@ class Engine:
         what their whole batch has left; copy what is kept for long. Texts are `bytes` in arrays of objects.
 
         Raises InferenceError, of the same classes as a client does, and ValueError or TypeError for values that can't
-        be converted. Cancelling it withdraws the request.
+        be converted and arguments of other types. Cancelling it withdraws the request.
         """
         served = self.find(asked.get("model", ""), asked.get("version", ""))
         inference = self._running.inference  # also while the engine ends
@@ -221,10 +223,11 @@ class Engine:
         return self._server
 
     def find(self, model: str, version: str) -> ServedModel:
-        """What serves a model: for tools that stand on this engine. Raises NotFound, and ValueError if it isn't said
-        which of several."""
+        """What serves a model: for tools that stand on this engine. Raises NotFound, TypeError, and ValueError if it
+        isn't said which of several."""
         repository = self._running.repository
-        if not model:
+        checked_text("version", version)
+        if not checked_text("model", model):
             if len(self.models) != 1:
                 raise ValueError(f"expected model=, as there are several: {', '.join(self.models)}")
             (model,) = self.models
@@ -246,9 +249,13 @@ class Engine:
             raise RuntimeError(
                 "expected the event loop on which the engine was started; BlockingEngine is for all threads"
             )
+        parameters = asked.get("parameters", {})
+        for argument, values in (("inputs", inputs), ("parameters", parameters)):
+            if not isinstance(values, Mapping):
+                raise TypeError(f"{argument}: expected a mapping by name, got {type(values).__name__}")
         own = {tensor.name: tensor.datatype for tensor in served.spec.inputs}
         arrays = {name: _converted(name, value, own.get(name, "")) for name, value in inputs.items()}
-        timeout_s = asked.get("timeout_s")
+        timeout_s = bounded_s(asked.get("timeout_s"))
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"expected a timeout_s above 0, got {timeout_s}")
         try:
@@ -256,13 +263,13 @@ class Engine:
                 served,
                 arrays,
                 version=served.version,
-                outputs=asked.get("outputs", ()),
+                outputs=name_list("outputs", asked.get("outputs", ())),
                 id=asked.get("request_id", ""),
-                parameters=asked.get("parameters", {}),
+                parameters=parameters,
             )
         except ServerError as error:
             raise _error(error, served.name) from None
-        deadline_ns = NEVER if timeout_s is None else monotonic_ns() + int(min(timeout_s, 1e9) * 1e9)
+        deadline_ns = NEVER if timeout_s is None else monotonic_ns() + int(timeout_s * 1e9)
         request = InnerRequest(message, on_end, deadline_ns=deadline_ns, on_next=on_next)
         self._running.inference.announce_to(served, request)
         return request

@@ -171,6 +171,27 @@ async def test_errors_are_the_clients_and_name_the_fault(tmp_path: Path) -> None
             await engine.infer(row(1), model="m", timeout_s=0)
 
 
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"inputs": [[1.0]]}, "inputs: expected a mapping by name, got list"),
+        ({"model": 1}, "model: expected a str, got 1"),
+        ({"version": 1}, "version: expected a str, got 1"),
+        ({"outputs": "x"}, "outputs: expected a sequence of names, got 'x'"),
+        ({"parameters": ["priority"]}, "parameters: expected a mapping by name, got list"),
+        ({"timeout_s": "1"}, "timeout_s: expected a number of seconds, or None, got '1'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+async def test_arguments_of_other_types_are_refused_by_name(tmp_path: Path, asked: dict[str, Any], text: str) -> None:
+    async with engine_of(tmp_path, m=echo_model()) as engine:
+        with pytest.raises(TypeError) as raised:
+            await engine.infer(**{"inputs": row(1), **asked})
+        assert str(raised.value) == text
+        with pytest.raises(TypeError):
+            await anext(engine.stream(**{"inputs": row(1), **asked}))
+
+
 async def test_parameters_are_plain_values_or_refused_by_name(tmp_path: Path) -> None:
     async with engine_of(tmp_path, m=echo_model()) as engine:
         of_numpy: Any = {"priority": np.uint64(0), "other": np.float32(0.5)}
