@@ -73,5 +73,11 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with excluded_from_gc():
         from paceline.server.cli import main as command
+        from paceline.server.telemetry.log_output import StdoutError, exit_now, take_stdout
 
-    command(prog_name="paceline")
+    take_stdout()
+    try:
+        command(prog_name="paceline")
+    except StdoutError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        exit_now(1)

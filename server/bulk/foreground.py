@@ -24,7 +24,7 @@ from paceline.server.bulk.summary import Outcome, Summary, peak_memory_bytes
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BulkError
 from paceline.server.telemetry import log
-from paceline.server.telemetry.log_output import exit_now, take_stderr
+from paceline.server.telemetry.log_output import StdoutError, exit_now, take_stderr
 from paceline.server.tuning import SWITCH_INTERVAL_S, new_loop
 
 __all__ = ["dry_run_in_foreground", "run_in_foreground"]
@@ -51,7 +51,7 @@ def run_in_foreground(
             lost.append(f"--summary {summary} can't be written: {error.strerror}")
     try:
         click.echo(told.text(), err=status != 0)
-    except OSError as error:
+    except (OSError, StdoutError) as error:
         lost.append(f"{told.text()}\nstdout can't be written: {error.strerror}")
     for text in lost:
         click.echo(text, err=True)

@@ -1,9 +1,10 @@
 """Where log lines go: to stderr, by a thread of its own, so that no writer waits for the reader.
 
 Lives here: `LogOutput`, which takes the place of `sys.stderr` in our processes, and so gets all that Python writes
-there. Must not: formats or levels. A pipe that nobody reads would otherwise block every writer for ever, the event loop
-above all. The rule: lines are written in order, or lost and counted. What native code writes, as in a crash, bypasses
-this and goes straight to the descriptor: it must not depend on a thread that may be gone.
+there; and what takes the place of `sys.stdout`, where commands print. Must not: formats or levels. A pipe that nobody
+reads would otherwise block every writer for ever, the event loop above all. The rule: lines are written in order, or
+lost and counted. What native code writes, as in a crash, bypasses this and goes straight to the descriptor: it must not
+depend on a thread that may be gone.
 """
 
 from __future__ import annotations
@@ -150,6 +151,32 @@ def take_stderr() -> None:
     output.start()
     sys.stderr = output
     atexit.register(_finish)
+
+
+class StdoutError(Exception):
+    """Stdout doesn't take what a command prints, as on a full disk. Not an OSError, so that nobody takes it for one of
+    what the command is about. A reader that has gone is still a BrokenPipeError."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"stdout can't be written: {error.strerror}")
+        self.strerror = error.strerror
+
+
+class _Stdout(io.FileIO):
+    def write(self, data: object, /) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise StdoutError(error) from None
+
+
+def take_stdout() -> None:
+    """From now on, printing to `sys.stdout`, if this process has one, raises StdoutError if it isn't taken."""
+    if (before := sys.stdout) is not None:
+        raw = io.BufferedWriter(_Stdout(before.fileno(), "wb", closefd=False))
+        sys.stdout = io.TextIOWrapper(raw, before.encoding, before.errors, line_buffering=before.isatty())
 
 
 def lost_lines() -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from click.testing import CliRunner
 
 from paceline.server.cli import main
 from tests.harness import REPO, ServerProcess, run_command, write_identity
+from tests.nursery import Forked
 
 LIVENESS = ("--service", "liveness")
 
@@ -67,11 +67,15 @@ def test_ports_taken_for_each_other_are_recognised(server: ServerProcess) -> Non
     assert result.stderr.endswith(": this looks like a gRPC port; metrics are usually on 8002\n")
 
 
-def test_health_that_cannot_be_printed_is_2_with_one_line(server: ServerProcess) -> None:
+@pytest.mark.parametrize("command", ["health", "models", "describe echo", "infer --help"])
+def test_what_cannot_be_printed_is_1(server: ServerProcess, command: str) -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "paceline", "health", "--server", server.target]
-        done = subprocess.run(command, cwd=REPO, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
-    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
+        process = Forked(
+            "paceline", (*command.split(), "--server", server.target), dict(os.environ), REPO, full.fileno()
+        )
+        with process.stderr as stderr:
+            said = stderr.read()
+    assert (process.wait(60), said) == (1, "Error: stdout can't be written: No space left on device\n")
 
 
 def test_health_with_an_invalid_timeout_is_2_with_one_line() -> None:
