@@ -153,7 +153,8 @@ _AT_ONCE_BYTES = 1 << 20
 
 def json_lines(rows: pa.RecordBatch) -> Iterator[bytes]:
     """A line for each row, in pieces of many lines. NaN and infinities, which JSON doesn't have, are null; bytes are in
-    Base64; what JSON has no form for, such as times, is a string."""
+    Base64; durations are integers in the column's unit; maps are objects, or lists of pairs if their keys aren't
+    strings; what JSON has no form for, such as times, is a string."""
     if rows.nbytes > _AT_ONCE_BYTES and rows.num_rows > 1:
         half = rows.num_rows // 2
         yield from json_lines(rows.slice(0, half))
@@ -171,7 +172,16 @@ def _texts(values: pa.Array) -> pa.StringArray:
     elif pa.types.is_floating(kind):
         texts = _floats(values.cast(pa.float32()) if pa.types.is_float16(kind) else values)
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        texts = _lists(values)
+        texts = _lists(values, _texts(values.flatten()), "[]")
+    elif pa.types.is_map(kind):
+        pairs = values.cast(pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)])))
+        keys, items = map(_texts, pairs.flatten().flatten())
+        if pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type):
+            texts = _lists(pairs, pc.binary_join_element_wise(keys, items, ":"), "{}")
+        else:  # JSON has no such keys
+            texts = _lists(pairs, pc.binary_join_element_wise("[", keys, ",", items, "]", ""), "[]")
+    elif pa.types.is_duration(kind):
+        texts = values.cast(pa.int64()).cast(pa.string())
     elif pa.types.is_struct(kind):
         texts = _objects([field.name for field in kind], [_texts(column) for column in values.flatten()], "}")
     else:
@@ -187,11 +197,12 @@ def _floats(values: pa.Array) -> pa.StringArray:
     return pc.if_else(pc.is_finite(values), texts, "null")
 
 
-def _lists(values: pa.Array) -> pa.StringArray:
+def _lists(values: pa.Array, inside: pa.StringArray, ends: str) -> pa.StringArray:
+    """The texts `inside` of each list, between the two `ends`."""
     lengths = pc.list_value_length(values).fill_null(0)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    inside = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), _texts(values.flatten()))
-    return pc.binary_join_element_wise("[", pc.binary_join(inside, ","), "]", "")
+    lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), inside)
+    return pc.binary_join_element_wise(ends[0], pc.binary_join(lists, ","), ends[1], "")
 
 
 def _objects(names: list[str], texts: list[pa.StringArray], end: str) -> pa.StringArray:

@@ -38,6 +38,12 @@ def read_back(column: pa.Array) -> list[object]:
         (pa.array([[[1], []], [], None]), [[[1], []], [], None]),
         (pa.array([[1, 2], None, [3, None]], pa.list_(pa.int8(), 2)), [[1, 2], None, [3, None]]),
         (pa.array([{"x": 1, "y": ["a"]}, None]), [{"x": 1, "y": ["a"]}, None]),
+        (
+            pa.array([[("a", 1), ('"', None)], None, [], [("c", 3)]], pa.map_(pa.string(), pa.int64())),
+            [{"a": 1, '"': None}, None, {}, {"c": 3}],
+        ),
+        (pa.array([[(1, [2]), (3, [])], []], pa.map_(pa.int8(), pa.list_(pa.int8()))), [[[1, [2]], [3, []]], []]),
+        (pa.array([1, None, -(2**62)], pa.duration("ns")), [1, None, -(2**62)]),
         (pa.array([datetime(2020, 1, 2), None]), ["2020-01-02 00:00:00", None]),
         (pa.array([Decimal("1.50")]), ["1.50"]),
         (pa.nulls(2), [None, None]),
