@@ -83,7 +83,7 @@ class Runs(Protocol):
 
 
 class TriedModel(ABC):
-    """`OpenModel`, `TriesRows` and `TriesLengths` of an ONNX file, as far as it doesn't matter where it is executed.
+    """`OpenModel`, `Triable` and `TriesLengths` of an ONNX file, as far as it doesn't matter where it is executed.
     `on_gpu`: as for `try_lengths`."""
 
     platform = "onnxruntime_onnx"

@@ -108,7 +108,8 @@ class Calls:
                 "takes_more": takes_more,
             }
             names = tuple(map(str, inputs))
-            self._link.send(CALL, number, EXECUTION.get(), names, self._link.pack(arrays), said)
+            parcel = self._link.pack(arrays)
+            self._link.send(CALL, number, EXECUTION.get(), names, parcel, said, parcel=parcel)
         except BaseException:
             del self._tell[number]
             raise

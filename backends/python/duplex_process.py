@@ -169,7 +169,7 @@ class DuplexProcess(ModelProcess):
             return
         try:
             parcel = None if outputs is None else self._link.pack([*outputs.values()])
-            self._link.send(messages.CALLED, call.number, last, tuple(outputs or ()), parcel)
+            self._link.send(messages.CALLED, call.number, last, tuple(outputs or ()), parcel, parcel=parcel)
         except (TypeError, ValueError) as error:  # of tensors beyond what memory and messages hold
             if not last and self._is_open(call, True):
                 call.cancel()

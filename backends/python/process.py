@@ -265,7 +265,7 @@ class ModelProcess:
         self.wait_ended()
         if is_sent and self._has_begun():
             raise ProcessError(f"the model's process {self.end}")
-        raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had read this batch")
+        raise ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had begun this batch")
 
     def _answer(self) -> Message | None:
         """The answer to what was sent; None once the process has gone. Blocks."""

@@ -142,7 +142,8 @@ class RequestState:
             if not self._may_answer(end):
                 return
             link = self._desk.link
-            link.send(messages.ANSWER, self._number, end, tuple(places), link.pack(arrays), parameters)
+            parcel = link.pack(arrays)
+            link.send(messages.ANSWER, self._number, end, tuple(places), parcel, parameters, parcel=parcel)
             self._hold(sum(array.nbytes for array in arrays))
             self._finish(end)
 

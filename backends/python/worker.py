@@ -113,8 +113,8 @@ def _serve(
         model.prints_errors = kind not in (messages.TRY, messages.HAND_MADE_UP)
         answer = model.answered(link, message)
         try:
-            link.send(*answer)
-        except ValueError as error:  # of tensors beyond what memory and messages hold
+            link.send(*answer, parcel=answer[-1] if answer[0] == messages.DONE else None)
+        except ValueError as error:  # of subclasses of str, or tensors beyond what memory and messages hold
             link.send(messages.FAILED, f"outputs can't be handed to the server: {error}", EXECUTION_ERROR)
         del message, answer  # requests that the model hasn't kept end now
 

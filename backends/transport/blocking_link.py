@@ -69,7 +69,7 @@ class BlockingLink(End):
 
     def pack(self, arrays: Sequence[Array]) -> Parcel:
         """Copy `arrays` to where the other end finds them: into the message if memory has no room. The parcel must be
-        sent, or be `unsent`.
+        given to `send`, or be `unsent`.
 
         Raises TypeError or ValueError for elements of object arrays that aren't `bytes`.
         """
@@ -112,11 +112,11 @@ class BlockingLink(End):
         gone."""
         return unpack(parcel, self._window)
 
-    def send(self, kind: int, *content: Any) -> bool:
+    def send(self, kind: int, *content: Any, parcel: Parcel | None = None) -> bool:
         """Send the message, with the places to give back. Blocks. False if the other end is gone and will never get all
         of it.
 
-        Raises ValueError for what a message can't hold.
+        Raises ValueError for what a message can't hold; then `parcel`, which is in it, is `unsent`.
         """
         with self._sending:
             gone = []
@@ -126,6 +126,8 @@ class BlockingLink(End):
                 data = frame([(kind, gone, *content)])
             except ValueError:
                 self._gone.extend(gone)
+                if parcel is not None:
+                    self.unsent(parcel)
                 raise
             try:
                 self._socket.sendall(data)

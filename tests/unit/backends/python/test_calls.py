@@ -161,6 +161,23 @@ def test_execution_that_is_called_off_loses_its_calls(
     np.testing.assert_array_equal(run(instance, ""), 0 * ONE)
 
 
+def test_answer_that_cannot_be_sent_fails_the_call(
+    instance: PythonInstance, calls: Calls, thread: ThreadPoolExecutor
+) -> None:
+    class Name(str):
+        __slots__ = ()
+
+    result = thread.submit(run, instance, "other.infer({})")
+    calls.next().answer({Name("z"): np.ones(20_000, np.float32)}, last=True)
+    with pytest.raises(
+        UpstreamRefused, match="outputs can't be handed to the model that called: unmarshallable object"
+    ):
+        result.result(timeout=20)
+    process = instance._process
+    assert process is not None
+    assert process._link.used_bytes == 0
+
+
 def test_end_of_the_process_cancels_its_calls(
     instance: PythonInstance, calls: Calls, thread: ThreadPoolExecutor
 ) -> None:

@@ -260,7 +260,7 @@ def test_killed_process_ends_requests_that_it_kept(instance: DecoupledInstance) 
     os.kill(pid, signal.SIGKILL)
     assert kept.all() == ["the model's process was killed by SIGKILL"]
     assert not is_alive(pid)
-    with pytest.raises(ProcessEndedBeforeBatch, match="was killed by SIGKILL, before it had read this batch"):
+    with pytest.raises(ProcessEndedBeforeBatch, match="was killed by SIGKILL, before it had begun this batch"):
         instance.execute_open([Asked("request.end()")])
 
 

@@ -24,7 +24,7 @@ class Link:
     def pack(self, arrays: object) -> tuple[int, int, int]:
         return 0, 0, 0
 
-    def send(self, kind: int, number: int, *content: object) -> bool:
+    def send(self, kind: int, number: int, *content: object, parcel: object = None) -> bool:
         self.sent.append((kind, number))
         if kind == CALL:
             self.calls.hear((CALLED, number, False, (), None))

@@ -61,7 +61,7 @@ def test_crash_fails_its_batch_and_ends_the_instance_with_its_reason(
     assert str(ends.get(timeout=20)) == f"the model's process {words}"
     assert not instance.has_executed
     assert not is_alive(pid)
-    with pytest.raises(ProcessEndedBeforeBatch, match=f"^the model's process {words}, before it had read this batch$"):
+    with pytest.raises(ProcessEndedBeforeBatch, match=f"^the model's process {words}, before it had begun this batch$"):
         run(instance, 4)
     assert len(loads(folder)) == 1
 
@@ -87,7 +87,7 @@ def test_death_of_a_process_before_it_reads_a_batch_is_distinguished_from_a_cras
         link = instance._process._link  # type: ignore[union-attr]
         eventually(lambda: unread_bytes(link) > 0, "the batch is on its way")
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ProcessEndedBeforeBatch, match="was killed by SIGKILL, before it had read this batch"):
+        with pytest.raises(ProcessEndedBeforeBatch, match="was killed by SIGKILL, before it had begun this batch"):
             answer.result(30)
 
 

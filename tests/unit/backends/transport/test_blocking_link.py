@@ -110,8 +110,10 @@ def test_places_are_still_given_back_after_a_message_that_cannot_be_sent(ends: E
     message = there.receive()
     assert message is not None
     there.unpack(message[1])
+    parcel = there.pack([LARGE])
     with pytest.raises(ValueError, match="unmarshallable"):
-        there.send(2, object())
+        there.send(2, parcel, object(), parcel=parcel)
+    assert there.used_bytes == 0
     there.send(2)
     here.receive()
     assert here.used_bytes == 0
