@@ -44,7 +44,8 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
 
 def give_back() -> None:
-    """Return to the kernel what Arrow's allocator and malloc have kept of freed memory."""
+    """Return to the kernel what malloc and Arrow's allocator have kept of freed memory: without it, a long job takes
+    30 MiB more of small rows. Takes 1.5 ms after units of some MiB."""
     pa.default_memory_pool().release_unused()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(ctypes.c_size_t(0))
