@@ -80,8 +80,9 @@ class CudaRegions:
             raise InvalidRequest(f"{where}: expected at least 1 byte, got {byte_size}")
         with self.failures(where):
             memory = self._memories.open(handle, device)
-        if byte_size > memory.byte_size:
-            raise InvalidRequest(f"{where}: expected up to the {memory.byte_size} bytes of its memory, got {byte_size}")
+        if byte_size > (most := memory.byte_size):
+            del memory  # which closes it now, not when the last who holds the error forgets it
+            raise InvalidRequest(f"{where}: expected up to the {most} bytes of its memory, got {byte_size}")
         return CudaRegion(name, device, byte_size, memory, self)
 
     @contextmanager
