@@ -28,31 +28,6 @@ from typing import Any
 
 import grpc
 
-__all__ = [
-    "Cancelled",
-    "ClientClosed",
-    "ClientError",
-    "DeadlineExceeded",
-    "InferenceError",
-    "Internal",
-    "InvalidArgument",
-    "NotFound",
-    "PermissionDenied",
-    "ResourceExhausted",
-    "ResponseError",
-    "SequenceLost",
-    "Unauthenticated",
-    "Unavailable",
-    "Unimplemented",
-    "closed",
-    "fail",
-    "inference_error",
-    "no_answer",
-    "own",
-    "rpc_failure",
-    "unreadable",
-]
-
 TrailingMetadata = tuple[tuple[str, str | bytes], ...]
 
 

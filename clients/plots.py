@@ -13,8 +13,6 @@ from html import escape
 from itertools import groupby
 from typing import Final
 
-__all__ = ["STYLE", "Axis", "Level", "Point", "bars", "document", "dots", "lines", "sparkline"]
-
 STYLE: Final = """
 :root { --ink: #1c2430; --dim: #68727f; --rule: #d8dde3; --page: #ffffff; --shade: #f3f5f7;
   --line0: #1b6ca8; --line1: #d1495b; --line2: #2e8b57; --line3: #b8860b; --line4: #6a4c93; }

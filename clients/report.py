@@ -30,21 +30,6 @@ from paceline.clients.generations import GenerationChunk
 from paceline.clients.messages import InferResult
 from paceline.clients.options import printable
 
-__all__ = [
-    "FEW_VALUES",
-    "Outcome",
-    "Report",
-    "generation_json",
-    "generation_text",
-    "outcome_json",
-    "outcome_text",
-    "progress_line",
-    "result_json",
-    "result_text",
-    "run_repeated",
-    "save_npz",
-]
-
 Report = Callable[[int, int], None]
 """Told how many calls have ended, and how many nanoseconds that took."""
 

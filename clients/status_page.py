@@ -16,8 +16,6 @@ from paceline.clients.plots import STYLE, sparkline
 from paceline.clients.snapshots import Activity, Interval, Version
 from paceline.clients.top_table import NONE, rate_text, summary, time_text
 
-__all__ = ["status_page"]
-
 _PLOTTED: Final = 30
 """Models with plots; of hundreds, a page would have megabytes."""
 _STYLE: Final = f"""{STYLE}

@@ -32,8 +32,6 @@ from paceline.clients.snapshots import Interval, Snapshot, between, ended, parse
 from paceline.clients.status_page import status_page
 from paceline.clients.top_table import table
 
-__all__ = ["top"]
-
 _PORT = 8002
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 64 * 2**20

@@ -12,8 +12,6 @@ from typing import Final
 from paceline.clients.options import printable
 from paceline.clients.snapshots import Activity, Interval
 
-__all__ = ["NONE", "rate_text", "summary", "table", "time_text"]
-
 _HEADINGS = ("MODEL", "VERSION", "REQ/S", "FAIL/S", "ROWS/S", "BATCH/S", "ROWS/BATCH", "WAITING",
              "QUEUE P50", "P99", "COMPUTE", "LATENCY P50", "P99")  # fmt: skip
 NONE: Final = "-"

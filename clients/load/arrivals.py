@@ -12,8 +12,6 @@ from itertools import count, islice
 from random import Random
 from typing import Protocol
 
-__all__ = ["Arrival", "Arrivals", "Constant", "Poisson", "Recorded", "share"]
-
 _NS = 1_000_000_000
 
 Arrival = tuple[int, int]

@@ -44,8 +44,6 @@ from paceline.clients.options import (
 )
 from paceline.protos.inference_pb2 import ModelInferRequest
 
-__all__ = ["load"]
-
 _WARMUP_S: Final = 1.0
 _DISTINCT: Final = 64
 _POSITIVE: Final = Seconds(min=0, min_open=True)

@@ -15,8 +15,6 @@ from paceline.clients.errors import InferenceError, ResponseError
 from paceline.clients.sync import InferenceClient
 from paceline.protos import inference_pb2 as pb
 
-__all__ = ["ControlClient", "Served", "Statistics"]
-
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 
 

@@ -12,8 +12,6 @@ from typing import Final, Protocol
 
 from paceline.clients.load.tally import Counts, merged
 
-__all__ = ["Everything", "Extent", "FixedTime", "Period", "UntilStable", "agree"]
-
 _WINDOWS: Final = 3
 _SLICES_OF_A_WINDOW: Final = 10
 _SLICES_OF_A_TIME: Final = 20

@@ -13,8 +13,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Histogram", "Interval", "intervals", "percentile_intervals"]
-
 _PER_OCTAVE: Final = 1024
 _RESAMPLES: Final = 1000
 _RESAMPLES_AT_ONCE: Final = 100

@@ -22,8 +22,6 @@ from paceline.clients.load.extent import Extent, Period
 from paceline.clients.load.tally import Counts, merged
 from paceline.clients.load.worker import Load, Said, Share
 
-__all__ = ["LoadError", "Measured", "measure"]
-
 T = TypeVar("T")
 
 _BEGIN_AFTER_NS: Final = 50_000_000

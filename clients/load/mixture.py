@@ -18,8 +18,6 @@ import numpy as np
 from paceline.clients.inputs import GivenTensor, InputError, RandomInputs, TypedInputs, prepare
 from paceline.clients.messages import ModelMetadata
 
-__all__ = ["MixedShape", "draw", "mixed", "parse_mixed_shape", "recorded"]
-
 MOST_BYTES: Final = 256 * 2**20
 """How much a mixture may hold; beyond that, it has fewer requests."""
 

@@ -16,8 +16,6 @@ from paceline.clients.load.histogram import Histogram, Interval, intervals, perc
 from paceline.clients.load.measuring import Measured
 from paceline.clients.load.tally import Counts, blocks, merged
 
-__all__ = ["PERCENTS", "Outcome"]
-
 PERCENTS: Final = (50.0, 90.0, 95.0, 99.0, 99.9)
 _BLOCKS: Final = 40
 _MUCH_LAG_NS: Final = 1_000_000

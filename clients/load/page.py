@@ -18,8 +18,6 @@ from paceline.clients.load.printing import Verdict, outcome_text, verdict_lines
 from paceline.clients.load.tally import blocks
 from paceline.clients.plots import Axis, bars, document, lines
 
-__all__ = ["page", "spectrum"]
-
 _POINTS: Final = 120
 _SPECTRUM: Final = (*(percent / 2 for percent in range(180)), *(100 - 10 ** (1 - step / 20) for step in range(81)))
 

@@ -14,8 +14,6 @@ from paceline.clients.load.histogram import Histogram, Interval
 from paceline.clients.load.outcome import PERCENTS, Outcome
 from paceline.clients.options import one_line
 
-__all__ = ["Verdict", "document", "outcome_json", "outcome_text", "verdict_lines", "written_time"]
-
 Verdict = tuple[Assertion, float | None]
 """An assertion, and the value of its figure."""
 

@@ -19,8 +19,6 @@ from typing import Any, Final, NamedTuple
 from paceline.clients.load.arrivals import Recorded
 from paceline.clients.options import printable
 
-__all__ = ["RecordError", "Recording", "read_recording", "recorded_line"]
-
 _NS: Final = 1_000_000_000
 _MOST: Final = 10_000_000
 

@@ -16,8 +16,6 @@ from typing import Any
 from paceline.clients.load.control import ControlClient
 from paceline.protos import inference_pb2 as pb
 
-__all__ = ["in_shared_memory"]
-
 
 @contextmanager
 def in_shared_memory(

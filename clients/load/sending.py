@@ -25,8 +25,6 @@ from paceline.clients.load.tally import Reply
 from paceline.clients.streams import StreamStatus
 from paceline.protos import inference_pb2 as pb
 
-__all__ = ["EMPTY", "METHOD", "STREAM_METHOD", "Asking", "Connection", "FailedRequest", "sequence_step"]
-
 METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
 STREAM_METHOD: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 EMPTY: Final = "EMPTY"

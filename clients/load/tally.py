@@ -14,8 +14,6 @@ from typing import Any
 
 from paceline.clients.load.histogram import Histogram
 
-__all__ = ["Counts", "Reply", "Slices", "blocks", "merged"]
-
 
 @dataclass(slots=True)
 class Reply:

@@ -24,8 +24,6 @@ from paceline.clients.load.arrivals import Arrival, Arrivals, share
 from paceline.clients.load.sending import Asking, Connection, FailedRequest, sequence_step
 from paceline.clients.load.tally import Counts, Slices
 
-__all__ = ["NOT_SENT", "Load", "Said", "Sender", "Share", "main"]
-
 NOT_SENT: Final = "NOT_SENT"
 """Counted for a request that the generator had no time to send before its deadline, or that would have been one of too
 many under way."""
