@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from functools import partial
 from numbers import Integral
 from types import ModuleType
 from typing import Any, ClassVar, Final, Literal, Self
@@ -24,8 +23,8 @@ from paceline.clients.base import DEFAULT_TIMEOUT_S, BaseClient, Stubs, Timeout
 from paceline.clients.coalescing import Coalescer
 from paceline.clients.connection import Metadata, Tls
 from paceline.clients.errors import Cancelled, DeadlineExceeded, rpc_failure, unreadable
-from paceline.clients.messages import InferResult, Parameters, infer_result
-from paceline.clients.sequences import SEQUENCE_ID, AsyncInferenceSequence, SequenceId, StepTurn
+from paceline.clients.messages import InferResult, infer_result
+from paceline.clients.sequences import SEQUENCE_ID, AsyncInferenceSequence, StepTurn
 from paceline.clients.streams import CANCEL, NoStream, Streams, StreamStatus, stream_failure
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
@@ -34,7 +33,7 @@ _MAX_STREAMED_BYTES: Final = 1024 * 1024
 limit."""
 
 
-class InferenceClient(BaseClient):
+class InferenceClient(BaseClient[AsyncInferenceSequence]):
     """Calls a server of the Open Inference Protocol (KServe v2) over gRPC, without blocking the event loop.
 
     Methods, arguments and errors are those of `clients.sync.InferenceClient`, awaited. The client belongs to the event
@@ -57,10 +56,12 @@ class InferenceClient(BaseClient):
     """
 
     _transport: ClassVar[ModuleType] = grpc.aio
+    _new_sequence = AsyncInferenceSequence
 
     infer = methods.infer
     stream_infer = methods.stream_infer
     generate = methods.generate
+    sequence = methods.sequence
     server_live = methods.server_live
     server_ready = methods.server_ready
     model_ready = methods.model_ready
@@ -117,21 +118,6 @@ class InferenceClient(BaseClient):
 
     async def __aexit__(self, *raised: object) -> None:
         await self.close()
-
-    def sequence(
-        self,
-        model: str,
-        id: SequenceId | None = None,
-        *,
-        version: str = "",
-        outputs: Sequence[str] = (),
-        parameters: Parameters | None = None,
-        metadata: Metadata = (),
-    ) -> AsyncInferenceSequence:
-        """A sequence of requests that share state in the server, as a context: `async with client.sequence("m") as
-        sequence:`; arguments as in the blocking client. See `AsyncInferenceSequence`."""
-        infer = partial(methods.ask, self, model, version=version, outputs=outputs, metadata=metadata)
-        return AsyncInferenceSequence(infer, self._bound_s, next(self._sequence_ids) if id is None else id, parameters)
 
     async def close(self) -> None:
         """Ends the connection; calls still in flight raise Cancelled. Closing twice does nothing."""

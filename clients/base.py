@@ -16,7 +16,7 @@ from inspect import signature
 from itertools import count
 from numbers import Real
 from types import EllipsisType, ModuleType
-from typing import Any, ClassVar, Final, ParamSpec, TypeVar
+from typing import Any, ClassVar, Final, Generic, ParamSpec, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -29,6 +29,7 @@ from paceline.protos import inference_pb2_grpc
 
 P = ParamSpec("P")
 T = TypeVar("T")
+S = TypeVar("S")
 
 Timeout = float | None | EllipsisType
 """Seconds. None and infinity mean no timeout. 0 or less has already passed: the call raises DeadlineExceeded, whatever
@@ -96,7 +97,7 @@ def blocking_each(method: Callable[P, AsyncGenerator[T, None]]) -> Callable[P, G
     return run
 
 
-class BaseClient(ABC):
+class BaseClient(ABC, Generic[S]):
     """The settings and the one channel of both clients.
 
     `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`; the port of a mere host is
@@ -118,6 +119,7 @@ class BaseClient(ABC):
 
     _transport: ClassVar[ModuleType]
     """The module that makes the channel: grpc or grpc.aio."""
+    _new_sequence: Callable[..., S]
 
     def __init__(
         self,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 import numpy.typing as npt
@@ -36,15 +37,19 @@ from paceline.clients.messages import (
     infer_result,
     plain_inputs,
 )
+from paceline.clients.sequences import SequenceId
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.model_config_pb2 import ModelConfig
+
+S = TypeVar("S")
+Client = BaseClient[Any]
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 
 
 async def infer(
-    self: BaseClient,
+    self: Client,
     model: str,
     inputs: Inputs,
     *,
@@ -67,26 +72,23 @@ async def infer(
     The asyncio client copies tensors in the event loop, both when sent and when received. Over streams, it raises
     ValueError for `metadata`, and for the parameter `paceline_cancel` if it is true.
     """
-    return await ask(self, model, inputs, version, outputs, request_id, parameters, timeout_s, metadata, datatypes)
+    asked = {"outputs": outputs, "request_id": request_id, "parameters": parameters, "datatypes": datatypes}
+    return await ask(self, model, inputs, version=version, timeout_s=timeout_s, metadata=metadata, **asked)
 
 
 async def ask(
-    client: BaseClient,
+    client: Client,
     model: str,
     inputs: Inputs,
+    *,
     version: str,
-    outputs: Sequence[str],
-    request_id: str,
-    parameters: Parameters | None,
     timeout_s: Timeout,
     metadata: Metadata,
-    datatypes: Mapping[str, str] | None,
     turn: Any = None,
+    **asked: Any,
 ) -> InferResult:
     """`infer`; of a step of a sequence in its turn."""
-    request, timeout_s = await _request(
-        client, model, inputs, version, outputs, request_id, parameters, timeout_s, metadata, datatypes
-    )
+    request, timeout_s = await _request(client, model, inputs, version, timeout_s, metadata, **asked)
     try:
         return await client._infer(request, timeout_s, metadata, turn)
     except InferenceError as error:
@@ -95,7 +97,7 @@ async def ask(
 
 
 async def stream_infer(
-    self: BaseClient,
+    self: Client,
     model: str,
     inputs: Inputs,
     *,
@@ -120,9 +122,8 @@ async def stream_infer(
     isn't closed at once by leaving the loop early: use `contextlib.aclosing`. Cancelling the task that awaits an answer
     cancels the request. The stream is the request's own, also with `transport="stream"`.
     """
-    request, timeout_s = await _request(
-        self, model, inputs, version, outputs, request_id, parameters, timeout_s, metadata, datatypes
-    )
+    asked: dict[str, Any] = {"outputs": outputs, "request_id": request_id, "parameters": parameters}
+    request, timeout_s = await _request(self, model, inputs, version, timeout_s, metadata, datatypes, **asked)
     enable_empty_final(request)
     try:
         async with aclosing(self._answers(request, timeout_s, metadata)) as answers:
@@ -134,7 +135,7 @@ async def stream_infer(
 
 
 async def generate(
-    self: BaseClient,
+    self: Client,
     model: str,
     prompt: str | npt.ArrayLike,
     *,
@@ -165,20 +166,41 @@ async def generate(
             yield generation_chunk(result)
 
 
-async def server_live(self: BaseClient, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
+def sequence(
+    self: BaseClient[S],
+    model: str,
+    id: SequenceId | None = None,
+    *,
+    version: str = "",
+    outputs: Sequence[str] = (),
+    parameters: Parameters | None = None,
+    metadata: Metadata = (),
+) -> S:
+    """A sequence of requests that share state in the server, as a context: `with client.sequence("m") as sequence:`
+    and then `sequence.infer(inputs)` for each step, with `last=True` for the last one; `async with` and `await` for the
+    asyncio client. See `InferenceSequence` and `AsyncInferenceSequence`.
+
+    `id` is an integer or text that no other client uses at the same time; by default, the client takes a fresh
+    integer. The other arguments are those of each step's `infer`. Nothing is sent before the first step.
+    """
+    infer = partial(ask, self, model, version=version, outputs=outputs, metadata=metadata)
+    return self._new_sequence(infer, self._bound_s, next(self._sequence_ids) if id is None else id, parameters)
+
+
+async def server_live(self: Client, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
     """Whether the server says it is alive."""
     live: bool = (await self._call("ServerLive", pb.ServerLiveRequest(), timeout_s, metadata)).live
     return live
 
 
-async def server_ready(self: BaseClient, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
+async def server_ready(self: Client, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
     """Whether the server says it can take requests for its models."""
     ready: bool = (await self._call("ServerReady", pb.ServerReadyRequest(), timeout_s, metadata)).ready
     return ready
 
 
 async def model_ready(
-    self: BaseClient, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    self: Client, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
 ) -> bool:
     """Whether the model can take requests. For unknown models, some servers answer False, others raise NotFound."""
     request = pb.ModelReadyRequest(**named(model, version))
@@ -186,14 +208,14 @@ async def model_ready(
     return ready
 
 
-async def server_metadata(self: BaseClient, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> ServerMetadata:
+async def server_metadata(self: Client, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> ServerMetadata:
     """The server's name, version and protocol extensions."""
     found = await self._call("ServerMetadata", pb.ServerMetadataRequest(), timeout_s, metadata)
     return ServerMetadata(found.name, found.version, tuple(found.extensions))
 
 
 async def model_metadata(
-    self: BaseClient, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    self: Client, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
 ) -> ModelMetadata:
     """The model's versions, platform, inputs and outputs."""
     found = await self._call("ModelMetadata", pb.ModelMetadataRequest(**named(model, version)), timeout_s, metadata)
@@ -205,7 +227,7 @@ async def model_metadata(
 
 
 async def model_config(
-    self: BaseClient, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    self: Client, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
 ) -> ModelConfig:
     """How the model is served: Triton's message, with nothing left open. Not all servers have this extension."""
     request = pb.ModelConfigRequest(**named(model, version))
@@ -214,7 +236,7 @@ async def model_config(
 
 
 async def describe(
-    self: BaseClient, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    self: Client, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
 ) -> ModelDescription:
     """What the model takes and returns, how it is batched, where it runs and, of a pipeline, its steps. Makes two calls
     within one timeout; of a server without ModelConfig it tells only what the first says."""
@@ -229,7 +251,7 @@ async def describe(
 
 
 async def models(
-    self: BaseClient, *, ready_only: bool = False, timeout_s: Timeout = ..., metadata: Metadata = ()
+    self: Client, *, ready_only: bool = False, timeout_s: Timeout = ..., metadata: Metadata = ()
 ) -> tuple[IndexEntry, ...]:
     """The state of each version of each model, in order; with `ready_only`, of those that serve. Not all servers have
     this extension of Triton's."""
@@ -238,21 +260,19 @@ async def models(
 
 
 async def repository_index(
-    self: BaseClient, *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    self: Client, *, timeout_s: Timeout = ..., metadata: Metadata = ()
 ) -> tuple[IndexEntry, ...]:
     """The same as `models`, in the server's own order."""
     return await _index(self, False, timeout_s, metadata)
 
 
-async def _index(
-    client: BaseClient, ready_only: bool, timeout_s: Timeout, metadata: Metadata
-) -> tuple[IndexEntry, ...]:
+async def _index(client: Client, ready_only: bool, timeout_s: Timeout, metadata: Metadata) -> tuple[IndexEntry, ...]:
     request = pb.RepositoryIndexRequest(ready=ready_only)
     found = await client._call("RepositoryIndex", request, timeout_s, metadata)
     return tuple(IndexEntry(each.name, each.version, each.state, each.reason) for each in found.models)
 
 
-async def health(self: BaseClient, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
+async def health(self: Client, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
     """The name of a grpc.health.v1 status, such as SERVING; an empty service means the whole server. Raises NotFound
     for an unknown service."""
     request = health_pb2.HealthCheckRequest(service=checked_text("service", service))
@@ -263,7 +283,7 @@ async def health(self: BaseClient, service: str = "", *, timeout_s: Timeout = ..
         raise ResponseError(f"the health service answered with an unknown status: {status}") from error
 
 
-async def wait_ready(self: BaseClient, timeout_s: float) -> None:
+async def wait_ready(self: Client, timeout_s: float) -> None:
     """Returns once the server is reachable and ready. Raises DeadlineExceeded after `timeout_s` seconds.
 
     Asks again after UNAVAILABLE, DEADLINE_EXCEEDED and "not ready", with pauses of 50 ms to 1 s; other errors are
@@ -284,16 +304,14 @@ async def wait_ready(self: BaseClient, timeout_s: float) -> None:
 
 
 async def _request(
-    client: BaseClient,
+    client: Client,
     model: str,
     inputs: Inputs,
     version: str,
-    outputs: Sequence[str],
-    request_id: str,
-    parameters: Parameters | None,
     timeout_s: Timeout,
     metadata: Metadata,
     datatypes: Mapping[str, str] | None,
+    **more: Any,
 ) -> tuple[pb.ModelInferRequest, Timeout]:
     """The request for `infer`'s arguments, and what is left of the timeout."""
     if plain := plain_inputs(inputs, datatypes):
@@ -301,13 +319,4 @@ async def _request(
         known = await client._datatypes_of(model, version, timeout_s, metadata)
         datatypes = {**{name: known[name] for name in plain if name in known}, **(datatypes or {})}
         timeout_s = client._left_s(timeout_s, monotonic() - began_s)
-    request = infer_request(
-        model,
-        inputs,
-        version=version,
-        outputs=outputs,
-        request_id=request_id,
-        parameters=parameters,
-        datatypes=datatypes,
-    )
-    return request, timeout_s
+    return infer_request(model, inputs, version=version, datatypes=datatypes, **more), timeout_s

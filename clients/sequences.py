@@ -18,13 +18,12 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Generator,
     Iterable,
     Mapping,
 )
 from typing import Any, ClassVar, Final, Self
 
-from paceline.clients.base import Timeout, blocking
+from paceline.clients.base import Timeout, blocking, blocking_each
 from paceline.clients.errors import SequenceLost, no_answer
 from paceline.clients.messages import InferResult, Inputs, Parameters, checked_text
 
@@ -128,6 +127,25 @@ async def infer(
         turn.end()
 
 
+async def infer_all(
+    self: _Sequence,
+    steps: Iterable[Inputs] | AsyncIterable[Inputs],
+    *,
+    timeout_s: Timeout = ...,
+    datatypes: Mapping[str, str] | None = None,
+) -> AsyncGenerator[InferResult, None]:
+    """Sends all steps, ends the sequence with the last of them, and yields their answers. Each step is sent once the
+    next one, or the end, is known. `timeout_s` and `datatypes` are those of each step. Only the asyncio client takes
+    steps from an asynchronous iterable."""
+    waiting: list[Inputs] = []
+    async for step in _each(steps):
+        if waiting:
+            yield await infer(self, waiting.pop(), timeout_s=timeout_s, datatypes=datatypes)
+        waiting.append(step)
+    if waiting:
+        yield await infer(self, waiting.pop(), last=True, timeout_s=timeout_s, datatypes=datatypes)
+
+
 class InferenceSequence(_Sequence):
     """A sequence of the blocking client, made by its `sequence()`: `infer` sends a step and returns its answer.
 
@@ -153,6 +171,7 @@ class InferenceSequence(_Sequence):
     _new_lock = threading.Lock
 
     infer = blocking(infer)
+    infer_all = blocking_each(infer_all)
 
     def __enter__(self) -> Self:
         return self
@@ -165,19 +184,6 @@ class InferenceSequence(_Sequence):
         if not self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             raise no_answer(timeout_s or 0.0)
         return None if timeout_s is None else timeout_s - (time.monotonic() - began_s)
-
-    def infer_all(
-        self, steps: Iterable[Inputs], *, timeout_s: Timeout = ..., datatypes: Mapping[str, str] | None = None
-    ) -> Generator[InferResult, None, None]:
-        """Sends all steps, ends the sequence with the last of them, and yields their answers. Each step is sent once
-        the next one, or the end, is known. `timeout_s` and `datatypes` are those of each step."""
-        waiting: list[Inputs] = []
-        for step in steps:
-            if waiting:
-                yield self.infer(waiting.pop(), timeout_s=timeout_s, datatypes=datatypes)
-            waiting.append(step)
-        if waiting:
-            yield self.infer(waiting.pop(), last=True, timeout_s=timeout_s, datatypes=datatypes)
 
 
 class AsyncInferenceSequence(_Sequence):
@@ -195,6 +201,7 @@ class AsyncInferenceSequence(_Sequence):
     _new_lock = asyncio.Lock
 
     infer = infer
+    infer_all = infer_all
 
     async def __aenter__(self) -> Self:
         return self
@@ -204,23 +211,6 @@ class AsyncInferenceSequence(_Sequence):
 
     async def _acquire(self, timeout_s: float | None) -> float | None:
         return await _within(timeout_s, self._lock.acquire())
-
-    async def infer_all(
-        self,
-        steps: Iterable[Inputs] | AsyncIterable[Inputs],
-        *,
-        timeout_s: Timeout = ...,
-        datatypes: Mapping[str, str] | None = None,
-    ) -> AsyncGenerator[InferResult, None]:
-        """Sends all steps, ends the sequence with the last of them, and yields their answers. Each step is sent once
-        the next one, or the end, is known. `timeout_s` and `datatypes` are those of each step."""
-        waiting: list[Inputs] = []
-        async for step in _each(steps):
-            if waiting:
-                yield await self.infer(waiting.pop(), timeout_s=timeout_s, datatypes=datatypes)
-            waiting.append(step)
-        if waiting:
-            yield await self.infer(waiting.pop(), last=True, timeout_s=timeout_s, datatypes=datatypes)
 
 
 class StepTurn:

@@ -7,8 +7,7 @@ and its asyncio twin in aio.py.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
@@ -19,12 +18,12 @@ from paceline.clients.answers import Answers
 from paceline.clients.base import BaseClient, Timeout, blocking, blocking_each
 from paceline.clients.connection import Metadata
 from paceline.clients.errors import rpc_failure
-from paceline.clients.messages import InferResult, Parameters, infer_result
-from paceline.clients.sequences import InferenceSequence, SequenceId
+from paceline.clients.messages import InferResult, infer_result
+from paceline.clients.sequences import InferenceSequence
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 
-class InferenceClient(BaseClient):
+class InferenceClient(BaseClient[InferenceSequence]):
     """Calls a server of the Open Inference Protocol (KServe v2) over gRPC and waits for the answer.
 
     The constructor's arguments are those of `BaseClient`. Every method raises `clients.errors.InferenceError` or a
@@ -35,10 +34,12 @@ class InferenceClient(BaseClient):
     """
 
     _transport: ClassVar[ModuleType] = grpc
+    _new_sequence = InferenceSequence
 
     infer = blocking(methods.infer)
     stream_infer = blocking_each(methods.stream_infer)
     generate = blocking_each(methods.generate)
+    sequence = methods.sequence
     server_live = blocking(methods.server_live)
     server_ready = blocking(methods.server_ready)
     model_ready = blocking(methods.model_ready)
@@ -57,25 +58,6 @@ class InferenceClient(BaseClient):
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    def sequence(
-        self,
-        model: str,
-        id: SequenceId | None = None,
-        *,
-        version: str = "",
-        outputs: Sequence[str] = (),
-        parameters: Parameters | None = None,
-        metadata: Metadata = (),
-    ) -> InferenceSequence:
-        """A sequence of requests that share state in the server, as a context: `with client.sequence("m") as sequence:`
-        and then `sequence.infer(inputs)` for each step, with `last=True` for the last one. See `InferenceSequence`.
-
-        `id` is an integer or text that no other client uses at the same time; by default, the client takes a fresh
-        integer. The other arguments are those of each step's `infer`. Nothing is sent before the first step.
-        """
-        infer = partial(methods.ask, self, model, version=version, outputs=outputs, metadata=metadata)
-        return InferenceSequence(infer, self._bound_s, next(self._sequence_ids) if id is None else id, parameters)
 
     def close(self) -> None:
         """Ends the connection; calls still in flight raise Cancelled. Closing twice does nothing."""

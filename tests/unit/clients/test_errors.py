@@ -52,7 +52,11 @@ def test_inference_error_survives_pickling() -> None:
 
 
 def test_tree_every_class_is_a_client_error_and_exported() -> None:
-    classes = {name: each for name, each in vars(errors).items() if isinstance(each, type) and name in errors.__all__}
+    classes = {
+        name: each
+        for name, each in vars(errors).items()
+        if getattr(each, "__module__", "") == errors.__name__ and isinstance(each, type)
+    }
     assert all(issubclass(each, errors.ClientError) for each in classes.values())
     assert set(NAMED.values()) <= set(classes.values())
     assert {name for name in classes if name not in clients.__all__} == set()
