@@ -11,7 +11,6 @@ user gave can't be used; either way one line on stderr.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from paceline.clients.messages import InferResult, ParameterValue
 from paceline.clients.options import (
     ConnectionOptions,
     access_options,
+    check_writable,
     one_line,
     one_line_errors,
     server_option,
@@ -225,9 +225,7 @@ def _refuse_contradictions(
         raise InputError("--concurrency needs --repeat")
     if save is not None and save.suffix != ".npz":
         raise InputError(f"--save {save}: expected a name that ends in .npz, the one format there is")
-    # Checked before the model computes anything. If writing fails after all, that is reported later.
-    if save is not None and not os.access(save if save.exists() else save.absolute().parent, os.W_OK):
-        raise InputError(f"--save {save}: expected a file that can be written, in an existing folder")
+    check_writable("--save", save)
 
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from paceline.clients.casting import Array
 from paceline.clients.errors import ResponseError
-from paceline.clients.messages import InferResult, Parameters, ParameterValue
+from paceline.clients.messages import InferResult, Inputs, Parameters, ParameterValue
 
 GenerationParameter = ParameterValue | Sequence[str] | None
 
@@ -45,8 +45,8 @@ class GenerationChunk:
 class GenerationRequest(NamedTuple):
     """Arguments for `stream_infer`."""
 
-    inputs: dict[str, npt.ArrayLike]
-    datatypes: dict[str, str]
+    inputs: Inputs
+    datatypes: Mapping[str, str]
     parameters: Parameters
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -87,6 +87,28 @@ def timeout_option(default_s: float, what: str) -> Callable[[Any], Any]:
     return click.option(
         "--timeout", "timeout_s", type=seconds, default=default_s, show_default=True, metavar="SECONDS", help=what
     )
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Before anything is computed. If writing fails after all, that is reported later. Raises Unusable."""
+    if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise Unusable(f"{option} {path}: expected a file that can be written, in an existing folder")
+
+
+@contextmanager
+def terminal_line(out: TextIO | None) -> Iterator[Callable[[str], None]]:
+    """Yields what shows a text on the terminal `out`, in a line that is gone at the end. If `out` is no terminal,
+    nothing is shown."""
+
+    def write(text: str) -> None:
+        if out is not None and out.isatty():
+            out.write(f"\r{text}\x1b[K")
+            out.flush()
+
+    try:
+        yield write
+    finally:
+        write("")
 
 
 @contextmanager

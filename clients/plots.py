@@ -1,7 +1,7 @@
 """Plots as SVG that a page holds in its own text, and that page: lines, dots and bars. No outside assets, no scripts.
 
 Lives here: drawing, pure: equal numbers give equal text. Must not: know what is drawn. Colours come from the variables
-of `STYLE`, which has them for bright and for dark pages.
+of every page's style, which has them for bright and for dark pages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 from itertools import groupby
 from typing import Final
 
-STYLE: Final = """
+_STYLE: Final = """
 :root { --ink: #1c2430; --dim: #68727f; --rule: #d8dde3; --page: #ffffff; --shade: #f3f5f7;
   --line0: #1b6ca8; --line1: #d1495b; --line2: #2e8b57; --line3: #b8860b; --line4: #6a4c93; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --dim: #98a2ae; --rule: #39414b; --page: #14181d;
@@ -40,7 +40,7 @@ _DOCUMENT: Final = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{title}</title>
+{head}<title>{title}</title>
 <style>
 body {{ margin: 2rem auto; max-width: 50rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif;
   color: var(--ink); background: var(--page); }}
@@ -48,8 +48,10 @@ h1 {{ font-size: 1.5rem; }}
 pre {{ overflow-x: auto; padding: 1rem; border: 1px solid var(--rule); border-radius: 6px; font-size: 13px; }}
 {style}
 </style>
+<main>
 <h1>{title}</h1>
 {parts}
+</main>
 </html>
 """
 
@@ -72,9 +74,11 @@ class Axis:
     ticks: Mapping[float, str] | None = None
 
 
-def document(title: str, parts: Iterable[str], style: str = "") -> str:
-    """A page with these `parts`, which are HTML, below its title; `style` is added to what all pages have."""
-    return _DOCUMENT.format(title=escape(title), style=STYLE + style, parts="\n".join(parts))
+def document(title: str, parts: Iterable[str], style: str = "", refresh_s: int | None = None) -> str:
+    """A page with these `parts`, which are HTML, below its title; `style` is added to what all pages have. A browser
+    renews the page after `refresh_s`."""
+    head = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">\n'
+    return _DOCUMENT.format(title=escape(title), head=head, style=_STYLE + style, parts="\n".join(parts))
 
 
 Level = tuple[str, float]

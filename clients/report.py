@@ -28,7 +28,7 @@ from paceline.clients.casting import Array
 from paceline.clients.errors import InferenceError
 from paceline.clients.generations import GenerationChunk
 from paceline.clients.messages import InferResult
-from paceline.clients.options import printable
+from paceline.clients.options import printable, terminal_line
 
 Report = Callable[[int, int], None]
 """Told how many calls have ended, and how many nanoseconds that took."""
@@ -200,15 +200,6 @@ def outcome_json(outcome: Outcome) -> str:
 
 @contextmanager
 def progress_line(out: TextIO | None, repeat: int) -> Iterator[Report]:
-    """Yields what shows the progress of `repeat` calls on the terminal `out`, in a line that is gone at the end. If
-    `out` is no terminal, nothing is shown."""
-
-    def write(text: str) -> None:
-        if out is not None and out.isatty():
-            out.write(f"\r{text}\x1b[K")
-            out.flush()
-
-    try:
+    """Yields what shows the progress of `repeat` calls on the terminal `out`."""
+    with terminal_line(out) as write:
         yield lambda done, elapsed_ns: write(f"{done} of {repeat}  {done / (elapsed_ns / 1e9):.1f} requests/s")
-    finally:
-        write("")

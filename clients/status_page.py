@@ -12,35 +12,34 @@ from html import escape
 from typing import Final
 
 from paceline.clients.options import printable
-from paceline.clients.plots import STYLE, sparkline
+from paceline.clients.plots import document, sparkline
 from paceline.clients.snapshots import Activity, Interval, Version
 from paceline.clients.top_table import NONE, rate_text, summary, time_text
 
 _PLOTTED: Final = 30
 """Models with plots; of hundreds, a page would have megabytes."""
-_STYLE: Final = f"""{STYLE}
-body {{ margin: 1.5rem auto; max-width: 72rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif;
-  color: var(--ink); background: var(--page); }}
-h1 {{ margin: 0; font-size: 1.4rem; }}
-h2 {{ margin: 2rem 0 .5rem; font-size: 1.1rem; }}
-h1, h2 {{ overflow-wrap: anywhere; }}
-small, .dim, caption, figcaption {{ color: var(--dim); font-size: 13px; font-weight: normal; }}
-.bad {{ color: var(--line1); font-weight: 600; }}
-.scroll {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }}
-caption {{ text-align: left; padding: .5rem 0; }}
-th, td {{ padding: .3rem 0 .3rem .7rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }}
-thead th {{ color: var(--dim); font-size: 13px; font-weight: normal; vertical-align: bottom; white-space: normal; }}
-th:first-child {{ padding-left: 0; text-align: left; }}
-a {{ color: inherit; }}
-.plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(10.5rem, 1fr)); gap: .75rem; }}
-figure {{ display: flex; flex-direction: column; margin: 0; padding: .4rem .6rem; border: 1px solid var(--rule);
-  border-radius: 6px; }}
-figcaption, figure p {{ display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 .3rem; }}
-figure p {{ flex-grow: 1; margin: 0 0 .2rem; font-size: 12.5px; font-weight: 600; font-variant-numeric: tabular-nums; }}
-figure span {{ white-space: nowrap; }}
-figure p small {{ font-size: 12px; }}
-.key {{ width: .6rem; height: .6rem; margin-right: .2rem; stroke-width: 10; }}
+_STYLE: Final = """
+body { margin: 1.5rem auto; max-width: 72rem; }
+h1 { margin: 0; font-size: 1.4rem; }
+h2 { margin: 2rem 0 .5rem; font-size: 1.1rem; }
+h1, h2 { overflow-wrap: anywhere; }
+small, .dim, caption, figcaption { color: var(--dim); font-size: 13px; font-weight: normal; }
+.bad { color: var(--line1); font-weight: 600; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+caption { text-align: left; padding: .5rem 0; }
+th, td { padding: .3rem 0 .3rem .7rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+thead th { color: var(--dim); font-size: 13px; font-weight: normal; vertical-align: bottom; white-space: normal; }
+th:first-child { padding-left: 0; text-align: left; }
+a { color: inherit; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(10.5rem, 1fr)); gap: .75rem; }
+figure { display: flex; flex-direction: column; margin: 0; padding: .4rem .6rem; border: 1px solid var(--rule);
+  border-radius: 6px; }
+figcaption, figure p { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 .3rem; }
+figure p { flex-grow: 1; margin: 0 0 .2rem; font-size: 12.5px; font-weight: 600; font-variant-numeric: tabular-nums; }
+figure span { white-space: nowrap; }
+figure p small { font-size: 12px; }
+.key { width: .6rem; height: .6rem; margin-right: .2rem; stroke-width: 10; }
 """
 
 
@@ -95,22 +94,11 @@ _PLOTS: Final = (
 def status_page(intervals: Sequence[Interval], title: str, at: str, refresh_s: int | None = None) -> str:
     """The whole page, of consecutive `intervals`; the last one's numbers are in a table. `at` says when that ended. A
     browser renews the page after `refresh_s`."""
-    refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">\n'
-    return f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-{refresh}<title>{escape(title)}</title>
-<style>{_STYLE}</style>
-<main>
-<h1>{escape(title)}</h1>
-{_whole(intervals, at) if intervals else f"<p>{escape(at)}: there are no numbers yet.</p>"}
-</main>
-</html>
-"""
+    parts = _whole(intervals, at) if intervals else [f"<p>{escape(at)}: there are no numbers yet.</p>"]
+    return document(title, parts, _STYLE, refresh_s)
 
 
-def _whole(intervals: Sequence[Interval], at: str) -> str:
+def _whole(intervals: Sequence[Interval], at: str) -> list[str]:
     now, began_s = intervals[-1], intervals[0].taken_s - (intervals[0].seconds or 0.0)
     failed = f", {now.failed_models:.0f} models failed to load" if now.failed_models else ""
     state = "dim" if now.ready and not failed else "bad"
@@ -120,7 +108,7 @@ def _whole(intervals: Sequence[Interval], at: str) -> str:
         f"{_span(now.taken_s - began_s)}.</p>",
     ]
     if not now.models:
-        return "\n".join([*parts, "<p>No models.</p>"])
+        return [*parts, "<p>No models.</p>"]
     # In an order that stays from one page to the next.
     versions = sorted(now.models, key=lambda key: (key[0], key[1].zfill(10)))
     busiest = frozenset([*now.models][:_PLOTTED])
@@ -135,7 +123,7 @@ def _whole(intervals: Sequence[Interval], at: str) -> str:
             f'<section id="{id}">\n<h2>{name} <small>version {version}</small></h2>\n'
             f'<div class="plots">\n{plots}\n</div>\n</section>'
         )
-    return "\n".join(parts)
+    return parts
 
 
 def _table(now: Interval, versions: Sequence[Version], ids: Mapping[Version, str]) -> str:

@@ -6,11 +6,10 @@ code 1 when an assertion fails, the server or the connection; 2 when what the us
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -18,7 +17,7 @@ from typing import Any, Final, TextIO
 import click
 
 from paceline.clients.answers import enable_empty_final
-from paceline.clients.generations import generation_request
+from paceline.clients.generations import GenerationRequest, generation_request
 from paceline.clients.inputs import InputError, TypedInputs, parse_parameter, read_inputs, read_steps
 from paceline.clients.load.arrivals import Arrivals, Constant, Poisson
 from paceline.clients.load.assertions import parse_assertion
@@ -28,7 +27,7 @@ from paceline.clients.load.measuring import measure
 from paceline.clients.load.mixture import mixed, parse_mixed_shape, recorded
 from paceline.clients.load.outcome import Outcome
 from paceline.clients.load.page import page
-from paceline.clients.load.printing import outcome_json, outcome_text, verdict_lines, written_time
+from paceline.clients.load.printing import outcome_json, outcome_text, written_time
 from paceline.clients.load.recording import Recording, read_recording
 from paceline.clients.load.regions import in_shared_memory
 from paceline.clients.load.tally import Counts, merged
@@ -38,11 +37,12 @@ from paceline.clients.options import (
     ConnectionOptions,
     Seconds,
     access_options,
+    check_writable,
     one_line_errors,
     server_option,
+    terminal_line,
     timeout_option,
 )
-from paceline.protos.inference_pb2 import ModelInferRequest
 
 _WARMUP_S: Final = 1.0
 _DISTINCT: Final = 64
@@ -212,12 +212,8 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
         heading = f"{model} on {options.server}: {_described(options)}"
         if options.html is not None:
             options.html.write_text(page(outcome, f"Load on {model}", heading, verdicts), encoding="utf-8")
-        if options.form == "json":
-            click.echo(outcome_json(outcome, about, verdicts))
-        else:
-            click.echo(
-                "\n".join([outcome_text(outcome, heading), *([""] if verdicts else []), *verdict_lines(verdicts)])
-            )
+        is_json = options.form == "json"
+        click.echo(outcome_json(outcome, about, verdicts) if is_json else outcome_text(outcome, heading, verdicts))
         if not all(one.holds(value) for one, value in verdicts):
             raise click.exceptions.Exit(click.ClickException.exit_code)
 
@@ -242,54 +238,30 @@ def _refuse_contradictions(options: _Options) -> None:
         raise InputError("--text can't be combined with --input, --requests, --shape or --sequence-length")
     if options.shared_memory and (options.texts or options.sequence_length):
         raise InputError("--shared-memory can't be combined with --text or --sequence-length")
-    # Checked before anything is measured. If writing fails after all, that is reported later.
-    html = options.html
-    if html is not None and not os.access(html if html.exists() else html.absolute().parent, os.W_OK):
-        raise InputError(f"--html {html}: expected a file that can be written, in an existing folder")
+    check_writable("--html", options.html)
 
 
 @contextmanager
 def _messages(
     client: ControlClient, model: str, options: _Options, recording: Recording | None
 ) -> Iterator[tuple[bytes, ...]]:
-    """What is sent, in turn; shared memory that it is in exists as long as the context lasts."""
-    requests = _requests(client.model_metadata(model, options.version), model, options, recording)
-    if options.shared_memory:
-        with in_shared_memory(client, requests) as placed:
-            yield tuple(map(_serialized(options), placed))
-    else:
-        yield tuple(map(_serialized(options), requests))
-
-
-def _serialized(options: _Options) -> Callable[[ModelInferRequest], bytes]:
-    def serialized(request: ModelInferRequest) -> bytes:
-        if options.stream or options.texts:
-            enable_empty_final(request)
-        return request.SerializeToString()
-
-    return serialized
-
-
-def _requests(
-    metadata: ModelMetadata, model: str, options: _Options, recording: Recording | None
-) -> list[ModelInferRequest]:
-    """Raises InputError."""
+    """What is sent, in turn; shared memory that it is in exists as long as the context lasts. Raises InputError."""
+    metadata = client.model_metadata(model, options.version)
     if options.texts:
         known = {tensor.name: tensor.datatype for tensor in metadata.inputs}
         asked = dict(parse_parameter(one, ParameterValue | list) for one in options.parameters)
-        found = [generation_request(text, asked, known) for text in options.texts]
-        return [
-            infer_request(model, one.inputs, version=options.version, outputs=options.outputs,
-                          parameters=one.parameters, datatypes=one.datatypes)
-            for one in found
-        ]  # fmt: skip
-    inputs = _inputs(metadata, options, recording)
-    parameters = dict(map(parse_parameter, options.parameters))
-    return [
-        infer_request(model, one.arrays, version=options.version, outputs=options.outputs,
-                      parameters=parameters, datatypes=one.datatypes)
-        for one in inputs
-    ]  # fmt: skip
+        contents = [generation_request(text, asked, known) for text in options.texts]
+    else:
+        parameters = dict(map(parse_parameter, options.parameters))
+        found = _inputs(metadata, options, recording)
+        contents = [GenerationRequest(one.arrays, one.datatypes, parameters) for one in found]
+    requests = [
+        infer_request(model, version=options.version, outputs=options.outputs, **one._asdict()) for one in contents
+    ]
+    with in_shared_memory(client, requests) if options.shared_memory else nullcontext(requests) as placed:
+        for request in placed if options.stream or options.texts else ():
+            enable_empty_final(request)
+        yield tuple(request.SerializeToString() for request in placed)
 
 
 def _inputs(metadata: ModelMetadata, options: _Options, recording: Recording | None) -> list[TypedInputs]:
@@ -383,12 +355,7 @@ def _described(options: _Options) -> str:
 
 @contextmanager
 def _progress(out: TextIO | None) -> Iterator[Callable[[Sequence[Counts], float], None]]:
-    """Shows the last second on a terminal, in a line that is gone at the end."""
-
-    def write(text: str) -> None:
-        if out is not None and out.isatty():
-            out.write(f"\r{text}\x1b[K")
-            out.flush()
+    """Shows the last second on a terminal."""
 
     def show(slices: Sequence[Counts], slice_s: float) -> None:
         last = max(1, round(1 / slice_s))
@@ -397,7 +364,5 @@ def _progress(out: TextIO | None) -> Iterator[Callable[[Sequence[Counts], float]
         p99 = written_time(recent.latencies.percentile_ns(99))
         write(f"{len(slices) * slice_s:.0f} s  {rate:.1f} requests/s  p99 {p99}  {recent.failed} errors")
 
-    try:
+    with terminal_line(out) as write:
         yield show
-    finally:
-        write("")

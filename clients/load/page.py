@@ -14,7 +14,7 @@ from typing import Final
 
 from paceline.clients.load.histogram import Histogram
 from paceline.clients.load.outcome import Outcome
-from paceline.clients.load.printing import Verdict, outcome_text, verdict_lines
+from paceline.clients.load.printing import Verdict, outcome_text
 from paceline.clients.load.tally import blocks
 from paceline.clients.plots import Axis, bars, document, lines
 
@@ -35,8 +35,8 @@ def page(outcome: Outcome, title: str, heading: str, verdicts: Sequence[Verdict]
     if served is not None and served.executions:
         by_rows = {str(rows): float(count) for rows, count in served.executions.items()}
         parts.append(bars("Batches by their rows", Axis("rows"), Axis(""), by_rows))
-    text = "\n".join([outcome_text(outcome, heading), *([""] if verdicts else []), *verdict_lines(verdicts)])
-    return document(title, [f"<pre>{escape(text)}</pre>", *parts], "pre { white-space: pre-wrap; }")
+    text = escape(outcome_text(outcome, heading, verdicts))
+    return document(title, [f"<pre>{text}</pre>", *parts], "pre { white-space: pre-wrap; }")
 
 
 def _over_time(outcome: Outcome, what: str) -> str:

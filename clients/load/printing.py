@@ -27,15 +27,22 @@ def written_time(ns: float | None) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
-def outcome_text(outcome: Outcome, heading: str) -> str:
-    """A few lines: what was sent, how fast answers came, what failed, the server's own figures, the generator's."""
+def outcome_text(outcome: Outcome, heading: str, verdicts: Sequence[Verdict] = ()) -> str:
+    """A few lines: what was sent, how fast answers came, what failed, the server's own figures, the generator's; which
+    assertions hold."""
     total, measured = outcome.total, outcome.measured
     rows = [
         ("measured", _measured(outcome)),
         ("throughput", _with_interval(f"{total.answered / measured.seconds:.1f} requests/s", outcome)),
         ("latency", _times(total.latencies)),
     ]
-    rows += [("", line) for line in _latency_intervals(outcome)]
+    intervals = [
+        f"p{percent:g} {written_time(one[0])} to {written_time(one[1])}"
+        for percent, one in outcome.latency_intervals.items()
+        if one is not None
+    ]
+    if intervals:
+        rows.append(("", f"95 %: {'  '.join(intervals)}"))
     if outcome.has_many_answers:
         what = "tokens" if total.tokens else "answers"
         rows.append(("first answer", _times(total.first)))
@@ -48,7 +55,8 @@ def outcome_text(outcome: Outcome, heading: str) -> str:
     rows.append(("server", _served(outcome)))
     rows.append(("generator", _generator(outcome)))
     rows += [("caution", doubt) for doubt in outcome.doubts()]
-    return "\n".join([heading, "", *(f"{name:<14}{text}".rstrip() for name, text in rows)])
+    lines = [heading, "", *(f"{name:<14}{text}".rstrip() for name, text in rows)]
+    return "\n".join([*lines, *([""] if verdicts else []), *map(_verdict_line, verdicts)])
 
 
 def _measured(outcome: Outcome) -> str:
@@ -67,18 +75,6 @@ def _times(histogram: Histogram) -> str:
         return "-"
     parts = [f"p{percent:g} {written_time(histogram.percentile_ns(percent))}" for percent in PERCENTS]
     return "  ".join([f"mean {written_time(histogram.mean_ns)}", *parts, f"max {written_time(histogram.longest_ns)}"])
-
-
-def _latency_intervals(outcome: Outcome) -> Sequence[str]:
-    found = {percent: one for percent, one in outcome.latency_intervals.items() if one is not None}
-    if not found:
-        return []
-    return [
-        "95 %: "
-        + "  ".join(
-            f"p{percent:g} {written_time(low)} to {written_time(high)}" for percent, (low, high) in found.items()
-        )
-    ]
 
 
 def _served(outcome: Outcome) -> str:
@@ -102,29 +98,17 @@ def _generator(outcome: Outcome) -> str:
     return ", ".join(parts)
 
 
-def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """One for each assertion."""
-    return [
-        f"{'holds' if assertion.holds(value) else 'FAILS'}  {assertion.text}  (got {_value(assertion, value)})"
-        for assertion, value in verdicts
-    ]
-
-
-def _value(assertion: Assertion, value: float | None) -> str:
-    if value is None:
-        return "none"
-    return written_time(value) if assertion.is_duration else f"{value:.6g}"
+def _verdict_line(verdict: Verdict) -> str:
+    assertion, value = verdict
+    got = "none" if value is None else written_time(value) if assertion.is_duration else f"{value:.6g}"
+    return f"{'holds' if assertion.holds(value) else 'FAILS'}  {assertion.text}  (got {got})"
 
 
 def outcome_json(outcome: Outcome, about: Mapping[str, Any], verdicts: Sequence[Verdict]) -> str:
-    return json.dumps(document(outcome, about, verdicts))
-
-
-def document(outcome: Outcome, about: Mapping[str, Any], verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Everything that is known; what there is none of is null."""
     total, measured = outcome.total, outcome.measured
     served = outcome.served
-    return {
+    document = {
         **about,
         "seconds": measured.seconds,
         "stable": measured.period.is_stable,
@@ -162,6 +146,7 @@ def document(outcome: Outcome, about: Mapping[str, Any], verdicts: Sequence[Verd
         "doubts": list(outcome.doubts()),
         "assertions": [{"text": assertion.text, "holds": assertion.holds(value)} for assertion, value in verdicts],
     }
+    return json.dumps(document)
 
 
 def _times_ms(histogram: Histogram) -> dict[str, float] | None:
