@@ -71,7 +71,7 @@ class _OnDemand(Sequence[Array]):
 class Packed(_OnDemand):
     """The tensors that `layout` describes, at `starts` in `data`. As a sequence, read-only views of `data`."""
 
-    data: bytes
+    data: bytes | memoryview
     layout: PackedLayout
     starts: tuple[int, ...]
     _arrays: tuple[Array, ...] | None = field(init=False, default=None)
@@ -80,7 +80,7 @@ class Packed(_OnDemand):
         """Shape and bytes of a tensor."""
         _, shape, size_bytes = self.layout.tensors[index]
         start = self.starts[index]
-        return shape, self.data[start : start + size_bytes]
+        return shape, bytes(self.data[start : start + size_bytes])
 
     @property
     def arrays(self) -> tuple[Array, ...]:

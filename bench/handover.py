@@ -27,7 +27,6 @@ from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.wire_request import AnyRequest, RequestReader
 from paceline.server.fronts.inference import RemoteInference, Replies
-from paceline.server.fronts.protocol import Handles, LookUp
 from paceline.server.fronts.session import FrontSession
 from paceline.server.models.layout import Layout
 from paceline.server.models.load_queue import LoadQueue
@@ -101,14 +100,12 @@ async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, 
     await repository.load_all(layout.models())
     inference = Inference(repository)
     inference.serving = True
-    handles, models = Handles(), LookUp()
-    models.update(handles.update(repository.served))
     here, remote = Link.pair(2**28)
     there = Link.join(remote)
     replies = Replies(there)
-    FrontSession(here, inference, handles, {}, lambda port, why: None, lambda: None, RequestReader()).start()
+    FrontSession(here, inference, repository, {}, lambda port, why: None, lambda: None, RequestReader()).start()
     there.start(lambda messages: notify([one for one in map(replies.on_message, messages) if one]), lambda: None)
-    front = RemoteInference(there, replies, models)
+    front = RemoteInference(replies)
     rows = []
     for floats in _FLOATS:
         data = infer_request(f"m{floats}", {"INPUT0": np.ones((1, floats), np.float32)}).SerializeToString()

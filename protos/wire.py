@@ -21,6 +21,8 @@ from google.protobuf.message import DecodeError, Message
 from paceline.protos.inference_pb2 import InferParameter, InferTensorContents
 
 MessageT = TypeVar("MessageT", bound=Message)
+Data: TypeAlias = bytes | memoryview
+"""A serialized message, maybe in memory that another process has written: read-only, a byte each."""
 
 _DELIMITED: Final = 2
 # Field number and wire type, as every field of these messages has it.
@@ -76,11 +78,11 @@ class StepFields(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
     # hot path: see bench/
-    def values(self, data: bytes) -> tuple[int | str, bool, bool]:
+    def values(self, data: Data) -> tuple[int | str, bool, bool]:
         """The id, an integer without a sign or a text, whether the step is the first, and whether it is the last.
         Raises ValueError for what is to be left to protobuf."""
         begin, end = self.id
-        sequence = data[begin:end].decode() if self.text else _number(data[begin:end])
+        sequence = str(data[begin:end], "utf-8") if self.text else _number(bytes(data[begin:end]))
         starts, ends = self.start_at and data[self.start_at], self.end_at and data[self.end_at]
         if starts > 1 or ends > 1:
             raise ValueError("not a bool as it is usually written")
@@ -114,7 +116,7 @@ class RequestFields(NamedTuple):
 
 
 # hot path: see bench/
-def scan_request(data: bytes) -> RequestFields | None:
+def scan_request(data: Data) -> RequestFields | None:
     """The fields of a ModelInferRequest that has them in the order of their numbers, as serializers write them. None
     for anything else, valid or not, and for one with very many fields. Linear in the number of fields, whatever their
     sizes."""
@@ -159,13 +161,13 @@ def scan_request(data: bytes) -> RequestFields | None:
     if parameters:
         return _with_step(data, parameters, (id_at, id_value_at, id_end), signature_end, raw)
     if id_end:
-        signature = data[:id_at] + data[id_end:signature_end]
-        return RequestFields(signature, data[id_value_at:id_end], id_value_at, raw, None)
-    return RequestFields(data[:signature_end], b"", 0, raw, None)
+        signature = bytes(data[:id_at]) + data[id_end:signature_end]
+        return RequestFields(signature, bytes(data[id_value_at:id_end]), id_value_at, raw, None)
+    return RequestFields(bytes(data[:signature_end]), b"", 0, raw, None)
 
 
 def _with_step(
-    data: bytes,
+    data: Data,
     parameters: Sequence[tuple[int, int, int]],
     id_place: tuple[int, int, int],
     signature_end: int,
@@ -180,7 +182,7 @@ def _with_step(
         for start, entry_at, end in parameters:
             key_at, key_end = _content(data, entry_at, _KEY_TAG)
             value_at, value_end = _content(data, key_end, _VALUE_TAG)
-            key = data[key_at:key_end]
+            key = bytes(data[key_at:key_end])
             if value_end != end:
                 return None
             if key not in _STEP_KEYS:
@@ -205,10 +207,10 @@ def _with_step(
     if found:
         places = [found.get(key, (0, 0)) for key in _STEP_KEYS]
         step = StepFields(places[0], text, places[1][0], places[2][0], tuple(found.values()))
-    return RequestFields(b"".join(pieces), data[id_value_at:id_end], id_value_at, raw, step)
+    return RequestFields(b"".join(pieces), bytes(data[id_value_at:id_end]), id_value_at, raw, step)
 
 
-def _content(data: bytes, at: int, tag: int) -> tuple[int, int]:
+def _content(data: Data, at: int, tag: int) -> tuple[int, int]:
     """Where the content of the field at `at` begins and ends. Raises IndexError if the field has another tag."""
     if data[at] != tag:
         raise IndexError
@@ -216,7 +218,7 @@ def _content(data: bytes, at: int, tag: int) -> tuple[int, int]:
     return start, start + length
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: Data, at: int) -> tuple[int, int]:
     """The varint at `at`, and where it ends. Raises IndexError if there is none."""
     value = 0
     for number in range(_LONGEST_VARINT):

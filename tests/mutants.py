@@ -317,10 +317,10 @@ MUTANTS = (
         _FRONTS,
     ),
     Mutant(
-        "an answer that is sent whole gets half of a front's memory",
+        "an answer that has no room in a front's memory is refused",
         "server/fronts/session.py",
-        "        if len(data) > self.link.size_bytes // 2:\n",
-        "        if len(data) > self.link.size_bytes:\n",
+        "for one in pieces) > self.link.size_bytes:\n",
+        "for one in pieces) > 2 * self.link.size_bytes:\n",
         _FRONTS,
     ),
     Mutant(

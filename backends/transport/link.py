@@ -171,12 +171,12 @@ class Link(End):
         self._loop.add_reader(self._socket.fileno(), self._receive)
 
     # hot path
-    def pack(self, arrays: Sequence[Array]) -> Parcel | None:
+    def pack(self, arrays: Sequence[Array], shift_bytes: int = 0) -> Parcel | None:
         """Copy `arrays` to where the other end finds them. None if this end's memory has no room now.
 
-        The parcel must be sent, and unpacked there. Raises as `parcel.pack`.
+        The parcel must be sent, and unpacked there. `shift_bytes`, and what this raises: as of `parcel.pack`.
         """
-        return pack(arrays, self._own)
+        return pack(arrays, self._own, shift_bytes=shift_bytes)
 
     # hot path
     def unpack(self, parcel: Parcel) -> tuple[Array, ...]:

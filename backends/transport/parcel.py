@@ -92,16 +92,18 @@ def pack(
     memory: SharedRegion,
     there: Mapping[int, Place] = _NOWHERE,
     inline_bytes: int = _INLINE_BYTES,
+    shift_bytes: int = 0,
 ) -> Parcel | None:
     """A parcel of copies of `arrays`, of which it contains those of up to `inline_bytes`. Its place is taken until its
     start is freed. None if there is no room. Arrays whose `id` is in `there` are at that place of `memory` already, and
-    aren't copied.
+    aren't copied. The first one in memory begins `shift_bytes` after a multiple of ALIGNMENT, so that what is aligned
+    is something in it.
 
     Raises TypeError or ValueError for elements of object arrays that aren't `bytes`, or have 4 GiB or more.
     """
     tensors: list[Tensor] = []
     large: list[tuple[int, Array]] = []
-    size = 0
+    size = shift_bytes
     for array in arrays:
         if array is MISSING:
             tensors.append(None)
@@ -126,11 +128,6 @@ def pack(
     for offset, data in large:
         memory.array(start + offset, data.dtype, data.shape)[...] = data
     return start, size, tuple(tensors)
-
-
-def is_inline(arrays: Sequence[Array]) -> bool:
-    """Whether `pack` needs no room for `arrays`, as far as that can be told without looking at each element."""
-    return all(one is MISSING or (not one.dtype.hasobject and one.nbytes <= _INLINE_BYTES) for one in arrays)
 
 
 # hot path: 0.5 us for a small tensor, 1.5 us for others

@@ -16,7 +16,7 @@ from paceline.backends.spec import MISSING, Array, ControlKind, ModelSpec, Tenso
 from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.scheduler.errors import NoSequence, SchedulerError
 from paceline.scheduler.request import SequenceStep
-from paceline.server.codec.answers import Answerable, Envelope
+from paceline.server.codec.answers import Answerable, Envelope, Pieces
 from paceline.server.codec.array_request import ArrayAnswer, NamedArray
 from paceline.server.codec.classification import Labels
 from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
@@ -159,6 +159,9 @@ class AdaptingCodec(ModelCodec):
         if self._reshaped_outputs or self._left_out:
             requests = [self._shown(request) for request in requests]
         return super().encode(requests)
+
+    def pieces(self, request: Answerable) -> Pieces:
+        return super().pieces(self._shown(request))
 
     def _shown(self, request: Answerable) -> Answerable:
         """The request with results as its client sees them; itself if nothing is to be changed."""

@@ -35,6 +35,10 @@ _MAX_ID_LENGTHS = 64
 """The most lengths of ids for which a plan keeps some bytes each; callers choose ids."""
 
 
+Pieces: TypeAlias = Sequence[bytes | memoryview]
+"""What a message is joined of."""
+
+
 class Envelope:
     """Wraps an answer in another message, as its field `tag`. The fields `more` are appended to the answer's own.
     Compared by identity: there is one for each way of wrapping."""
@@ -45,9 +49,9 @@ class Envelope:
         self.tag = tag
         self.more = more
 
-    def around(self, response: bytes) -> bytes:
+    def around(self, response: Pieces) -> bytes:
         """The wrapping message, with `response` in it."""
-        return b"".join((self.tag, varint(len(response) + len(self.more)), response, self.more))
+        return b"".join((self.tag, varint(sum(map(len, response)) + len(self.more)), *response, self.more))
 
 
 class Answerable(Protocol):
@@ -81,15 +85,16 @@ class AnswerPlans:
         self._plans = BoundedCache[Hashable, _Plan]()
 
     # hot path: see bench/
-    def answers(self, requests: Iterable[Answerable]) -> list[bytes | None]:
-        """The answer to each request. None to those that want more than raw outputs, and where outputs aren't laid out
-        as on the wire, are too large for a message or for where they belong, or can't be written there."""
-        made: list[bytes | None] = []
+    def pieces(self, requests: Iterable[Answerable]) -> list[Pieces]:
+        """What the answer to each request is joined of; large ones are views of the outputs. Nothing for those that
+        want more than raw outputs, and where outputs aren't laid out as on the wire, are too large for a message or for
+        where they belong, or can't be written there."""
+        made: list[Pieces] = []
         for request in requests:
             options, results, targets = request.options, request.value, request.targets
             assert options is not None
             if not options.plain:
-                made.append(None)
+                made.append(())
                 continue
             if type(results) is not Share:
                 results = Share(Outputs(results), 0, -1)
@@ -102,7 +107,7 @@ class AnswerPlans:
                 if kind not in outputs.notes:
                     outputs.notes[kind] = self._of_batch(options.outputs, outputs, rows, request.envelope, targets)
                 answers = outputs.notes[kind]
-            made.append(answers.answer(request.message.id, results.start) if answers is not None else None)
+            made.append(answers.pieces(request.message.id, results.start) if answers is not None else ())
         return made
 
     def _of_batch(
@@ -235,23 +240,23 @@ class _BatchAnswers:
         self._only = pieces[0] if len(pieces) == 1 else None
 
     # hot path: see bench/
-    def answer(self, request_id: str, row: int) -> bytes | None:
-        """The answer with the share that begins at `row`. Outputs that belong elsewhere are written there; None if
+    def pieces(self, request_id: str, row: int) -> Pieces:
+        """The answer with the share that begins at `row`. Outputs that belong elsewhere are written there; nothing if
         they can't be, or if the message would be too large."""
         name = request_id.encode()
         start = self._starts.get(len(name)) or self._plan.start(len(name))
         if not start or (self._writes and not self._write(row)):
-            return None
+            return ()
         if self._only is not None:
             tag, data, size_bytes, row_bytes = self._only
             begin = row * row_bytes
-            return b"".join((start, name, tag, data[begin : begin + size_bytes], self._more))
+            return start, name, tag, data[begin : begin + size_bytes], self._more
         pieces: list[bytes | memoryview] = [start, name]
         for tag, data, size_bytes, row_bytes in self._pieces:
             begin = row * row_bytes
             pieces += tag, data[begin : begin + size_bytes]
         pieces.append(self._more)
-        return b"".join(pieces)
+        return pieces
 
     def _write(self, row: int) -> bool:
         try:
@@ -261,16 +266,6 @@ class _BatchAnswers:
         except (InvalidRequest, GpuLost):
             return False
         return True
-
-
-Facts: TypeAlias = tuple[int, int, int, int, int, tuple[int, ...]]
-"""What a request may learn about its batch: the number of the batch, its rows and padded rows, nanoseconds in the queue
-and computing, and the sizes that its requests were filled up to."""
-
-
-def batch_facts_of(facts: BatchFacts) -> Facts:
-    """The part of `facts` that a request may learn."""
-    return facts.number, facts.rows, facts.padded_rows, facts.queue_ns, facts.compute_ns, facts.sizes
 
 
 def add_parameters(response: ModelInferResponse, parameters: Mapping[str, bool | int | float | str]) -> None:
@@ -287,14 +282,13 @@ def add_parameters(response: ModelInferResponse, parameters: Mapping[str, bool |
             parameter.string_param = value
 
 
-def add_batch_facts(response: ModelInferResponse, batch_id_prefix: str, facts: Facts) -> None:
-    """Put `facts` into the parameters of `response`."""
-    number, rows, padded_rows, queue_ns, compute_ns, sizes = facts
+def add_batch_facts(response: ModelInferResponse, batch_id_prefix: str, facts: BatchFacts) -> None:
+    """Put what a request may learn of its batch into the parameters of `response`."""
     parameters = response.parameters
-    parameters["paceline_batch_id"].string_param = f"{batch_id_prefix}-{number}"
-    parameters["paceline_batch_rows"].int64_param = rows
-    parameters["paceline_batch_padded_rows"].int64_param = padded_rows
-    parameters["paceline_queue_us"].int64_param = queue_ns // 1_000
-    parameters["paceline_compute_us"].int64_param = compute_ns // 1_000
-    if sizes:
-        parameters["paceline_batch_padded_sizes"].string_param = ",".join(map(str, sizes))
+    parameters["paceline_batch_id"].string_param = f"{batch_id_prefix}-{facts.number}"
+    parameters["paceline_batch_rows"].int64_param = facts.rows
+    parameters["paceline_batch_padded_rows"].int64_param = facts.padded_rows
+    parameters["paceline_queue_us"].int64_param = facts.queue_ns // 1_000
+    parameters["paceline_compute_us"].int64_param = facts.compute_ns // 1_000
+    if facts.sizes:
+        parameters["paceline_batch_padded_sizes"].string_param = ",".join(map(str, facts.sizes))

@@ -24,7 +24,7 @@ from paceline.protos.tensors import (
     element_count,
 )
 from paceline.server.bounded_cache import BoundedCache
-from paceline.server.codec.answers import Answerable, AnswerPlans
+from paceline.server.codec.answers import Answerable, AnswerPlans, Pieces
 from paceline.server.codec.array_request import ArrayAnswer, ArrayRequest, NamedArray
 from paceline.server.codec.classification import Labels, class_count
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
@@ -50,7 +50,6 @@ AnyResponse = ModelInferResponse | bytes
 
 _MAX_DIMS = 1_000
 """The most dimensions of a shape that is read at all, if only to say what is wrong with it."""
-_LENGTH_BYTES = 4
 _ELEMENT_BYTES = 8 + sys.getsizeof(b"")
 """What an element of an array of texts takes besides its text: a reference, and the rest of the object."""
 _BOTH = "expected either contents or raw_input_contents, got both"
@@ -184,9 +183,13 @@ class ModelCodec:
         than a message can carry, InvalidRequest for classes of too large an output and for shared memory that is too
         small or gone, and MemoryError. The backend has checked what else could be wrong.
         """
-        answers, message = self._answers.answers(requests), self._messages.message
+        answers, message = self._answers.pieces(requests), self._messages.message
         pairs = zip(requests, answers, strict=True)
-        return [value_or_error(message, request) if answer is None else answer for request, answer in pairs]
+        return [b"".join(pieces) if pieces else value_or_error(message, request) for request, pieces in pairs]
+
+    def pieces(self, request: Answerable) -> Pieces:
+        """What `encode` joins to the response, for those who copy it elsewhere; nothing if it makes a message of it."""
+        return self._answers.pieces((request,))[0]
 
     def _input_order(self, request: ModelInferRequest) -> list[int]:
         """For each input of the message, its place in the spec. Raises InvalidRequest for unknown or repeated inputs,
@@ -354,14 +357,9 @@ class ModelCodec:
 
 def memory_bytes(array: Input) -> int:
     """The bytes that an input takes in memory, or will once it is read, to count against a queue's bound."""
-    return tensor_bytes(array, _ELEMENT_BYTES)
-
-
-def tensor_bytes(array: Input, for_each_text: int = _LENGTH_BYTES) -> int:
-    """The bytes of a tensor in raw form; or in another one that takes so many for each text besides its own."""
     if isinstance(array, RegionTensor) or not array.dtype.hasobject:
         return array.nbytes
-    return for_each_text * array.size + sum(map(len, array.flat))
+    return _ELEMENT_BYTES * array.size + sum(map(len, array.flat))
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

@@ -23,6 +23,7 @@ from paceline.backends.spec import MISSING, ModelSpec
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.protos.tensors import TensorError, decode_raw, element_count
+from paceline.protos.wire import Data
 from paceline.scheduler.request import SequenceStep
 from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.parameters import RequestOptions
@@ -233,7 +234,7 @@ class _Plan:
             used.add(region)
         return _Located(tuple(inputs), targets or NOWHERE, used)
 
-    def read(self, data: bytes, raw: Sequence[tuple[int, int]], located: Inputs) -> Inputs | None:
+    def read(self, data: Data, raw: Sequence[tuple[int, int]], located: Inputs) -> Inputs | None:
         """The model's inputs: those of the message, views of `data` where the datatype allows, and those that were
         `located` in shared memory. None if they aren't what the signature promised."""
         if len(raw) != len(self.inputs):

@@ -23,6 +23,7 @@ from paceline.protos.tensors import MAX_RANK
 from paceline.protos.wire import (
     MAX_FIELDS,
     STEP_KEYS,
+    Data,
     RequestFields,
     StepFields,
     TooManyElements,
@@ -55,13 +56,13 @@ class Form:
     """What requests have in common that differ in nothing but the values of id, tensors and of the parameters that say
     what they are in a sequence, all of the same lengths.
 
-    `parts` are the bytes that they share, each with its place. Together with the id, from `id_at` to `id_end`, the
-    values in `step`, and the entries of raw_input_contents, whose beginnings and ends are in `raw`, they are the whole
-    request. `plain`: neither the request nor any of its tensors has other parameters. `note` is for the code that reads
-    such requests: it stays from one request to the next.
+    `parts` are the bytes that they share, each with its beginning and end. Together with the id, from `id_at` to
+    `id_end`, the values in `step`, and the entries of raw_input_contents, whose beginnings and ends are in `raw`, they
+    are the whole request. `plain`: neither the request nor any of its tensors has other parameters. `note` is for the
+    code that reads such requests: it stays from one request to the next.
     """
 
-    parts: tuple[tuple[int, bytes], ...]
+    parts: tuple[tuple[int, int, bytes], ...]
     id_at: int
     id_end: int
     raw: list[tuple[int, int]]
@@ -72,19 +73,20 @@ class Form:
     note: Any = None
 
     @classmethod
-    def of(cls, data: bytes, fields: RequestFields, named: _Named, plain: bool) -> Form:
+    def of(cls, data: Data, fields: RequestFields, named: _Named, plain: bool) -> Form:
         """The form of the request in `data`."""
         id_end = fields.id_at + len(fields.id)
         between = [*fields.step.spans, *fields.raw] if fields.step is not None else fields.raw
         starts = [0, id_end, *(end for _, end in between)]
         ends = [fields.id_at, *(start for start, _ in between), len(data)]
-        parts = tuple((start, data[start:end]) for start, end in zip(starts, ends, strict=True) if start < end)
+        places = zip(starts, ends, strict=True)
+        parts = tuple((start, end, bytes(data[start:end])) for start, end in places if start < end)
         return cls(parts, fields.id_at, id_end, fields.raw, fields.signature, named, plain, fields.step)
 
     @property
     def size_bytes(self) -> int:
         """About how much memory it takes."""
-        return sum(_PART_BYTES + len(part) for _, part in self.parts)
+        return sum(_PART_BYTES + len(part) for _, _, part in self.parts)
 
 
 class WireRequest:
@@ -95,16 +97,16 @@ class WireRequest:
     __slots__ = ("data", "form", "id", "model_name", "model_version", "parameters", "step")
 
     # hot path: see bench/
-    def __init__(self, data: bytes, form: Form) -> None:
+    def __init__(self, data: Data, form: Form) -> None:
         self.data = data
         self.form = form
-        self.id = data[form.id_at : form.id_end].decode()
+        self.id = str(data[form.id_at : form.id_end], "utf-8")
         self.step = SequenceStep(*form.step.values(data)) if form.step is not None else None
         self.model_name, self.model_version, self.parameters = form.named
 
     def message(self) -> ModelInferRequest:
         """The request as protobuf sees it."""
-        return parse(ModelInferRequest, self.data)
+        return parse(ModelInferRequest, bytes(self.data))
 
 
 AnyRequest = ModelInferRequest | WireRequest | ArrayRequest
@@ -156,11 +158,12 @@ class RequestReader:
         self._forms = BoundedCache[int, tuple[Form, ...]]()
 
     # hot path: see bench/
-    def __call__(self, data: bytes) -> AnyRequest | Unread:
-        """The request in `data`, or why it isn't read."""
+    def __call__(self, data: Data) -> AnyRequest | Unread:
+        """The request in `data`, or why it isn't read. Its tensors stay there, if it has a signature in common with an
+        earlier one."""
         for form in self._forms.get(len(data), ()):
-            for start, part in form.parts:
-                if not data.startswith(part, start):
+            for start, end, part in form.parts:
+                if data[start:end] != part:
                     break
             else:
                 try:
@@ -169,7 +172,7 @@ class RequestReader:
                     return self._parse(data)  # for protobuf's error text
         return self._read_fields(data)
 
-    def _read_fields(self, data: bytes) -> AnyRequest | Unread:
+    def _read_fields(self, data: Data) -> AnyRequest | Unread:
         """A request unlike the latest ones of its length."""
         fields = scan_request(data)
         if fields is None:
@@ -187,9 +190,9 @@ class RequestReader:
             self._forms.remember(len(data), (form, *others), form.size_bytes)
         return request
 
-    def _parse(self, data: bytes) -> ModelInferRequest | Unread:
+    def _parse(self, data: Data) -> ModelInferRequest | Unread:
         most = self._max_elements
-        request = parsed(ModelInferRequest, data, most)
+        request = parsed(ModelInferRequest, bytes(data), most)
         # In raw form, each element takes at least the bytes of its length.
         if len(data) > _LENGTH_BYTES * most and isinstance(request, ModelInferRequest):
             count = _text_elements(request)
@@ -197,7 +200,7 @@ class RequestReader:
                 return _too_many_elements(f"of BYTES for model '{request.model_name}'", most, count)
         return request
 
-    def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | Unread:
+    def _parse_first(self, data: Data, fields: RequestFields) -> ModelInferRequest | Unread:
         request = self._parse(data)
         if isinstance(request, ModelInferRequest) and _may_come_again(request, fields):
             # A part of a message keeps all of it, names and tensors included, so parameters are copied to a message of

@@ -28,7 +28,7 @@ from paceline.server.codec.wire_request import RequestReader
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
 from paceline.server.fronts.process import Greeting
-from paceline.server.fronts.protocol import Handles, Kind
+from paceline.server.fronts.protocol import Kind
 from paceline.server.fronts.session import FrontSession, Handlers
 from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.requests.inference import Inference
@@ -84,13 +84,11 @@ class FrontPool:
         self._inference = inference
         self._repository = repository
         self._handlers = handlers
-        self._handles = Handles()
         self._read = RequestReader(settings.limits.request_elements)
         self._fronts = [_Place(self, number) for number in range(1, settings.frontends + 1)]
         self._port_holder: socket.socket | None = None
         self.ending = asyncio.Event()
         self._ready, self._live = False, True
-        self._catalogue: Message = (Kind.CATALOGUE, b"")
         self.restarts = 0
         self._usage_before = Usage()
 
@@ -126,8 +124,6 @@ class FrontPool:
         """Start the fronts and have them listen on `port`, or on a free one if that is 0; returns the port. Raises
         StartError, and then none is left."""
         self._hold_port(port)
-        self._repository.on_serving_changed = self._on_models_changed
-        self._update_catalogue()
         for front in self._fronts:
             front.start()
         try:
@@ -190,10 +186,10 @@ class FrontPool:
         self, link: Link, on_listens: Callable[[int, str], None], on_end: Callable[[], None]
     ) -> FrontSession:
         """This process's side of a new front, which is told all it needs."""
-        session = FrontSession(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
+        session = FrontSession(link, self._inference, self._repository, self._handlers, on_listens, on_end, self._read)
         session.start()
         greeting = Greeting(self._settings, self.port, log.current(), self._inference.reads_parents)
-        for message in ((Kind.HELLO, pickle.dumps(greeting)), self._catalogue, self._state):
+        for message in ((Kind.HELLO, pickle.dumps(greeting)), self._state):
             session.link.send(message)
         return session
 
@@ -212,14 +208,6 @@ class FrontPool:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         except OSError as error:
             raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {error.strerror}") from None
-
-    def _on_models_changed(self) -> None:
-        """Tell fronts at once: an answer that reports the change leaves after it."""
-        self._update_catalogue()
-        self._send_to_all(self._catalogue)
-
-    def _update_catalogue(self) -> None:
-        self._catalogue = Kind.CATALOGUE, pickle.dumps(self._handles.update(self._repository.served))
 
     def _send_to_all(self, message: Message) -> None:
         for session in self.sessions:

@@ -27,7 +27,7 @@ from paceline.scheduler.errors import QueueFull
 from paceline.server.config import Settings
 from paceline.server.errors import STATUS_OF, StartError
 from paceline.server.fronts.inference import RemoteInference, Replies, Reply
-from paceline.server.fronts.protocol import Aborted, Kind, LookUp
+from paceline.server.fronts.protocol import Aborted, Kind
 from paceline.server.rpc.calls import Context, HeaderRules
 from paceline.server.rpc.gate import Registry
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
@@ -67,9 +67,8 @@ def main(socket: int, own: int, other: int) -> None:
 class _Front:
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._models = LookUp()
         self._replies = Replies(link)
-        self._inference = RemoteInference(link, self._replies, self._models)
+        self._inference = RemoteInference(self._replies)
         self._listener: Listener
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None]
@@ -87,7 +86,7 @@ class _Front:
         done = []
         try:
             for message in messages:
-                if message[0] < Kind.RESULT:
+                if message[0] < Kind.FAILED:
                     self._obey(*message)
                 elif (reply := self._replies.on_message(message)) is not None:
                     done.append(reply)
@@ -97,8 +96,6 @@ class _Front:
     def _obey(self, kind: int, *fields: Any) -> None:
         if kind == Kind.HELLO:
             self._start(pickle.loads(fields[0]))
-        elif kind == Kind.CATALOGUE:
-            self._models.update(pickle.loads(fields[0]))
         elif kind == Kind.STATE:
             self._set_state(*fields)
         elif kind == Kind.LOG:

@@ -8,38 +8,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from paceline.backends.errors import ExecutionError
-from paceline.backends.spec import MISSING, Array
 from paceline.backends.transport.link import Link
-from paceline.backends.transport.parcel import Message, Parcel, is_inline
-from paceline.protos import inference_pb2 as pb
-from paceline.protos.datatypes import by_name
-from paceline.protos.tensors import TensorError, encode_raw
+from paceline.backends.transport.memory import ALIGNMENT
+from paceline.backends.transport.parcel import Message, Parcel
 from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.observer import Drop
 from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
-from paceline.server.codec.answers import Facts, batch_facts_of
-from paceline.server.codec.codec import tensor_bytes
-from paceline.server.codec.known_requests import Group
-from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, RequestParameters
-from paceline.server.codec.remote import NOTHING_PASSED_ON, PassedOn
-from paceline.server.codec.wire_request import RequestReader, Unread
-from paceline.server.errors import AnswerTooLarge, value_or_error
+from paceline.server.codec.answers import Pieces
+from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
 from paceline.server.fronts.protocol import (
-    MAX_WHOLE_BYTES,
+    MAX_INLINE_BYTES,
     WHAT_IS_FULL,
     Aborted,
     CallContext,
-    Handles,
     Kind,
     packed_error,
 )
-from paceline.server.limits import LARGEST_RESPONSE_BYTES
+from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.requests.in_flight import InFlight, NextAnswer
 from paceline.server.requests.inference import Inference, encode
 from paceline.server.rpc.gate import Usage
@@ -49,35 +40,36 @@ Handlers = Mapping[str, Any]
 """gRPC's handlers of the RPCs, by name."""
 
 
-_Values = tuple[Any, ...]  # the fields of a named tuple, as `marshal` brings them
-_Result = tuple[int, int, list[Array], Facts | None]
-"""Kind of message, the front's number, what to pack, and the facts about a batch if the caller asked for them."""
-
-_NAMELESS = pb.ModelInferRequest()
-
-
 class FrontRequest(InFlight):
-    """A request of the front of `session`, which has numbered it, read it at `arrived_ns`, and decoded it; it makes the
-    answer."""
+    """A request of the front of `session`, which has numbered it, and got it at `arrived_ns`. It is answered with
+    `pieces`. If it `takes_more` answers than one, these go through the socket, in front of the last: they are few at a
+    time. `_held` are those that haven't left the front."""
 
-    __slots__ = ("failed", "session")
+    __slots__ = ("_held", "failed", "pieces", "session", "takes_more")
 
-    session: FrontSession
-    failed: bool
+    _held: deque[NextAnswer]
+
+    def __init__(
+        self,
+        session: FrontSession,
+        number: int,
+        takes_more: bool,
+        message: AnyRequest,
+        deadline_ns: int,
+        parent: TraceParent | None,
+        passed: PassedHeaders,
+        arrived_ns: int,
+    ) -> None:
+        super().__init__(message, deadline_ns, parent, passed, arrived_ns)
+        self.session = session
+        self.number = number
+        self.takes_more = takes_more
+        self.failed = False
+        self.pieces: Pieces = ()
 
     def on_failure(self, error: BaseException) -> None:
         self.failed = True
         self.session.fail(self.number, error)
-
-
-class Whole(FrontRequest):
-    """One that the front has passed on as it came. If it `takes_more` answers than one, these go through the socket, in
-    front of the last: they are few at a time. `_held` are those that haven't left the front."""
-
-    __slots__ = ("_held", "takes_more")
-
-    takes_more: bool
-    _held: deque[NextAnswer]
 
     # hot path
     def on_done(self) -> None:
@@ -113,7 +105,7 @@ class FrontSession:
         self,
         link: Link,
         inference: Inference,
-        handles: Handles,
+        models: ModelLookup,
         handlers: Handlers,
         on_listens: Callable[[int, str], None],
         on_end: Callable[[], None],
@@ -121,16 +113,16 @@ class FrontSession:
     ) -> None:
         self.link = link
         self._inference = inference
-        self._handles = handles
+        self._models = models
         self._handlers = handlers
         self._read = read
         self._on_listens = on_listens
         self._on_end = on_end
         # What the front waits for, by the front's numbers.
-        self._waited_for: dict[int, InFlight] = {}
+        self._waited_for: dict[int, FrontRequest] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        # Results that wait for room in the memory that the front reads, first come first served.
-        self._results: deque[_Result] = deque()
+        # Answers that wait for room in the memory that the front reads, first come first served, with their numbers.
+        self._large: deque[tuple[int, Pieces]] = deque()
         self._quiet = asyncio.Event()
         self.usage = Usage()
         self.reports = 0
@@ -139,7 +131,7 @@ class FrontSession:
     @property
     def requests(self) -> int:
         """How many answers the front waits for."""
-        return len(self._waited_for) + len(self._tasks) + len(self._results)
+        return len(self._waited_for) + len(self._tasks) + len(self._large)
 
     def start(self) -> None:
         self.link.start(self._on_messages, self._on_gone, self._send_waiting)
@@ -160,7 +152,7 @@ class FrontSession:
         self._on_end()
 
     def _take_back(self) -> None:
-        self._results.clear()
+        self._large.clear()
         waited_for, self._waited_for = self._waited_for, {}
         for one in waited_for.values():
             self._inference.give_up(one)
@@ -173,8 +165,6 @@ class FrontSession:
         for message in messages:
             if message[0] == Kind.INFER:
                 self._infer(*message[1:])
-            elif message[0] == Kind.SUBMIT:
-                self._submit(*message[1:])
             else:
                 self._do(message)
 
@@ -186,8 +176,8 @@ class FrontSession:
             task = self._tasks[fields[0]] = asyncio.get_running_loop().create_task(self._call(*fields))
             task.add_done_callback(lambda _: self._on_task(fields[0]))
         elif kind == Kind.TAKEN:
-            if isinstance(whole := self._waited_for.get(fields[0]), Whole):
-                whole.on_sent(fields[1])
+            if (request := self._waited_for.get(fields[0])) is not None:
+                request.on_sent(fields[1])
         elif kind == Kind.REFUSED:
             self._refused(*fields)
         elif kind == Kind.USAGE:
@@ -203,157 +193,90 @@ class FrontSession:
         began_ns: int,
         deadline_ns: int,
         parent: TraceParent | None,
-        headers: _Values | None,
+        headers: tuple[Any, ...] | None,
         takes_more: bool,
-        data: bytes,
+        data: bytes | Parcel,
     ) -> None:
-        """A request as it came to the front, with its headers: from here on like one that came to this process."""
-        request = self._read(data)
-        if isinstance(request, Unread):
-            self.fail(number, request)
+        """A request as it came to the front, with its headers: from here on like one that came to this process. Its
+        tensors stay where the front has put them."""
+        if isinstance(data, bytes):
+            message = self._read(data)
+        else:
+            (array,) = self.link.unpack(data)
+            message = self._read(array.data)
+        if isinstance(message, Unread):
+            self.fail(number, message)
             return
         passed = PassedHeaders(*headers) if headers else NO_PASSED_HEADERS
-        whole = Whole(request, deadline_ns, parent, passed, began_ns)
-        whole.session, whole.number, whole.failed, whole.takes_more = self, number, False, takes_more
-        self._waited_for[number] = whole
-        self._inference.announce(whole)
+        request = FrontRequest(self, number, takes_more, message, deadline_ns, parent, passed, began_ns)
+        self._waited_for[number] = request
+        self._inference.announce(request)
 
     # hot path
-    def on_done(self, whole: Whole) -> None:
+    def on_done(self, request: FrontRequest) -> None:
         """It has an answer, or has failed, or its answer is to be made now."""
-        number = whole.number
+        number = request.number
         self._waited_for.pop(number, None)
-        if whole.answer is None and not whole.failed:
-            self._inference.conclude((whole,), self._make_answers)
-        if whole.answer is not None and not whole.failed:
-            try:
-                self._send_answer(number, serialized(whole.answer))
-            except Exception as error:  # noqa: BLE001 - the front's caller must get an answer
-                self.fail(number, error)
-        self._notify_if_quiet()
-
-    def _make_answers(self, wholes: Sequence[Whole]) -> Sequence[Exception | None]:
-        """As `encode`; also QueueFull for an answer too large for any front."""
-        errors = encode(wholes)
-        return [error or value_or_error(self._serialize, one) for one, error in zip(wholes, errors, strict=True)]
-
-    def _serialize(self, whole: Whole) -> None:
-        assert whole.answer is not None
-        whole.answer = data = serialized(whole.answer)
-        if len(data) > self.link.size_bytes // 2:
-            raise QueueFull(self.link.size_bytes, WHAT_IS_FULL)
-
-    # hot path
-    def _send_answer(self, number: int, data: bytes) -> None:
-        """Send an answer; large ones are sent as results are."""
-        if len(data) <= MAX_WHOLE_BYTES:
-            self.link.send((Kind.ANSWER, number, data))
-            return
-        result = Kind.PACKED, number, [np.frombuffer(data, np.uint8)], None
-        if self._results or not self._try_send(*result):
-            self._results.append(result)
-
-    # hot path
-    def _submit(
-        self,
-        number: int,
-        handle: int,
-        request_id: str,
-        began_ns: int,
-        deadline_ns: int,
-        parent: TraceParent | None,
-        rows: int,
-        key: Hashable,
-        sizes: tuple[int, ...],
-        outputs: tuple[int, ...],
-        parameter_values: _Values | None,
-        parcel: Parcel,
-        passed_on_values: _Values | None,
-    ) -> None:
-        inputs = self.link.unpack(parcel)
-        model = self._handles.models.get(handle)
-        if model is None:
-            self.link.send((Kind.STALE, number))
-            return
-        parameters = RequestParameters(*parameter_values) if parameter_values else NO_PARAMETERS
-        group = Group.of_one(RequestOptions(rows, key, outputs, parameters, sizes=sizes), inputs)
-        request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
-        submitted = FrontRequest(request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
-        submitted.session, submitted.number, submitted.failed = self, number, False
         try:
-            passed_on = PassedOn(*passed_on_values) if passed_on_values else NOTHING_PASSED_ON
-            self._inference.take(submitted, model, group, self._on_results, passed_on)
+            if request.answer is not None:
+                request.pieces = (serialized(request.answer),)
+            elif not request.failed:
+                self._inference.conclude((request,), self._make_pieces)
+            if request.pieces:
+                self._send_answer(number, request.pieces)
         except Exception as error:  # noqa: BLE001 - the front's caller must get an answer
             self.fail(number, error)
-            return
-        self._waited_for[number] = submitted
-
-    # hot path
-    def _on_results(self, done: list[FrontRequest]) -> None:
-        """Requests have results, or errors instead."""
-        wanted = [one for one in done if self._waited_for.pop(one.number, None) is not None]
-        if len(wanted) < len(done):
-            for one in done:
-                if one.gone:
-                    one.let_go()  # a pipeline's leads back to it
-        self._inference.conclude(wanted, self._send_results)
         self._notify_if_quiet()
 
-    # hot path
-    def _send_results(self, done: Sequence[FrontRequest]) -> Sequence[Exception | None]:
-        return [value_or_error(self._send_result, submitted) for submitted in done]
+    def _make_pieces(self, requests: Sequence[FrontRequest]) -> Sequence[Exception | None]:
+        """As `encode`, for a request whose answer may be large: it isn't joined here, but copied to the front's memory.
+        Also QueueFull for one too large for any front."""
+        (request,) = requests
+        codec = request.model.codec
+        pieces = codec.pieces(request) if isinstance(codec, ModelCodec) else ()
+        if not pieces:
+            (error,) = encode(requests)
+            if error is not None:
+                return [error]
+            assert request.answer is not None
+            pieces = (serialized(request.answer),)
+        if sum(-(-len(one) // ALIGNMENT) * ALIGNMENT for one in pieces) > self.link.size_bytes:
+            return [QueueFull(self.link.size_bytes, WHAT_IS_FULL)]
+        request.pieces = pieces
+        return [None]
 
     # hot path
-    def _send_result(self, submitted: FrontRequest) -> None:
-        """Send what the request wants of its results, now or when there is room.
+    def _send_answer(self, number: int, pieces: Pieces) -> None:
+        """Send an answer, a large one when there is room."""
+        if sum(map(len, pieces)) <= MAX_INLINE_BYTES:
+            self.link.send((Kind.ANSWER, number, b"".join(pieces)))
+        elif self._large or not self._try_send(number, pieces):
+            self._large.append((number, pieces))
 
-        Raises ExecutionError or AnswerTooLarge, as the codec would, for what no message can carry, and QueueFull for
-        what no front could take.
-        """
-        number, options, results = submitted.number, submitted.options, submitted.value
-        assert options is not None
-        outputs = [MISSING] * len(results)
-        for index in options.outputs:
-            outputs[index] = results[index]
-        facts = submitted.facts if options.parameters.batch_info else None
-        result = Kind.RESULT, number, outputs, batch_facts_of(facts) if facts else None
-        try:
-            if self.link.size_bytes > LARGEST_RESPONSE_BYTES < sum(map(tensor_bytes, outputs)):
-                raise AnswerTooLarge(submitted.model.name)  # as the front would, after it was counted
-            if (not self._results or is_inline(outputs)) and self._try_send(*result):
-                return
-        except (TypeError, ValueError) as error:
-            _check_sendable(submitted, outputs)
-            raise ExecutionError(f"model '{submitted.model.name}': its outputs can't be sent: {error}") from None
-        _check_sendable(submitted, outputs)
-        if sum(map(tensor_bytes, outputs)) > self.link.size_bytes // 2:
-            raise QueueFull(self.link.size_bytes, WHAT_IS_FULL)
-        self._results.append(result)
-
-    def _try_send(self, kind: int, number: int, outputs: list[Array], facts: Facts | None) -> bool:
-        parcel = self.link.pack(outputs)
+    def _try_send(self, number: int, pieces: Pieces) -> bool:
+        parcel = self.link.pack([np.frombuffer(one, np.uint8) for one in pieces if len(one)])
         if parcel is None:
             return False
-        self.link.send((kind, number, parcel, facts))
+        self.link.send((Kind.PIECES, number, parcel))
         return True
 
     def _send_waiting(self) -> None:
-        """Send waiting results, as there is more room."""
-        while self._results and self._try_send(*self._results[0]):
-            self._results.popleft()
+        """Send waiting answers, as there is more room."""
+        while self._large and self._try_send(*self._large[0]):
+            self._large.popleft()
         self._notify_if_quiet()
 
     def _cancel(self, number: int) -> None:
-        if self._results:
-            self._results = deque(result for result in self._results if result[1] != number)
+        if self._large:
+            self._large = deque(one for one in self._large if one[0] != number)
         if (one := self._waited_for.pop(number, None)) is not None:
             self._inference.give_up(one)
         elif (task := self._tasks.get(number)) is not None:
             task.cancel()
         self._notify_if_quiet()
 
-    def _refused(self, handle: int) -> None:
-        if (model := self._handles.models.get(handle)) is not None:
+    def _refused(self, name: str, version: str) -> None:
+        if (model := self._models.find(name, version)) is not None:
             model.statistics.on_drop(Drop.FULL_BYTES)
             model.statistics.on_failure(QueueFull(self.link.size_bytes, WHAT_IS_FULL), 0)
 
@@ -380,17 +303,3 @@ class FrontSession:
     def _notify_if_quiet(self) -> None:
         if not self.requests:
             self._quiet.set()
-
-
-def _check_sendable(submitted: FrontRequest, outputs: Sequence[Array]) -> None:
-    """Raise ExecutionError, in the codec's words, for outputs that no message can carry."""
-    model, options = submitted.model, submitted.options
-    assert options is not None
-    for index in options.outputs:
-        tensor, array = model.spec.outputs[index], outputs[index]
-        if array is MISSING or not array.dtype.hasobject:
-            continue
-        try:
-            encode_raw(array, by_name(tensor.datatype))
-        except TensorError as error:
-            raise ExecutionError(f"model '{model.name}': output '{tensor.name}': {error}") from None

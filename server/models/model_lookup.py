@@ -19,12 +19,11 @@ _MAX_LISTED = 5
 
 class ModelLookup:
     """Finds models. `strict_readiness`: whether it is ready only if every model that should serve is. `on_change` is
-    called whenever `ready` may have changed, `on_serving_changed` when `served` has."""
+    called whenever `ready` may have changed."""
 
     def __init__(self, *, strict_readiness: bool = True) -> None:
         self._strict_readiness = strict_readiness
         self.on_change: Callable[[], None] = lambda: None
-        self.on_serving_changed: Callable[[], None] = lambda: None
         self.waits_for = ""
         """Why this server isn't ready whatever its models say; "" if nothing is in the way. Code that changes it calls
         `on_change`."""
@@ -122,7 +121,6 @@ class ModelLookup:
             self.served.pop((name, version), None)
         for model in models:
             self.served[name, model.version] = self.served[name, ""] = self.served[name, "-1"] = model
-        self.on_serving_changed()
 
     def _why_not(self, name: str, version: str) -> ServerError:
         record = self._records.get(name)

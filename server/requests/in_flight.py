@@ -132,7 +132,7 @@ class InFlight(Request[Payload, Tensors]):
         self.message = message
         self.parent = parent
         self.passed = passed
-        self.model: Any = None  # a version here, or what a front knows of it
+        self.model: Any = None  # a `ServedModel`; of a request in a front, none
         self.options: RequestOptions | None = None
         self.targets: Targets = NOWHERE
         self.answer: AnyResponse | None = None

@@ -25,8 +25,7 @@ from paceline.backends.spec import Tensors
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.observer import Drop
-from paceline.scheduler.request import OnAnswers
-from paceline.server.codec.answers import add_batch_facts, add_parameters, batch_facts_of
+from paceline.server.codec.answers import add_batch_facts, add_parameters
 from paceline.server.codec.codec import ModelCodec, memory_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.remote import NOTHING_PASSED_ON, OpenCodec, PassedOn, passed_on_by
@@ -122,7 +121,7 @@ class Inference:
                 more = () if alone else map(_MESSAGE, islice(flights, place + 1, None))
                 group = model.codec.read(first.message, more)
                 together = flights[place : place + len(group.inputs)]
-                refusals = self._submit(together, group, self._on_done, passed_on)
+                refusals = self._submit(together, group, passed_on)
             except Exception as error:  # noqa: BLE001 - the caller must get an answer
                 if len(together) > 1:
                     _log.exception("submitting requests together failed; submitting them one by one")
@@ -137,12 +136,9 @@ class Inference:
             place += len(together)
 
     # hot path: see bench/
-    def _submit(
-        self, flights: Sequence[InFlight], group: Group, on_answers: OnAnswers, passed_on: PassedOn
-    ) -> Sequence[Exception | None]:
-        """Hand `flights`, which were read as `group`, to their model's batcher or the response cache in front of it,
-        which calls `on_answers` when they have ended. Returns as `Batcher.submit`. A request of more rows than a batch
-        may have is executed in parts."""
+    def _submit(self, flights: Sequence[InFlight], group: Group, passed_on: PassedOn) -> Sequence[Exception | None]:
+        """Hand `flights`, which were read as `group`, to their model's batcher or the response cache in front of it.
+        Returns as `Batcher.submit`. A request of more rows than a batch may have is executed in parts."""
         model: ServedModel = flights[0].model
         options = group.options
         parameters = options.parameters
@@ -155,7 +151,7 @@ class Inference:
             if flight.trail is not None:
                 flight.trail.on_taken(model.version, options.rows)
                 flight.tag = flight.trail
-            flight.on_answers = on_answers
+            flight.on_answers = self._on_done
             flight.options, flight.targets = options, targets
             flight.payload, flight.rows, flight.key, flight.sizes = inputs, options.rows, options.key, options.sizes
             flight.size_bytes = options.size_bytes if options.size_bytes >= 0 else sum(map(memory_bytes, inputs))
@@ -202,35 +198,6 @@ class Inference:
         self._fail(flight, error)
         if not flight.gone:
             flight.on_done()
-
-    # hot path: see bench/
-    def take(
-        self,
-        flight: InFlight,
-        model: ServedModel,
-        group: Group,
-        on_answers: OnAnswers,
-        passed_on: PassedOn = NOTHING_PASSED_ON,
-    ) -> None:
-        """Hand a request that was looked up and read elsewhere, as a `group` of one, to its model's batcher.
-        `on_answers` is called with requests that have ended, and has to call `conclude` with them. `passed_on` is for
-        another server, if one executes the request. Raises errors that are found now."""
-        flight.model = model
-        if self._spans is not None or debugging.on:
-            request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=flight.message.id)
-            flight.trail = RequestWatch(request, flight.parent, self._spans, flight.arrived_ns)
-        if not self.serving:
-            refusal = self._refusal(model)
-            if flight.trail is not None:
-                flight.trail.on_failure(refusal)
-            raise refusal
-        try:
-            for error in self._submit((flight,), group, on_answers, passed_on):
-                if error is not None:
-                    raise error
-        except Exception as error:
-            flight.count_failure(error)
-            raise
 
     # hot path: see bench/
     def _on_done(self, flights: list[InFlight], answer: Answer | None = None) -> None:
@@ -384,7 +351,7 @@ def encode(flights: Sequence[InFlight | PartialAnswer]) -> list[Exception | None
             if type(flight.value) is Told:
                 add_parameters(answer, flight.value.parameters)
             if flight.options.parameters.batch_info and flight.facts:
-                add_batch_facts(answer, model.batch_id_prefix, batch_facts_of(flight.facts))
+                add_batch_facts(answer, model.batch_id_prefix, flight.facts)
             elif flight.options.parameters.batch_info and model.responses is not None:
                 answer.parameters["paceline_cached"].bool_param = True
     return errors

@@ -326,8 +326,11 @@ async def test_tensors_read_by_fronts_are_sent_upstream_from_the_fronts_memory(t
     stub.inputs = {"a": ("FP32", [-1, -1])}
     stub.outputs = {"x": ("FP32", [-1, -1]), "y": ("FP32", [-1, -1])}
     async with behind(tmp_path, stub) as served:
+        stub.gate.set()
+        await served.infer(request(1, columns=8192))  # the first of its kind is parsed, and kept elsewhere
+        stub.gate.clear()
         calls = await calls_behind_a_busy_upstream(served, stub, request(1, columns=8192))
-        assert await held_bytes(served, "in") == 8192 * 4
+        assert 8192 * 4 < await held_bytes(served, "in") < 8192 * 5
         stub.gate.set()
         *_, answer = [tensors_of(await call) for call in calls]
         np.testing.assert_array_equal(answer["x"], 2 * marked(1, columns=8192))

@@ -19,7 +19,7 @@ from paceline.protos.datatypes import DATATYPES, by_name
 from paceline.protos.tensors import encode_raw
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.answers import Envelope
-from paceline.server.codec.codec import ModelCodec, tensor_bytes
+from paceline.server.codec.codec import ModelCodec, memory_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest, RegionNotFound, ServerError
@@ -76,7 +76,7 @@ def outcome(codec: ModelCodec, request: AnyRequest) -> Group | str:
 
 
 def apart_from_inputs(decoded: Group) -> Any:
-    size_bytes = sum(map(tensor_bytes, decoded.inputs[0]))
+    size_bytes = sum(map(memory_bytes, decoded.inputs[0]))
     assert decoded.options.size_bytes in (-1, size_bytes)
     return replace(decoded.options, size_bytes=size_bytes), decoded.targets[0]
 
@@ -116,7 +116,8 @@ def test_known_requests_are_answered_like_the_first(data: st.DataObject) -> None
             message.raw_input_contents.append(b"")
         for name in wanted:
             message.outputs.add(name=name)
-        read = reader(message.SerializeToString())
+        sent = message.SerializeToString()
+        read = reader(memoryview(sent) if draw(st.booleans()) else sent)  # in other processes' memory, or not
         assert not isinstance(read, ServerError)
         fresh = codec_for("m", "3", spec, 4 if spec.batched else 0)
         decoded, expected = outcome(codec, read), outcome(fresh, message)
@@ -177,7 +178,7 @@ def test_third_request_needs_no_message_or_copy() -> None:
         assert not isinstance(answer, pb.ModelInferResponse)
         parsed = pb.ModelInferResponse.FromString(answer)
         assert (parsed.id, parsed.model_name, list(parsed.outputs[0].shape)) == (f"r{number}", "m", [1, 2])
-        in_stream = pb.ModelStreamInferResponse.FromString(IN_STREAM.around(answer))
+        in_stream = pb.ModelStreamInferResponse.FromString(IN_STREAM.around((answer,)))
         assert in_stream.infer_response == with_more(parsed)
     array = decoded.inputs[0][0]
     assert isinstance(array, np.ndarray)

@@ -139,7 +139,7 @@ def test_step_as_clients_write_it_is_known(sequence: int | str, start: bool, end
     fields = scan_request(data)
     assert fields is not None
     assert fields.step is not None
-    assert fields.step.values(data) == (sequence, start, end)
+    assert fields.step.values(data) == fields.step.values(memoryview(data)) == (sequence, start, end)
     assert list(pb.ModelInferRequest.FromString(fields.signature).parameters) == ["mine"]
 
 

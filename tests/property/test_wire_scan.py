@@ -19,6 +19,7 @@ def test_scan_separates_head_from_id_and_tensors(message: pb.ModelInferRequest) 
     data = message.SerializeToString()
     fields = scan_request(data)
     assert fields is not None
+    assert scan_request(memoryview(data)) == fields
     assert fields.id == message.id.encode()
     assert [data[start:end] for start, end in fields.raw] == list(message.raw_input_contents)
     head = pb.ModelInferRequest.FromString(fields.signature)

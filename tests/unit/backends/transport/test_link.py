@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.transport.link import FIRST_KIND, Link
+from paceline.backends.transport.memory import ALIGNMENT
 from paceline.backends.transport.parcel import Message
 from tests.polling import eventually_async
 
@@ -113,6 +114,15 @@ async def test_dropped_array_gives_its_place_back(ends: Pair) -> None:
     del row
     await eventually_async(lambda: here.link.used_bytes == 0, "the place given back")
     assert here.got == []
+
+
+async def test_shifted_array_begins_beside_a_multiple_of_the_alignment(ends: Pair) -> None:
+    here, there = ends
+    parcel = here.link.pack([LARGE], 24)
+    assert parcel is not None
+    (array,) = there.link.unpack(parcel)
+    assert array.ctypes.data % ALIGNMENT == 24
+    np.testing.assert_array_equal(array, LARGE)
 
 
 async def test_array_dropped_on_another_thread_gives_its_place_back(ends: Pair) -> None:
