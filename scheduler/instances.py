@@ -261,14 +261,12 @@ class Instances(Generic[P, R]):
         *,
         hands_ahead: bool = False,
     ) -> None:
-        self._runners = tuple(runners)
+        self._runners = dict.fromkeys(runners)
         self._clock = clock
         self._replacer = replacer
         self._instance_of = instance_of
         self._on_given_up = on_given_up
         self._watchdog: Watchdog[Runner[P, R]] | None = None
-        # Slots that execute for the last time, as their instance was given up.
-        self._leaving: set[Runner[P, R]] = set()
         self.slots: Slots[Runner[P, R]] = Slots(instance_of)
         self.running: dict[Runner[P, R], Batch[Request[P, R]]] = {}
         self.ahead: Ahead[Runner[P, R], Request[P, R]] = Ahead(at_once=hands_ahead)
@@ -291,14 +289,15 @@ class Instances(Generic[P, R]):
     def close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-        for runner in (*self._runners, *self._leaving):
+        leaving = [runner for runner in self.running if self.given_up(runner)]
+        for runner in (*self._runners, *leaving):
             runner.stop()
-        for runner in self._leaving:
+        for runner in leaving:
             del self.running[runner]  # its end is then reported, as for others that were given up
 
     def add(self, runner: Runner[P, R]) -> None:
         """Add a runner, which has been started."""
-        self._runners = (*self._runners, runner)
+        self._runners[runner] = None
         self.slots.add(runner)
 
     # hot path
@@ -317,8 +316,7 @@ class Instances(Generic[P, R]):
         following = self.ahead.end(runner)
         if following is not None:
             self._begin(runner, following)
-        elif runner in self._leaving:
-            self._leaving.discard(runner)
+        elif self.given_up(runner):
             runner.stop()
             self.returned(runner)
         else:
@@ -342,12 +340,10 @@ class Instances(Generic[P, R]):
         """Give up the runner's execution, which can't be interrupted, and its instance."""
         del self.running[runner]
         self.ahead.end(runner)
-        if runner in self._leaving:
-            self._leaving.discard(runner)
+        if self.given_up(runner):
             runner.stop()
             return
         others = self._give_up(runner)
-        self._on_given_up()
         if self._replacer is not None:
             self._replacer.on_hang(runner, others)
 
@@ -361,9 +357,8 @@ class Instances(Generic[P, R]):
 
     def lose(self, runner: Runner[P, R], error: BaseException) -> None:
         """Give up the runner's instance, which can't execute any more."""
-        self._give_up(runner)
         self.ahead.end(runner)
-        self._on_given_up()
+        self._give_up(runner)
         if self._replacer is not None:
             self._replacer.on_loss(runner, error)
 
@@ -383,24 +378,22 @@ class Instances(Generic[P, R]):
     # hot path
     def _begin(self, runner: Runner[P, R], batch: Batch[Request[P, R]]) -> None:
         self.running[runner] = batch
-        if runner.stages and runner not in self._leaving:
+        if runner.stages and not self.given_up(runner):
             self.ahead.begin(runner, self._clock.now_ns(), batch.expected_ns)
         if self._watchdog is not None:
             self._watchdog.began(runner)
 
     def _give_up(self, runner: Runner[P, R]) -> Sequence[Runner[P, R]]:
         """Give `runner`'s instance nothing more. Returns its other slots that still execute: their answers count."""
-        # Slots that execute nothing are stopped now, the others when they end: until then they are in `_leaving`, no
-        # longer in `_runners`, and `running` still says what they execute.
-        instance = self._instance_of(runner)
-        slots = [one for one in self._runners if self._instance_of(one) == instance]
-        for one in slots:
+        # Slots that execute nothing are stopped now, the others when they end: until then they are only in `running`.
+        instance, executing = self._instance_of(runner), list[Runner[P, R]]()
+        for one in [one for one in self._runners if self._instance_of(one) == instance]:
+            del self._runners[one]
             self.slots.remove(one)
-            if one not in self.running:
+            if one in self.running:
+                self.ahead.hand_no_more(one)
+                executing.append(one)
+            else:
                 one.stop()
-        self._runners = tuple(one for one in self._runners if one not in slots)
-        executing = [one for one in slots if one in self.running]
-        for one in executing:
-            self.ahead.hand_no_more(one)
-        self._leaving.update(executing)
+        self._on_given_up()
         return executing

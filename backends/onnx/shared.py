@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from paceline.backends.base import Device
+from paceline.backends.base import Device, Execution
+from paceline.backends.batching import rows_of
 from paceline.backends.cuda.accelerator import Streams
 from paceline.backends.device_blocks import BlockPool
 from paceline.backends.errors import DeviceError, ExecutionError
@@ -40,7 +41,26 @@ class GraphUse(Enum):
     NONE = auto()
 
 
-def changed(spec: ModelSpec, requests: Sequence[Tensors], rows: int) -> Tensors:
+def check_replays(
+    execute: Callable[..., Execution], spec: ModelSpec, requests: Sequence[Tensors], padded_rows: int
+) -> None:
+    """Raise ExecutionError if what was captured for `requests` does something else than the model, beyond rounding.
+    `execute` is that of the slot which captured it.
+
+    A graph repeats what was captured: copies from host memory that has meanwhile got other contents, and the seed of
+    random numbers. ONNX Runtime captures such operators without an error."""
+    other = [_changed(spec, requests, max(padded_rows, sum(rows_of(requests))) if spec.batched else 0)]
+    computed = execute(other, padded_rows, use=GraphUse.NONE).results[0]
+    # In between, so that the buffers don't have the right results already.
+    execute(requests, padded_rows, use=GraphUse.NONE)
+    replayed = execute(other, padded_rows).results[0]
+    pairs = zip(spec.outputs, cast("Tensors", replayed), cast("Tensors", computed), strict=True)
+    for tensor, one, two in pairs:
+        if not alike(tensor, np.atleast_1d(one), np.atleast_1d(two)):
+            raise ExecutionError(f"output '{tensor.name}' of a replayed graph is not what the model computes")
+
+
+def _changed(spec: ModelSpec, requests: Sequence[Tensors], rows: int) -> Tensors:
     """A request like the last of `requests`, but with other floats, and with `rows` rows if the model is batched.
     Integers stay: they may be indices."""
     random = np.random.default_rng(0)
@@ -54,15 +74,6 @@ def changed(spec: ModelSpec, requests: Sequence[Tensors], rows: int) -> Tensors:
             repeated = floats.astype(array.dtype)
         made.append(repeated)
     return made
-
-
-def check_replayed(spec: ModelSpec, replayed: Tensors, computed: Tensors) -> None:
-    """Raise ExecutionError unless the results are the same but for rounding. A graph repeats what was captured: copies
-    from host memory that has meanwhile got other contents, and the seed of random numbers. ONNX Runtime captures such
-    operators without an error."""
-    for tensor, one, two in zip(spec.outputs, replayed, computed, strict=True):
-        if not alike(tensor, np.atleast_1d(one), np.atleast_1d(two)):
-            raise ExecutionError(f"output '{tensor.name}' of a replayed graph is not what the model computes")
 
 
 _log = logging.getLogger("paceline.backends.onnx")

@@ -37,7 +37,7 @@ from paceline.backends.lengths import Filling, fill_up
 from paceline.backends.onnx.failures import device_failure, failure, may_lack_memory
 from paceline.backends.onnx.instance import from_ortvalue
 from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession
-from paceline.backends.onnx.shared import Bound, GraphUse, Shared, StagedTensor, changed, check_replayed
+from paceline.backends.onnx.shared import Bound, GraphUse, Shared, StagedTensor, check_replays
 from paceline.backends.spec import Array, Tensors
 from paceline.backends.staging import Growing, Made, Shape, array_in, copy_to_targets, gather, repeat, with_targets
 from paceline.backends.worker_thread import WorkerThread
@@ -98,12 +98,52 @@ class StagedSlot:
         self._taken: list[Growing[DeviceMemory]] = [Growing(accelerator.device_memory, forget) for _ in shared.outputs]
         self._capturing_thread = 0
 
-    def execute(self, requests: Sequence[Inputs], padded_rows: int = 0, targets: Sequence[Targets] = ()) -> Execution:
+    def execute(
+        self,
+        requests: Sequence[Inputs],
+        padded_rows: int = 0,
+        targets: Sequence[Targets] = (),
+        use: GraphUse = GraphUse.REPLAY,
+    ) -> Execution:
+        shared, spec = self._shared, self._shared.spec
+        check_count(spec, requests)
+        rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
+        padding = max(0, padded_rows - sum(rows), spec.fixed_rows - sum(rows)) if spec.batched else 0
+        filling = None if shared.lengths is None else shared.lengths.filling(requests)
+        opened = shared.opened
         try:
-            return self._execute(requests, padded_rows, targets)
-        except DeviceLost:
-            self._shared.blocks.is_lost = True
+            with opened.executing(sum(rows) + padding):  # which may wait for captures
+                began_ns = monotonic_ns()
+                bound = self._stage(opened, requests, sum(rows), padding, filling)
+                staged_ns = monotonic_ns()
+                turn = self._compute(opened, bound, use)
+            outputs, left = self._collect(bound, rows, targets, filling)
+            ran_ns = monotonic_ns()
+            self._let_go(bound)
+            waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
+        except DeviceError as error:
+            failed = device_failure(error)
+            self._settle(failed)
+            raise failed from error
+        except StalePlan as error:
+            self._settle(error)
+            if not (spec.batched and spec.paddable) or spec.fixed_rows:
+                raise
+            with shared.lock:
+                more = opened.plans.next_rows(sum(rows) + padding)
+            # Inputs that were read directly into the slot's buffers would be lost when these grow.
+            requests = [[one.copy() if isinstance(one, np.ndarray) else one for one in each] for each in requests]
+            return self.execute(requests, more, targets, use)
+        except BaseException as error:
+            self._settle(error)
             raise
+        results: Sequence[Tensors] = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
+        if filling is not None:
+            results = filling.cut(results)
+        if left:
+            results = with_targets(results, left)
+        infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
+        return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
 
     def lease(self, size_bytes: int) -> DeviceBlock:
         return self._shared.blocks.lease(size_bytes)
@@ -134,9 +174,9 @@ class StagedSlot:
         try:
             # A thread's first execution creates handles of libraries, which may wait for the device, too.
             with captures.capturing() if graphs else captures.synchronizing():
-                self._execute(requests, padded_rows, use=GraphUse.CAPTURE if graphs else GraphUse.REPLAY)
+                self.execute(requests, padded_rows, use=GraphUse.CAPTURE if graphs else GraphUse.REPLAY)
             if any(bound.graph != NO_GRAPH for bound in self._bindings.values()):
-                self._check_replays(requests, padded_rows)
+                check_replays(self.execute, self._shared.spec, requests, padded_rows)
             for pool in self._shared.pools:
                 pool.reserve(_RESERVED)
         except (DeviceLost, OutOfMemory):
@@ -149,64 +189,7 @@ class StagedSlot:
                 self._shared.give_up_graphs(opened, error)
             except LoadError as problem:
                 raise InstanceError(str(problem)) from problem
-            self._execute(requests, padded_rows)
-
-    def _check_replays(self, requests: Sequence[Tensors], padded_rows: int) -> None:
-        """Raise ExecutionError if what was captured does something else than the model."""
-        spec = self._shared.spec
-        other = [changed(spec, requests, max(padded_rows, sum(rows_of(requests))) if spec.batched else 0)]
-        (computed,) = self._execute(other, padded_rows, use=GraphUse.NONE).results
-        # In between, so that the buffers don't have the right results already.
-        self._execute(requests, padded_rows, use=GraphUse.NONE)
-        (replayed,) = self._execute(other, padded_rows).results
-        check_replayed(spec, cast("Tensors", replayed), cast("Tensors", computed))
-
-    def _execute(
-        self,
-        requests: Sequence[Inputs],
-        padded_rows: int,
-        targets: Sequence[Targets] = (),
-        use: GraphUse = GraphUse.REPLAY,
-    ) -> Execution:
-        shared, spec = self._shared, self._shared.spec
-        check_count(spec, requests)
-        rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
-        padding = max(0, padded_rows - sum(rows), spec.fixed_rows - sum(rows)) if spec.batched else 0
-        filling = None if shared.lengths is None else shared.lengths.filling(requests)
-        opened = shared.opened
-        try:
-            with opened.executing(sum(rows) + padding):  # which may wait for captures
-                began_ns = monotonic_ns()
-                bound = self._stage(opened, requests, sum(rows), padding, filling)
-                staged_ns = monotonic_ns()
-                turn = self._compute(opened, bound, use)
-            outputs, left = self._collect(bound, rows, targets, filling)
-            ran_ns = monotonic_ns()
-            self._let_go(bound)
-            waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
-        except DeviceError as error:
-            failed = device_failure(error)
-            self._raise_cause(failed, self._settle())
-            raise failed from error
-        except StalePlan:
-            self._settle()
-            if not (spec.batched and spec.paddable) or spec.fixed_rows:
-                raise
-            with shared.lock:
-                more = opened.plans.next_rows(sum(rows) + padding)
-            # Inputs that were read directly into the slot's buffers would be lost when these grow.
-            requests = [[one.copy() if isinstance(one, np.ndarray) else one for one in each] for each in requests]
-            return self._execute(requests, more, targets, use)
-        except BaseException as error:
-            self._raise_cause(error, self._settle())
-            raise
-        results: Sequence[Tensors] = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
-        if filling is not None:
-            results = filling.cut(results)
-        if left:
-            results = with_targets(results, left)
-        infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
-        return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
+            self.execute(requests, padded_rows)
 
     def _stage(
         self, opened: OpenSession, requests: Sequence[Inputs], rows: int, padding: int, filling: Filling | None
@@ -373,26 +356,24 @@ class StagedSlot:
         self._bindings.clear()
         self._bound_to = None
 
-    def _settle(self) -> str:
-        """Wait for what was queued before a failure: the next batch writes to the same buffers. Returns what the driver
-        says if the device is lost, else ""."""
+    def _settle(self, error: BaseException) -> None:
+        """Wait for what was queued before `error`: the next batch writes to the same buffers. Raises what is behind
+        `error`, if it is known: libraries such as cuBLAS only say that they failed."""
         lost = ""
         for stream in self._shared.streams.all:
             try:
                 stream.synchronize()
-            except DeviceError as error:
-                if isinstance(device_failure(error), DeviceLost):
-                    lost = str(error)
+            except DeviceError as problem:
+                if isinstance(device_failure(problem), DeviceLost):
+                    lost = str(problem)
         for bound in self._bindings.values():
             # The failure is already being raised, and this may fail for the same reason.
             with contextlib.suppress(Exception):
                 self._let_go(bound)
-        return lost
-
-    def _raise_cause(self, error: BaseException, lost: str) -> None:
-        """Raise what is behind `error`, if it is known: libraries such as cuBLAS only say that they failed. `lost` is
-        from `_settle`."""
-        if lost and not isinstance(error, DeviceLost):
+        is_known = isinstance(error, DeviceLost)
+        if lost or is_known:
+            self._shared.blocks.is_lost = True
+        if lost and not is_known:
             raise DeviceLost(lost) from error
         if not may_lack_memory(error):
             return

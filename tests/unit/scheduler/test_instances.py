@@ -100,7 +100,6 @@ def test_hang_gives_the_instance_up_and_its_other_slot_ends_its_last_execution(b
     assert bench.events[1:] == [("return", two)]
     assert two.stopped  # type: ignore[attr-defined]
     assert bench.table.slots.free == 0
-    assert not bench.table._leaving
 
 
 def test_hanging_instance_is_never_about_to_end(bench: TableBench) -> None:

@@ -288,7 +288,7 @@ def test_computation_is_queued_and_not_waited_for(
         staged = driver.stand_in_pending()
         slot._compute(pair.gpu._shared.opened, bound, False)
         computing = driver.stand_in_pending()
-        slot._settle()  # before the memory of the queued work is freed at the end of this test
+        slot._settle(ExecutionError())  # before the memory of the queued work is freed at the end of this test
         return staged, computing
 
     staged, computing = on_thread_of(slot, compute)
