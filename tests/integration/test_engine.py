@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +13,17 @@ import numpy as np
 import pytest
 
 import paceline
-from paceline import BlockingEngine, Engine
-from paceline.backends.base import Backend
+from paceline import Engine
 from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import ModelSpec, TensorSpec
 from tests import decoder_models
 from tests.decoder_models import FIXED_COST, TINY
 from tests.ensembles import ensemble_config, write_ensemble
 from tests.generation_truth import Asked, NaiveLoop
+from tests.integration.engines import BATCHED, BROKEN, PROMPT, backend_of, engine_of, failure, row
 from tests.integration.serving import echo_model, write_model
-from tests.memory_models import MemoryBackend, MemoryModel
-from tests.polling import eventually, eventually_async
-
-BATCHED = "max_batch_size: 8 dynamic_batching { }"
-PROMPT = [5, 6, 7]
-BROKEN = "x\ud800"
-
-
-def backend_of(**models: MemoryModel) -> Callable[[str], Backend]:
-    return lambda _: MemoryBackend(models)
-
-
-@asynccontextmanager
-async def engine_of(root: Path, config: str = BATCHED, **models: MemoryModel) -> AsyncIterator[Engine]:
-    for name in models:
-        write_model(root, name, config)
-    async with Engine(root, backend_of=backend_of(**models)) as engine:
-        try:
-            yield engine
-        finally:
-            for model in models.values():
-                model.gate.open()
-
-
-@contextmanager
-def blocking_engine(root: Path, model: MemoryModel) -> Iterator[BlockingEngine]:
-    write_model(root, "m", BATCHED)
-    with BlockingEngine(root, backend_of=backend_of(m=model)) as engine:
-        try:
-            yield engine
-        finally:
-            model.gate.open()
-
-
-def row(value: float, width: int = 2) -> dict[str, Any]:
-    return {"a": np.full((1, width), value, np.float32)}
-
-
-async def failure(what: Coroutine[Any, Any, object]) -> paceline.InferenceError:
-    with pytest.raises(paceline.InferenceError) as raised:
-        await what
-    return raised.value
+from tests.memory_models import MemoryModel
+from tests.polling import eventually_async
 
 
 async def test_concurrent_requests_share_batches_and_get_their_own(tmp_path: Path) -> None:
@@ -333,69 +289,6 @@ async def test_lone_answers_are_streamed_too(tmp_path: Path) -> None:
     async with engine_of(tmp_path, m=echo_model()) as engine:
         answers = [one async for one in engine.stream(row(4))]
         np.testing.assert_array_equal([one["x"] for one in answers], [row(4)["a"]])
-
-
-def test_threads_share_batches_of_a_blocking_engine(tmp_path: Path) -> None:
-    with blocking_engine(tmp_path, model := echo_model()) as engine, ThreadPoolExecutor(9) as threads:
-        model.gate.close()
-        first = threads.submit(engine.infer, row(0))
-        model.gate.wait_entered(1)
-        others = [threads.submit(engine.infer, row(value)) for value in range(1, 9)]
-        batcher = engine._engine._running.repository.get("m", "").batcher
-        eventually(lambda: batcher.waiting_requests == 8, "waiting")
-        model.gate.open()
-        assert [one.result()["x"][0, 0] for one in (first, *others)] == [*range(9)]
-        assert model.batches == [(1,), (1,) * 8]
-        assert [one["x"].tolist() for one in engine.stream(row(1))] == [[[1, 1]]]
-        assert engine.models == ["m"]
-        assert engine.describe("m").name == "m"
-
-
-def test_blocking_engine_ends_with_its_block(tmp_path: Path) -> None:
-    before = threading.active_count()
-    with blocking_engine(tmp_path, echo_model()) as engine:
-        engine.infer(row(1))
-        with pytest.raises(paceline.NotFound):
-            engine.infer(row(1), model="nosuch")
-    assert threading.active_count() == before
-    with pytest.raises(RuntimeError, match="expected a running engine"):
-        engine.infer(row(1))
-    with pytest.raises(paceline.StartError), BlockingEngine(tmp_path / "nosuch"):
-        raise AssertionError("it started")
-    assert threading.active_count() == before
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_process_is_refused(tmp_path: Path) -> None:
-    with blocking_engine(tmp_path, echo_model()) as engine:
-        if not (child := os.fork()):
-            signal.alarm(10)  # a request would wait for a thread that isn't there
-            try:
-                engine.infer(row(1))
-            except RuntimeError as error:
-                os._exit(0 if "forked" in str(error) else 2)
-            finally:
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert engine.infer(row(2))["x"][0, 0] == 2
-
-
-def test_stream_that_is_dropped_ends_on_whatever_thread_finds_that(tmp_path: Path) -> None:
-    decoder_models.write(TINY, tmp_path / "m" / "1")
-    asked: dict[str, Any] = {"parameters": {"max_tokens": 500, "ignore_eos": True}}
-    with BlockingEngine(tmp_path) as engine, ThreadPoolExecutor(1) as threads:
-        opened = engine._engine._running.repository.get("m", "").open_requests
-        held: list[Any] = [engine.stream({"input_ids": PROMPT}, **asked)]
-        next(held[0])
-        assert engine._loop is not None
-        engine._loop.call_soon_threadsafe(held.clear)  # as a garbage collection there does
-        eventually(lambda: not (held or opened), "withdrawn")
-        assert threads.submit(engine.infer, {"input_ids": PROMPT}).result(20)["output_ids"].size
-        left = engine.stream({"input_ids": PROMPT}, parameters={"max_tokens": 4})
-        next(left)
-        with pytest.raises(RuntimeError, match="started already"):
-            engine.__enter__()
-    left.close()
 
 
 def test_paths_are_needed() -> None:

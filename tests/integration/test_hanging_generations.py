@@ -29,7 +29,7 @@ from tests.integration.streams import Stream
 from tests.integration.test_generations import asking, tokens_of
 from tests.memory_models import Gate
 from tests.polling import eventually_async
-from tests.unit.backends.onnx.test_generations import Decoder, answer_of, layout
+from tests.unit.backends.onnx.generating import Decoder, answer_of, layout
 
 pytestmark = pytest.mark.usefixtures("without_minimum_execution_limit")
 

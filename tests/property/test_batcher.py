@@ -26,7 +26,8 @@ from paceline.scheduler.errors import (
 from paceline.scheduler.failures import Blame
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 from tests.lengths import LONG
-from tests.property.batching_world import LIMIT_NS, MS, POISONS, Fault, Like, Request, Setup, Slot, World
+from tests.property.batching_requests import LIMIT_NS, MS, POISONS, Fault, Like, Request
+from tests.property.batching_world import Setup, Slot, World
 
 LONG_NS = 10_000 * MS
 LONGEST_PATIENCE_NS = 10 * MS

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.backends.onnx.decoder_trial import Trial, try_steps
 from paceline.backends.spec import Array, Tensors
-from tests.unit.backends.onnx.test_generations import VOCABULARY, Decoder, layout
+from tests.unit.backends.onnx.generating import VOCABULARY, Decoder, layout
 
 
 class Spoilt(Decoder):
