@@ -11,7 +11,6 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from threading import Thread
 from time import monotonic_ns
 from types import TracebackType
@@ -31,11 +30,8 @@ from paceline.protos.datatypes import by_name
 from paceline.scheduler.policy import NEVER
 from paceline.server.app import Server
 from paceline.server.codec.array_request import ArrayAnswer
-from paceline.server.config import Settings
+from paceline.server.engine_settings import EngineSettings, refuse_unknown, settings_of
 from paceline.server.errors import NotSupported, ServerError
-from paceline.server.limits import Limits
-from paceline.server.model_flags import within_cpus
-from paceline.server.models.defaults import BackendConfig, BatchDefaults, Offline
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import failure_of
 from paceline.server.requests.inner_request import InnerRequest, array_request
@@ -49,22 +45,6 @@ Inputs = Mapping[str, npt.ArrayLike]
 
 _END_S = 30.0
 """How long accepted requests may take at the end."""
-
-
-class EngineSettings(TypedDict, total=False):
-    """What an engine may be told. `model_name`: of a single model that isn't in a repository. `max_batch_size` (rows,
-    by default 32) and `max_queue_delay_us` (0) are for models without a `config.pbtxt`. `intra_op_threads`: threads of
-    a session whose model doesn't say; 0: ONNX Runtime decides. `execution_timeout_s`: the longest execution before its
-    instance is replaced; 0: no limit. `allow_python_models`: whether models may be Python code, which runs in processes
-    of its own. `offline`: each request is an execution by itself, so that its result doesn't depend on others."""
-
-    model_name: str
-    max_batch_size: int
-    max_queue_delay_us: int
-    intra_op_threads: int
-    execution_timeout_s: float
-    allow_python_models: bool
-    offline: Offline
 
 
 class Asked(TypedDict, total=False):
@@ -98,24 +78,11 @@ class Engine:
         backend_of: Callable[[str], Backend] | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        """`backend_of` gives backends by name, in place of the built-in ones."""
-        if not paths:
-            raise ValueError("expected at least one path: a model repository, a model's folder or a .onnx file")
-        threads = BackendConfig(intra_op_threads=settings.get("intra_op_threads", 0))
-        rows = settings.get("max_batch_size", BatchDefaults().max_batch_rows)
-        offline = settings.get("offline")
-        self._settings = Settings(
-            tuple(map(Path, paths)),
-            metrics_port=None,
-            exit_on_error=True,
-            model_name=settings.get("model_name", ""),
-            batching=BatchDefaults(rows, settings.get("max_queue_delay_us", 0) * 1_000),
-            backend_config=within_cpus(threads),
-            execution_timeout_secs=settings.get("execution_timeout_s", 0.0),
-            allow_python_models=settings.get("allow_python_models", False),
-            offline=offline,
-            limits=Limits() if offline is None else Limits(queued_requests=0, queued_bytes=0),
-        )
+        """`backend_of` gives backends by name, in place of the built-in ones. Raises TypeError and ValueError for
+        settings that can't be used, or that there aren't."""
+        if not callable(backend_of) and backend_of is not None:
+            raise TypeError(f"backend_of: expected a function, got {backend_of!r}")
+        self._settings = settings_of(paths, settings)
         self._backend_of = backend_of
         self._server: Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -249,6 +216,8 @@ class Engine:
             raise RuntimeError(
                 "expected the event loop on which the engine was started; BlockingEngine is for all threads"
             )
+        if not asked.keys() <= Asked.__optional_keys__:
+            refuse_unknown("argument", asked, Asked.__optional_keys__)
         parameters = asked.get("parameters", {})
         for argument, values in (("inputs", inputs), ("parameters", parameters)):
             if not isinstance(values, Mapping):

@@ -291,9 +291,43 @@ async def test_lone_answers_are_streamed_too(tmp_path: Path) -> None:
         np.testing.assert_array_equal([one["x"] for one in answers], [row(4)["a"]])
 
 
-def test_paths_are_needed() -> None:
-    with pytest.raises(ValueError, match="at least one path"):
-        Engine()
+@pytest.mark.parametrize(
+    ("settings", "kind", "text"),
+    [
+        ({"max_batchsize": 8}, TypeError, "unknown setting 'max_batchsize': expected one of .*max_batch_size"),
+        ({"max_batch_size": "8"}, TypeError, "max_batch_size: expected a whole number, got '8'"),
+        ({"max_batch_size": True}, TypeError, "max_batch_size: expected a whole number, got True"),
+        ({"max_batch_size": -3}, ValueError, "max_batch_size: expected a whole number from 0 to 2147483647, got -3"),
+        ({"max_queue_delay_us": 1.5}, TypeError, "max_queue_delay_us: expected a whole number, got 1.5"),
+        ({"intra_op_threads": 2000}, ValueError, "intra_op_threads: .* from 0 to 1024, got 2000"),
+        ({"execution_timeout_s": float("inf")}, ValueError, "execution_timeout_s: .* from 0 to 1000000, got inf"),
+        ({"execution_timeout_s": float("nan")}, ValueError, "execution_timeout_s: .* got nan"),
+        ({"model_name": 3}, TypeError, "model_name: expected a str, got 3"),
+        ({"allow_python_models": "no"}, TypeError, "allow_python_models: expected True or False, got 'no'"),
+        ({"offline": True}, TypeError, "offline: expected Offline or None, got True"),
+        ({"backend_of": 3}, TypeError, "backend_of: expected a function, got 3"),
+    ],
+    ids=str,
+)
+def test_settings_that_cant_be_meant_are_refused(settings: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"^{text}"):
+        Engine("model.onnx", **settings)
+
+
+@pytest.mark.parametrize(
+    ("paths", "kind"), [((), ValueError), (("",), ValueError), ((b"m",), TypeError), ((["m"],), TypeError)]
+)
+def test_paths_are_needed(paths: tuple[Any, ...], kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"expected (at least one|a) path|expected paths as"):
+        Engine(*paths)
+
+
+async def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", BATCHED)
+    given: dict[str, Any] = {"max_batch_size": np.int64(4), "execution_timeout_s": np.float32(2)}
+    async with Engine(tmp_path, backend_of=backend_of(m=echo_model()), **given) as engine:
+        with pytest.raises(TypeError, match=r"unknown argument 'time_out': expected one of .*timeout_s"):
+            await engine.infer(row(1), time_out=3)  # type: ignore[call-arg]
 
 
 COUNTER = """

@@ -55,6 +55,7 @@ TOP = {
     "server.check",
     "server.cli",
     "server.engine",
+    "server.engine_settings",
     "server.health",
     "server.model_flags",
     "server.__main__",
