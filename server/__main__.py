@@ -48,6 +48,9 @@ def leave_process_one() -> None:
 def main() -> None:
     """Run the command."""
     leave_process_one()
+    # Until the command has begun, Ctrl-C ends the process as it does others, without a traceback of what is imported.
+    if is_interruptible := signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Supervisors and shells may leave descriptors 0, 1 and 2 closed (`<&-`). What is opened next would get the number,
     # and what native code writes to stderr would go to a client; libuv aborts when it closes such a socket. Before
     # anything else, as even importing ctypes may open a file for good: libffi 3.8 keeps its own library open.
@@ -76,6 +79,8 @@ def main() -> None:
         from paceline.server.telemetry.log_output import StdoutError, exit_now, take_stdout
 
     take_stdout()
+    if is_interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         command(prog_name="paceline")
     except StdoutError as error:

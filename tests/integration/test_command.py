@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import urllib.error
 from pathlib import Path
 
@@ -45,3 +48,25 @@ def test_log_from_start_to_stop_is_one_json_object_per_line(tmp_path: Path) -> N
     said = [record["message"].split()[0] for record in server.log]
     assert said == ["loading", "model", "ready:", "stopping:", "stopped"]
     assert {record["level"] for record in server.log} == {"INFO"}
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+
+class Interrupts:
+    def find_spec(self, name, *more):
+        if name == "click":
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+sys.meta_path.insert(0, Interrupts())
+from paceline.server.__main__ import main
+
+main()
+"""
+
+
+def test_interrupt_during_the_imports_ends_without_a_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
