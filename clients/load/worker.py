@@ -9,6 +9,7 @@ requests that were due meanwhile have waited, too. How late sending was is part 
 from __future__ import annotations
 
 import asyncio
+import os
 import selectors
 import time
 from collections.abc import Iterator
@@ -215,6 +216,8 @@ async def _work(own: Share, pipe: Pipe) -> None:
         telling, ending = asyncio.create_task(_tell(sender, pipe)), asyncio.create_task(over.wait())
         # Nothing more comes through the pipe: it can only be closed.
         loop.add_reader(pipe.fileno(), over.set)
+        # uvloop has made it one whose `send` fails while nobody reads what was sent before.
+        os.set_blocking(pipe.fileno(), True)
         tasks: tuple[asyncio.Task[Any], ...] = (running, telling, ending)
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         loop.remove_reader(pipe.fileno())

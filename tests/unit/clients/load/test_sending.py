@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from multiprocessing import Pipe
+from threading import Thread
 from typing import Any
 
 import grpc
@@ -16,7 +19,7 @@ from paceline.clients.answers import enable_empty_final
 from paceline.clients.load.arrivals import Recorded
 from paceline.clients.load.sending import EMPTY
 from paceline.clients.load.tally import Counts, merged
-from paceline.clients.load.worker import NOT_SENT, Load, Sender, Share
+from paceline.clients.load.worker import NOT_SENT, Load, Said, Sender, Share, main
 from paceline.clients.messages import infer_request
 from paceline.protos import inference_pb2 as pb
 from tests.unit.clients.load.counting import S
@@ -216,3 +219,18 @@ async def test_stream_without_an_answer_in_time_is_given_up(talking: Talking) ->
     talking.script = script
     found = await sent(talking, clients=1, count=2, is_stream=True, timeout_s=2.0)
     assert (found.answered, set(found.errors)) == (1, {"DEADLINE_EXCEEDED"})
+
+
+def test_process_waits_while_nobody_reads_what_it_says(peer: Peer) -> None:
+    """If writing failed instead, the load would end as soon as whoever adds up is slower than those who send."""
+    ours, theirs = Pipe()
+    working = Thread(target=main, args=(os.dup(theirs.fileno()),))
+    with theirs, ours:
+        ours.send(Share(Load(peer.target, MESSAGES, 60.0, clients=1), S // 100))
+        working.start()
+        assert ours.recv() == Said()
+        ours.send(time.monotonic_ns())
+        ours.recv()
+        assert os.get_blocking(theirs.fileno())
+        ours.close()
+        working.join()
