@@ -100,7 +100,9 @@ def _connected(server: str, timeout_s: float, access: ConnectionOptions) -> Iter
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=1, help="Send the request this many times and print a summary."
 )
-@click.option("--concurrency", type=click.IntRange(min=1), default=1, help="With --repeat: this many at the same time.")
+@click.option(
+    "--concurrency", type=click.IntRange(1, 1000), default=1, help="With --repeat: this many at the same time."
+)
 @click.option(
     "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Output format."
 )

@@ -51,14 +51,20 @@ class Unusable(click.ClickException):
     exit_code = 2
 
 
-class Seconds(click.FloatRange):
-    """A range of seconds that refuses NaN, which any other `FloatRange` accepts."""
+class Number(click.FloatRange):
+    """A range that refuses NaN, which any other `FloatRange` accepts."""
+
+    what = "a number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if math.isnan(number):
-            raise Unusable(f"{param.opts[0] if param else 'time'}: expected a number of seconds, got nan")
+            raise Unusable(f"{param.opts[0] if param else 'option'}: expected {self.what}, got nan")
         return number
+
+
+class Seconds(Number):
+    what = "a number of seconds"
 
 
 def server_option(**more: Any) -> Callable[[Any], Any]:
@@ -91,7 +97,7 @@ def timeout_option(default_s: float, what: str) -> Callable[[Any], Any]:
 
 def check_writable(option: str, path: Path | None) -> None:
     """Before anything is computed. If writing fails after all, that is reported later. Raises Unusable."""
-    if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         raise Unusable(f"{option} {path}: expected a file that can be written, in an existing folder")
 
 
@@ -122,6 +128,8 @@ def one_line_errors(access: ConnectionOptions) -> Iterator[None]:
         raise  # the reader has read enough; click ends without a message
     except click.FileError as error:  # of a file that is opened when it is needed
         raise Unusable(one_line(error.format_message())) from error
+    except UnicodeDecodeError as error:
+        raise Unusable(f"expected a file of text in UTF-8: {error}") from error
     except (ValueError, OSError, MemoryError) as error:
         raise Unusable(one_line(str(error) or "out of memory")) from error
 

@@ -35,6 +35,7 @@ from paceline.clients.load.worker import Load
 from paceline.clients.messages import ModelMetadata, ParameterValue, infer_request
 from paceline.clients.options import (
     ConnectionOptions,
+    Number,
     Seconds,
     access_options,
     check_writable,
@@ -46,7 +47,11 @@ from paceline.clients.options import (
 
 _WARMUP_S: Final = 1.0
 _DISTINCT: Final = 64
-_POSITIVE: Final = Seconds(min=0, min_open=True)
+_LONGEST_S: Final = 1e9
+"""Deadlines that are later lie in the past: gRPC's times are 64-bit nanoseconds."""
+_LENGTH: Final = Seconds(0.01, 1e6)
+"""Figures are kept by slices, of which a shorter time would have more than can be told."""
+_RATE: Final = Number(0, 1e6, min_open=True)
 _COUNT: Final = click.IntRange(min=1)
 
 
@@ -109,11 +114,11 @@ def _length(context: click.Context, parameter: click.Parameter, text: str | None
 @server_option()
 @click.option("--version", default="", help="Version of the model; by default the server chooses.")
 @click.option(
-    "--clients", type=_COUNT, help="Closed loop: so many clients, each with one request under way.  [default: 1]"
+    "--clients",
+    type=click.IntRange(1, 100_000),
+    help="Closed loop: so many clients, each with one request under way.  [default: 1]",
 )
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), help="Open loop: so many requests a second, at random."
-)
+@click.option("--rate", type=_RATE, help="Open loop: so many requests a second, at random.")
 @click.option("--constant", is_flag=True, help="With --rate: at regular intervals.")
 @click.option(
     "--arrivals",
@@ -123,7 +128,7 @@ def _length(context: click.Context, parameter: click.Parameter, text: str | None
     "what `paceline top --record` has written; or a server's file of traces.",
 )
 @click.option(
-    "--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+    "--speed", type=Number(0, 1e6, min_open=True), default=1.0, show_default=True,
     help="With --arrivals: so many times as fast.",
 )  # fmt: skip
 @click.option("--processes", type=_COUNT, default=1, show_default=True, help="Processes that send, together.")
@@ -160,19 +165,19 @@ def _length(context: click.Context, parameter: click.Parameter, text: str | None
     "--sequence-length", callback=_length, metavar="N", help="Send sequences of so many requests, N or FROM..TO."
 )
 @click.option("--shared-memory", is_flag=True, help="Tensors in system shared memory, of a server on this machine.")
-@click.option("--warmup", "warmup_s", type=Seconds(min=0), metavar="SECONDS", help="Not counted.  [default: 1]")
+@click.option("--warmup", "warmup_s", type=Seconds(0, 1e6), metavar="SECONDS", help="Not counted.  [default: 1]")
 @click.option(
-    "--window", "window_s", type=_POSITIVE, default=5.0, show_default=True, metavar="SECONDS",
+    "--window", "window_s", type=_LENGTH, default=5.0, show_default=True, metavar="SECONDS",
     help="Measure until three windows of this length in a row agree.",
 )  # fmt: skip
 @click.option(
-    "--tolerance", type=click.FloatRange(0, 1, min_open=True), default=0.1, show_default=True,
+    "--tolerance", type=Number(0, 1, min_open=True), default=0.1, show_default=True,
     help="By how much throughput and mean latency of windows that agree differ from their mean, as a share.",
 )  # fmt: skip
 @click.option(
     "--max-windows", type=click.IntRange(min=3), default=10, show_default=True, help="So many windows at most."
 )
-@click.option("--seconds", type=_POSITIVE, metavar="SECONDS", help="Measure for this time instead.")
+@click.option("--seconds", type=_LENGTH, metavar="SECONDS", help="Measure for this time instead.")
 @click.option("--count", type=_COUNT, help="Send this many requests, or sequences, instead, all of which count.")
 @timeout_option(10.0, "Deadline of each request, from when it is due.")
 @click.option(
@@ -210,10 +215,10 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
         verdicts = [(one, outcome.value(one.name)) for one in assertions]
         about = {"model": model, "version": options.version, "server": options.server, "load": _described(options)}
         heading = f"{model} on {options.server}: {_described(options)}"
-        if options.html is not None:
-            options.html.write_text(page(outcome, f"Load on {model}", heading, verdicts), encoding="utf-8")
         is_json = options.form == "json"
         click.echo(outcome_json(outcome, about, verdicts) if is_json else outcome_text(outcome, heading, verdicts))
+        if options.html is not None:
+            options.html.write_text(page(outcome, f"Load on {model}", heading, verdicts), encoding="utf-8")
         if not all(one.holds(value) for one, value in verdicts):
             raise click.exceptions.Exit(click.ClickException.exit_code)
 
@@ -294,7 +299,7 @@ def _load_of(
     return Load(
         target=options.server,
         messages=messages,
-        timeout_s=options.timeout_s,
+        timeout_s=min(options.timeout_s, _LONGEST_S),
         clients=options.clients or 1,
         arrivals=arrivals,
         count=options.count,

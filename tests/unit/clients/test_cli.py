@@ -187,6 +187,7 @@ def test_infer_failed_save_is_one_line_and_exit_2(run: Run, peer: Peer, tmp_path
         (("--random", "--repeat", "2", "--save", "o.npz"), "--save can't be combined"),
         (("--random", "--save", "o.txt"), "--save o.txt: expected a name that ends in .npz, the one format there is"),
         (("--random", "--concurrency", "2"), "--concurrency needs --repeat"),
+        (("--sequence", "/proc/self/exe"), "expected a file of text in UTF-8"),
         (("--random", "--timeout", "nan"), "--timeout: expected a number of seconds, got nan"),
     ],
 )

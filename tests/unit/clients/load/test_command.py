@@ -111,6 +111,12 @@ def test_page_is_written_beside_the_output(run: Run, tmp_path: Path) -> None:
         (["--input", "z=[1]"], "has no input 'z'"),
         (["--shape", "x=1,2,3..2"], "expected NAME=1,2,3"),
         (["--warmup", "nan"], "expected a number of seconds, got nan"),
+        (["--rate", "nan"], "--rate: expected a number, got nan"),
+        (["--rate", "inf"], "is not in the range"),
+        (["--tolerance", "nan"], "--tolerance: expected a number, got nan"),
+        (["--seconds", "0.0001"], "is not in the range"),
+        (["--clients", "100000000"], "is not in the range"),
+        (["--html", ""], "expected a file that can be written"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused_before_anything_is_sent(
@@ -128,6 +134,18 @@ def test_arrivals_that_are_none_are_refused(run: Run, tmp_path: Path, text: str,
     result = run("--arrivals", str(tmp_path / "arrivals.jsonl"))
     assert result.exit_code == 2
     assert fault in result.stderr
+
+
+def test_no_deadline_at_all_is_none_that_has_passed(run: Run) -> None:
+    result = run("--count", "1", "--timeout", "inf", "--assert", "errors==0")
+    assert result.exit_code == 0, result.stdout
+
+
+def test_file_that_is_no_text_is_told_so(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    result = run("--arrivals", str(tmp_path / "binary"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: expected a file of text in UTF-8: ")
 
 
 def test_server_that_is_not_there_is_told_in_one_line() -> None:
