@@ -21,7 +21,7 @@ from paceline.backends.onnx.decoder_block import StepsModel
 from paceline.backends.onnx.decoder_layout import DecoderLayout, find_layout, is_decoder, read_settings
 from paceline.backends.onnx.decoder_trial import Trial, try_encoder, try_steps
 from paceline.backends.onnx.decoding_rules import read_rules
-from paceline.backends.onnx.encoder import ENCODER_FILE, Encoder, EncoderLayout, EncoderThread, find_encoder
+from paceline.backends.onnx.encoder import ENCODER_FILE, EncoderLayout, EncoderThread, find_encoder
 from paceline.backends.onnx.encoder_requests import EncoderRequests
 from paceline.backends.onnx.generations import Decoder, GeneratingInstance
 from paceline.backends.onnx.options import DecoderSettings, decoder_settings
@@ -114,7 +114,7 @@ class DecoderModel:
         if self._encoding is not None:
             layout = self._encoding.requests.layout
             steps_of_encoder = self._encoding.model.stepped(layout.executed, device)
-            encoder = EncoderThread(Encoder(steps_of_encoder, layout, pads=self._encoding.pads))
+            encoder = EncoderThread(steps_of_encoder, layout, pads=self._encoding.pads)
         return GeneratingInstance(self._decoder, steps, device, self._asked, encoder)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ Source of names: optimum's exporters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import monotonic_ns
@@ -171,55 +171,30 @@ class Encoder:
         return [hidden[row : row + 1, :end].copy() for row, end in enumerate(ends)]
 
 
-Left = Sequence[Array | ExecutionError]
-
-
-class EncoderThread:
+class EncoderThread(Encoder):
     """An encoder whose caller, one at a time, stops to wait for it once it is given up."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
+    def __init__(self, model: StepsModel, layout: EncoderLayout, *, pads: bool = False) -> None:
+        super().__init__(model, layout, pads=pads)
         self._thread = WorkerThread()
-        # Guards what is waited for: it is answered once, by the encoder or by who gives it up.
+        self._lost: Future[list[Array | ExecutionError]] = Future()
+        # Nothing begins once it is given up.
         self._lock = Lock()
-        self._waiting: Future[Left] | None = None
-        self._lost: ExecutionError | None = None
 
-    @property
-    def began_ns(self) -> int:
-        return self._encoder.began_ns
-
-    def encode(self, sources: Sequence[Array]) -> Left:
-        """As the encoder does; raises also what it is given up with."""
-        waiting = Future[Left]()
+    def encode(self, sources: Sequence[Array]) -> list[Array | ExecutionError]:
+        """As any encoder; raises also what it is given up with."""
+        encode = super().encode
         with self._lock:
-            if self._lost is not None:
-                raise self._lost
-            self._waiting = waiting
-        self._thread.submit(lambda: self._encoder.encode(sources)).add_done_callback(self._end)
-        return waiting.result()
+            done = self._lost if self._lost.done() else self._thread.submit(lambda: encode(sources))
+        wait((self._lost, done), return_when=FIRST_COMPLETED)
+        return (self._lost if self._lost.done() else done).result()
 
     def give_up(self, error: ExecutionError) -> Future[None]:
         """Nobody waits for it any more. What is returned is done when it executes nothing."""
         with self._lock:
-            waiting, self._waiting, self._lost = self._waiting, None, error
-        if waiting is not None:
-            waiting.set_exception(error)
-        return self._thread.submit(lambda: None)
-
-    def abandon(self) -> None:
-        self._encoder.abandon()
+            self._lost.set_exception(error)
+            return self._thread.submit(lambda: None)
 
     def close(self) -> None:
         self._thread.close()
-        self._encoder.close()
-
-    def _end(self, done: Future[list[Array | ExecutionError]]) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return
-        if (error := done.exception()) is not None:
-            waiting.set_exception(error)
-        else:
-            waiting.set_result(done.result())
+        super().close()

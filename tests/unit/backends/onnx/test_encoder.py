@@ -190,7 +190,7 @@ def test_requests_together_execute_their_encoder_once() -> None:
         Steps(),
         Device(),
         asked,
-        EncoderThread(Encoder(sums, text_encoder(), pads=True)),
+        EncoderThread(sums, text_encoder(), pads=True),
     )
     try:
         results = instance.execute([[text] for text in tokens(4, 4, 4)]).results
@@ -234,7 +234,7 @@ def test_nobody_waits_for_an_encoder_given_up() -> None:
         begun.set()
         assert gate.wait(20)
 
-    encoder, failed = EncoderThread(Encoder(Sums(before), text_encoder())), list[ExecutionError]()
+    encoder, failed = EncoderThread(Sums(before), text_encoder()), list[ExecutionError]()
 
     def encode() -> None:
         with pytest.raises(ExecutionError) as raised:
