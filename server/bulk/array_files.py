@@ -5,6 +5,7 @@ Lives here: `.npy`, whose column is `array`, and `.npz`, whose arrays are the co
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from paceline.server.bulk.listing import Location
@@ -63,22 +65,22 @@ class ArrayFormat:
             end = unit.end if self.start(unit) is None else min(array.rows for array in arrays.values())
             row_bytes = sum(array.row_bytes for array in arrays.values())
             at_once = max(1, min(int(fixed.chunk_bytes / 4 / row_bytes), fixed.chunk_rows))
-            for array in arrays.values():
-                array.skip(unit.begin)
             for begin in range(unit.begin, end, at_once):
                 rows = min(at_once, end - begin)
-                table = pa.RecordBatch.from_pydict({name: array.read(rows) for name, array in arrays.items()})
+                table = pa.RecordBatch.from_pydict({name: array.read(begin, rows) for name, array in arrays.items()})
                 yield Chunk(table, np.arange(begin, begin + rows))
 
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of a file, whose rows are read in order."""
+    """An array of a file, which begins in `stream` at `place`. `is_fortran`: its first axis is the innermost."""
 
     stream: _Readable
+    place: int
     rows: int
     dims: tuple[int, ...]
     dtype: np.dtype[np.generic]
+    is_fortran: bool
 
     @classmethod
     def open(cls, opener: Callable[[], _Readable]) -> _Array:
@@ -91,28 +93,42 @@ class _Array:
             raise pa.ArrowInvalid(f"its elements are {dtype}: expected numbers, truth values or text")
         if not shape or 0 in shape[1:]:
             raise pa.ArrowInvalid(f"its shape is {shape}: expected an axis of rows, and no others of 0")
-        if is_fortran and len(shape) > 1:
-            raise pa.ArrowInvalid("its rows aren't together (Fortran order): save numpy.ascontiguousarray(it)")
-        return cls(stream, shape[0], shape[1:], dtype)
+        is_fortran = is_fortran and len(shape) > 1
+        if is_fortran and isinstance(stream, zipfile.ZipExtFile):  # each step back would decompress it from the start
+            raise pa.ArrowInvalid(
+                "its rows aren't together (Fortran order): save numpy.ascontiguousarray(it), or it alone as .npy"
+            )
+        return cls(stream, stream.tell(), shape[0], shape[1:], dtype, is_fortran)
+
+    @property
+    def row_elements(self) -> int:
+        return math.prod(self.dims)
 
     @property
     def row_bytes(self) -> int:
-        return int(np.prod(self.dims, dtype=np.int64)) * self.dtype.itemsize
+        return self.row_elements * self.dtype.itemsize
 
     @property
     def kind(self) -> pa.DataType:
         return self._column(np.zeros((0, *self.dims), self.dtype)).type
 
-    def skip(self, rows: int) -> None:
-        self.stream.seek(self.stream.tell() + rows * self.row_bytes)
+    def read(self, begin: int, rows: int) -> pa.Array:
+        """The rows from `begin` on, which in a compressed file isn't before those read last."""
+        if not self.is_fortran:
+            return self._column(self._elements(begin * self.row_elements, rows * self.row_elements))
+        # Each element of a row has its own run of all rows.
+        runs = [self._elements(run * self.rows + begin, rows) for run in range(self.row_elements)]
+        return self._column(np.stack(runs).reshape(*self.dims[::-1], rows).T)
 
-    def read(self, rows: int) -> pa.Array:
-        data = self.stream.read(rows * self.row_bytes)
-        if len(data) < rows * self.row_bytes:
+    def _elements(self, begin: int, count: int) -> npt.NDArray[np.generic]:
+        """Those that follow each other in the file."""
+        self.stream.seek(self.place + begin * self.dtype.itemsize)
+        data = self.stream.read(count * self.dtype.itemsize)
+        if len(data) < count * self.dtype.itemsize:
             raise pa.ArrowInvalid("it is cut off")
-        return self._column(np.frombuffer(data, self.dtype))
+        return np.frombuffer(data, self.dtype)
 
-    def _column(self, elements: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> pa.Array:
+    def _column(self, elements: npt.NDArray[np.generic]) -> pa.Array:
         column = pa.array(elements.ravel().astype(self.dtype.newbyteorder("="), copy=False))
         for size in reversed(self.dims):
             column = pa.FixedSizeListArray.from_arrays(column, size)

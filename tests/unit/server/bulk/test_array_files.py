@@ -17,10 +17,10 @@ CUBES = np.arange(100 * 2 * 3, dtype=np.float32).reshape(100, 2, 3)
 
 
 @pytest.mark.parametrize("unit_rows", [1, 7, 1000])
-@pytest.mark.parametrize("form", ["npy", "npz", "compressed"])
+@pytest.mark.parametrize("form", ["npy", "fortran", "npz", "compressed"])
 def test_units_give_each_row_once(tmp_path: Path, unit_rows: int, form: str) -> None:
-    if form == "npy":
-        np.save(tmp_path / "a.npy", CUBES)
+    if form in ("npy", "fortran"):
+        np.save(tmp_path / "a.npy", np.asfortranarray(CUBES) if form == "fortran" else CUBES)
         expected: dict[str, npt.NDArray[np.generic]] = {"array": CUBES}
     else:
         expected = {"x": CUBES, "label": np.arange(100)}
