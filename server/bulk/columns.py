@@ -21,7 +21,7 @@ from paceline.protos.datatypes import by_name
 from paceline.server.bulk.decoding import Dims, decode, side_by_side, takes
 from paceline.server.bulk.encoding import arrow_type, cut, encode
 from paceline.server.bulk.rows import Rows, Tensor
-from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computed, Places, Results, Table
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computed, FlagError, Places, Results, Table
 
 __all__ = ["Columns"]
 
@@ -84,7 +84,7 @@ class Columns:
         _check_columns(schema, kept)
         for one in self._made:
             if one.column in kept:
-                raise BulkError(
+                raise FlagError(
                     f"column '{one.column}': expected one to be written under this name, got the input's column, which "
                     f"is kept, and the model's output '{one.name}': name that another, --output NAME={one.name}"
                 )
@@ -204,7 +204,7 @@ def _fed(
     names = [one.name for one in description.inputs]
     for name in mapped:
         if name not in names:
-            raise BulkError(
+            raise FlagError(
                 f"--map {name}={mapped[name]}: expected an input of the model ({_listed(names)}), got '{name}'"
             )
     specs = {one.name: index for index, one in enumerate(lengths.spec.inputs)} if lengths is not None else {}
@@ -214,7 +214,7 @@ def _fed(
         if one.name not in mapped and column not in schema.names:
             if one.name in description.optional_inputs:
                 continue
-            raise BulkError(
+            raise FlagError(
                 f"input '{one.name}' ({one.datatype}, a row has shape {list(dims)}): expected a column of this name, "
                 f"or --map {one.name}=COLUMN with one of {_listed(_typed(schema))}"
             )
@@ -233,14 +233,14 @@ def _check_fed(tensor: TensorMetadata, columns: Sequence[str], dims: Dims, schem
     _check_columns(schema, columns)
     alone = len(columns) == 1
     if not (alone or dims == (-1,) or (-1 not in dims and math.prod(dims) == len(columns))):
-        raise BulkError(
+        raise FlagError(
             f"input '{tensor.name}': expected as many columns as a row has elements, whose shape is {list(dims)}, got "
             f"{len(columns)}: {', '.join(columns)}"
         )
     for column in columns:
         kind, own = schema.field(column).type, dims if alone else ()
         if not takes(tensor.datatype, own, kind):
-            raise BulkError(
+            raise FlagError(
                 f"column '{column}' for input '{tensor.name}': expected {_wanted(tensor.datatype, own)}, got {kind}; "
                 f"columns: {_listed(_typed(schema))}"
             )
@@ -255,7 +255,7 @@ def _made(
     for column, name in named.items():
         one = found.get(name)
         if one is None:
-            raise BulkError(
+            raise FlagError(
                 f"--output {column}={name}: expected an output of the model ({_listed(found)}), got '{name}'"
             )
         dims = _dims(description, one)
@@ -266,7 +266,7 @@ def _made(
     texts = dict.fromkeys(name for one in made if one.datatype == "BYTES" for name in (one.column, one.name))
     for name in binary:
         if name not in texts:
-            raise BulkError(f"--binary {name}: expected an output of BYTES ({_listed(texts)}), got '{name}'")
+            raise FlagError(f"--binary {name}: expected an output of BYTES ({_listed(texts)}), got '{name}'")
     return tuple(made)
 
 
@@ -287,7 +287,7 @@ def _check_columns(schema: pa.Schema, columns: Iterable[str]) -> None:
         count = len(schema.get_all_field_indices(column))
         if count != 1:
             what = "no such column" if count == 0 else f"{count} of this name"
-            raise BulkError(f"column '{column}': expected one of the input's ({_listed(_typed(schema))}), got {what}")
+            raise FlagError(f"column '{column}': expected one of the input's ({_listed(_typed(schema))}), got {what}")
 
 
 def _wanted(datatype: str, dims: Dims) -> str:

@@ -5,6 +5,7 @@ Lives here: reading them. Must not: import what only a job needs before one begi
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import click
 from paceline.backends.installed import how_to_install
 from paceline.clients.connection import checked_target
 from paceline.clients.options import Seconds, access_options, one_line
-from paceline.server.bulk.settings import BulkSettings, Parameters, parse_bytes, parse_max_bad, parse_shard
+from paceline.server.bulk.settings import BulkSettings, Parameters, parse_max_bad, parse_memory, parse_shard
 from paceline.server.flags import Value
 from paceline.server.telemetry.log_output import exit_now
 from paceline.server.tuning import excluded_from_gc
@@ -50,8 +51,14 @@ def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str,
 
 
 def _names(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
-    """Names, given one by one or with commas between them; each once."""
-    return tuple(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+    """Names, given one by one or with commas between them; each once. One with a comma is in double quotes."""
+    try:
+        names = [name.strip() for text in texts
+                 for line in csv.reader([text], skipinitialspace=True, strict=True) for name in line]  # fmt: skip
+    except csv.Error as error:
+        text = f"expected names with commas between them, those with a comma in double quotes: {error}"
+        raise click.BadParameter(text, context, parameter) from None
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
 class _AutoOr(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks alone
@@ -123,7 +130,7 @@ _OPTIONS = (
         help="Copies of the model that execute at the same time."),
     _flag("--rows-per-part", "unit_rows", default="auto", show_default=True, type=_AutoOr(), metavar="auto|ROWS",
         help="Most rows of an output file. One is done again as a whole if it wasn't finished."),
-    _flag("--memory", "memory_bytes", default="2GiB", show_default=True, callback=_read(parse_bytes),
+    _flag("--memory", "memory_bytes", default="2GiB", show_default=True, callback=_read(parse_memory),
         metavar="BYTES", help="Most memory for rows, beyond the loaded model."),
     _flag("--sort-by-length", is_flag=True,
         help="Batch rows of similar length; the output keeps the input's order."),

@@ -27,7 +27,18 @@ from paceline.server.bulk.server_model import server_model
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.sizing import Probed, fixed_sizes, units_at_once
 from paceline.server.bulk.unit_work import Blocking, UnitWork
-from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computes, Fixed, Places, Source, Unit, units_of
+from paceline.server.bulk.values import (
+    BadRow,
+    BulkError,
+    Chunk,
+    Computes,
+    Fixed,
+    FlagError,
+    Places,
+    Source,
+    Unit,
+    units_of,
+)
 from paceline.server.bulk.writers import check_schema
 from paceline.server.models.defaults import Offline
 
@@ -63,12 +74,13 @@ class Computing:
         """Raises BulkError for what would be wrong with any row, too: nothing is begun then."""
         settings = self._settings
         rates = not (settings.batch_rows and settings.instances and settings.unit_rows)
-        if not source.schema.names:  # files of text without any row
-            return fixed_sizes(_UNPROBED, settings.memory_bytes, settings.unit_rows)
         try:
-            return self._fixed(await self._try(source, settings.batch_rows, settings.instances, rates=rates))
+            if source.schema.names:  # files of text without any row have none
+                return self._fixed(await self._try(source, settings.batch_rows, settings.instances, rates=rates))
         except _NoRows:
-            return fixed_sizes(_UNPROBED, settings.memory_bytes, settings.unit_rows)
+            pass
+        unprobed = replace(_UNPROBED, batch_rows=settings.batch_rows or _UNPROBED.batch_rows)
+        return fixed_sizes(unprobed, settings.memory_bytes, settings.unit_rows)
 
     async def dry_run(self, source: Source, begun: tuple[Fixed, int] | None) -> DryRun:
         """`begun`: what is fixed, and how many units are finished. Raises BulkError as `choose` does, and if there is
@@ -198,7 +210,7 @@ class Computing:
         settings = self._settings
         if settings.batch_rows > max(1, model.max_rows):
             expected = f"expected at most {max(1, model.max_rows)}, the model's max_batch_size"
-            raise BulkError(f"--batch: {expected}, got {settings.batch_rows}")
+            raise FlagError(f"--batch: {expected}, got {settings.batch_rows}")
         columns = Columns(
             model.description,
             source.schema,

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
+import numpy as np
+
 __all__ = ["Plain", "differences", "files_differ", "plain"]
 
 Plain: TypeAlias = "bool | int | float | str | Sequence[Plain] | Mapping[str, Plain] | None"
@@ -24,20 +26,45 @@ def plain(values: Mapping[str, Plain]) -> Mapping[str, Plain]:
     return cast(Mapping[str, Plain], json.loads(json.dumps(values)))
 
 
-def differences(old: Mapping[str, Plain], new: Mapping[str, Plain], within: str = "") -> list[str]:
-    """Phrases such as "with batch 32, got 64"."""
+def differences(old: Mapping[str, Plain], new: Mapping[str, Plain]) -> list[str]:
+    """Phrases such as "with --batch 32, got 64". A value is a flag's, by its name without dashes; that of "model"
+    has digests of its files by their names."""
     found: list[str] = []
-    for key in [*old, *(key for key in new if key not in old)]:
-        name = f"{within}{key}"
-        before, now = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(now, dict):
-            found += differences(before, now, f"{name}.")
-        elif key not in old:
-            found.append(f"without {name}, got {_shown(now)}")
-        elif key not in new:
-            found.append(f"with {name} {_shown(before)}, got none")
-        elif before != now:
-            found.append(f"with {name} {_shown(before)}, got {_shown(now)}")
+    before, now = _flags(old), _flags(new)
+    for name in dict.fromkeys([*before, *now]):
+        if name not in before:
+            found.append(f"without {name}{now[name]}")
+        elif before[name] != now.get(name):
+            found.append(f"with {name}{before[name]}, got {now.get(name, 'none')}")
+    return found + _models_differ(*(cast("Mapping[str, str]", one.get("model", {})) for one in (old, new)))
+
+
+def _flags(values: Mapping[str, Plain]) -> dict[str, str]:
+    """Those given, each as what comes before its value, such as "--map x=", and the value."""
+    flags: dict[str, str] = {}
+    for key, value in values.items():
+        if key == "model" or value in ("", False, [], None):
+            continue
+        if isinstance(value, dict):
+            flags |= {f"--{key} {name}=": _shown(one) for name, one in value.items()}
+        elif value is True:
+            flags[f"--{key}"] = ""
+        else:
+            flags[f"--{key} "] = _shown(",".join(map(str, value)) if isinstance(value, list) else value)
+    return flags
+
+
+def _models_differ(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    found: list[str] = []
+    for name in dict.fromkeys([*old, *new]):
+        if name == "server's":
+            found.append(f"with model {old.get(name, 'here')}, got {new.get(name, 'one here')}")
+        elif name not in old:
+            found.append(f"without the model's file {name}")
+        elif name not in new:
+            found.append(f"with the model's file {name}, which is gone")
+        elif old[name] != new[name]:
+            found.append(f"with other contents of the model's file {name}")
     return found
 
 
@@ -49,12 +76,19 @@ def files_differ(old: Sequence[Sequence[str | int]], new: Sequence[Sequence[str 
     each = [f"without input {path}" for path in now if path not in before]
     each += [f"with input {path}, which is gone" for path in before if path not in now]
     for path in now:
-        if path in before and before[path][0] != now[path][0]:
-            each.append(f"with input {path} of {before[path][0]} bytes, got {now[path][0]}")
-        elif path in before and before[path] != now[path]:
-            each.append(f"before input {path} was changed")
+        if path in before and before[path] != now[path]:
+            (size, changed), (size_now, changed_now) = before[path], now[path]
+            same = "; only the time of its last change differs" if size == size_now else ""
+            each.append(
+                f"with input {path} of {size} bytes, changed at {_time(changed)}, "
+                f"got {size_now} bytes, changed at {_time(changed_now)}{same}"
+            )
     more = [f"with {len(each) - _NAMED} more inputs that differ"] if len(each) > _NAMED else []
     return [*each[:_NAMED], *more] or ["with its inputs in another order"]
+
+
+def _time(changed_ns: str | int) -> str:
+    return f"{np.datetime64(int(changed_ns), 'ns')}Z"
 
 
 def _shown(value: Plain) -> str:

@@ -78,7 +78,7 @@ class DryRun:
         rows = -(-self.counted.rows * left // (shards * max(1, self.counted.units)))
         lines = [
             f"model:     {self.description.name}; batches of up to {fixed.batch_rows:,} rows, "
-            f"{several(fixed.instances, 'instance')}",
+            + (f"by {settings.server}" if settings.server else several(fixed.instances, "instance")),
             f"input:     {several(len(self.source.files), 'file')}, {size(size_bytes)}, {about}"
             f"{self.counted.rows:,} rows",
             *_table(self._read()),
@@ -86,8 +86,8 @@ class DryRun:
             f"{settings.output_format}, in {settings.out}"
             + (f"; {self.units_before:,} are finished" if self.units_before else ""),
             *_table((field.name, str(field.type), "") for field in self.output_schema),
-            f"memory:    {size(peak_memory_bytes())} until now, with the model; up to "
-            f"{size(settings.memory_bytes)} more for rows",
+            f"memory:    {size(peak_memory_bytes())} until now{'' if settings.server else ', with the model'}; "
+            f"up to {size(settings.memory_bytes)} more for rows",
             f"time:      about {duration(rows / self.rows_per_s)} for {about}{rows:,} rows at "
             f"{amount(self.rows_per_s)} rows/s" + (f", as shard {shard} of {shards}" if shards > 1 else ""),
         ]

@@ -31,7 +31,7 @@ import pyarrow as pa
 
 from paceline.server.bulk.differences import Plain, differences, files_differ, plain
 from paceline.server.bulk.durable import Locks, explained, publish, put, remove, sync_folder
-from paceline.server.bulk.values import ALONE, BadRow, BulkError, FileIndex, Fixed, InputFile, Shard, Unit
+from paceline.server.bulk.values import ALONE, BadRow, BulkError, FileIndex, Fixed, FlagError, InputFile, Shard, Unit
 from paceline.server.bulk.writers import FORMATS, open_writer
 
 __all__ = ["JobFolder", "Mark", "Part", "Start", "Totals"]
@@ -243,7 +243,7 @@ class JobFolder:
     def _enter(self, start: Start) -> _Job | None:
         """Takes the lock. What the job was begun with, if it was."""
         if start is Start.ANEW and self.shard != ALONE:
-            raise BulkError("--no-resume removes what all shards wrote, so it can't go with --shard")
+            raise FlagError("--no-resume removes what all shards wrote, so it can't go with --shard")
         self._refuse_foreign()
         for name in _FOLDERS:
             os.makedirs(self._at(name), exist_ok=True)

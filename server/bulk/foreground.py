@@ -22,7 +22,7 @@ from paceline.server.bulk.progress import Progress, ProgressKind
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.summary import Outcome, Summary, peak_memory_bytes
 from paceline.server.bulk.tally import Tally
-from paceline.server.bulk.values import BulkError
+from paceline.server.bulk.values import BulkError, FlagError
 from paceline.server.telemetry import log
 from paceline.server.telemetry.log_output import StdoutError, exit_now, take_stderr
 from paceline.server.tuning import SWITCH_INTERVAL_S, new_loop
@@ -90,7 +90,7 @@ async def _told(
     try:
         done = await _until_signal(job.run())
     except BulkError as error:
-        outcome, why, status = Outcome.FAILED, str(error), 1
+        outcome, why, status = Outcome.FAILED, str(error), _status(error)
     else:
         if isinstance(done, signal.Signals):
             outcome, why, status = Outcome.STOPPED, f"by {done.name}", 128 + done
@@ -118,8 +118,12 @@ async def _foretold(
     try:
         found = await _until_signal(Job(settings, tally, backend_of).dry_run())
     except BulkError as error:
-        return f"failed: {error}", 1
+        return f"failed: {error}", _status(error)
     return (f"stopped: by {found.name}", 128 + found) if isinstance(found, signal.Signals) else (found.text(), 0)
+
+
+def _status(error: BulkError) -> int:
+    return 2 if isinstance(error, FlagError) else 1
 
 
 async def _until_signal(work: Coroutine[object, object, T]) -> T | signal.Signals:

@@ -18,7 +18,7 @@ from paceline.clients.options import ConnectionOptions
 if TYPE_CHECKING:  # it needs pyarrow, and these don't
     from paceline.server.bulk.differences import Plain
 
-__all__ = ["COMPLETIONS", "INDEX", "BulkSettings", "MaxBad", "parse_bytes", "parse_max_bad", "parse_shard"]
+__all__ = ["COMPLETIONS", "INDEX", "BulkSettings", "MaxBad", "parse_max_bad", "parse_memory", "parse_shard"]
 
 Parameters = Mapping[str, bool | int | float | str]
 
@@ -29,6 +29,7 @@ _UNITS = {
 _BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|[kmgt]i?)b?", re.IGNORECASE)
 _MAX_BAD = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<percent>%?)")
 _FIRST_ROWS = 1_000
+_LEAST_MEMORY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +100,13 @@ class BulkSettings:
         }
 
 
-def parse_bytes(text: str) -> int:
+def parse_memory(text: str) -> int:
     """Such as "2GiB", "500 MB" or "1048576". Raises ValueError."""
     found = _BYTES.fullmatch(text.strip())
     if found is None or not (size := int(float(found["number"]) * _UNITS[found["unit"].lower()])):
         raise ValueError(f"expected bytes, such as 2GiB or 500MB, got '{text}'")
+    if size < _LEAST_MEMORY_BYTES:
+        raise ValueError(f"expected 16MiB or more, as files are read and written a MiB at a time, got '{text}'")
     return size
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "Failed",
     "FileIndex",
     "Fixed",
+    "FlagError",
     "InputFile",
     "Parameters",
     "Places",
@@ -50,6 +51,10 @@ Parameters = Mapping[str, bool | int | float | str]
 
 class BulkError(Exception):
     """The job can't begin or go on: what is wrong, what was expected, what to do. Rows at fault are none of these."""
+
+
+class FlagError(BulkError):
+    """What was asked for can't be, of this input and this model, whatever its rows are."""
 
 
 class BadRow(NamedTuple):

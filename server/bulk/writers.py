@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from paceline.server.bulk.values import BulkError
+from paceline.server.bulk.values import BulkError, FlagError
 
 __all__ = ["FORMATS", "Writer", "check_schema", "json_lines", "open_writer"]
 
@@ -88,14 +88,14 @@ class _Npy:
 
     def __init__(self, schema: pa.Schema, file: BinaryIO, held_bytes: int) -> None:
         if len(schema) != 1:
-            raise BulkError(f".npy has one column, got {', '.join(schema.names)}: keep none and name one output")
+            raise FlagError(f".npy has one column, got {', '.join(schema.names)}: keep none and name one output")
         self._name = schema.names[0]
         kind, self._dims = schema.types[0], []
         while pa.types.is_fixed_size_list(kind):
             self._dims.append(kind.list_size)
             kind = kind.value_type
         if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-            raise BulkError(f".npy has numbers of one shape for all rows, got {self._name} of {schema.types[0]}")
+            raise FlagError(f".npy has numbers of one shape for all rows, got {self._name} of {schema.types[0]}")
         self._dtype = np.dtype(kind.to_pandas_dtype())
         self._file = file
         self._rows = 0
@@ -135,11 +135,11 @@ def open_writer(output_format: str, schema: pa.Schema, file: BinaryIO, held_byte
     """Writes rows of this schema into `file`, from where it stands. Holds fewer rows than have `held_bytes`. Raises
     BulkError if the format can't have them."""
     if output_format not in FORMATS:
-        raise BulkError(f"output format {output_format}: expected one of {', '.join(FORMATS)}")
+        raise FlagError(f"output format {output_format}: expected one of {', '.join(FORMATS)}")
     try:
         return FORMATS[output_format](schema, file, held_bytes)
     except pa.ArrowNotImplementedError as error:
-        raise BulkError(f"{output_format} can't have these columns: {error}") from error
+        raise FlagError(f"{output_format} can't have these columns: {error}") from error
 
 
 def check_schema(output_format: str, schema: pa.Schema) -> None:

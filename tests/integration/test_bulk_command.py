@@ -61,7 +61,7 @@ def test_dry_run_prints_what_it_would_do(model: Path, tmp_path: Path) -> None:
     )
     assert not (tmp_path / "out").exists()
     refused = run_command(*given(model, tmp_path / "out", "--dry-run", "--keep", "b"))
-    assert (refused.returncode, refused.stdout, "column 'b'" in refused.stderr) == (1, "", True)
+    assert (refused.returncode, refused.stdout, "column 'b'" in refused.stderr) == (2, "", True)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,10 @@ def test_dry_run_prints_what_it_would_do(model: Path, tmp_path: Path) -> None:
         (["--map", "INPUT0"], "expected INPUT=COLUMN, got 'INPUT0'"),
         (["--map", "INPUT0=b"], "expected 'INPUT0' once, got it twice"),
         (["--memory", "much"], "expected bytes, such as 2GiB or 500MB, got 'much'"),
+        (["--memory", "1KiB"], "expected 16MiB or more"),
+        (["--keep", '"last, first"'], "column 'last, first': expected one of the input's"),
+        (["--keep", '"a'], "expected names with commas between them, those with a comma in double quotes"),
+        (["--output", "q=nope"], "--output q=nope: expected an output of the model (OUTPUT0), got 'nope'"),
         (["--max-bad", "101%"], "expected a share or a number of rows, such as 1% or 100, got '101%'"),
         (["--shard", "3/3"], "got '3/3'"),
         (["--batch", "0"], "0 is not in the range 1<=x"),
@@ -79,7 +83,7 @@ def test_dry_run_prints_what_it_would_do(model: Path, tmp_path: Path) -> None:
 def test_flags_that_cant_be_used_are_refused(model: Path, tmp_path: Path, more: list[str], words: str) -> None:
     refused = run_command(*given(model, tmp_path / "out", *more))
     assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "_paceline" / "job.json").exists()
 
 
 def test_summary_that_cant_be_written_is_told(model: Path, tmp_path: Path) -> None:
@@ -94,9 +98,10 @@ def test_a_job_that_fails_says_why_in_its_status(model: Path, tmp_path: Path) ->
     (tmp_path / "out").write_text("a file")
     failed = run_command(*given(model, tmp_path / "out"))
     assert failed.returncode == 2, failed.stdout  # click looks before the job does
-    failed = run_command(*given(model, tmp_path / "other", "--keep", "b"))
+    write_rows(tmp_path / "in" / "a.parquet", [None])
+    failed = run_command(*given(model, tmp_path / "other"))
     assert failed.returncode == 1
-    assert "column 'b'" in failed.stderr
+    assert "none of the first 1 rows could be computed" in failed.stderr
 
 
 def test_variables_give_what_flags_dont(model: Path, tmp_path: Path) -> None:

@@ -60,6 +60,13 @@ def dry_run() -> DryRun:
     )
 
 
+def test_of_a_servers_model_nothing_is_said_as_of_ones_own() -> None:
+    one = dry_run()
+    text = replace(one, settings=replace(one.settings, server="host:1")).text()
+    assert "batches of up to 8 rows, by host:1\n" in text
+    assert " until now; up to 2.0 GiB more for rows" in text
+
+
 def test_units_never_span_two_files() -> None:
     source = Files([250, 0, 100, 1])
     assert counted(source, 100, source.clock.now_ns) == Counted(351, 5, exact=True)
