@@ -6,18 +6,35 @@ not: names of metrics, or clocks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from threading import Lock
-
-from paceline.backends.sums import DurationHistogram, Sums
 
 GENERATION_BOUNDS_NS = tuple(
     us * 1_000 * 10**power for power in range(6) for us in (500, 1_000, 2_500)
 )  # from 0.5 ms to 250 s
 
 
-class GenerationTotals(Sums):
+class TokenTimes:
+    """How many durations were up to each of `GENERATION_BOUNDS_NS`, or above all of them, and their sum."""
+
+    __slots__ = ("counts", "total_ns")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(GENERATION_BOUNDS_NS) + 1)
+        self.total_ns = 0
+
+    def add(self, duration_ns: int, count: int = 1) -> None:
+        self.counts[bisect_left(GENERATION_BOUNDS_NS, duration_ns)] += count
+        self.total_ns += count * duration_ns
+
+    def merge(self, other: TokenTimes) -> None:
+        self.counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
+        self.total_ns += other.total_ns
+
+
+class GenerationTotals:
     """Of one version of a model. `first_token` has the times from when requests arrived until they had a token,
     `next_token` those from one token to the next, `whole` those until the last answer. `prompt_tokens` are those of
     prompts that have been computed, each once; `generation_tokens` those that were chosen, with the ones that end
@@ -27,13 +44,11 @@ class GenerationTotals(Sums):
     `whole` on the event loop; any thread may read.
     """
 
-    no_sums = ("_lock", "_watches")
-
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = self.preemptions = 0
-        self.first_token = DurationHistogram(GENERATION_BOUNDS_NS)
-        self.next_token = DurationHistogram(GENERATION_BOUNDS_NS)
-        self.whole = DurationHistogram(GENERATION_BOUNDS_NS)
+        self.first_token = TokenTimes()
+        self.next_token = TokenTimes()
+        self.whole = TokenTimes()
         self.finished = Counter({"length": 0, "stop": 0})
         self._lock = Lock()
         self._watches: tuple[GenerationWatch, ...] = ()
@@ -64,6 +79,16 @@ class GenerationTotals(Sums):
         """A request has its last answer, so long after it arrived."""
         self.finished[reason] += 1
         self.whole.add(duration_ns)
+
+    def merge(self, other: GenerationTotals) -> None:
+        """Add what `other` has counted so far, but nothing of what it has now."""
+        self.prompt_tokens += other.prompt_tokens
+        self.generation_tokens += other.generation_tokens
+        self.preemptions += other.preemptions
+        self.first_token.merge(other.first_token)
+        self.next_token.merge(other.next_token)
+        self.whole.merge(other.whole)
+        self.finished.update(other.finished.copy())
 
 
 class GenerationWatch:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from paceline.backends.generation_totals import GenerationTotals
-from paceline.server.telemetry.metrics import Families, Family, Labels, Metrics, durations
+from paceline.backends.generation_totals import GENERATION_BOUNDS_NS, GenerationTotals, TokenTimes
+from paceline.server.telemetry.metrics import Families, Family, Labels, Metrics, Samples, buckets
 
 
 class _Generating(NamedTuple):
@@ -35,6 +35,10 @@ def generation_families(metrics: Metrics) -> Families[_Generating]:
     return Families(_GENERATIONS, shown)
 
 
+def _seconds(times: TokenTimes) -> Samples:
+    return buckets([bound_ns / 1e9 for bound_ns in GENERATION_BOUNDS_NS], list(times.counts), times.total_ns / 1e9)
+
+
 _GENERATIONS: Sequence[Family[_Generating]] = (
     Family("vllm:num_requests_running", "gauge", "Generations that have a place", lambda one: one.now.running),
     Family("vllm:num_requests_waiting", "gauge", "Generations that wait for a place",
@@ -50,9 +54,9 @@ _GENERATIONS: Sequence[Family[_Generating]] = (
     Family("vllm:request_success_total", "counter", "Answers that are complete, by the reason of their end",
         lambda one: [("", {"finished_reason": reason}, n) for reason, n in one.totals.finished.copy().items()]),
     Family("vllm:time_to_first_token_seconds", "histogram", "Seconds from when a request arrived until its first token",
-        lambda one: durations(one.totals.first_token, 1e9)),
+        lambda one: _seconds(one.totals.first_token)),
     Family("vllm:inter_token_latency_seconds", "histogram", "Seconds from one token to the next",
-        lambda one: durations(one.totals.next_token, 1e9)),
+        lambda one: _seconds(one.totals.next_token)),
     Family("vllm:e2e_request_latency_seconds", "histogram", "Seconds from when a request arrived until its last answer",
-        lambda one: durations(one.totals.whole, 1e9)),
+        lambda one: _seconds(one.totals.whole)),
 )  # fmt: skip

@@ -20,12 +20,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from paceline.backends.generation_totals import GenerationTotals
-from paceline.backends.sums import DurationHistogram
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.sequence_batcher import SequenceBatcher
 from paceline.server.telemetry.host_metrics import HostCollector
 from paceline.server.telemetry.log_output import lost_lines
-from paceline.server.telemetry.model_statistics import VersionStatistics
+from paceline.server.telemetry.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SIZE_BUCKETS = tuple(1 << power for power in range(17))
@@ -245,7 +244,7 @@ def _batch_rows(version: VersionMetrics) -> Samples:
     for rows, totals in version.statistics.by_rows().items():
         counts[bisect_left(_ROW_BUCKETS, rows)] += totals.count
         total += rows * totals.count
-    return _buckets(_ROW_BUCKETS, counts, total)
+    return buckets(_ROW_BUCKETS, counts, total)
 
 
 def _padded_sizes(version: VersionMetrics) -> Samples:
@@ -254,20 +253,20 @@ def _padded_sizes(version: VersionMetrics) -> Samples:
     for name in statistics.lengths:
         counts = [executions[name, bound] for bound in _SIZE_BUCKETS]
         beyond = sum(count for (one, bound), count in executions.items() if one == name and bound > _SIZE_BUCKETS[-1])
-        yield from _buckets(_SIZE_BUCKETS, [*counts, beyond], statistics.padded_size_sums[name], length=name)
+        yield from buckets(_SIZE_BUCKETS, [*counts, beyond], statistics.padded_size_sums[name], length=name)
 
 
-def durations(histogram: DurationHistogram, unit_ns: float = 1e3, **labels: str) -> Samples:
-    bounds = [bound_ns / unit_ns for bound_ns in histogram.bounds_ns]
-    return _buckets(bounds, list(histogram.counts), histogram.total_ns / unit_ns, **labels)
+def _durations(histogram: DurationHistogram, unit_ns: float = 1e3, **labels: str) -> Samples:
+    bounds = [bound_ns / unit_ns for bound_ns in DURATION_BOUNDS_NS]
+    return buckets(bounds, list(histogram.counts), histogram.total_ns / unit_ns, **labels)
 
 
 def _executions(version: VersionMetrics) -> Samples:
     for size, histogram in version.statistics.by_size().items():
-        yield from durations(histogram, up_to_rows=str(size))
+        yield from _durations(histogram, up_to_rows=str(size))
 
 
-def _buckets(bounds: Sequence[float], counts: Sequence[int], total: float, **labels: str) -> Samples:
+def buckets(bounds: Sequence[float], counts: Sequence[int], total: float, **labels: str) -> Samples:
     """Of a histogram, with one count more than bounds."""
     sums = list(accumulate(counts))
     for bound, count in zip([*map(floatToGoString, bounds), "+Inf"], sums, strict=True):
@@ -308,7 +307,7 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
         lambda s: s.cache_miss.ns // 1_000, lambda v: v.keeps_responses),
     Family("nv_inference_first_response_histogram_ms", "histogram",
         "Milliseconds until a request of a decoupled model has its first answer",
-        lambda v: None if v.open_requests is None else durations(v.statistics.first_answers, 1e6)),
+        lambda v: None if v.open_requests is None else _durations(v.statistics.first_answers, 1e6)),
     Family("paceline_open_requests", "gauge", "Requests of a decoupled model that were accepted and haven't ended",
         lambda version: None if version.open_requests is None else len(version.open_requests)),
     Family("paceline_dropped_requests", "counter",
@@ -347,10 +346,10 @@ _OF_MODELS: Sequence[Family[VersionMetrics]] = (
     Family("paceline_batch_rows", "histogram", "Rows of each execution, without padding", _batch_rows),
     Family("paceline_request_duration_us", "histogram",
         "Microseconds from when a successful request was taken up until its answer was ready",
-        lambda version: durations(version.statistics.requests)),
+        lambda version: _durations(version.statistics.requests)),
     Family("paceline_queue_wait_us", "histogram",
         "Microseconds in the queue, of each request that was executed and answered",
-        lambda version: durations(version.statistics.queue)),
+        lambda version: _durations(version.statistics.queue)),
     Family("paceline_execution_us", "histogram",
         "Microseconds of each execution, by the power of two that covers the rows that the model saw", _executions),
 )  # fmt: skip

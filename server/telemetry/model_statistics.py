@@ -10,22 +10,75 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar, Self
 
 from paceline.backends.base import Execution
 from paceline.backends.errors import BackendError, OutOfMemory
 from paceline.backends.generation_totals import GenerationTotals
-from paceline.backends.sums import DurationHistogram, Sums
 from paceline.scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
 from paceline.scheduler.observer import BatchReport, Drop
 from paceline.scheduler.sequence import SequenceEnd
 from paceline.server.errors import AnswerTooLarge, ModelNotReady, StepFailed
 
+_US = 1_000
 _MOST_ANSWERS = 256
 """Answers to one request that are counted by their number; a stream may have any number of them."""
+DURATION_BOUNDS_NS = tuple(
+    us * _US
+    for us in (100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000, 10_000_000)
+)
+
+
+class Sums:
+    """Numbers that add up, except for `no_sums`."""
+
+    __slots__ = ()
+    no_sums: ClassVar[tuple[str, ...]] = ()
+
+    def merge(self, other: Self) -> None:
+        """Add what `other` has counted so far. May be called on any thread if nothing else writes to these numbers."""
+        for name in {*(self.__slots__ or vars(self))}.difference(self.no_sums):
+            mine, others = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Sums):
+                mine.merge(others)
+            elif isinstance(mine, Counter):
+                mine.update(others.copy())
+            elif isinstance(mine, defaultdict):
+                for key, one in others.copy().items():
+                    mine[key].merge(one)
+            elif isinstance(mine, list):
+                setattr(self, name, [sum(pair) for pair in zip(mine, others, strict=True)])
+            else:
+                setattr(self, name, mine + others)
+
+
+class DurationHistogram(Sums):
+    """How many durations were up to each of `DURATION_BOUNDS_NS`, or above all of them, and their sum."""
+
+    __slots__ = ("counts", "total_ns")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(DURATION_BOUNDS_NS) + 1)
+        self.total_ns = 0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def add(self, duration_ns: int) -> None:
+        self.counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
+        self.total_ns += duration_ns
+
+    def add_all(self, durations_ns: Sequence[int]) -> None:
+        counts = self.counts
+        for duration_ns in durations_ns:
+            counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
+        self.total_ns += sum(durations_ns)
 
 
 class FailureReason(Enum):

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from paceline.backends.errors import ExecutionError, InstanceError, OutOfMemory
-from paceline.backends.sums import DURATION_BOUNDS_NS, DurationHistogram
 from paceline.scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
@@ -21,6 +20,8 @@ from paceline.scheduler.errors import (
 from paceline.server.errors import AnswerTooLarge, InvalidRequest, ModelNotReady, NotSupported
 from paceline.server.rpc.model_rpcs import statistics_message
 from paceline.server.telemetry.model_statistics import (
+    DURATION_BOUNDS_NS,
+    DurationHistogram,
     FailureReason,
     VersionStatistics,
     reason_of,
