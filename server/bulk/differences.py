@@ -57,13 +57,15 @@ def _flags(values: Mapping[str, Plain]) -> dict[str, str]:
 def _models_differ(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     found: list[str] = []
     for name in dict.fromkeys([*old, *new]):
+        if old.get(name) == new.get(name):
+            continue
         if name == "server's":
             found.append(f"with model {old.get(name, 'here')}, got {new.get(name, 'one here')}")
         elif name not in old:
             found.append(f"without the model's file {name}")
         elif name not in new:
             found.append(f"with the model's file {name}, which is gone")
-        elif old[name] != new[name]:
+        else:
             found.append(f"with other contents of the model's file {name}")
     return found
 

@@ -168,6 +168,13 @@ def test_other_configuration_is_refused_by_name(tmp_path: Path, change: dict[str
         pass
 
 
+def test_same_model_of_a_server_goes_on(tmp_path: Path) -> None:
+    facts: dict[str, Plain] = {**FINGERPRINT, "model": {"server's": "m"}}
+    for choose in (lambda: FIXED, never):
+        with closing(JobFolder(str(tmp_path))) as folder:
+            assert folder.open(facts, FILES, choose) == FIXED
+
+
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
