@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from paceline.server.bulk.plain_types import one_batch, row_bytes
+from paceline.server.bulk.sizing import too_large
 from paceline.server.bulk.values import BadRow, BulkError, Chunk, Fixed
 
 __all__ = ["Pace", "Walk", "cut"]
@@ -105,7 +106,7 @@ def _without_huge(piece: Chunk, most: int) -> tuple[Chunk, np.ndarray[tuple[int]
     huge = own > most
     if huge.any():
         reasons = [
-            BadRow(int(number), f"the row has {size} bytes, more than the {most} of a whole chunk")
+            BadRow(int(number), too_large(f"the row has {size} bytes", most))
             for number, size in zip(piece.numbers[huge], own[huge], strict=True)
         ]
         piece = Chunk(piece.table.filter(pa.array(~huge)), piece.numbers[~huge], tuple(sorted([*piece.bad, *reasons])))

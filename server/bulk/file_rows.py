@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from paceline.server.bulk.cutting import cut
 from paceline.server.bulk.listing import Location
+from paceline.server.bulk.sizing import too_large
 from paceline.server.bulk.values import BadRow, BulkError, Chunk, FileIndex, Fixed, InputFile, Unit
 
 __all__ = ["FileRows"]
@@ -70,7 +71,7 @@ class FileRows:
 def _content(place: Location, most_bytes: int) -> bytes | str:
     """What the file has in it, or why that can't be a row. Raises BulkError if that is no fault of the file's."""
     if place.size_bytes > most_bytes:
-        return f"the file has {place.size_bytes} bytes, more than the {most_bytes} of a whole chunk"
+        return too_large(f"the file has {place.size_bytes} bytes", most_bytes)
     try:
         with place.system.open_input_file(place.path) as file:
             content: bytes = file.read()

@@ -1,7 +1,7 @@
 """The output folder of a job: what is finished, who works in it, and what was fixed at the first start.
 
     out/part-00042.parquet        a unit's rows, in order, without those at fault
-    out/_bad/part-00042.jsonl     its rows at fault: file, row, reason
+    out/_bad/part-00042.jsonl     its rows at fault: file, row, reason; of one that isn't finished, those found
     out/_paceline/job.json        fingerprint, input list, Fixed: written once, by whoever is first
     out/_paceline/files/          the index of each input file, so that a resume opens none
     out/_paceline/units/          a mark for each finished unit
@@ -196,20 +196,26 @@ class JobFolder:
 
     def commit(self, unit: Unit, part: Part, bad: Sequence[BadRow], place: Place) -> Mark:
         """The unit is finished: its rows are those of `part`, and `place` says for people where the others were."""
-        name = f"part-{unit.number:05d}"
-        bad_path = os.path.join(self.path, "_bad", f"{name}.jsonl")
         mark = Mark(part.rows, len(bad))
         with explained(self.path):
             part.finish()
-            if bad:
-                os.makedirs(os.path.dirname(bad_path), exist_ok=True)
-                put(self._temporary(name), bad_path, b"".join(_told(unit.file, row, place) for row in sorted(bad)))
-            else:
-                remove([bad_path])
-            publish(part.temporary, os.path.join(self.path, f"{name}.{self._format}"))
+            self.record(unit, bad, place)
+            publish(part.temporary, os.path.join(self.path, f"part-{unit.number:05d}.{self._format}"))
             self._put(self._mark_path(unit.number), mark._asdict())
         self.done[unit.number] = mark
         return mark
+
+    def record(self, unit: Unit, bad: Sequence[BadRow], place: Place) -> None:
+        """Has the unit's rows at fault, as far as they are known, instead of those recorded before: they count once the
+        unit is finished."""
+        name = f"part-{unit.number:05d}.jsonl"
+        path = os.path.join(self.path, "_bad", name)
+        with explained(self.path):
+            if bad:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                put(self._temporary(name), path, b"".join(_told(unit.file, row, place) for row in sorted(bad)))
+            else:
+                remove([path])
 
     def sign(self) -> str:
         """A new file, for those who work for this shard elsewhere. Who doesn't see it doesn't see this folder, or works

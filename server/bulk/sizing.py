@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from paceline.server.bulk.values import Fixed
 
-__all__ = ["Probed", "fixed_sizes", "units_at_once"]
+__all__ = ["Probed", "fixed_sizes", "too_large", "units_at_once"]
 
 _COPIES = 4
 _MOST_UNITS = 3
@@ -30,6 +30,12 @@ _LEAST_BATCHES, _LEAST_SORTED_BATCHES = 16, 64
 _MOST_UNIT_ROWS = 2**18
 _CHUNK_BATCHES = 64
 _LEAST_CHUNK_ROWS, _MOST_CHUNK_ROWS = 1_024, 2**15
+
+
+def too_large(what: str, chunk_bytes: int) -> str:
+    """Why a row can't be in any chunk. A larger one would need that no other unit is done meanwhile."""
+    share = _COPIES * (_MOST_UNITS + 1)
+    return f"{what}, more than the {chunk_bytes} that one row may have, a {share}th of --memory"
 
 
 @dataclass(frozen=True, slots=True)

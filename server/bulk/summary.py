@@ -47,17 +47,21 @@ class Summary:
         tally = self.tally
         rows_bad = tally.rows_bad_before + tally.rows_bad
         lines = [f"{self.outcome}: {self.why or self._all_done()}"]
-        if tally.rows_read:
-            this_time = [f"this time: {several(tally.rows_read, 'row')} in {duration(self.computing_s)}", self._rate()]
+        if tally.rows_computed:
+            this_time = [
+                f"this time: {several(tally.rows_computed, 'row')} in {duration(self.computing_s)}",
+                self._rate(),
+            ]
             if tally.rows_per_batch is not None and tally.rows_per_batch > 1:
                 this_time.append(f"{amount(tally.rows_per_batch)} rows/batch")
             if tally.filled_elements and tally.padding is not None:
                 this_time.append(f"{100 * tally.padding:.1f} % padding")
             lines.append(", ".join(this_time))
         if rows_bad:
-            share = 100 * rows_bad / max(1, tally.rows_before + tally.rows_read)
+            read = tally.rows_before + tally.rows_read
+            of = f" of the {read:,} read" if tally.rows_computed < tally.rows_read else ""
             earlier = f", {tally.rows_bad_before:,} of them found earlier" if tally.rows_bad_before else ""
-            lines.append(f"at fault: {several(rows_bad, 'row')} ({share:.2g} %{earlier})")
+            lines.append(f"at fault: {several(rows_bad, 'row')} ({100 * rows_bad / max(1, read):.2g} %{of}{earlier})")
             lines += [f"{count:>12,}  {reason}" for reason, count in tally.reasons.commonest(_SHOWN_REASONS)]
         lines.append(f"in all: {duration(self.elapsed_s)}, {size(self.peak_memory_bytes)} of memory at most")
         lines.append(f"output: {self.out}" + (f", rows at fault: {self.out / '_bad'}" if rows_bad else ""))
@@ -80,6 +84,7 @@ class Summary:
             "rows_before": tally.rows_before,
             "rows_bad_before": tally.rows_bad_before,
             "rows_read": tally.rows_read,
+            "rows_computed": tally.rows_computed,
             "rows_written": tally.rows_written,
             "rows_bad": tally.rows_bad,
             "reasons": reasons,
@@ -95,7 +100,8 @@ class Summary:
 
     @property
     def _rows_per_s(self) -> float | None:
-        return self.tally.rows_read / self.computing_s if self.tally.rows_read and self.computing_s > 0 else None
+        rows = self.tally.rows_computed
+        return rows / self.computing_s if rows and self.computing_s > 0 else None
 
     def _rate(self) -> str:
         return f"{amount(self._rows_per_s)} rows/s" if self._rows_per_s is not None else "too short to tell a speed"

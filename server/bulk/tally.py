@@ -99,6 +99,11 @@ class Tally:
             self.reasons.add(row.reason)
 
     @property
+    def rows_computed(self) -> int:
+        """Those that have their outputs or a reason why not. A row may have both, if its outputs can't be written."""
+        return min(self.rows_executed + self.rows_bad, self.rows_read)
+
+    @property
     def rows_per_batch(self) -> float | None:
         return self.rows_executed / self.executions if self.executions else None
 
@@ -140,8 +145,7 @@ class Pace:
         self._seen: deque[tuple[int, int]] = deque()
 
     def figures(self, tally: Tally, now_ns: int) -> Figures:
-        # A row whose outputs turned out to be unusable was executed and is bad.
-        done = min(tally.rows_executed + tally.rows_bad, tally.rows_read)
+        done = tally.rows_computed
         last_ns, last_rows = self._seen[-1] if self._seen else (now_ns - 1, 0)
         if done > last_rows and now_ns > last_ns:
             self._seen.append((now_ns, done))

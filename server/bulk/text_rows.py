@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.server.bulk.sizing import too_large
+
 __all__ = ["LineSplitter", "QuoteSplitter", "Splitter", "TextRows", "text_rows"]
 
 _BLOCK_BYTES = 1 << 20
@@ -145,7 +147,7 @@ def text_rows(
         kept = _with_content(np.frombuffer(text, np.uint8), begins, ends)
         kept[0] |= dropped > 0
         faults = {
-            place: f"the row has {size} bytes of text, more than the {most_bytes} of a whole chunk"
+            place: too_large(f"the row has {size} bytes of text", most_bytes)
             for place, size in enumerate(sizes[kept].tolist())
             if size > most_bytes
         }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TypeVar, TypeVarTuple
@@ -21,7 +22,7 @@ from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.folder import JobFolder, Mark, Part
 from paceline.server.bulk.memory_left import give_back
 from paceline.server.bulk.tally import Tally
-from paceline.server.bulk.values import BadRow, Chunk, Computes, Fixed, Source, Table, Unit
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computes, Fixed, Source, Table, Unit
 
 __all__ = ["Blocking", "UnitWork"]
 
@@ -73,7 +74,7 @@ class UnitWork:
 
     async def do(self, unit: Unit, tally: Tally) -> Mark:
         """Read, compute, write and commit it, and count in `tally` what was read and computed. Raises BulkError. If it
-        ends early, nothing of it is left."""
+        ends early, nothing of it is left but a record of the rows at fault that were found."""
         async with self._places:
             blocking, bad = self._blocking, list[BadRow]()
             chunks = self._source.chunks(unit, self._columns.names, self._fixed)
@@ -86,24 +87,29 @@ class UnitWork:
             try:
                 part = await blocking(opened)
                 while (chunk := await blocking(next, chunks, None)) is not None:
-                    table = await self._computed(unit, chunk, tally)
-                    bad += table.bad
+                    table = await self._computed(unit, chunk, tally, bad)
                     await blocking(part.write, table.batch)
                 return await blocking(self._folder.commit, unit, part, bad, self._source.place)
+            except BaseException:
+                if bad:
+                    with suppress(BulkError):  # what has ended it says more
+                        await blocking(self._folder.record, unit, bad, self._source.place)
+                raise
             finally:
                 await blocking(_end, chunks, parts)  # of no effect on what was committed
                 if (now := monotonic()) - self._gave_back_at > _GIVES_BACK_S:
                     self._gave_back_at = now
                     await blocking(give_back)
 
-    async def _computed(self, unit: Unit, chunk: Chunk, tally: Tally) -> Table:
-        """What is to be written of `chunk`."""
+    async def _computed(self, unit: Unit, chunk: Chunk, tally: Tally, found: list[BadRow]) -> Table:
+        """What is to be written of `chunk`. Adds to `found` its rows at fault, at once."""
         rows, told = await self._blocking(self._columns.rows, chunk), set[int]()
         tally.rows_read += chunk.read_rows
 
         def tell(bad: Sequence[BadRow]) -> None:
             new = [row for row in bad if row.number not in told]
             told.update(row.number for row in new)
+            found.extend(new)
             tally.add_bad(new)
             self._judge(unit, new)
 

@@ -49,6 +49,7 @@ async def test_a_job_can_fail_on_its_first_bad_row(job: BulkJob) -> None:
     job.memory.faults.raise_when(has(51.0), ExecutionError("no such number"))
     with pytest.raises(BulkError, match=r"b\.parquet, row 1: .*no such number"):
         await job.run(fails_on_bad=True)
+    assert [one[:2] for one in job.bad()] == [("b.parquet", 1)]
 
 
 async def test_too_many_rows_at_fault_end_the_job(job: BulkJob) -> None:
@@ -137,7 +138,7 @@ async def test_a_job_that_fails_later_keeps_what_is_finished(job: BulkJob) -> No
     job.memory.faults.clear()
     await job.run()
     assert job.tally.units_before == 3
-    assert job.rows() == ROWS
+    assert (job.rows(), job.bad()) == (ROWS, [])
 
 
 async def test_a_batch_is_no_larger_than_the_model_takes(job: BulkJob) -> None:

@@ -55,7 +55,7 @@ def test_huge_file_is_bad_alone(folder: Path) -> None:
     (chunk,) = reading.chunks(source, reading.fixed(chunk_bytes=1000))
     assert chunk.table["path"].to_pylist() == ["in/b.jpg"]
     assert [(row.number, row.reason) for row in chunk.bad] == [
-        (0, "the file has 5000 bytes, more than the 1000 of a whole chunk")
+        (0, "the file has 5000 bytes, more than the 1000 that one row may have, a 16th of --memory")
     ]
 
 

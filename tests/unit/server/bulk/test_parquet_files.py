@@ -79,7 +79,7 @@ def test_huge_row_is_bad_alone(tmp_path: Path) -> None:
     assert chunk.table.to_pydict() == {"text": ["a", "c"]}
     assert chunk.numbers.tolist() == [0, 2]
     assert [(row.number, row.reason) for row in chunk.bad] == [
-        (1, "the row has 5004 bytes, more than the 1000 of a whole chunk")
+        (1, "the row has 5004 bytes, more than the 1000 that one row may have, a 16th of --memory")
     ]
 
 

@@ -17,6 +17,7 @@ from paceline.server.bulk.values import BadRow
 def summary(**counts: float) -> Summary:
     """Of a job of 4 units with 1000 rows each, all planned, with `counts`."""
     tally = Tally(units=4, rows=4000, planned_share=1)
+    counts = {"rows_executed": counts.get("rows_read", 0), **counts}
     for name, count in counts.items():
         setattr(tally, name, count)
     return Summary(Outcome.FINISHED, "", "magika", Path("out"), (0, 1), 90.0, 80.0, 300 << 20, tally)
@@ -78,6 +79,15 @@ def test_stopped_job_says_how_to_go_on() -> None:
     assert lines[-1] == "next: start it again to go on; parts that are finished, 1 of 4, won't be computed again"
 
 
+def test_stopped_job_counts_what_was_computed() -> None:
+    one = replace(summary(rows_read=2492, rows_executed=1890, rows_bad=10), outcome=Outcome.STOPPED, why="by SIGINT")
+    assert one.text().splitlines()[1:3] == [
+        "this time: 1,900 rows in 1 min 20 s, 23.8 rows/s",
+        "at fault: 10 rows (0.4 % of the 2,492 read)",
+    ]
+    assert json.loads(one.as_json())["rows_per_s"] == 1900 / 80
+
+
 def test_job_that_failed_before_its_plan_names_no_total() -> None:
     one = replace(summary(planned_share=0.5, units_done=2), outcome=Outcome.FAILED, why="no room")
     assert one.text().splitlines()[0] == "failed: no room"
@@ -116,6 +126,7 @@ def test_json_has_all_numbers() -> None:
         "rows_before": 0,
         "rows_bad_before": 0,
         "rows_read": 4000,
+        "rows_computed": 4000,
         "rows_written": 4000,
         "rows_bad": 1,
         "reasons": [{"reason": "no text", "rows": 1}],

@@ -61,7 +61,7 @@ def test_huge_row_is_at_fault_and_counted(block: int) -> None:
     found = split(b"ab\n" + b"c" * 20 + b"\nd\n", LineSplitter(), block, most=10)
     assert [(offset, fault) for _, offset, fault in found] == [
         (0, None),
-        (3, "the row has 21 bytes of text, more than the 10 of a whole chunk"),
+        (3, "the row has 21 bytes of text, more than the 10 that one row may have, a 16th of --memory"),
         (24, None),
     ]
 
