@@ -60,6 +60,8 @@ def main() -> None:
         except OSError:
             # Opening takes the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdin is None:  # commands that are asked to read it find it empty
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     from paceline.server.memory import huge_pages
     from paceline.server.tuning import excluded_from_gc
 

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.clients import InferenceClient
 from tests.harness import ServerProcess, write_identity
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize("by_flag", [True, False], ids=["flags", "environment"])
@@ -48,6 +49,13 @@ def test_log_from_start_to_stop_is_one_json_object_per_line(tmp_path: Path) -> N
     said = [record["message"].split()[0] for record in server.log]
     assert said == ["loading", "model", "ready:", "stopping:", "stopped"]
     assert {record["level"] for record in server.log} == {"INFO"}
+
+
+def test_stdin_that_is_closed_is_empty() -> None:
+    command = f"exec {sys.executable} -m paceline infer m --server 127.0.0.1:{free_port()} --sequence - <&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Error: UNAVAILABLE")
 
 
 INTERRUPTED = """
