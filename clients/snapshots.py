@@ -152,7 +152,10 @@ def parse(text: str, taken_s: float) -> Snapshot:
     """Read Prometheus' text format. Raises ValueError if `text` isn't in it, or doesn't come from a paceline server."""
     from prometheus_client.parser import text_string_to_metric_families  # which no other command needs
 
-    snapshot = read(text_string_to_metric_families(text), taken_s)
+    try:
+        snapshot = read(text_string_to_metric_families(text), taken_s)
+    except ValueError as error:
+        raise ValueError(f"expected Prometheus' text format: {error}") from None
     if snapshot.ready is None and not snapshot.models:
         raise ValueError("expected metrics of a paceline server")
     return snapshot

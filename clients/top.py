@@ -27,7 +27,15 @@ import click
 from paceline.clients.connection import authorization, with_port
 from paceline.clients.errors import ClientError
 from paceline.clients.load.recording import recorded_line
-from paceline.clients.options import ConnectionOptions, Seconds, Unusable, access_options, one_line_errors, printable
+from paceline.clients.options import (
+    ConnectionOptions,
+    Seconds,
+    Unusable,
+    access_options,
+    check_writable,
+    one_line_errors,
+    printable,
+)
 from paceline.clients.snapshots import Interval, Snapshot, between, ended, parse
 from paceline.clients.status_page import status_page
 from paceline.clients.top_table import table
@@ -91,6 +99,7 @@ def top(
         raise click.UsageError("--once can't be combined with --html: --count says how many intervals the page has")
     if count is not None and html is None:
         raise click.UsageError("--count needs --html FILE")
+    check_writable("--html", html)
     if metrics.startswith("unix:"):
         raise Unusable(f"--metrics: expected HOST:PORT, as metrics are never on a Unix socket, got '{metrics}'")
     whole = f"{'https' if access.tls else 'http'}://{with_port(metrics, _PORT)}/metrics"
@@ -113,9 +122,8 @@ def top(
             return
         if html is not None:
             before = scrape()
-            with html.open("w", encoding="utf-8") as out:  # a file that can't be written is told of now
-                intervals = _intervals(scrape, before, interval_s, count or 30, record)
-                out.write(status_page(intervals, url, time.strftime("%Y-%m-%d %H:%M:%S %Z")))
+            intervals = _intervals(scrape, before, interval_s, count or 30, record)
+            html.write_text(status_page(intervals, url, time.strftime("%Y-%m-%d %H:%M:%S %Z")), encoding="utf-8")
             return
         with contextlib.suppress(KeyboardInterrupt), _screen(sys.stdout):
             _watch(scrape, url, interval_s, sys.stdout, record)

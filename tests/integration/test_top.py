@@ -83,6 +83,7 @@ async def test_html_is_a_page_of_so_many_intervals(tmp_path: Path) -> None:
     [
         (("--once", "--html", "x"), "--once can't be combined with --html"),
         (("--count", "3"), "--count needs --html FILE"),
+        (("--html", "nowhere/status.html"), "expected a file that can be written"),
     ],
 )
 def test_page_options_of_no_effect_are_refused(given: Sequence[str], fault: str, tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def other_server(status: int, body: bytes) -> Iterator[int]:
     ("status", "body", "fault"),
     [
         (404, b"", "HTTP status 404"),
-        (200, b"<html>", "no metrics at"),
+        (200, b"<html>", "expected Prometheus' text format"),
         (200, b"up 1\n", "expected metrics of a paceline server"),
         (200, b"\xff\xfe", "no metrics at"),
         (200, b"\x1b[2J{\x07=\r1} x\n", "no metrics at"),
