@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from tests import triton_puppet
-from tests.integration.serving import Served
+from tests.integration.serving import Served, failure_of
 from tests.integration.triton_serving import TOGETHER, asking, number, served, text
 from tests.triton_puppet import TENSORS
 
@@ -97,6 +98,13 @@ response = text(json.dumps([error.code() == pb_utils.TritonError.{code}, error.m
         is_code, message = await text(started, asking(CALL + tell))
         assert is_code
         assert words in message
+
+
+async def test_error_that_is_passed_on_keeps_its_status(tmp_path: Path) -> None:
+    async with calling(tmp_path) as started:
+        for made, status in (("made('m', 1)", "RESOURCE_EXHAUSTED"), ("made('absent', 1)", "NOT_FOUND")):
+            code = f"response = pb_utils.InferenceResponse(error={made}.exec().error())"
+            assert (await failure_of(started.infer(asking(CALL + code))))[0] is grpc.StatusCode[status]
 
 
 async def test_rows_of_each_request_are_its_own(tmp_path: Path) -> None:

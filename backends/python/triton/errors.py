@@ -33,7 +33,8 @@ _STATUSES = {_Code.INVALID_ARG: "INVALID_ARGUMENT", _Code.UNSUPPORTED: "UNIMPLEM
 _CODES = {_STATUSES.get(code, code.name): code for code in _Code} | dict.fromkeys(
     ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"), _Code.UNAVAILABLE
 )
-"""Triton has no other for a queue that is full, or a timeout."""
+"""Triton has no other for a queue that is full, or a timeout: the code that a model sees. Who gets such an error passed on
+gets gRPC's own status."""
 
 
 class TritonError:
@@ -41,13 +42,15 @@ class TritonError:
 
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = _Code
 
-    __slots__ = ("_code", "_message")
+    __slots__ = ("_code", "_message", "status")
 
     def __init__(self, message: str, code: Any = _Code.INTERNAL) -> None:
         if not isinstance(message, str):
             raise TypeError(f"TritonError: expected a message, got {type(message).__name__}")
         self._message = message
         self._code = _Code(code)
+        self.status = _STATUSES.get(self._code, self._code.name)
+        """What gRPC calls it, which says more than the code of a failed call."""
 
     def message(self) -> str:
         return self._message
@@ -61,10 +64,11 @@ class TritonError:
 
 def error_kind(error: TritonError) -> tuple[str, str]:
     """The name of the server's class for `error`, and of gRPC's status."""
-    code = _Code(error.code())
-    return "ModelRefused", _STATUSES.get(code, code.name)
+    return "ModelRefused", error.status
 
 
 def error_of(status: str, text: str) -> TritonError:
-    """The error for a call that has failed with gRPC's `status`."""
-    return TritonError(text, _CODES.get(status, _Code.INTERNAL))
+    """The error for a call that has failed with gRPC's `status`, which it keeps if it is passed on."""
+    error = TritonError(text, _CODES.get(status, _Code.INTERNAL))
+    error.status = status
+    return error
