@@ -33,11 +33,11 @@ executed, whether that succeeded or not and whether somebody still waited for it
 and nothing that may still come of it counts. It mustn't raise."""
 
 
-FailedNote = Callable[[BaseException | None], str]
-"""What the text of an execution's error ends with; None: it took too long."""
+FailedNote = Callable[[AnyRequest, BaseException | None], str]
+"""What the text of an execution's error ends with for a request; None: it took too long."""
 
 
-def no_note(error: BaseException | None) -> str:
+def no_note(request: AnyRequest, error: BaseException | None) -> str:
     return ""
 
 
@@ -130,7 +130,7 @@ class Answers:
         try:
             unfinished = self._answer(batch, outcome) if outcome.executed is not None else ()
             for request in failed:
-                self.fail(request, _failure(outcome.error, self.failed_note(outcome.error)))
+                self.fail(request, _failure(outcome.error, self.failed_note(request, outcome.error)))
             self._report(batch, outcome, failed, unfinished)
             self._left(batch.requests if outcome.executed is not None else failed)
         finally:
@@ -141,7 +141,7 @@ class Answers:
         outcome: Outcome[object] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
         try:
             for request in batch.requests:
-                self.fail(request, ExecutionTimeout(limit_ns, self.failed_note(None)))
+                self.fail(request, ExecutionTimeout(limit_ns, self.failed_note(request, None)))
             self._report(batch, outcome, batch.requests)
             self._left(batch.requests, given_up=True)
         finally:

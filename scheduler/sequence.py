@@ -14,9 +14,9 @@ from paceline.scheduler.request import AnyRequest, RequestT
 
 
 class SequenceEnd(Enum):
-    """Why a sequence has ended, and how callers are told who send more steps."""
+    """Why a sequence has ended, and how callers are told who send more steps. Of an END they are if it has failed."""
 
-    END = "end", ""
+    END = "end", "the last step of it failed, and ended it all the same"
     IDLE = "idle", "nothing of it waited or executed for longer than max_sequence_idle_microseconds"
     CANCELLED = "cancelled", "a step of it was cancelled while it waited, and was needed for the steps after it"
     EXPIRED = "expired", "a step of it waited for too long to be executed, and was needed for the steps after it"

@@ -26,7 +26,7 @@ from paceline.scheduler.waiting import Timers, Waiting, earliest
 _MOST_AT_ONCE = 500
 """Sequences whose idle limit has passed end in turns of so many, of 5 us each, so that nobody else waits for long."""
 _MAX_GONE = 4_096
-"""Of so many sequences that ended before their last step it is remembered why."""
+"""Of so many sequences that ended before their last step, or with one that failed, it is remembered why."""
 
 
 class Sequences(Generic[RequestT]):
@@ -144,6 +144,8 @@ class Sequences(Generic[RequestT]):
                 lost = SequenceEnd.INSTANCE_LOST
         if lost is not None:
             self._cut(sequence, lost)
+        elif (step := request.step) and step.end and request.ended and not (request.answered or request.cancelled()):
+            self._note_gone(sequence.id, SequenceEnd.END)
         self._go_on(sequence, now_ns)
 
     def refuse(self, request: RequestT, now_ns: int) -> None:

@@ -195,8 +195,10 @@ class ServedModel:
             generations=generations,
         )
 
-    def _failed_note(self, error: BaseException | None) -> str:
+    def _failed_note(self, request: AnyRequest, error: BaseException | None) -> str:
         """What becomes of a step's sequence if its execution fails. Of what a model keeps itself, nobody knows."""
+        if request.step is not None and request.step.end:
+            return "; its sequence has ended, as this was to be its last step"
         sequence, policy = self.spec.sequence, self.batcher.policy.sequences
         assert sequence is not None
         assert policy is not None

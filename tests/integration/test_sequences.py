@@ -219,6 +219,19 @@ async def test_bad_step_leaves_its_sequence_alone(tmp_path: Path) -> None:
         np.testing.assert_array_equal(result(await served.infer(step(5, second, end=True))), sums([first, second])[1])
 
 
+async def test_last_step_that_fails_says_that_its_sequence_has_ended(tmp_path: Path) -> None:
+    async with served_with(tmp_path, state_models.picky(), KEEPS) as served:
+        one = numbers(0, 1)[0]
+        await served.infer(step(5, one, start=True))
+        _, text = await failure_of(served.infer(step(5, {"INPUT0": np.full((1, 2), 1000, np.float32)}, end=True)))
+        assert text.endswith("; its sequence has ended, as this was to be its last step")
+        _, text = await failure_of(served.infer(step(5, one)))
+        assert text.endswith(
+            "must specify the START flag on the first request of the sequence: the last step of it "
+            "failed, and ended it all the same"
+        )
+
+
 async def test_idle_sequence_is_gone_with_the_reason(tmp_path: Path) -> None:
     config = KEEPS.replace("oldest", "max_sequence_idle_microseconds: 1000 oldest")
     async with served_with(tmp_path, state_models.accumulator(), config) as served:

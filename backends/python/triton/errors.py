@@ -33,8 +33,7 @@ _STATUSES = {_Code.INVALID_ARG: "INVALID_ARGUMENT", _Code.UNSUPPORTED: "UNIMPLEM
 _CODES = {_STATUSES.get(code, code.name): code for code in _Code} | dict.fromkeys(
     ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"), _Code.UNAVAILABLE
 )
-"""Triton has no other for a queue that is full, or a timeout: the code that a model sees. Who gets such an error passed on
-gets gRPC's own status."""
+"""Triton has no other for a queue that is full, or a timeout. Who gets the error passed on gets gRPC's status."""
 
 
 class TritonError:

@@ -47,7 +47,7 @@ class Bench:
             arrivals=NeverWaits(),
             on_over=lambda runner, over: self.overs.append(over),
             are_lost=lambda state: state in self.lost,
-            failed_note=lambda error: "; the state of its sequence is as it was before",
+            failed_note=lambda request, error: "; the state of its sequence is as it was before",
         )
         self.lost = set[object]()
         self.batcher.start()
