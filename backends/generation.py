@@ -257,12 +257,12 @@ def _sampling_parameters(text: bytes) -> dict[str, Any]:
 
 
 def _stop(said: object) -> tuple[str, ...]:
-    """A text; several as a list, which may itself be a text."""
+    """A text; several as a list, which may itself be JSON in a text. A text that is no such list is literal."""
     texts = said
     if isinstance(said, str):
         texts = [said]
         with suppress(ValueError, RecursionError):
-            if isinstance(several := json.loads(said), list) and all(isinstance(one, str) for one in several):
+            if isinstance(several := json.loads(said), list):
                 texts = several
     if not (isinstance(texts, list) and all(isinstance(one, str) and 0 < len(one) <= _LONGEST_STOP for one in texts)):
         raise _refused(f"parameter 'stop': expected texts of 1 to {_LONGEST_STOP} characters, got {said!r}")

@@ -49,6 +49,10 @@ class CallFailed(Exception):
         self.status = status
 
 
+class UnfitAnswer(TypeError):
+    """What the model has returned isn't what it should be, as the text says; who gets that needn't know the type."""
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a model's `load` gets. `folder` is that of its `model.py`, `device` is "cpu" or "gpu", `device_index` counts
@@ -241,10 +245,10 @@ def _declared(kind: type, attribute: str) -> Declared | None:
 
 def in_order(outputs: object, wanted: Sequence[str]) -> list[Array]:
     if not isinstance(outputs, Mapping):
-        raise TypeError(f"execute: expected a dict of outputs by name, got {type(outputs).__name__}")
+        raise UnfitAnswer(f"execute: expected a dict of outputs by name, got {type(outputs).__name__}")
     missing = [name for name in wanted if name not in outputs]
     if missing:
-        raise KeyError(f"execute: expected output '{missing[0]}', got only {list(outputs)}")
+        raise UnfitAnswer(f"execute: expected output '{missing[0]}', got only {list(outputs)}")
     return [as_array(name, outputs[name]) for name in wanted]
 
 
@@ -263,7 +267,8 @@ def as_array(name: str, value: object, kind: str = "output") -> Array:
     elements = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
     for item in elements:
         if not isinstance(item, bytes):
-            raise TypeError(f"{kind} '{name}': expected numbers of one datatype, or bytes, got {type(item).__name__}")
+            what = f"expected numbers of one datatype, or bytes, got {type(item).__name__}"
+            raise UnfitAnswer(f"{kind} '{name}': {what}")
     made: Array = np.empty(len(elements), object)
     made[:] = elements
     return made.reshape(array.shape)
@@ -281,7 +286,8 @@ def in_one_line(error: BaseException) -> str:
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     except BaseException:  # noqa: BLE001 - the model's own __str__; the callers must get an answer
         text = ""
-    return ": ".join(filter(None, (type(error).__name__, " ".join(_cut(text, _MAX_TEXT_CHARACTERS).split()))))
+    kind = "" if isinstance(error, UnfitAnswer) else type(error).__name__
+    return ": ".join(filter(None, (kind, " ".join(_cut(text, _MAX_TEXT_CHARACTERS).split()))))
 
 
 def _cut(text: str, most: int) -> str:

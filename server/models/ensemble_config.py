@@ -178,26 +178,31 @@ def _connected(config: pb.ModelConfig, steps: list[EnsembleStep]) -> list[Ensemb
     outputs = {tensor.name for tensor in config.output}
     read = {tensor for step in steps for tensor in step.inputs.values()}
     maker = {tensor: step for step in steps for tensor in step.outputs.values()}
-    for tensor in inputs - read:
-        raise ConfigError(f"ensemble input '{tensor}' for ensemble {name}' is not used")
-    for tensor in sorted(outputs):
-        if tensor not in maker:
-            raise ConfigError(f"ensemble output '{tensor}' for ensemble {name}' is not used: no step makes it")
     made, left, order = set(inputs), list(steps), list[EnsembleStep]()
     while ready := [step for step in left if made.issuperset(step.inputs.values())]:
         for step in ready:
             made.update(step.outputs.values())
             left.remove(step)
             order.append(step)
-    for step in left:
+    lacks = ""
+    for step in left[:1]:
         lacking = next(tensor for tensor in step.inputs.values() if tensor not in made)
-        why = (
-            "is made only by a step that needs it, maybe by way of others" if lacking in maker else "is made by nobody"
-        )
+        why = "is made by nobody"
+        if lacking in maker:
+            why = "is made only by a step that needs it, maybe by way of others"
+        lacks = f"step {step.number} ('{step.model}') needs '{lacking}', which {why}"
+    # What is said of an input or output may have the same cause, such as a misspelt name.
+    for tensor in sorted(inputs - read):
+        what = f"ensemble input '{tensor}' for ensemble '{name}' is not used: no step needs it"
+        raise ConfigError(f"{what}; {lacks}" if lacks else what)
+    for tensor in sorted(outputs - maker.keys()):
+        what = f"ensemble output '{tensor}' for ensemble '{name}' is not used: no step makes it"
+        raise ConfigError(f"{what}; {lacks}" if lacks else what)
+    for step in left[:1]:
         written = sorted(outputs.intersection(step.outputs.values()) or step.outputs.values())[0]
         raise ConfigError(
             f"output '{written}' for ensemble '{name}' is not written: at least one of its depending tensors, "
-            f"'{lacking}', is not connected: step {step.number} ('{step.model}') needs '{lacking}', which {why}"
+            f"'{lacking}', is not connected: {lacks}"
         )
     for tensor in maker:
         if tensor not in read and tensor not in outputs:

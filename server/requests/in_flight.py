@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import grpc
 
+from paceline.backends.errors import WITH_STATUS, ExecutionError
 from paceline.backends.open_request import OpenRequest
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
-from paceline.scheduler.errors import SchedulerError
+from paceline.scheduler.errors import SchedulerError, SequenceError
 from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import Request
 from paceline.server.call_facts import PassedHeaders, TraceParent
@@ -75,8 +76,15 @@ def failure_of(error: BaseException, model: str, what: str) -> Failure:
     if status is None:
         _log.error("%s failed with an internal error, a bug in paceline; please report it", what, exc_info=error)
         return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {text}"
-    # The batcher's own errors don't know the model; a step of an ensemble that has failed names it.
-    unnamed = isinstance(error, SchedulerError) and not isinstance(error.__cause__, StepFailed)
+    # Errors of batches don't know the model. A step of an ensemble that has failed names it, as errors of sequences do,
+    # and what has a status was said by the model, or by another server.
+    if isinstance(error, SchedulerError):
+        unnamed = not isinstance(error, SequenceError) and not isinstance(error.__cause__, StepFailed)
+    else:
+        names_it = (StepFailed, *WITH_STATUS)
+        unnamed = (
+            isinstance(error, ExecutionError) and not isinstance(error, names_it) and not text.startswith("model ")
+        )
     return status, f"model '{model}': {text}" if model and unnamed else text
 
 

@@ -195,12 +195,17 @@ async def test_steps_without_their_sequence_are_refused_with_tritons_words(tmp_p
         await served.infer(step(5, one, start=True, end=True))
         for request, phrase in (
             (infer("m", one), "must specify a non-zero or non-empty correlation ID"),
-            (step(5, one), "sequence 5 to model 'm' must specify the START flag on the first request of the sequence"),
+            (
+                step(5, one),
+                "inference request for sequence 5 to model 'm' must specify the START flag on the first request of the "
+                "sequence",
+            ),
             (step("5", one), "must specify the START flag"),
         ):
             code, text = await failure_of(served.infer(request))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert phrase in text
+            assert text.count("'m'") == 1
         two = {"INPUT0": np.zeros((2, 2), np.float32)}
         code, text = await failure_of(served.infer(step(7, two, start=True)))
         assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -188,6 +188,7 @@ def sampling(text: str) -> pb.ModelInferRequest:
         (asking("a" * 10_000), "input 'text_input': expected at most 2560 bytes"),
         (asking("a", stop=""), "parameter 'stop': expected texts of 1 to 256 characters, got ''"),
         (asking("a", stop='["a", ""]'), "parameter 'stop': expected texts of 1 to 256 characters"),
+        (asking("a", stop="[1]"), "parameter 'stop': expected texts of 1 to 256 characters, got '[1]'"),
         (asking("a", stop=7), "parameter 'stop': expected texts of 1 to 256 characters, got 7"),
         (asking("a", stop=json.dumps(["a"] * 17)), "parameter 'stop': expected at most 16 texts, got 17"),
         (asking("a", stream=True, exclude_input_in_output=False), "false is not allowed when streaming"),

@@ -158,12 +158,12 @@ BAD_RESPONSES = [
     ("response = error('too bad')", "too bad"),
     (
         "response = 7",
-        "Expected an 'InferenceResponse' object in the execute function return list, found type 'int'",
+        "model 'm': Expected an 'InferenceResponse' object in the execute function return list, found type 'int'",
     ),
-    ("response = pb_utils.InferenceResponse([])", "expected output 'y' in the response, got only []"),
+    ("response = pb_utils.InferenceResponse([])", "model 'm': expected output 'y' in the response, got only []"),
     (
         "response = pb_utils.InferenceResponse([pb_utils.Tensor('y', np.zeros((1, 1)))])",
-        "output 'y': expected INT64, got numpy's float64",
+        "model 'm': output 'y': expected INT64, got numpy's float64",
     ),
     (
         "response = pb_utils.InferenceResponse([pb_utils.Tensor('y', np.zeros((1, 2), np.int64))])",

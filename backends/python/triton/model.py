@@ -19,11 +19,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from paceline.backends.python.loaded_model import EXECUTION_ERROR, RunningModel, class_in, in_one_line
+from paceline.backends.python.loaded_model import EXECUTION_ERROR, RunningModel, UnfitAnswer, class_in, in_one_line
 from paceline.backends.python.messages import DONE, Ended
 from paceline.backends.python.requests_worker import Desk, RequestState
 from paceline.backends.python.triton.config import ModelConfig, using_decoupled_model_transaction_policy
-from paceline.backends.python.triton.errors import TritonModelException, error_kind
+from paceline.backends.python.triton.errors import error_kind
 from paceline.backends.python.triton.module import install
 from paceline.backends.python.triton.requests import (
     RELEASE_RESCHEDULE,
@@ -169,15 +169,15 @@ class TritonModel(RunningModel):
     ) -> list[Ended]:
         """What became of each request. The outputs of those that were answered are added to `arrays`."""
         if returned is not None and self._decoupled:
-            raise TritonModelException(
+            raise UnfitAnswer(
                 f"Python model '{self._name}' is using the decoupled mode and the execute function must return None, "
                 f"got {type(returned).__name__}"
             )
         if returned is not None and not isinstance(returned, (list, tuple)):
-            raise TritonModelException(f"Expected a list in the execute return, found type '{type(returned).__name__}'")
+            raise UnfitAnswer(f"Expected a list in the execute return, found type '{type(returned).__name__}'")
         responses: Sequence[Any] = (None,) * len(requests) if returned is None else returned
         if len(responses) != len(requests):
-            raise TritonModelException(
+            raise UnfitAnswer(
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects: expected "
                 f"{len(requests)} responses from execute, got {len(responses)}"
             )
@@ -205,12 +205,12 @@ class TritonModel(RunningModel):
     def _what_became(self, request: InferenceRequest, response: Any, outputs: list[Array]) -> Ended:
         if request.release_flags() == RELEASE_RESCHEDULE:
             if not self._reschedules:
-                raise TritonModelException(
+                raise UnfitAnswer(
                     "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: expected sequence_batching with "
                     "iterative_sequence in the model's configuration"
                 )
             if response is not None:
-                raise TritonModelException(
+                raise UnfitAnswer(
                     "Expected a None object in the execute function return list for rescheduled request, found type "
                     f"'{type(response).__name__}'"
                 )
@@ -218,15 +218,13 @@ class TritonModel(RunningModel):
         if response is None:
             return None
         if not isinstance(response, InferenceResponse):
-            raise TritonModelException(
+            raise UnfitAnswer(
                 "Expected an 'InferenceResponse' object in the execute function return list, found type "
                 f"'{type(response).__name__}'"
             )
         assert request.received is not None
         if request.received.responses:
-            raise TritonModelException(
-                "Unable to send response. Non-decoupled model cannot send more than one response."
-            )
+            raise UnfitAnswer("Unable to send response. Non-decoupled model cannot send more than one response.")
         if (error := response.error()) is not None:
             return [error.message(), *error_kind(error)]
         places, found = outputs_of(response, request.received.places, left_out=False)

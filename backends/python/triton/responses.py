@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.backends.python.loaded_model import UnfitAnswer
 from paceline.backends.python.requests_worker import RequestState
 from paceline.backends.python.triton.errors import TritonError, TritonModelException, error_kind
 from paceline.backends.python.triton.tensors import Tensor
@@ -149,8 +150,8 @@ class InferenceResponseSender:
 def outputs_of(
     response: InferenceResponse, places: Mapping[str, int], *, left_out: bool
 ) -> tuple[tuple[int, ...], list[Array]]:
-    """The places and arrays of the outputs that are wanted. Unless they may be `left_out`, raises KeyError for one that
-    is missing."""
+    """The places and arrays of the outputs that are wanted. Unless they may be `left_out`, raises UnfitAnswer for a
+    missing one."""
     found: dict[int, Array] = {}
     for tensor in response.output_tensors():
         if (place := places.get(tensor.name())) is not None:
@@ -158,7 +159,7 @@ def outputs_of(
     if len(found) < len(places) and not left_out:
         got = [tensor.name() for tensor in response.output_tensors()]
         missing = [name for name, place in places.items() if place not in found]
-        raise KeyError(f"expected output '{missing[0]}' in the response, got only {got}")
+        raise UnfitAnswer(f"expected output '{missing[0]}' in the response, got only {got}")
     return tuple(found), list(found.values())
 
 

@@ -27,8 +27,8 @@ def single(datatype: str) -> ModelSpec:
         (puppet.RAISE, "^ValueError: this is no good$"),
         (puppet.ROWS, r"expected shape \[2, 1\], got \[0, 1\]; the first dimension of every output must be"),
         (puppet.TYPE, "output 'OUTPUT0': expected INT64, got numpy's float64"),
-        (puppet.NOT_A_DICT, "TypeError: execute: expected a dict of outputs by name, got list"),
-        (puppet.MISSING_OUTPUT, r"KeyError: execute: expected output 'OUTPUT0', got only \['OUTPUT1'\]"),
+        (puppet.NOT_A_DICT, "^execute: expected a dict of outputs by name, got list"),
+        (puppet.MISSING_OUTPUT, r"^execute: expected output 'OUTPUT0', got only \['OUTPUT1'\]"),
     ],
 )
 def test_execute_that_goes_wrong_says_how_and_the_process_keeps_running(

@@ -81,11 +81,20 @@ MAPS = 'input_map { key: "a" value: "in" } output_map { key: "x" value: "out" }'
         ),
         (
             ensemble_config(ONE, {"in": "FP32 -1", "more": "FP32 -1"}),
-            "ensemble input 'more' for ensemble e' is not used",
+            "ensemble input 'more' for ensemble 'e' is not used",
         ),
         (
             ensemble_config(ONE, outputs={"out": "FP32 -1", "more": "FP32 -1"}),
-            "ensemble output 'more' for ensemble e' is not used: no step makes it",
+            "ensemble output 'more' for ensemble 'e' is not used: no step makes it",
+        ),
+        (
+            ensemble_config([("m", {"a": "inn"}, {"x": "out"})]),
+            "ensemble input 'in' for ensemble 'e' is not used: no step needs it; step 0 ('m') needs 'inn', which is "
+            "made by nobody",
+        ),
+        (
+            ensemble_config([("m", {"a": "out"}, {"x": "out"})]),
+            "is not used: no step needs it; step 0 ('m') needs 'out', which is made only by a step that needs it",
         ),
         (
             ensemble_config([*ONE, ("n", {"a": "in"}, {"x": "left"})]),
