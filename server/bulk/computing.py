@@ -63,12 +63,18 @@ class _Tried(NamedTuple):
 
 
 class Computing:
-    """A job's model in this process, which may use so many `cpus`; 0: all."""
+    """A job's model in this process, which may use so many `cpus`; 0: all. `say` is told why a server is waited for,
+    and "" when it answers."""
 
     def __init__(
-        self, settings: BulkSettings, backend_of: Callable[[str], Backend] | None = None, *, cpus: int = 0
+        self,
+        settings: BulkSettings,
+        backend_of: Callable[[str], Backend] | None = None,
+        *,
+        cpus: int = 0,
+        say: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self._settings, self._backend_of, self._cpus = settings, backend_of, cpus
+        self._settings, self._backend_of, self._cpus, self._say = settings, backend_of, cpus, say
 
     async def choose(self, source: Source) -> Fixed:
         """Raises BulkError for what would be wrong with any row, too: nothing is begun then."""
@@ -192,6 +198,7 @@ class Computing:
             access=settings.access,
             parameters=settings.parameters,
             batch_rows=batch_rows or settings.batch_rows,
+            say=self._say,
         )
 
     def _engine(self, offline: Offline, batch_rows: int = 0) -> AbstractAsyncContextManager[EngineModel]:

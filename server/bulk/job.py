@@ -84,11 +84,14 @@ class Job:
             folder = JobFolder(str(settings.out), settings.output_format)
             begun = await blocking(folder.look, await blocking(fingerprint, settings), source.files)
         self._tally.doing = "trying batch sizes"
-        return await Computing(settings, self._backend_of).dry_run(source, begun)
+        return await Computing(settings, self._backend_of, say=self._waits).dry_run(source, begun)
+
+    def _waits(self, why: str) -> None:
+        self._tally.waiting = why
 
     def _computing(self, facts: Mapping[str, Plain]) -> Computing | OnRay:
         if not self._settings.ray:
-            return Computing(self._settings, self._backend_of)
+            return Computing(self._settings, self._backend_of, say=self._waits)
         from paceline.server.bulk.on_ray import OnRay  # an extra
 
         return OnRay(self._settings, facts, self._tally)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "ProgressKind"]
 
 
+_LOOK_S = 1.0
+
+
 class ProgressKind(StrEnum):
     """As `--progress` names them. `AUTO`: a bar on a terminal, lines elsewhere."""
 
@@ -75,9 +78,14 @@ class Progress:
             self._display.show(self._tally, self._pace.figures(self._tally, self._now_ns()))
 
     async def _draw_on(self, interval_s: float) -> None:
+        slept_s, waited = 0.0, ""
         while True:
-            await asyncio.sleep(interval_s)
-            self.draw()
+            await asyncio.sleep(min(interval_s, _LOOK_S))
+            slept_s += _LOOK_S
+            if slept_s >= interval_s or (self._tally.waiting and not waited):  # that it waits is told at once
+                slept_s = 0.0
+                self.draw()
+            waited = self._tally.waiting
 
 
 def _display(kind: ProgressKind, out: TextIO | None) -> _Display | None:
@@ -115,7 +123,8 @@ class _Lines:
         self._out = out
 
     def show(self, tally: Tally, figures: Figures) -> None:
-        self._out.write(": ".join(filter(None, [tally.doing, ", ".join(_parts(tally, figures))])) + "\n")
+        parts = filter(None, [*_parts(tally, figures), tally.waiting])
+        self._out.write(": ".join(filter(None, [tally.doing, ", ".join(parts)])) + "\n")
         self._out.flush()
 
     def close(self) -> None:
@@ -152,7 +161,7 @@ class _Bar:
         bar = ProgressBar(completed=100 * (figures.share or 0), pulse=figures.share is None)
         rows, *others = _parts(tally, figures) or [""]
         line.add_row(tally.doing, bar, rows)
-        return Group(line, Text(", ".join(others), overflow="ellipsis", no_wrap=True))
+        return Group(line, Text(", ".join(filter(None, [tally.waiting, *others])), overflow="ellipsis", no_wrap=True))
 
 
 def _parts(tally: Tally, figures: Figures) -> list[str]:

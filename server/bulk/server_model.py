@@ -7,7 +7,7 @@ or somebody else's, isn't.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ from paceline.clients.aio import InferenceClient
 from paceline.clients.description import Batching, ModelDescription
 from paceline.clients.errors import (
     ClientError,
+    DeadlineExceeded,
     InferenceError,
     Internal,
     InvalidArgument,
@@ -28,11 +29,13 @@ from paceline.clients.errors import (
 )
 from paceline.clients.messages import InferResult
 from paceline.clients.options import ConnectionOptions
+from paceline.server.bulk.execution import NOT_THE_ROWS
 from paceline.server.bulk.models import asked_of, generates
 from paceline.server.bulk.values import BulkError, Parameters
 
 __all__ = ["ServerModel", "server_model"]
 
+_FIRST_S = 3.0
 _START_S = 60.0
 """How long a server may take to be ready when the job begins."""
 _CALL_S = 600.0
@@ -47,20 +50,26 @@ _LOST = "RST_STREAM"
 
 class ServerModel:
     """`Computes` for a model that is described as `description`, which `streams` and `calls` ask: clients for streams,
-    and for calls by themselves. The server fills rows up to common sizes, so rows of a call have equal shapes."""
+    and for calls by themselves. `say` is told why a call wasn't answered, and "" once one is. The server fills rows up
+    to common sizes, so rows of a call have equal shapes."""
 
     batch_sizes: Sequence[int] = ()
     max_elements = 0
     lengths: Lengths | None = None
 
     def __init__(
-        self, description: ModelDescription, streams: InferenceClient, calls: InferenceClient, parameters: Parameters
+        self,
+        description: ModelDescription,
+        streams: InferenceClient,
+        calls: InferenceClient,
+        parameters: Parameters,
+        say: Callable[[str], None] = lambda why: None,
     ) -> None:
         if why := _why_not(description):
             raise BulkError(f"model '{description.name}' can't compute rows: {why}")
         # On a stream, a generation is answered token by token.
         self._streams = calls if generates(description) else streams
-        self._calls, self._parameters = calls, parameters
+        self._calls, self._parameters, self._say = calls, parameters, say
         self.description = asked_of(description, parameters)
         self.max_rows = description.batching.max_rows if description.batching is not None else 0
         self.at_once = _at_once(description)
@@ -68,6 +77,16 @@ class ServerModel:
         self._bits = {one.name for one in description.outputs if one.datatype == "BF16"}
 
     async def infer(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> Mapping[str, Array]:
+        try:
+            answer = await self._infer(inputs, outputs)
+        except InferenceError as error:
+            if error.status in NOT_THE_ROWS and error.status is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self._say(_shortened(error.message))
+            raise
+        self._say("")
+        return answer
+
+    async def _infer(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> Mapping[str, Array]:
         try:
             return await self._asked(self._streams, inputs, outputs)
         except InferenceError as error:
@@ -118,24 +137,46 @@ class ServerModel:
 
 @asynccontextmanager
 async def server_model(
-    target: str, name: str, *, access: ConnectionOptions, parameters: Parameters, batch_rows: int = 0
+    target: str,
+    name: str,
+    *,
+    access: ConnectionOptions,
+    parameters: Parameters,
+    batch_rows: int = 0,
+    say: Callable[[str], None] = lambda why: None,
 ) -> AsyncIterator[ServerModel]:
-    """The model `name` of the server at `target`. `batch_rows`: of a call, if that is given; servers that don't tell
-    how a model is batched get calls of one row otherwise. Raises BulkError."""
+    """The model `name` of the server at `target`. `say` is told why it is waited for, and "" when it is there.
+    `batch_rows`: of a call, if that is given; servers that don't tell how a model is batched get calls of one row
+    otherwise. Raises BulkError."""
     tls, token = access.tls or False, access.token
     async with (
         InferenceClient(target, transport="stream", timeout_s=_CALL_S, tls=tls, token=token) as streams,
         InferenceClient(target, timeout_s=_CALL_S, tls=tls, token=token) as calls,
     ):
+
+        def tell(why: str) -> None:
+            say(f"server {target}: {why}; trying again" if why else "")
+
         try:
+            try:
+                if not await calls.server_ready(timeout_s=_FIRST_S):
+                    tell("not ready")
+            except (Unavailable, DeadlineExceeded) as error:
+                tell(_shortened(error.message))
             await calls.wait_ready(_START_S)
+            tell("")
             description = await calls.describe(name)
         except ClientError as error:
             raise BulkError(f"--server {target}: {error}") from error
         if not description.is_configured and _has_rows(description):
             batching = Batching(max(1, batch_rows), True, (), 0, 0, 0, ())
             description = replace(description, batching=batching)
-        yield ServerModel(description, streams, calls, parameters)
+        yield ServerModel(description, streams, calls, parameters, tell)
+
+
+def _shortened(message: str) -> str:
+    """Without how often gRPC has tried which address."""
+    return message.rpartition(": ")[2] if "last error: " in message else message
 
 
 def _has_rows(description: ModelDescription) -> bool:

@@ -56,6 +56,8 @@ class Tally:
 
     doing: str = "starting"
     """What the job does now, for people."""
+    waiting: str = ""
+    """Why calls are being repeated, for people, as long as they are."""
     units: int = 0
     """Those planned so far, of this shard, whoever does or did them; and `rows`: theirs."""
     rows: int = 0

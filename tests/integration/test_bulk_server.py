@@ -24,6 +24,7 @@ from tests.generation_truth import Asked, NaiveLoop
 from tests.harness import ServerProcess
 from tests.integration.computing_rows import Became, rows_became
 from tests.integration.serving import Served, echo_model, serving
+from tests.polling import eventually_async
 from tests.ports import free_port
 
 BATCHED = "max_batch_size: 8 dynamic_batching { }"
@@ -92,13 +93,15 @@ async def test_server_that_is_killed_and_started_anew_loses_no_row(tmp_path: Pat
     listen = ("--grpc-address", "127.0.0.1", "--grpc-port", str(port := free_port()))
     x = np.random.default_rng(0).standard_normal((1_000, 16)).astype(np.float32)
     columns = {"INPUT0": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 16)}
+    said, access = list[str](), ConnectionOptions()
     (expected,) = InferenceSession(path).run(None, {"INPUT0": x})
     with ServerProcess(path, listen=listen) as first:
-        async with server_model(f"127.0.0.1:{port}", "m", access=ConnectionOptions(), parameters={}) as model:
+        async with server_model(f"127.0.0.1:{port}", "m", access=access, parameters={}, say=said.append) as model:
             watched = Watched(model)
             computing = asyncio.ensure_future(rows_became(watched, columns, 1))
             await watched.answered.wait()
             await asyncio.to_thread(first.kill)
+            await eventually_async(lambda: any("refused" in why for why in said), "a word on why it waits")
             assert not computing.done()
             second = ServerProcess(path, listen=listen)
             await asyncio.to_thread(second.__enter__)
@@ -107,6 +110,8 @@ async def test_server_that_is_killed_and_started_anew_loses_no_row(tmp_path: Pat
             finally:
                 await asyncio.to_thread(second.__exit__)
     assert not became.reasons
+    assert said[-1] == ""
+    assert f"server 127.0.0.1:{port}: Connection refused; trying again" in said
     got = [became.outputs[number] for number in range(len(x))]
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 

@@ -98,6 +98,7 @@ async def test_json_lines_have_every_number() -> None:
     assert lines[0]["rows_per_s"] is None
     expected = {
         "doing": "running",
+        "waiting": "",
         "elapsed_s": 3.0,
         "rows_done": 2500,
         "rows_total": 4000,
@@ -122,6 +123,14 @@ async def test_json_lines_have_every_number() -> None:
         "filled_elements": 150,
     }
     assert lines[-1] == expected
+
+
+async def test_why_it_waits_is_told_at_once() -> None:
+    out, tally = io.StringIO(), Tally(doing="trying batch sizes")
+    async with Progress(tally, ProgressKind.LINES, out, ManualClock().now_ns):
+        tally.waiting = "server host:1: Connection refused; trying again"
+        await eventually_async(lambda: out.getvalue().count("\n") == 2, "a second line")
+    assert out.getvalue().splitlines()[1] == f"trying batch sizes: {tally.waiting}"
 
 
 async def test_none_shows_nothing_at_all() -> None:
