@@ -111,7 +111,8 @@ class Setting:
     @property
     def capacity(self) -> float:
         """Rows a second, if all batches were as large as is best."""
-        return self.layout.instances * self.layout.curve.rows_per_s(self.policy.max_batch_rows)
+        slowdown = min(one.slowdown for one in self.layout.costs)
+        return self.layout.instances * self.layout.curve.rows_per_s(self.policy.max_batch_rows) / slowdown
 
     @property
     def served(self) -> Served:
@@ -120,8 +121,8 @@ class Setting:
 
     def most_per_s(self, rows: float) -> float:
         """Requests of so many rows a second that executions, the event loop and whoever sends could have at most."""
-        costs = self.layout.costs
-        return min(self.capacity / rows, *(1e9 / max(1, ns) for ns in (costs.held_ns, costs.sender_ns)))
+        least_ns = [min(one.held_ns for one in self.layout.costs), min(one.sender_ns for one in self.layout.costs)]
+        return min(self.capacity / rows, *(1e9 / max(1.0, ns) for ns in least_ns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,11 +83,12 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
         goal, load, now, tried = runner.run(measure_model(asked, say, backend_of))
         trials = Trials(asked.model, config, load, now, asked.seed, asked.allow_python_models)
         if asked.seconds:
-            batch_ns, own, tried = trials.batch_ns(asked.seconds), tried, []
+            own, tried = tried, []
             for number, layout in enumerate(own):
                 share = _AFTER_CURVES + (_AFTER_COSTS - _AFTER_CURVES) * number / len(own)
                 say(f"measuring {_what(layout.offline)} beside a load", share)
-                tried.append(trials.calibrated(layout, goal, batch_ns, asked.seconds))
+                beside = trials.beside_clients(layout, goal, asked.seconds)
+                tried.append(trials.beside_rate(beside, goal, asked.seconds) if goal.rate else beside)
             now = replace(now, layout=tried[0])
         goal, choice = runner.run(_chosen(asked, goal, now, tried, say))
     if asked.seconds:

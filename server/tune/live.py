@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from paceline.clients.load.extent import FixedTime
 from paceline.clients.load.histogram import Histogram
 from paceline.clients.load.measuring import measure
 from paceline.clients.load.outcome import Outcome
+from paceline.clients.load.tally import merged
 from paceline.clients.load.worker import NOT_SENT, Load
 from paceline.clients.messages import infer_request
 from paceline.protos import inference_pb2
@@ -36,13 +38,15 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.tune.measuring import TuneError
 from paceline.server.tune.simulation import rows_per_batch
 
-__all__ = ["WARMUP_S", "Live", "LiveServer", "serving"]
+__all__ = ["MUCH_OTHERS", "WARMUP_S", "Live", "LiveServer", "serving"]
 
 _SERVES = re.compile(r"(?:ready|serving, not ready: .*): gRPC on .*:(\d+)$", re.DOTALL)
 _OF_SERVERS = ("PACELINE_", "INFERENCE_SERVICE_NAME")
 _END_S, _KEPT_LINES = 20.0, 5
 WARMUP_S = 1.0
 """Of each load, at most."""
+MUCH_OTHERS = 0.1
+"""Of the machine's processor time: a measurement beside which other processes had more isn't one."""
 _TIMEOUT_S = 60.0
 """Of requests that may take any time."""
 _SIGTERM = 15
@@ -62,7 +66,9 @@ class Live:
     """What a load has met in so many `seconds`, as `Simulated` says it. `loop_ns` and `sender_ns`: the processor time
     of the server's event loop, and of whoever sent it, for a request. `executed_ns`: how long its batch was in the
     model, on average. `not_sent`: requests that the sender was too slow for. `doubts`: why the figures may not be what
-    they seem."""
+    they seem. `lag_ns`: how late 99 % of the requests were sent, at most. `others`: the share of the machine's
+    processor time that other processes had, or other machines on the same host. `halves_ns`: the 99th percentile of
+    each half of the time."""
 
     offered: float
     throughput: float
@@ -75,6 +81,9 @@ class Live:
     seconds: float
     not_sent: int = 0
     doubts: Sequence[str] = ()
+    lag_ns: float = 0.0
+    others: float = 0.0
+    halves_ns: Sequence[float] = ()
 
     @property
     def rows_per_batch(self) -> float:
@@ -88,6 +97,8 @@ class Live:
 class _Look(NamedTuple):
     statistics: Statistics | None
     loop_ns: int
+    ours_ns: int
+    all_ns: int
 
 
 class _Client(ControlClient):
@@ -129,7 +140,7 @@ class LiveServer:
             measured = measure(
                 load,
                 FixedTime(min(WARMUP_S, seconds), seconds),
-                lambda: _Look(client.statistics(self._model, ""), _loop_ns(self._pid)),
+                lambda: _Look(client.statistics(self._model, ""), _loop_ns(self._pid), *_used_ns(self._pid)),
             )
         served = Served.between(measured.before.statistics, measured.after.statistics)
         outcome = Outcome(measured, served, 1, arrivals is not None)
@@ -144,18 +155,24 @@ class LiveServer:
         doubts = [doubt.partition(":")[0] for doubt in outcome.doubts()]
         if not_sent:
             doubts.append(f"{not_sent} requests weren't sent, as their sender was too slow, or too many were under way")
+        before, after, counted = measured.before, measured.after, measured.counted
+        others_ns = after.all_ns - before.all_ns - (after.ours_ns - before.ours_ns) - total.cpu_ns
+        halves = [merged(part).latencies for part in (counted[: len(counted) // 2], counted[len(counted) // 2 :])]
         return Live(
             offered=total.due / measured.seconds,
             throughput=total.answered / measured.seconds,
             latencies=total.latencies,
             refused=total.failed - not_sent,
             batches=served.executions if served else {},
-            loop_ns=(measured.after.loop_ns - measured.before.loop_ns) // max(1, total.answered),
+            loop_ns=(after.loop_ns - before.loop_ns) // max(1, total.answered),
             sender_ns=total.cpu_ns // max(1, total.due),
             executed_ns=round((served.compute_ms or 0.0) * 1e6) if served else 0,
             seconds=measured.seconds,
             not_sent=not_sent,
             doubts=doubts,
+            lag_ns=outcome.value("lag.p99") or 0.0,
+            others=max(0.0, others_ns / (measured.seconds * 1e9 * (os.cpu_count() or 1))),
+            halves_ns=[half.percentile_ns(99) or 0.0 for half in halves],
         )
 
 
@@ -215,6 +232,20 @@ def _message(line: str) -> str:
         return str(record["message"])
     except (ValueError, KeyError, TypeError):  # what libraries write by themselves
         return line.strip()
+
+
+def _used_ns(pid: int) -> tuple[int, int]:
+    """The processor time of a server with its processes, and of this one; and of all processes here, with what the host
+    gave to other machines meanwhile: proc(5)."""
+    tick_ns, ours_ns, pids = 1_000_000_000 // os.sysconf("SC_CLK_TCK"), time.process_time_ns(), [pid]
+    for one in pids:
+        with suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            ours_ns += (int(fields[11]) + int(fields[12])) * tick_ns
+            for task in Path(f"/proc/{one}/task").iterdir():
+                pids += map(int, (task / "children").read_text().split())
+    user, nice, system, _, _, _, _, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return ours_ns, (user + nice + system + steal) * tick_ns
 
 
 def _loop_ns(pid: int) -> int:

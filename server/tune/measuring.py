@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.backends.spec import Array
 from paceline.server.engine import Engine
 from paceline.server.models.defaults import Offline
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.inner_request import InnerRequest
+from paceline.server.tune.costs import Costs
 from paceline.server.tune.curve import Curve, Curves
-from paceline.server.tune.simulation import Costs
 
 __all__ = ["Layout", "TuneError", "measure", "sizes_to_try"]
 
@@ -40,17 +40,15 @@ class TuneError(Exception):
 @dataclass(frozen=True, slots=True)
 class Layout:
     """`instances` that execute at the same time, asked for as `offline`, and what was measured of them: how long
-    executions take while all are busy, and what requests cost besides. `spins`: whether idle threads wait for work by
-    spinning, if they may: with `allow_spinning`. `slowdown`: so many times as long as on their own, executions take
-    beside the load; `curves` have that."""
+    executions take on their own while all are busy, and what requests cost besides, by ascending numbers of requests
+    that share a batch. `spins`: whether idle threads wait for work by spinning, if they may: with `allow_spinning`."""
 
     offline: Offline
     instances: int
     curves: Curves
-    costs: Costs = field(default_factory=Costs)
+    costs: Sequence[Costs] = (Costs(),)
     spins: bool = False
     allow_spinning: bool = True
-    slowdown: float = 1.0
 
     @property
     def curve(self) -> Curve:
@@ -78,7 +76,7 @@ async def measure(
         share_ns = _MOST_NS // len(inputs_by_size)
         curves[size], loop_ns = await _curve(engine, served, inputs_of, batches, share_ns)
         handling_ns = handling_ns or loop_ns
-    return Layout(offline, len(served.instances.runners), Curves(curves, typical_size), Costs(loop_ns=handling_ns))
+    return Layout(offline, len(served.instances.runners), Curves(curves, typical_size), [Costs(loop_ns=handling_ns)])
 
 
 async def _curve(

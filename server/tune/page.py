@@ -152,7 +152,7 @@ def _measured(tuned: Tuned) -> str:
         predicted = figures[0] if one.load.load == tuned.goal.load else ["-"] * len(figures[0])
         pairs = [cell for pair in zip(predicted, figures[1], strict=True) for cell in pair]
         rows.append((name, f"{one.load.load:.4g}", *pairs))
-    return _table(rows)
+    return _table(rows) + "".join(f"<p>{escape(said)}</p>" for said in tuned.apart())
 
 
 def _rising(tuned: Tuned) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from paceline.clients.options import one_line
+from paceline.server.tune.causes import why
 from paceline.server.tune.choosing import Choice, Found, Goal, Needs, Tried
 from paceline.server.tune.config_file import Change
 
@@ -110,6 +111,7 @@ class Tuned:
                 *table,
                 "",
                 self.caution(),
+                *self.apart(),
                 f"Executions with the best layout, all instances busy: {measured}.",
                 *(["to change:", *changes] if changes else ["nothing to change"]),
             ]
@@ -125,6 +127,15 @@ class Tuned:
             elif one.live is not None and one.live.doubts:
                 said.append(f"When {name} was tried, {'; '.join(one.live.doubts)}.")
         return " ".join(said)
+
+    def apart(self) -> list[str]:
+        """A sentence for each of `named` whose measurement is far from what was predicted of the same load."""
+        found = [(name, self.why(one)) for name, one in self.named.items()]
+        return [f"{name.capitalize()}: {said}." for name, said in found if said]
+
+    def why(self, one: Tried) -> str:
+        """Why what was measured of `one` is far from what was predicted; nothing if it isn't, or had another load."""
+        return why(one) if one.load is not None and one.load.load == self.goal.load else ""
 
     def as_json(self) -> str:
         """One object."""
@@ -143,14 +154,45 @@ class Tuned:
                 "seed": self.seed,
                 "met": self.is_met,
                 "verdict": self.verdict(),
-                "now": _json(self.choice.now),
-                "best": [_json(one) for one in self.choice.best],
+                "now": self._json(self.choice.now),
+                "best": [self._json(one) for one in self.choice.best],
                 "tried": self.choice.tried,
                 "needs": asdict(self.choice.needs) if self.choice.needs is not None else None,
                 "changes": [one._asdict() for one in self.changes],
-                "set_back": {name: _json(one) for name, one in self.set_back.items()},
+                "set_back": {name: self._json(one) for name, one in self.set_back.items()},
             }
         )
+
+    def _json(self, one: Tried) -> dict[str, object]:
+        policy, found, layout = one.setting.policy, one.found, one.setting.layout
+        percentiles = {f"p{percent:g}_ms": found.latencies.percentile_ns(percent) for percent in (50, 90, 99, 99.9)}
+        return {
+            "instances": layout.instances,
+            "intra_op_threads": layout.offline.intra_op_threads or None,
+            "spins": layout.spins and layout.allow_spinning,
+            "max_batch_size": policy.max_batch_rows,
+            "max_queue_delay_microseconds": policy.max_queue_delay_ns // 1_000,
+            "met": one.is_met,
+            "requests_per_s": found.throughput,
+            "most": one.most or None,
+            **{name: None if ns is None else ns / 1e6 for name, ns in percentiles.items()},
+            "refused": found.refused,
+            "busy": found.busy,
+            "batches": {str(rows): number for rows, number in found.batches.items()},
+            "measured_ms": {str(size): layout.curve.mean_ns(size) / 1e6 for size in layout.curve.sizes},
+            "costs": [
+                {
+                    "requests_per_batch": cost.requests,
+                    "server_us": cost.loop_ns / 1e3,
+                    "sender_us": cost.sender_ns / 1e3,
+                    "waits": cost.waits,
+                    "slowdown": cost.slowdown,
+                }
+                for cost in layout.costs
+            ],
+            "failure": one.failure or None,
+            "live": _live_json(one, self.why(one)),
+        }
 
     def _asked(self) -> str:
         goal = self.goal
@@ -198,36 +240,7 @@ def _what_helps(needs: Needs | None) -> str:
     return f"It takes {', or '.join(ways)}." + ("" if needs.cpus else " More CPUs alone wouldn't do.")
 
 
-def _json(one: Tried) -> dict[str, object]:
-    policy, found, layout = one.setting.policy, one.found, one.setting.layout
-    percentiles = {f"p{percent:g}_ms": found.latencies.percentile_ns(percent) for percent in (50, 90, 99, 99.9)}
-    return {
-        "instances": layout.instances,
-        "intra_op_threads": layout.offline.intra_op_threads or None,
-        "spins": layout.spins and layout.allow_spinning,
-        "max_batch_size": policy.max_batch_rows,
-        "max_queue_delay_microseconds": policy.max_queue_delay_ns // 1_000,
-        "met": one.is_met,
-        "requests_per_s": found.throughput,
-        "most": one.most or None,
-        **{name: None if ns is None else ns / 1e6 for name, ns in percentiles.items()},
-        "refused": found.refused,
-        "busy": found.busy,
-        "batches": {str(rows): number for rows, number in found.batches.items()},
-        "measured_ms": {str(size): layout.curve.mean_ns(size) / 1e6 for size in layout.curve.sizes},
-        "costs_us": {
-            "server": layout.costs.loop_ns / 1e3,
-            "batch": layout.costs.batch_ns / 1e3,
-            "sender": layout.costs.sender_ns / 1e3,
-        },
-        "waits": layout.costs.waits,
-        "slowdown": layout.slowdown,
-        "failure": one.failure or None,
-        "live": _live_json(one),
-    }
-
-
-def _live_json(one: Tried) -> dict[str, object] | None:
+def _live_json(one: Tried, why: str) -> dict[str, object] | None:
     live, load = one.live, one.load
     if live is None or load is None:
         return None
@@ -241,6 +254,7 @@ def _live_json(one: Tried) -> dict[str, object] | None:
         "not_sent": live.not_sent,
         "rows_per_batch": live.rows_per_batch,
         "doubts": list(live.doubts),
+        "apart": why or None,
     }
 
 

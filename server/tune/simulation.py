@@ -14,7 +14,8 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import count, groupby, islice
 from random import Random
@@ -28,8 +29,10 @@ from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Done, Outcome
 from paceline.scheduler.waiting import SharedQueueLimits
+from paceline.server.tune.costs import Costs, costs_at
+from paceline.server.tuning import SWITCH_INTERVAL_S
 
-__all__ = ["Closed", "Contents", "Cost", "Costs", "Open", "Served", "Simulated", "rows_per_batch", "simulate"]
+__all__ = ["Closed", "Contents", "Cost", "Open", "Served", "Simulated", "rows_per_batch", "simulate"]
 
 Cost = Callable[[int, int, float], int]
 """How many nanoseconds an execution of so many rows of a size takes; of all that it may take, the one below which the
@@ -37,6 +40,8 @@ given share of them (from 0 to 1) lies."""
 
 _ALARM, _END, _ARRIVAL, _SENDING = range(4)
 """What is due at the same moment is done in this order."""
+_WAIT_NS = SWITCH_INTERVAL_S * 1e9
+"""A wait of the event loop, on average, if there is one: whoever computes in Python keeps the lock for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +74,14 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """What is spent besides executions, half before and half after them: `loop_ns` of processor time for a request, and
-    `batch_ns` for a batch, by the server's event loop; `sender_ns` for a request by the one process that sends all, on
-    the same machine. While the event loop computes for a while, it waits `waits` times as long on average, at random:
-    for a processor, or for the interpreter's lock."""
-
-    loop_ns: int = 0
-    sender_ns: int = 0
-    batch_ns: int = 0
-    waits: float = 0.0
-
-    @property
-    def held_ns(self) -> float:
-        """How long a request keeps the event loop, on average."""
-        return self.loop_ns * (1 + self.waits)
-
-
-@dataclass(frozen=True, slots=True)
 class Served:
-    """What serves: so many `instances`, batches by `policy`, of executions that take what `cost` says."""
+    """What serves: so many `instances`, batches by `policy`, of executions that take what `cost` says, and besides what
+    `costs` say, which ascend by their numbers of requests: of each request, by the batch that began last."""
 
     policy: BatchPolicy
     instances: int
     cost: Cost
-    costs: Costs = field(default_factory=Costs)
+    costs: Sequence[Costs] = (Costs(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +126,8 @@ async def simulate(
 class _Clock:
     """A time in which only what is due happens, and only what takes time lets it pass."""
 
-    def __init__(self, waits: float, random: Random) -> None:
-        self._waits, self._random = waits, random
+    def __init__(self, random: Random) -> None:
+        self._random = random
         self._now_ns = 0
         self._busy_ns = 0
         self._due: list[tuple[int, int, int, Callable[[int], None]]] = []
@@ -158,19 +146,30 @@ class _Clock:
         """Call `do` with `at_ns` then, or as soon after that as there is time."""
         heappush(self._due, (at_ns, kind, next(self._numbers), do))
 
-    def spend(self, ns: int) -> None:
-        """Let the event loop compute for so long, and wait meanwhile."""
-        mean_ns = ns * self._waits
-        self._now_ns += ns + (round(self._random.expovariate(1 / mean_ns)) if mean_ns else 0)
-        self._busy_ns += ns
+    def spend(self, ns: float, waits: float) -> None:
+        """Let the event loop compute for so long, and wait meanwhile, so many times as long on average."""
+        self._now_ns += round(ns)
+        self._busy_ns += round(ns)
+        share = min(1.0, ns * waits / _WAIT_NS)
+        if self._random.random() < share:
+            self._now_ns += round(self._random.expovariate(share / (ns * waits)))
 
     async def go_on(self) -> None:
         """Do what is due next, and what follows at once. Something has to be."""
         self._now_ns = until_ns = max(self._now_ns, self._due[0][0])
-        # An iteration of the loop: what becomes due while this is done is left for the next one.
+        # An iteration of the loop: what becomes due while this is done is left for the next one. So are all arrivals
+        # after one that took time: gRPC hands them over one per iteration.
+        left, has_taken = [], False
         while self._due and self._due[0][0] <= until_ns:
-            at_ns, _, _, do = heappop(self._due)
+            one = heappop(self._due)
+            (at_ns, kind, _, do), began_ns = one, self._now_ns
+            if kind == _ARRIVAL and has_taken:
+                left.append(one)
+                continue
             do(at_ns)
+            has_taken = has_taken or (kind == _ARRIVAL and self._now_ns > began_ns)
+        for one in left:
+            heappush(self._due, one)
         await asyncio.sleep(0)
 
 
@@ -213,9 +212,9 @@ class _Instance:
 
     stages = True
 
-    def __init__(self, clock: _Clock, served: Served, random: Random) -> None:
-        self._clock, self._random = clock, random
-        self._cost, self._lengths, self._batch_ns = served.cost, served.policy.lengths, served.costs.batch_ns
+    def __init__(self, clock: _Clock, served: Served, random: Random, on_begin: Callable[[int], Costs]) -> None:
+        self._clock, self._random, self._on_begin = clock, random, on_begin
+        self._cost, self._lengths = served.cost, served.policy.lengths
         self._current: _Handed | None = None
         self._next: _Handed | None = None
         self._began_ns = self._ends_ns = 0
@@ -232,7 +231,6 @@ class _Instance:
 
     def run(self, payloads: Sequence[_Payload], padded_rows: int, done: Done[None]) -> None:
         handed = payloads, padded_rows, done
-        self._clock.spend(self._batch_ns // 2)
         if self._current is None:
             self._begin(handed, self._clock.now_ns())
         else:
@@ -250,7 +248,8 @@ class _Instance:
         columns = zip(*[one.contents.sizes for one in payloads], strict=True)
         sizes = tuple([padded(max(column)) for padded, column in zip(self._lengths, columns, strict=True)])
         # All of a batch have the same key, and so the same size apart from these.
-        duration_ns = self._cost(rows, payloads[0].contents.size(sizes), self._random.random())
+        alone_ns = self._cost(rows, payloads[0].contents.size(sizes), self._random.random())
+        duration_ns = round(alone_ns * self._on_begin(len(payloads)).slowdown)
         self._current = handed
         self._began_ns, self._ends_ns = now_ns, now_ns + duration_ns
         self.executed_ns += duration_ns
@@ -263,7 +262,6 @@ class _Instance:
         if self._next is not None:
             following, self._next = self._next, None
             self._begin(following, at_ns)
-        self._clock.spend(self._batch_ns - self._batch_ns // 2)
         done(Outcome(began_ns, at_ns, executed=_Executed([None] * len(payloads))))
 
 
@@ -274,7 +272,9 @@ class _World:
         self, served: Served, load: Open | Closed, requests: int, contents: Sequence[Contents], seed: int, first: int
     ) -> None:
         self._served, self._load = served, load
-        self._clock = _Clock(served.costs.waits, Random(f"{seed} waits"))
+        self._clock = _Clock(Random(f"{seed} waits"))
+        self._costs_of = cache(partial(costs_at, served.costs))
+        self._costs = self._costs_of(1)
         self._made, self._left, self._requests, self._contents = 0, 0, requests, contents
         self._first = first
         self._due_ns: list[int] = []
@@ -283,7 +283,8 @@ class _World:
         self._sender_ns = 0
         self._arrivals: Iterator[Arrival] = iter(())
         self._instances = [
-            _Instance(self._clock, served, Random(f"{seed} {number}")) for number in range(served.instances)
+            _Instance(self._clock, served, Random(f"{seed} {number}"), self._on_begin)
+            for number in range(served.instances)
         ]
         self._batcher: Batcher[_Payload, None] = Batcher(
             served.policy,
@@ -331,6 +332,10 @@ class _World:
         if report.requests[0].payload.number >= self._first:
             self._batches[report.rows] += 1
 
+    def _on_begin(self, requests: int) -> Costs:
+        self._costs = self._costs_of(requests)
+        return self._costs
+
     def _executed_ns(self) -> int:
         return sum(one.executed_ns for one in self._instances)
 
@@ -344,8 +349,7 @@ class _World:
 
     def _on_sending(self, at_ns: int) -> None:
         """A request is due. Those that are due at the same time are sent one after the other."""
-        costs = self._served.costs
-        self._sender_ns = max(self._sender_ns, at_ns) + costs.sender_ns // 2
+        self._sender_ns = max(self._sender_ns, at_ns) + round(self._costs.sender_ns / 2)
 
         def arrive(_: int) -> None:
             self._on_arrival(at_ns)
@@ -361,7 +365,7 @@ class _World:
             sizes=contents.sizes, tag=due_ns,
         )  # fmt: skip
         request.on_answers = self._on_answers
-        self._clock.spend(self._served.costs.loop_ns // 2)
+        self._clock.spend(self._costs.loop_ns / 2, self._costs.waits)
         self._batcher.announce(self._submit, request)
 
     def _submit(self, requests: list[Request[_Payload, None]]) -> None:
@@ -376,12 +380,12 @@ class _World:
             self._leave([one], answered=one.answered)
 
     def _leave(self, requests: Sequence[Request[_Payload, None]], *, answered: bool) -> None:
-        costs = self._served.costs
+        costs = self._costs
         for one in requests:
-            self._clock.spend(costs.loop_ns - costs.loop_ns // 2)
+            self._clock.spend(costs.loop_ns / 2, costs.waits)
             self._left += 1
             # The sender takes answers one after the other, too.
-            self._sender_ns = max(self._sender_ns, self._clock.now_ns()) + costs.sender_ns - costs.sender_ns // 2
+            self._sender_ns = max(self._sender_ns, self._clock.now_ns()) + round(costs.sender_ns / 2)
             ended_ns = self._sender_ns
             if answered:
                 self._answered_ns.append(ended_ns)

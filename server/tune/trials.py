@@ -20,19 +20,18 @@ from paceline.server.tune.calibrating import calibrated
 from paceline.server.tune.choosing import Goal, Setting, settings_of
 from paceline.server.tune.config_file import changes_of, config_text
 from paceline.server.tune.contents import LoadContents
-from paceline.server.tune.live import WARMUP_S, Live, LiveServer, serving
-from paceline.server.tune.measuring import Layout, TuneError
+from paceline.server.tune.costs import Costs, alike, joined
+from paceline.server.tune.live import MUCH_OTHERS, WARMUP_S, Live, LiveServer, serving
+from paceline.server.tune.measuring import Layout
 from paceline.server.tuning import new_loop
 
 __all__ = ["Trials"]
 
 _MANY_CLIENTS = 16
-_ALONE_S, _BUSY_S, _MARGIN_S = 1.5, 3.0, 5.0
+_BUSY_S, _MARGIN_S = 3.0, 5.0
 _LEAST_TIMEOUT_S = 5.0
 _BUSY = 0.7
 """Layouts are calibrated with at most this share of the load that they can serve, by what is known before."""
-_LEAST_SAVED = 0.2
-"""Batches a request: where many clients don't share more, what a batch costs is part of what a request does."""
 
 
 class Trials:
@@ -69,29 +68,38 @@ class Trials:
     def _arrivals(self, goal: Goal, seconds: float) -> Arrivals | None:
         return goal.arrivals(self._seed + 1, math.ceil(goal.rate * (seconds + _MARGIN_S)), seconds + WARMUP_S)
 
-    def batch_ns(self, seconds: float) -> int:
-        """What a batch costs the server's event loop: by what a request costs it alone and among many, which share
-        batches, as the model is served now. Raises TuneError."""
-        with self.server(self._now) as server:
-            alone, many = [server.load(min(_ALONE_S, seconds), clients=clients) for clients in (1, _MANY_CLIENTS)]
-        if not alone.latencies.count:
-            raise TuneError("the model is served, but answers none of a client's requests")
-        saved = alone.batches_per_request - many.batches_per_request
-        return round(max(0, alone.loop_ns - many.loop_ns) / saved) if saved > _LEAST_SAVED else 0
+    def beside_clients(self, layout: Layout, goal: Goal, seconds: float) -> Layout:
+        """`layout` with what executions and requests take beside the clients of `goal`, or many, if it has none: they
+        fill whatever batches may have, small ones, or large."""
+        at_once = self._at_once(layout, goal)
+        clients = Goal(clients=goal.clients or _MANY_CLIENTS, contents=goal.contents)
+        places = sorted({0, len(at_once) // 2, len(at_once) - 1})
+        return replace(layout, costs=joined([self._costs(at_once[place], clients, seconds) for place in places]))
 
-    def calibrated(self, layout: Layout, goal: Goal, batch_ns: int, seconds: float) -> Layout:
-        """`layout` with what executions and requests take beside the load of `goal`, or as much as isn't too much."""
-        # With batches as large as may be, which wait for nothing.
-        setting = max(settings_of([layout], self._now.policy, goal), key=lambda one: one.policy.max_batch_rows)
-        if goal.rate:
-            most = _BUSY * setting.most_per_s(goal.mean_rows)
-            # At random: a recording may have nothing within seconds, the more so if it is slower than it was.
-            goal = replace(goal, rate=min(goal.rate, most), recorded=None)
-        elif not goal.clients:
-            goal = replace(goal, clients=_MANY_CLIENTS)
+    def beside_rate(self, layout: Layout, goal: Goal, seconds: float) -> Layout:
+        """`layout`, of which it is known what clients cost, with what the rate of `goal` costs, or as much of it as
+        isn't too much."""
+        setting = self._at_once(layout, goal)[-1]
+        # At random: a recording may have nothing within seconds, the more so if it is slower than it was.
+        rate = min(goal.rate, _BUSY * setting.most_per_s(goal.mean_rows))
+        given = self._costs(setting, replace(goal, rate=rate, recorded=None), seconds)
+        # With smaller batches, requests cost more, with larger ones less. But only clients come all at once, and wait
+        # for each other.
+        others = [replace(one, waits=given.waits) for one in layout.costs if not alike(one, given)]
+        return replace(layout, costs=joined([given, *others]))
+
+    def _at_once(self, layout: Layout, goal: Goal) -> list[Setting]:
+        """Settings that wait for nothing, the one with the largest batches last."""
+        found = settings_of([layout], self._now.policy, goal)
+        return [one for one in found if not one.policy.max_queue_delay_ns]
+
+    def _costs(self, setting: Setting, goal: Goal, seconds: float) -> Costs:
+        """Measured while others have little of the machine, if that comes about."""
         seconds = min(_BUSY_S, seconds)
         with self.server(setting) as server:
             live = self.load(server, goal, seconds)
-        found = calibrated(setting, goal, self._arrivals(goal, seconds), live, batch_ns, min(WARMUP_S, seconds))
+            if live.others > MUCH_OTHERS:
+                live = min(live, self.load(server, goal, seconds), key=lambda one: one.others)
+        found = calibrated(setting, goal, self._arrivals(goal, seconds), live, min(WARMUP_S, seconds))
         with asyncio.Runner(loop_factory=new_loop) as runner:
             return runner.run(found)

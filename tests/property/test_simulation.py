@@ -20,7 +20,8 @@ from paceline.scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Done
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
-from paceline.server.tune.simulation import Closed, Contents, Cost, Costs, Open, Served, Simulated, simulate
+from paceline.server.tune.costs import Costs
+from paceline.server.tune.simulation import Closed, Contents, Cost, Open, Served, Simulated, simulate
 from tests.lengths import LONG
 
 US, MS = 1_000, 1_000_000
@@ -63,7 +64,7 @@ def run(served: Served, load: Open | Closed, requests: int, warmup: float = 0.1)
 def test_every_request_leaves_the_simulation_once(
     policy: BatchPolicy, instances: int, cost: Cost, load: Open | Closed, requests: int, ns: int, waits: int
 ) -> None:
-    found = run(Served(policy, instances, cost, Costs(ns, ns // 2, ns, waits)), load, requests)
+    found = run(Served(policy, instances, cost, [Costs(ns, ns / 2, waits)]), load, requests)
     assert found.latencies.count + found.refused == requests - requests // 10
     assert all(0 < rows <= policy.max_batch_rows for rows in found.batches)
     assert 0 <= found.busy <= 1
@@ -78,15 +79,16 @@ def test_latency_is_the_delay_if_executions_cost_nothing(delay_ms: int, more_us:
     assert found.latencies.percentile_ns(0) == found.latencies.longest_ns == delay_ms * MS
 
 
-@given(st.integers(0, MS // 2), st.integers(0, MS // 2), st.integers(0, MS // 2))
-def test_lone_client_waits_for_all_that_its_request_costs(loop: int, sender: int, batch: int) -> None:
-    found = run(Served(BatchPolicy(), 1, line(10 * MS, 0), Costs(2 * loop, 2 * sender, 2 * batch)), Closed(1), 20)
-    assert found.latencies.percentile_ns(50) == pytest.approx(10 * MS + 2 * (loop + sender + batch), rel=2e-3)
+@given(st.integers(0, MS // 2), st.integers(0, MS // 2), st.integers(1, 3))
+def test_lone_client_waits_for_all_that_its_request_costs(loop: int, sender: int, slowdown: int) -> None:
+    costs = [Costs(2 * loop, 2 * sender, slowdown=slowdown), Costs(requests=8.0)]
+    found = run(Served(BatchPolicy(), 1, line(10 * MS, 0), costs), Closed(1), 20)
+    assert found.latencies.percentile_ns(50) == pytest.approx(10 * MS * slowdown + 2 * (loop + sender), rel=2e-3)
 
 
 def test_event_loop_that_waits_answers_less() -> None:
     # It is all that counts: there are more clients than it can answer, and executions cost nothing.
-    found = run(Served(BatchPolicy(max_batch_rows=8), 1, line(0, 0), Costs(loop_ns=MS, waits=3.0)), Closed(16), 4_000)
+    found = run(Served(BatchPolicy(max_batch_rows=8), 1, line(0, 0), [Costs(loop_ns=MS, waits=3.0)]), Closed(16), 4_000)
     assert found.throughput == pytest.approx(1_000 / 4, rel=0.05)
 
 

@@ -11,39 +11,44 @@ from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
 from paceline.server.tune.calibrating import calibrated
 from paceline.server.tune.choosing import Goal, Setting
+from paceline.server.tune.costs import Costs, costs_at, joined
 from paceline.server.tune.curve import Curve, Curves
 from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout, TuneError
-from paceline.server.tune.simulation import Closed, Costs, Open, simulate
+from paceline.server.tune.simulation import Closed, Open, simulate
 
 MS = 1_000_000
 CURVES = Curves({1: Curve({1: [2 * MS], 8: [4 * MS]})}, 1)
 SETTING = Setting(Layout(Offline(), 1, CURVES), BatchPolicy(max_batch_rows=8))
-COSTS = Costs(loop_ns=200_000, sender_ns=100_000, batch_ns=300_000, waits=1.5)
+COSTS = Costs(loop_ns=200_000, sender_ns=100_000, waits=1.5, slowdown=1.5)
 
 
 @pytest.mark.parametrize("goal", [Goal(rate=300), Goal(clients=16)])
 async def test_costs_beside_a_load_are_found_again(goal: Goal) -> None:
-    slowed = replace(SETTING.layout, curves=CURVES.scaled(1.5), costs=COSTS)
     arrivals = goal.arrivals(1, 4_000)
     load = Closed(goal.clients) if arrivals is None else Open(arrivals)
-    met = await simulate(replace(SETTING, layout=slowed).served, load, requests=2_000, warmup=0.1)
-    answered, batches = 1_800, sum(met.batches.values())
-    rows_ns = {rows: 1.5 * CURVES.typical.mean_ns(rows) for rows in met.batches}
+    served = replace(SETTING, layout=replace(SETTING.layout, costs=[COSTS])).served
+    met = await simulate(served, load, requests=2_000, warmup=0.1)
+    answered, rows_ns = 1_800, {rows: 1.5 * CURVES.typical.mean_ns(rows) for rows in met.batches}
     live = Live(
-        met.offered, met.throughput, met.latencies, 0, met.batches,
-        COSTS.loop_ns + COSTS.batch_ns * batches // answered, COSTS.sender_ns,
+        met.offered, met.throughput, met.latencies, 0, met.batches, COSTS.loop_ns, COSTS.sender_ns,
         round(sum(number * rows * rows_ns[rows] for rows, number in met.batches.items()) / answered),
         answered / met.throughput,
     )  # fmt: skip
-    found = await calibrated(SETTING, goal, arrivals, live, COSTS.batch_ns, live.seconds / 9)
+    found = await calibrated(SETTING, goal, arrivals, live, live.seconds / 9)
     assert found.slowdown == pytest.approx(1.5, rel=0.02)
-    assert found.curve.mean_ns(1) == pytest.approx(3 * MS, rel=0.02)
-    assert found.costs.loop_ns == pytest.approx(COSTS.loop_ns, rel=0.1)
-    assert found.costs.waits == pytest.approx(COSTS.waits, rel=0.2)
+    assert (found.loop_ns, found.sender_ns) == (COSTS.loop_ns, COSTS.sender_ns)
+    assert found.waits == pytest.approx(COSTS.waits, rel=0.2)
+    assert found.requests == pytest.approx(met.rows_per_batch, rel=0.02)
 
 
 async def test_load_without_answers_calibrates_nothing() -> None:
     live = Live(10, 0, Histogram.of([]), 3, {}, 0, 0, 0, 1.0)
     with pytest.raises(TuneError, match="answers no request in time"):
-        await calibrated(SETTING, Goal(clients=1), None, live, 0, 0.1)
+        await calibrated(SETTING, Goal(clients=1), None, live, 0.1)
+
+
+def test_costs_lie_between_those_of_smaller_and_larger_batches() -> None:
+    known = joined([Costs(100, requests=16), Costs(400, requests=1.0), Costs(300, requests=1.1)])
+    assert [costs_at(known, requests).loop_ns for requests in (0.5, 1, 16, 99)] == [350, 350, 100, 100]
+    assert costs_at(known, (1.05 * 16) ** 0.5).loop_ns == pytest.approx(225)

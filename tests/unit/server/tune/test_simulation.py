@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.clients.load.arrivals import Recorded
 from paceline.scheduler.policy import BatchPolicy
+from paceline.server.tune.costs import Costs
 from paceline.server.tune.simulation import Closed, Contents, Open, Served, simulate
 
 MS = 1_000_000
@@ -31,6 +32,14 @@ async def test_lengths_share_batches_where_that_saves_time() -> None:
     # Executions that cost much whatever is in them have all that waits; others have equal lengths.
     assert len(dear) < len(cheap)
     assert sum(rows * size for rows, size in cheap) < sum(rows * size for rows, size in dear)
+
+
+async def test_requests_that_come_one_by_one_miss_the_delay() -> None:
+    # Each takes the event loop 1 ms to arrive, also those that were sent together: 3 ms later there are no 8 of them.
+    policy = BatchPolicy(max_batch_rows=8, max_queue_delay_ns=3 * MS)
+    costs = [Costs(loop_ns=2 * MS)]
+    found = await simulate(Served(policy, 1, lambda *_: 1_000, costs), Closed(8), requests=800)
+    assert found.rows_per_batch < 5
 
 
 async def test_requests_of_other_keys_share_no_batch() -> None:

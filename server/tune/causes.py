@@ -1,0 +1,110 @@
+"""Why a prediction and what was measured are apart.
+
+Lives here: the causes that are known, each with what says of it that it is one. Must not: measure, or predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from paceline.server.tune.choosing import Tried
+from paceline.server.tune.costs import costs_at
+from paceline.server.tune.live import MUCH_OTHERS, Live
+
+__all__ = ["APART", "why"]
+
+APART: Final = 1.2
+"""A prediction that is further off than so many times is explained."""
+_BUSY, _NEAR, _LATE, _FEW = 0.85, 0.85, 0.1, 1_000
+
+_Check = Callable[[Tried, Live], str]
+"""A sentence without its end if that is a cause; else nothing."""
+
+
+def why(one: Tried) -> str:
+    """In one sentence, why what was measured of `one`, with the load that was simulated, is more than `APART` times
+    what was predicted, or as much less; nothing if it isn't."""
+    live = one.live
+    if live is None or not live.latencies.count:
+        return ""
+    figures = {
+        "p99": (live.latencies.percentile_ns(99) or 0.0) / max(1.0, one.found.latencies.percentile_ns(99) or 0.0),
+        "throughput": live.throughput / max(1e-9, one.found.throughput),
+    }
+    off = [f"{name} is {ratio:.2f}" for name, ratio in figures.items() if not 1 / APART <= ratio <= APART]
+    if not off:
+        return ""
+    found = next((said for check in _CHECKS if (said := check(one, live))), _UNKNOWN)
+    return f"{' and '.join(off)} times what was predicted: {found}"
+
+
+_UNKNOWN: Final = "nothing that was measured says why"
+
+
+def _others(one: Tried, live: Live) -> str:
+    if live.others <= MUCH_OTHERS:
+        return ""
+    return f"other processes, or other machines on this host, had {live.others:.0%} of the processors' time meanwhile"
+
+
+def _sender(one: Tried, live: Live) -> str:
+    if live.not_sent or live.lag_ns > _LATE * (live.latencies.percentile_ns(99) or 0.0):
+        return f"requests were sent late, the last 1 % of them by {live.lag_ns / 1e6:.3g} ms and more"
+    busy = live.sender_ns * live.offered / 1e9
+    return f"whoever sent the requests was busy for {busy:.0%} of the time" if busy > _BUSY else ""
+
+
+def _batches(one: Tried, live: Live) -> str:
+    predicted, met = one.found.rows_per_batch, live.rows_per_batch
+    if not predicted or 1 / APART <= met / predicted <= APART:
+        return ""
+    return f"batches had {met:.3g} rows, {predicted:.3g} were predicted"
+
+
+def _executions(one: Tried, live: Live) -> str:
+    layout, rows = one.setting.layout, sum(rows * number for rows, number in live.batches.items())
+    if not rows or not live.executed_ns:
+        return ""
+    own_ns = sum(number * each * layout.curve.mean_ns(each) for each, number in live.batches.items()) / rows
+    return _times(live.executed_ns / (own_ns * costs_at(layout.costs, _requests(live)).slowdown), "executions took")
+
+
+def _loop(one: Tried, live: Live) -> str:
+    known = costs_at(one.setting.layout.costs, _requests(live))
+    return _times(live.loop_ns / max(1.0, known.loop_ns), "a request took the server's event loop")
+
+
+def _saturation(one: Tried, live: Live) -> str:
+    load = one.load
+    if load is None or not load.rate:
+        return ""
+    share = load.rate / one.setting.most_per_s(load.mean_rows)
+    if share < _NEAR:
+        return ""
+    return f"the load is {share:.2f} of what can be served at most, and near that, waits differ most"
+
+
+def _few(one: Tried, live: Live) -> str:
+    count = live.latencies.count
+    return f"only {count} requests were answered, too few for a 99th percentile" if count < _FEW else ""
+
+
+def _halves(one: Tried, live: Live) -> str:
+    if not live.halves_ns or not min(live.halves_ns):
+        return ""
+    ratio = max(live.halves_ns) / min(live.halves_ns)
+    return f"the p99 of the two halves of the measurement differ by {ratio:.2f} times, too" if ratio > APART else ""
+
+
+def _times(ratio: float, what: str) -> str:
+    return "" if 1 / APART <= ratio <= APART else f"{what} {ratio:.2f} times as long as when that was measured before"
+
+
+def _requests(live: Live) -> float:
+    """Of a batch."""
+    return 1 / live.batches_per_request if live.batches_per_request else 1.0
+
+
+# What disturbs comes first, then what is simulated wrongly, then what can't be known better.
+_CHECKS: Final[tuple[_Check, ...]] = (_others, _sender, _batches, _executions, _loop, _saturation, _few, _halves)

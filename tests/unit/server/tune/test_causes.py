@@ -1,0 +1,61 @@
+"""Why a measurement is far from its prediction, by figures of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.clients.load.histogram import Histogram
+from paceline.scheduler.policy import BatchPolicy
+from paceline.server.models.defaults import Offline
+from paceline.server.tune.causes import why
+from paceline.server.tune.choosing import Goal, Setting, Tried
+from paceline.server.tune.costs import Costs
+from paceline.server.tune.curve import Curve, Curves
+from paceline.server.tune.live import Live
+from paceline.server.tune.measuring import Layout
+from paceline.server.tune.simulation import Simulated
+
+MS = 1_000_000
+COSTS = [Costs(loop_ns=200_000, slowdown=1.5)]
+LAYOUT = Layout(Offline(), 1, Curves({1: Curve({1: [2 * MS], 4: [2 * MS]})}, 1), COSTS)
+# Batches of 4, which execute for 3 ms beside the load: 1,333 requests/s at most.
+FOUND = Simulated(400, 400, Histogram.of([10 * MS]), 0, {4: 100}, 0.3)
+TRIED = Tried(Setting(LAYOUT, BatchPolicy(max_batch_rows=4)), FOUND, True, load=Goal(rate=400))
+LIVE = Live(400, 400, Histogram.of([15 * MS] * 2_000), 0, {4: 500}, 200_000, 100_000, 3 * MS, 5.0)
+
+
+def test_measurement_near_its_prediction_needs_no_cause() -> None:
+    assert why(TRIED) == ""
+    assert why(replace(TRIED, live=replace(LIVE, latencies=Histogram.of([11 * MS])))) == ""
+
+
+@pytest.mark.parametrize(
+    ("met", "cause"),
+    [
+        ({"others": 0.3}, "other processes, or other machines on this host, had 30% of the processors' time meanwhile"),
+        ({"lag_ns": 4.0 * MS}, "requests were sent late, the last 1 % of them by 4 ms and more"),
+        ({"sender_ns": 2_300_000}, "whoever sent the requests was busy for 92% of the time"),
+        ({"batches": {2: 1_000}}, "batches had 2 rows, 4 were predicted"),
+        ({"executed_ns": 6 * MS}, "executions took 2.00 times as long as when that was measured before"),
+        ({"loop_ns": 300_000}, "a request took the server's event loop 1.50 times as long as when"),
+        ({"latencies": Histogram.of([15 * MS] * 90)}, "only 90 requests were answered, too few for a 99th percentile"),
+        ({"halves_ns": [10.0, 14.0]}, "the p99 of the two halves of the measurement differ by 1.40 times, too"),
+        ({}, "nothing that was measured says why"),
+    ],
+)
+def test_cause_follows_from_what_was_met(met: dict[str, Any], cause: str) -> None:
+    said = why(replace(TRIED, live=replace(LIVE, **met)))
+    assert said.startswith(f"p99 is 1.50 times what was predicted: {cause}")
+
+
+def test_load_near_saturation_is_a_cause_by_itself() -> None:
+    said = why(replace(TRIED, live=LIVE, load=Goal(rate=1_200)))
+    assert said.endswith("the load is 0.90 of what can be served at most, and near that, waits differ most")
+
+
+def test_all_that_is_far_away_is_named() -> None:
+    said = why(replace(TRIED, live=replace(LIVE, throughput=300, batches={2: 750})))
+    assert said.startswith("p99 is 1.50 and throughput is 0.75 times what was predicted: batches had 2 rows")
