@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.backends.base import DeviceTensor
 from paceline.backends.batching import Outputs, Share
+from paceline.backends.open_request import Parameters
 from paceline.backends.spec import ModelSpec, Tensors
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferResponse
@@ -268,7 +269,7 @@ class _BatchAnswers:
         return True
 
 
-def add_parameters(response: ModelInferResponse, parameters: Mapping[str, bool | int | float | str]) -> None:
+def add_parameters(response: ModelInferResponse, parameters: Parameters) -> None:
     """Put what a model says of its answer into the parameters of `response`."""
     for key, value in parameters.items():
         parameter = response.parameters[key]
@@ -282,13 +283,15 @@ def add_parameters(response: ModelInferResponse, parameters: Mapping[str, bool |
             parameter.string_param = value
 
 
-def add_batch_facts(response: ModelInferResponse, batch_id_prefix: str, facts: BatchFacts) -> None:
-    """Put what a request may learn of its batch into the parameters of `response`."""
-    parameters = response.parameters
-    parameters["paceline_batch_id"].string_param = f"{batch_id_prefix}-{facts.number}"
-    parameters["paceline_batch_rows"].int64_param = facts.rows
-    parameters["paceline_batch_padded_rows"].int64_param = facts.padded_rows
-    parameters["paceline_queue_us"].int64_param = facts.queue_ns // 1_000
-    parameters["paceline_compute_us"].int64_param = facts.compute_ns // 1_000
+def batch_parameters(batch_id_prefix: str, facts: BatchFacts) -> Parameters:
+    """What a request may learn of its batch, as parameters of its answer."""
+    found: dict[str, bool | int | float | str] = {
+        "paceline_batch_id": f"{batch_id_prefix}-{facts.number}",
+        "paceline_batch_rows": facts.rows,
+        "paceline_batch_padded_rows": facts.padded_rows,
+        "paceline_queue_us": facts.queue_ns // 1_000,
+        "paceline_compute_us": facts.compute_ns // 1_000,
+    }
     if facts.sizes:
-        parameters["paceline_batch_padded_sizes"].string_param = ",".join(map(str, facts.sizes))
+        found["paceline_batch_padded_sizes"] = ",".join(map(str, facts.sizes))
+    return found

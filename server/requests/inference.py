@@ -19,13 +19,13 @@ from operator import attrgetter
 from typing import Any, cast
 
 from paceline.backends.batching import Share
-from paceline.backends.open_request import Told
+from paceline.backends.open_request import Parameters, Told
 from paceline.backends.remote_messages import RemoteRequest
 from paceline.backends.spec import Tensors
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.observer import Drop
-from paceline.server.codec.answers import add_batch_facts, add_parameters
+from paceline.server.codec.answers import add_parameters, batch_parameters
 from paceline.server.codec.codec import ModelCodec, memory_bytes
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.remote import NOTHING_PASSED_ON, OpenCodec, PassedOn, passed_on_by
@@ -336,6 +336,9 @@ def encode(flights: Sequence[InFlight | PartialAnswer]) -> list[Exception | None
             if flight.takes_arrays:
                 assert isinstance(model.codec, ModelCodec)  # requests from within are for models of this server
                 flight.outputs = model.codec.outputs_of(flight)
+                assert flight.options is not None
+                if flight.options.parameters.batch_info:
+                    flight.outputs.parameters = {**flight.outputs.parameters, **_batch_info(flight)}
                 errors.append(None)
             else:
                 errors += encode([flight])
@@ -350,8 +353,13 @@ def encode(flights: Sequence[InFlight | PartialAnswer]) -> list[Exception | None
             assert flight.options is not None
             if type(flight.value) is Told:
                 add_parameters(answer, flight.value.parameters)
-            if flight.options.parameters.batch_info and flight.facts:
-                add_batch_facts(answer, model.batch_id_prefix, flight.facts)
-            elif flight.options.parameters.batch_info and model.responses is not None:
-                answer.parameters["paceline_cached"].bool_param = True
+            if flight.options.parameters.batch_info:
+                add_parameters(answer, _batch_info(flight))
     return errors
+
+
+def _batch_info(flight: InFlight | PartialAnswer) -> Parameters:
+    """What a request that asks for it is told of its batch; of an answer that was kept, that it was."""
+    if flight.facts:
+        return batch_parameters(flight.model.batch_id_prefix, flight.facts)
+    return {"paceline_cached": True} if flight.model.responses is not None else {}

@@ -36,6 +36,14 @@ async def test_concurrent_requests_share_batches_and_get_their_own(tmp_path: Pat
         assert engine.describe().batching.max_rows == 8
 
 
+async def test_results_tell_of_their_batch_if_asked(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, m=echo_model()) as engine:
+        asked = await engine.infer(row(1), parameters={"paceline_batch_info": True})
+        assert asked.parameters["paceline_batch_rows"] == 1
+        assert asked.parameters["paceline_batch_id"]
+        assert not (await engine.infer(row(1))).parameters
+
+
 async def test_arrays_of_the_right_datatype_arrive_uncopied(tmp_path: Path) -> None:
     seen: list[int] = []
     spec = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
