@@ -34,12 +34,14 @@ class AssertionSyntaxError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """`text` as it was written: the figure `name`, compared with `bound`, which is in nanoseconds for a duration."""
+    """`text` as it was written: the figure `name`, compared with `bound`, which is in nanoseconds for a duration, and a
+    share for what was written in per cent."""
 
     text: str
     name: str
     comparison: str
     bound: float
+    is_percent: bool = False
 
     @property
     def is_duration(self) -> bool:
@@ -71,7 +73,7 @@ def parse_assertion(text: str) -> Assertion:
     if not is_duration and unit not in _units(name):
         raise AssertionSyntaxError(f"--assert {text!r}: {name} has no unit {unit!r}")
     scale = _UNITS_NS[unit] if is_duration else 0.01 if unit == "%" else 1
-    return Assertion(text.strip(), name, comparison, bound * scale)
+    return Assertion(text.strip(), name, comparison, bound * scale, is_percent=unit == "%")
 
 
 def _is_duration(name: str) -> bool:

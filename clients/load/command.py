@@ -1,7 +1,7 @@
 """The command `load`: a load on a server, and what became of it. `paceline` mounts it.
 
 Lives here: options, from these to a load, where its outcome goes, exit codes. Must not: send, or compute figures. Exit
-code 1 when an assertion fails, the server or the connection; 2 when what the user gave can't be used.
+code 1 when an assertion, all requests, the server or the connection fail; 2 when what the user gave can't be used.
 """
 
 from __future__ import annotations
@@ -219,6 +219,10 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
         click.echo(outcome_json(outcome, about, verdicts) if is_json else outcome_text(outcome, heading, verdicts))
         if options.html is not None:
             options.html.write_text(page(outcome, f"Load on {model}", heading, verdicts), encoding="utf-8")
+        if outcome.total.failed and not outcome.total.latencies.count:
+            is_missing = (options.stream or options.texts) and [*outcome.total.errors] == ["UNIMPLEMENTED"]
+            why = ": the server has no ModelStreamInfer, which --stream and --text need" if is_missing else ""
+            raise click.ClickException(f"every request failed{why}")
         if not all(one.holds(value) for one, value in verdicts):
             raise click.exceptions.Exit(click.ClickException.exit_code)
 
@@ -254,6 +258,9 @@ def _messages(
     metadata = client.model_metadata(model, options.version)
     if options.texts:
         known = {tensor.name: tensor.datatype for tensor in metadata.inputs}
+        # Models of a server that names no inputs may have any.
+        if known and "text_input" not in known:
+            raise InputError(f"--text: model {model!r} has no input 'text_input'; it has {', '.join(known)}")
         asked = dict(parse_parameter(one, ParameterValue | list) for one in options.parameters)
         contents = [generation_request(text, asked, known) for text in options.texts]
     else:

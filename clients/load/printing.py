@@ -100,7 +100,12 @@ def _generator(outcome: Outcome) -> str:
 
 def _verdict_line(verdict: Verdict) -> str:
     assertion, value = verdict
-    got = "none" if value is None else written_time(value) if assertion.is_duration else f"{value:.6g}"
+    if value is None:
+        got = "none"
+    elif assertion.is_duration:
+        got = written_time(value)
+    else:
+        got = f"{100 * value:.4g}%" if assertion.is_percent else f"{value:.6g}"
     return f"{'holds' if assertion.holds(value) else 'FAILS'}  {assertion.text}  (got {got})"
 
 

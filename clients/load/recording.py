@@ -77,10 +77,11 @@ def read_recording(lines: Iterable[str], model: str = "", seed: int = 0) -> Reco
         found = [one for one in found if one.model in ("", model)]
     requests = sum(one.requests for one in found)
     if not requests:
-        others = (
-            f" for model '{model}', only for {', '.join(map(printable, sorted(models)))}" if len(models) > 1 else ""
-        )
-        raise RecordError(f"no arrivals{others}")
+        if len(models) < 2:
+            raise RecordError("no arrivals")
+        others = ", ".join(map(printable, sorted(models - {model})))
+        none = "0 requests were recorded" if model in models else "no arrivals"
+        raise RecordError(f"{none} for model '{model}'; the file has lines for {others}, too")
     if requests > _MOST:
         raise RecordError(f"expected at most {_MOST:,} arrivals, got {requests:,}")
     random = Random(seed)

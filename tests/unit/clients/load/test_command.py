@@ -88,6 +88,15 @@ def test_errors_are_told_with_a_reason_on_one_line(run: Run, peer: Peer) -> None
     assert ": bad ?[2Jthing\n" in result.stdout
 
 
+def test_load_of_which_all_fails_ends_with_status_1(run: Run, peer: Peer) -> None:
+    peer.answer = refuse(grpc.StatusCode.INVALID_ARGUMENT)
+    result = run("--count", "2")
+    assert (result.exit_code, result.stderr) == (1, "Error: every request failed\n")
+    over_streams = run("--count", "2", "--stream")  # which the peer doesn't have
+    assert over_streams.exit_code == 1
+    assert "every request failed: the server has no ModelStreamInfer" in over_streams.stderr
+
+
 def test_page_is_written_beside_the_output(run: Run, tmp_path: Path) -> None:
     result = run("--count", "5", "--html", str(tmp_path / "page.html"), "--format", "json")
     assert json.loads(result.stdout)["requests"] == 5
@@ -104,6 +113,7 @@ def test_page_is_written_beside_the_output(run: Run, tmp_path: Path) -> None:
         (["--count", "1", "--warmup", "1"], "--warmup can't be combined"),
         (["--processes", "2"], "--processes 2: expected at most as many as there are clients"),
         (["--text", "a", "--input", "x=[1]"], "--text can't be combined"),
+        (["--text", "a"], "model 'm' has no input 'text_input'; it has x"),
         (["--shared-memory", "--sequence-length", "2"], "--shared-memory can't be combined"),
         (["--sequence-length", "5..2"], "expected a number like 10, or a range like 5..20"),
         (["--html", "/nowhere/page.html"], "expected a file that can be written"),

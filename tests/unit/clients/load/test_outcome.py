@@ -130,13 +130,14 @@ def test_json_has_everything_and_nothing_that_json_lacks() -> None:
 
 
 def test_verdicts_say_what_was_found() -> None:
-    asked = map(parse_assertion, ["p99<20ms", "errors==0", "first.p50<1s"])
+    asked = map(parse_assertion, ["p99<20ms", "errors==0", "first.p50<1s", "error_rate<0.5%"])
     text = outcome_text(OUTCOME, "m", [(one, OUTCOME.value(one.name)) for one in asked])
-    assert text.splitlines()[-4:] == [
+    assert text.splitlines()[-5:] == [
         "",
         "holds  p99<20ms  (got 10.0 ms)",
         "FAILS  errors==0  (got 10)",
         "FAILS  first.p50<1s  (got none)",
+        "FAILS  error_rate<0.5%  (got 0.9901%)",
     ]
 
 

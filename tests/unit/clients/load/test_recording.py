@@ -62,7 +62,8 @@ def test_traces_say_when_requests_came() -> None:
         (['{"at_s": 1, "seconds": -1}'], 'expected "seconds" to be a number from 0 up'),
         (['{"at_s": 1, "requests": 0}'], "no arrivals"),
         (['{"at_s": 1, "requests": 10000001}'], "expected at most 10,000,000 arrivals, got 10,000,001"),
-        (['{"at_s": 1, "model": "a"}', '{"at_s": 1, "model": "b"}'], "no arrivals for model 'm', only for a, b"),
+        (['{"at_s": 1, "model": "a"}', '{"at_s": 1, "model": "b"}'], "no arrivals for model 'm'; .* lines for a, b"),
+        (['{"at_s": 1, "model": "m", "requests": 0}', '{"at_s": 1, "model": "b"}'], "^0 requests .* for b, too"),
         (['[{"id": 1}, {"timestamps": []}]'], 'expected traces, objects with "id"'),
     ],
 )
