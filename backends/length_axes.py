@@ -72,13 +72,14 @@ def masked_lengths(spec: ModelSpec, of_clients: int) -> Iterator[tuple[ModelSpec
     for index, tensor in enumerate(spec.inputs[:of_clients]):
         if -1 in tensor.dims and tensor.reshape is None and is_of_integers(tensor):
             families.setdefault((tensor.dims, _names(tensor)[1:]), []).append(index)
-    # A mask and what it masks: words are no booleans.
+    # A mask and what it masks: words are no booleans. What isn't of integers is in no family: sounds, say, are known by
+    # the names of the mask's axes.
     found = [
         family
         for family in families.values()
-        if len(family) > 1
-        and any(spec.inputs[index].datatype != "BOOL" for index in family)
-        and not _may_be_two_texts(spec, family)
+        if (len(family) > 1 and any(spec.inputs[index].datatype != "BOOL" for index in family))
+        or (named_masks(spec) >= {*family} and _shares_its_axes(spec, family, of_clients))
+        if not _may_be_two_texts(spec, family)
     ]
     choices = [
         [named] if (named := named_masks(spec) & frozenset(family)) else [frozenset([index]) for index in family]
@@ -110,6 +111,13 @@ def _masked_states(spec: ModelSpec, of_clients: int) -> tuple[list[Place], froze
         if name and name not in sent and len({index in masks for index, _ in places}) == 2:
             kept += places
     return kept, masks & {index for index, _ in kept}
+
+
+def _shares_its_axes(spec: ModelSpec, family: Sequence[int], of_clients: int) -> bool:
+    """Whether there is something else that clients send with the names of all free axes of `family`."""
+    axes = {axis_name(spec.inputs[family[0]], axis) for axis in free_axes(spec.inputs[family[0]])}
+    others = [spec.inputs[index] for index in range(of_clients) if index not in family]
+    return "" not in axes and any(axes <= {axis_name(one, axis) for axis in free_axes(one)} for one in others)
 
 
 def _may_be_two_texts(spec: ModelSpec, family: Sequence[int]) -> bool:

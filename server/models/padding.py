@@ -84,8 +84,13 @@ def with_lengths(
     if not lengths:
         _refuse(own, trial.why_not or "no axes were found along which requests may be filled up; name them in "
                 "paceline.pad")  # fmt: skip
+    why_not = trial.why_not
+    sent = [one for one in trial.spec.inputs if one.reshape is None and not one.any_rank]
+    free = [f"{one.name}[{axis}]" for one in sent for axis, dim in enumerate(one.dims, 1) if dim == -1]
+    if free and not lengths and not why_not:
+        why_not = f"no mask is known to go with {', '.join(free)}; name the axes to fill up in paceline.pad"
     policy = replace(plan.policy, lengths=tuple(length.padded for length in lengths))
-    return Padding(replace(plan, spec=replace(trial.spec, lengths=lengths), policy=policy), trial.why_not)
+    return Padding(replace(plan, spec=replace(trial.spec, lengths=lengths), policy=policy), why_not)
 
 
 def _why_not(own: OwnSettings, plan: ServingPlan, opened: OpenModel) -> str:

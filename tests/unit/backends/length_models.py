@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 
 from tests.models import model, tensor
 
-__all__ = ["WORDS", "encoder", "images", "texts"]
+__all__ = ["WORDS", "encoder", "images", "sounds", "texts"]
 
 WORDS = 64
 _SIZE = 6
@@ -90,6 +90,34 @@ def encoder(
     )
     made.opset_import[0].version = 18
     return made
+
+
+def sounds(heeds: bool) -> onnx.ModelProto:
+    """x, FP32 [batch, frames, 4], of sound, of the same shape, and mask, BOOL [batch, frames]: plus the mean of all
+    frames, or of those that the mask has if it `heeds` that."""
+    weights = ["m3"] if heeds else ["ones"]
+    return model(
+        [
+            helper.make_node("Cast", ["mask"], ["m"], to=onnx.TensorProto.FLOAT),
+            helper.make_node("Unsqueeze", ["m", "two"], ["m3"]),
+            helper.make_node("Add", ["m3", "one"], ["more"]),
+            helper.make_node("Div", ["more", "more"], ["ones"]),
+            helper.make_node("Mul", ["sound", *weights], ["heard"]),
+            helper.make_node("ReduceSum", ["heard", "axis"], ["sum"]),
+            helper.make_node("ReduceSum", [*weights, "axis"], ["count"]),
+            helper.make_node("Add", ["count", "little"], ["above"]),
+            helper.make_node("Div", ["sum", "above"], ["mean"]),
+            helper.make_node("Add", ["sound", "mean"], ["x"]),
+        ],
+        [tensor("sound", "FP32", ["batch", "frames", 4]), tensor("mask", "BOOL", ["batch", "frames"])],
+        [tensor("x", "FP32", ["batch", "frames", 4])],
+        [
+            numpy_helper.from_array(np.array([2], np.int64), "two"),
+            numpy_helper.from_array(np.array([1], np.int64), "axis"),
+            numpy_helper.from_array(np.float32(1), "one"),
+            numpy_helper.from_array(np.float32(1e-6), "little"),
+        ],
+    )
 
 
 def images() -> onnx.ModelProto:

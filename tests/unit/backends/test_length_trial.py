@@ -19,7 +19,7 @@ from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.spec import Array, Length, ModelSpec, Tensors, TensorSpec
 from paceline.backends.trials import LengthAxis, LengthTrial, TriesLengths
 from tests.models import write
-from tests.unit.backends.length_models import encoder, images, texts
+from tests.unit.backends.length_models import encoder, images, sounds, texts
 
 OWN_PROCESS = {"paceline.own_process": "true"}
 IDS, MASK = LengthAxis("ids", 1), LengthAxis("mask", 1)
@@ -54,6 +54,13 @@ def test_trial_of_heeded_masks_finds_renamed_outputs(kind: str, tmp_path: Path) 
 
     assert found.why_not == ""
     assert found.spec.lengths == (Length("words", ((0, 1), (1, 1)), ((0, 1),)),)
+
+
+def test_trial_finds_sounds_whose_mask_is_heeded(tmp_path: Path) -> None:
+    assert trial(tmp_path, sounds(heeds=True)).spec.lengths == (Length("frames", ((0, 1), (1, 1)), ((0, 1),)),)
+    ignored = trial(tmp_path, sounds(heeds=False))
+    assert ignored.spec.lengths == ()
+    assert "differs" in ignored.why_not
 
 
 def test_trial_of_pooled_outputs_finds_no_axis_to_cut(tmp_path: Path) -> None:

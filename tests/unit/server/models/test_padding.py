@@ -157,7 +157,11 @@ def test_served_configuration_names_the_axes_that_were_found(tmp_path: Path) -> 
             Masked(why_not="output 'x' differs by 0.5 of its scale"),
             "delay 0 us; different lengths not batched together: output 'x' differs by 0.5 of its scale",
         ),
-        (Masked(), "delay 0 us"),
+        (
+            Masked(),
+            "delay 0 us; different lengths not batched together: no mask is known to go with ids[1], mask[1], "
+            "word[1]; name the axes to fill up in paceline.pad",
+        ),
     ],
 )
 def test_load_logs_which_axes_are_filled_up(
