@@ -20,7 +20,6 @@ from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.dry_run import DryRun, counted
 from paceline.server.bulk.folder import JobFolder
-from paceline.server.bulk.memory_left import give_back
 from paceline.server.bulk.models import EngineModel, engine_model
 from paceline.server.bulk.probe import MOST_ROWS, Choice, Sample, choose, measure
 from paceline.server.bulk.server_model import server_model
@@ -134,7 +133,7 @@ class Computing:
                 for again in source.chunks(unit, columns.names, limits):
                     columns.rows(again)
 
-            return Sample(rows, columns.outputs, of_most, job_rows, read)
+            return Sample(rows, columns.outputs, of_most, job_rows, read, limits.chunk_bytes)
 
         if settings.server:  # which has the instances that it has, and is asked for full batches
             async with self._model(Offline()) as model:
@@ -172,7 +171,6 @@ class Computing:
     ) -> AsyncIterator[UnitWork]:
         """Does units of the job, as long as this is open. Raises BulkError."""
         settings = self._settings
-        give_back()  # what trying has taken: each thread has its own
         async with self._model(Offline(fixed.instances, fixed.intra_op_threads), fixed.batch_rows) as model:
             columns = self._columns(source, model)
             held_bytes = await Blocking(1)(source.held_bytes, columns.names)

@@ -14,8 +14,8 @@ import pyarrow as pa
 from paceline.clients.description import ModelDescription
 from paceline.clients.messages import TensorMetadata
 from paceline.server.bulk.amounts import amount, duration, several, size
+from paceline.server.bulk.memory import peak_bytes
 from paceline.server.bulk.settings import BulkSettings
-from paceline.server.bulk.summary import peak_memory_bytes
 from paceline.server.bulk.tally import Reasons
 from paceline.server.bulk.values import BadRow, Fixed, Source
 
@@ -86,7 +86,7 @@ class DryRun:
             f"{settings.output_format}, in {settings.out}"
             + (f"; {self.units_before:,} are finished" if self.units_before else ""),
             *_table((field.name, str(field.type), "") for field in self.output_schema),
-            f"memory:    {size(peak_memory_bytes())} until now{'' if settings.server else ', with the model'}; "
+            f"memory:    {size(peak_bytes())} until now{'' if settings.server else ', with the model'}; "
             f"up to {size(settings.memory_bytes)} more for rows",
             f"time:      about {duration(rows / self.rows_per_s)} for {about}{rows:,} rows at "
             f"{amount(self.rows_per_s)} rows/s" + (f", as shard {shard} of {shards}" if shards > 1 else ""),

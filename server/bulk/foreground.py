@@ -18,9 +18,10 @@ import click
 
 from paceline.backends.base import Backend
 from paceline.server.bulk.job import Job
+from paceline.server.bulk.memory import give_back_when_freed, peak_bytes
 from paceline.server.bulk.progress import Progress, ProgressKind
 from paceline.server.bulk.settings import BulkSettings
-from paceline.server.bulk.summary import Outcome, Summary, peak_memory_bytes
+from paceline.server.bulk.summary import Outcome, Summary
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BulkError, FlagError
 from paceline.server.telemetry import log
@@ -68,6 +69,7 @@ def dry_run_in_foreground(settings: BulkSettings, progress: str, backend_of: Cal
 def _shown(progress: str, work: Callable[[Tally], Coroutine[object, object, T]]) -> T:
     """What `work` returns. What it counts is shown meanwhile. The process has to end at once then: an execution that
     was given up may go on."""
+    give_back_when_freed()
     take_stderr()  # so that a terminal that stops doesn't stop the job
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     tally = Tally()
@@ -106,7 +108,7 @@ async def _told(
         settings.shard,
         ended - began,
         computing_s,
-        peak_memory_bytes(),
+        peak_bytes(),
         tally,
     )
     return summary, status

@@ -21,7 +21,7 @@ import numpy as np
 from paceline.backends.spec import Array
 from paceline.clients.errors import InferenceError
 from paceline.server.bulk.execution import Calls
-from paceline.server.bulk.memory_left import memory_left, resident_bytes
+from paceline.server.bulk.memory import memory_left, resident_bytes
 from paceline.server.bulk.models import EngineModel
 from paceline.server.bulk.rows import Rows
 from paceline.server.bulk.values import BulkError, Computes, Places
@@ -48,7 +48,6 @@ _LEAST_CALLS, _LONG_CALL_NS = 2, 1_000_000_000
 count too much."""
 _MOST_NS, _MOST_OF_JOB = 15_000_000_000, 0.1
 """Nothing more is tried after this, or after such a part of the time that the job itself may take."""
-_MOST_CALL_BYTES = 2**28
 _MOST_MEMORY = 0.5
 """How much of what is left instances may take, going by the first."""
 
@@ -58,13 +57,15 @@ Clock = Callable[[], int]
 @dataclass(frozen=True, slots=True)
 class Sample:
     """The first rows of a job. `batches`: what calls they make if a call has so many rows at most. `job_rows`: about
-    how many rows there are in all. `read` reads and converts them once more, as a job does beside its calls."""
+    how many rows there are in all. `read` reads and converts them once more, as a job does beside its calls. Calls with
+    inputs and outputs of more than `most_call_bytes` aren't tried: no chunk has so many rows."""
 
     rows: Rows
     outputs: Sequence[str]
     batches: Callable[[int], Sequence[Places]]
     job_rows: float = math.inf
     read: Callable[[], object] | None = None
+    most_call_bytes: float = math.inf
 
     def most_ns(self, rows_per_s: float) -> float:
         """How long trying may take."""
@@ -194,8 +195,8 @@ async def measure(
         most_ns = sample.most_ns(_best_rate(tried.values())) if tried else _MOST_NS
         # In a small job all sizes share the little time there is.
         window_ns = min(_WINDOW_NS, int(most_ns / (2 * len(sizes)))) if rates else 0
-        if losing == _MOST_LOSING or run.call_bytes > _MOST_CALL_BYTES:
-            larger.clear()
+        fitting = sample.most_call_bytes * rows / max(1, run.call_bytes)
+        larger = deque(one for one in larger if losing < _MOST_LOSING and one <= fitting)
         if clock() - began_ns > most_ns:
             break
         if size == sizes[0]:  # from here on, sizes of which a call is still short are left for later

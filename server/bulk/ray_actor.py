@@ -19,6 +19,7 @@ from paceline.server.bulk.differences import Plain, differences, files_differ, p
 from paceline.server.bulk.fingerprint import fingerprint
 from paceline.server.bulk.folder import JobFolder, Mark
 from paceline.server.bulk.judge import Judge
+from paceline.server.bulk.memory import give_back_when_freed
 from paceline.server.bulk.settings import BulkSettings, MaxBad
 from paceline.server.bulk.sources import find_source
 from paceline.server.bulk.tally import Tally
@@ -52,6 +53,7 @@ class Actor:
     """Everything is awaited on the event loop that calls it. Its process is killed in the end, so nothing is closed."""
 
     def __init__(self, errand: Errand) -> None:
+        give_back_when_freed()
         # Which share of all rows is at fault, the driver knows.
         self._settings = replace(errand.settings, ray="", max_bad=MaxBad(share=1.0))
         self._errand = errand

@@ -4,7 +4,7 @@ Lives here: this arithmetic, from what a probe has measured. Must not: measure.
 
 `memory_bytes` is for all that a job holds beyond the loaded model. It is divided among the units that are done at once,
 and each holds one chunk, as often as `_COPIES` says: as it was read, as the model's inputs, as its outputs, and as what
-is written.
+is written. Outputs are there once more while those of all calls are joined.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def fixed_sizes(probed: Probed, memory_bytes: int, unit_rows: int, *, by_length:
     more the more there are."""
     batch = probed.batch_rows
     share_bytes = memory_bytes // (_MOST_UNITS + 1)  # one for what decompressing and allocators take
-    fitting = int(share_bytes / (_COPIES * max(1.0, probed.input_row_bytes + probed.output_row_bytes)))
+    row_bytes = _COPIES * max(1.0, probed.input_row_bytes + probed.output_row_bytes) + probed.output_row_bytes
+    fitting = int(share_bytes / row_bytes)
     least = batch * max(1, probed.instances) * (_LEAST_SORTED_BATCHES if by_length else _LEAST_BATCHES)
     most = min(_MOST_UNIT_ROWS, probed.rows_per_s * _UNIT_S, probed.job_rows / _LEAST_UNITS)
     if math.isfinite(probed.job_rows):

@@ -1,6 +1,6 @@
 """What a job has done, once it has ended, however it did: for people, and as JSON.
 
-Lives here: the words, and the process's peak memory. Must not: what is counted (tally.py), where it is written to.
+Lives here: the words. Must not: what is counted (tally.py), where it is written to.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.server.bulk.amounts import amount, duration, several, size
 from paceline.server.bulk.tally import Tally
 
-__all__ = ["Outcome", "Summary", "peak_memory_bytes"]
+__all__ = ["Outcome", "Summary"]
 
 _SHOWN_REASONS = 5
 _JSON_REASONS = 100
@@ -128,11 +128,3 @@ class Summary:
         if rows_bad:
             lines.append("next: see why rows are at fault; --retry-bad does the parts again that have such rows")
         return lines
-
-
-def peak_memory_bytes() -> int:
-    """Of this process, since it began. Not `ru_maxrss`, which is never less than what the parent had."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from time import monotonic
 from typing import TypeVar, TypeVarTuple
 
 from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.folder import JobFolder, Mark, Part
-from paceline.server.bulk.memory_left import give_back
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computes, Fixed, Source, Table, Unit
 
@@ -28,10 +26,6 @@ __all__ = ["Blocking", "UnitWork"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-_GIVES_BACK_S = 0.1
-"""Unused memory is given back after a unit, at most so often: there may be very small ones. Once a second is too rarely
-for anything to change."""
 
 
 class Blocking:
@@ -70,7 +64,6 @@ class UnitWork:
         self._calls, self._max_elements = Calls(model, columns.outputs), model.max_elements
         self._by_length, self._judge, self.at_once, self._blocking = by_length, judge, at_once, Blocking(at_once)
         self._places = asyncio.Semaphore(at_once)
-        self._gave_back_at = monotonic()
 
     async def do(self, unit: Unit, tally: Tally) -> Mark:
         """Read, compute, write and commit it, and count in `tally` what was read and computed. Raises BulkError. If it
@@ -97,9 +90,6 @@ class UnitWork:
                 raise
             finally:
                 await blocking(_end, chunks, parts)  # of no effect on what was committed
-                if (now := monotonic()) - self._gave_back_at > _GIVES_BACK_S:
-                    self._gave_back_at = now
-                    await blocking(give_back)
 
     async def _computed(self, unit: Unit, chunk: Chunk, tally: Tally, found: list[BadRow]) -> Table:
         """What is to be written of `chunk`. Adds to `found` its rows at fault, at once."""

@@ -109,25 +109,31 @@ def test_variables_give_what_flags_dont(model: Path, tmp_path: Path) -> None:
     assert (refused.returncode, "got 'much'" in refused.stderr) == (2, True), refused.stderr
 
 
+def peak_bytes(tmp_path: Path, model: Path, rows: pa.Table, *flags: str) -> int:
+    """The most memory that the process of a job of these rows has taken."""
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    paths = ["bulk", str(model), "-i", str(tmp_path / "rows.parquet"), "-o", str(tmp_path / "out"), "--no-resume"]
+    done = run_command(*paths, "--instances", "1", *flags, "--summary", str(tmp_path / "summary.json"))
+    assert done.returncode == 0, done.stdout
+    found: int = json.loads((tmp_path / "summary.json").read_text())["peak_memory_bytes"]
+    return found
+
+
 def test_pages_of_large_rows_stay_within_memory(tmp_path: Path) -> None:
     """Beyond what small rows take: what was asked for, and four times a page of a thousand rows."""
+    model = models.write(models.identity("BYTES", ("batch", 1)), tmp_path / "m.onnx")
     rows, letters, peaks = 1_100, 40_000, list[int]()
     for size in (10, letters):
         texts = np.random.default_rng(0).bytes(rows * size // 2).hex()
         table = pa.table({"INPUT0": [texts[size * row : size * (row + 1)] for row in range(rows)]})
-        pq.write_table(table, tmp_path / f"{size}.parquet")
-        model = models.write(models.identity("BYTES", ("batch", 1)), tmp_path / "m.onnx")
-        flags = ["--memory", "64MiB", "--batch", "4", "--instances", "1", "--rows-per-part", "275"]
-        given = [
-            "bulk",
-            str(model),
-            "-i",
-            str(tmp_path / f"{size}.parquet"),
-            "-o",
-            str(tmp_path / f"out-{size}"),
-            *flags,
-        ]
-        done = run_command(*given, "--summary", str(tmp_path / "summary.json"))
-        assert done.returncode == 0, done.stdout
-        peaks.append(json.loads((tmp_path / "summary.json").read_text())["peak_memory_bytes"])
+        flags = ["--memory", "64MiB", "--batch", "4", "--rows-per-part", "275"]
+        peaks.append(peak_bytes(tmp_path, model, table, *flags))
     assert peaks[1] - peaks[0] < (64 << 20) + 4 * 1_024 * letters
+
+
+def test_rows_that_become_large_stay_within_memory(tmp_path: Path) -> None:
+    """Numbers of which 8,192 are made, 32 KiB."""
+    model = models.write(models.mlp((1, 8_192)), tmp_path / "m.onnx")
+    flags = ["--map", "INPUT0=a", "--memory", "64MiB", "--batch", "32", "--rows-per-part", "640"]
+    peaks = [peak_bytes(tmp_path, model, pa.table({"a": np.ones(rows, np.float32)}), *flags) for rows in (1, 6_000)]
+    assert peaks[1] - peaks[0] < 1.2 * (64 << 20)

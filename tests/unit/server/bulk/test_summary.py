@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import resource
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from paceline.server.bulk.summary import Outcome, Summary, peak_memory_bytes
+from paceline.server.bulk.summary import Outcome, Summary
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BadRow
 
@@ -138,11 +135,3 @@ def test_json_has_all_numbers() -> None:
         "computing_s": 80.0,
         "peak_memory_bytes": 300 << 20,
     }
-
-
-def test_peak_memory_grows_with_what_is_held() -> None:
-    before = peak_memory_bytes()
-    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    held = np.ones(before - now + (64 << 20), np.uint8)
-    assert held.all()
-    assert peak_memory_bytes() > before + (32 << 20)

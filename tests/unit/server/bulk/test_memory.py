@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from paceline.server.bulk.memory_left import memory_left, resident_bytes
+from paceline.server.bulk.memory import memory_left, peak_bytes, resident_bytes
 
 GIB = 2**30
 
@@ -45,3 +47,11 @@ def test_resident_memory_grows_with_what_is_held() -> None:
     held = bytearray(b"x" * 2**26)
     assert resident_bytes() - before > 2**25
     assert len(held) == 2**26
+
+
+def test_peak_memory_grows_with_what_is_held() -> None:
+    before = peak_bytes()
+    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    held = np.ones(before - now + (64 << 20), np.uint8)
+    assert held.all()
+    assert peak_bytes() > before + (32 << 20)
