@@ -115,6 +115,12 @@ class Setting:
         return self.layout.instances * self.layout.curve.rows_per_s(self.policy.max_batch_rows) / slowdown
 
     @property
+    def for_any_sender(self) -> Setting:
+        """Without what whoever sends from this machine takes: what the server could serve of others."""
+        costs = [replace(one, sender_ns=0.0) for one in self.layout.costs]
+        return replace(self, layout=replace(self.layout, costs=costs))
+
+    @property
     def served(self) -> Served:
         """As it is simulated."""
         return Served(self.policy, self.layout.instances, self.layout.curves.cost, self.layout.costs)
@@ -231,13 +237,13 @@ async def choose(
     needs = None
     if met := [one for one in best if one.is_met]:
         if goal.rate:
-            most = max(one.most_per_s(goal.mean_rows) for one in some)
+            most = max(one.for_any_sender.most_per_s(goal.mean_rows) for one in some)
             best = [await _with_most(one, goal, goal.rate, most, requests // _PART_OF_MORE, seed) for one in met]
     else:
         best = [await _with_most(one, goal, 0.0, goal.load, requests // _PART_OF_MORE, seed) for one in best]
         needs = await _needs(max(best, key=lambda one: one.most).setting, goal, requests // _PART_OF_MORE, seed)
     show(total, total)
-    return Choice(current, _fewest_changes(best, now)[:_BEST], len(settings), first, needs)
+    return Choice(current, _fewest_changes(best, now, goal)[:_BEST], len(settings), first, needs)
 
 
 async def set_back(chosen: Setting, now: Setting, goal: Goal, seed: int, requests: int) -> dict[str, Tried]:
@@ -255,20 +261,23 @@ async def set_back(chosen: Setting, now: Setting, goal: Goal, seed: int, request
         if setting != chosen:
             one = await _loaded(setting, goal, requests, seed)
             if goal.rate and one.is_met:
-                most = setting.most_per_s(goal.mean_rows)
+                most = setting.for_any_sender.most_per_s(goal.mean_rows)
                 one = await _with_most(one, goal, goal.rate, most, requests // _PART_OF_MORE, seed)
             found[name] = one
     return found
 
 
-def _fewest_changes(tried: Sequence[Tried], now: Setting) -> list[Tried]:
+def _fewest_changes(tried: Sequence[Tried], now: Setting, goal: Goal) -> list[Tried]:
     """The best first; of those that are as good, the one that differs least from what is served now."""
 
-    # Room for more requests is worth more than a latency that is short enough.
-    of_most = any(one.most for one in tried)
+    # Room for more requests is worth more than a latency that is short enough, but what that is has to be said.
+    in_time = all(one.is_met for one in tried) and goal.rate and not goal.p99_ns
+    of_most = any(one.most for one in tried) and not in_time
 
     def value(one: Tried) -> float:
-        return one.most if of_most else one.found.throughput if one.is_met else 1e9 / one.p99_ns
+        if of_most:
+            return one.most
+        return one.found.throughput if one.is_met and not in_time else 1e9 / one.p99_ns
 
     def differences(one: Tried) -> int:
         mine, policy = one.setting.policy, now.policy
@@ -317,7 +326,7 @@ async def _with_most(one: Tried, goal: Goal, low: float, high: float, requests: 
             load = math.floor(load)
         if not load or load == low:
             break
-        tried = await _loaded(one.setting, goal.at(load), requests, seed)
+        tried = await _loaded(one.setting.for_any_sender if goal.rate else one.setting, goal.at(load), requests, seed)
         rising.append((load, tried.p99_ns))
         low, high = (load, high) if tried.is_met else (low, load)
     return replace(one, most=low, rising=sorted(rising))

@@ -16,9 +16,14 @@ from paceline.server.models.defaults import ALLOW_SPINNING, INTRA
 from paceline.server.models.offline import configured_for
 from paceline.server.tune.choosing import Setting
 
-__all__ = ["Change", "changes_of", "config_text"]
+__all__ = ["Change", "changes_of", "config_text", "plain"]
 
 _WIDTH = 100
+
+
+def plain(value: float, digits: int = 4) -> str:
+    """So many digits, or all before the point: 0.125, 150.5, 16,140."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"
 
 
 class Change(NamedTuple):
@@ -41,7 +46,7 @@ def changes_of(now: Setting, chosen: Setting) -> list[Change]:
             "max_batch_size",
             str(mine.max_batch_rows),
             str(policy.max_batch_rows),
-            f"such a batch executes for {best_ms:.3g} ms, and computes {chosen.capacity:.4g} rows/s on all instances",
+            f"such a batch executes for {plain(best_ms, 3)} ms, and all compute {plain(chosen.capacity)} rows/s",
         ),
         Change(
             "dynamic_batching.preferred_batch_size",
@@ -53,13 +58,15 @@ def changes_of(now: Setting, chosen: Setting) -> list[Change]:
             "dynamic_batching.max_queue_delay_microseconds",
             str(mine.max_queue_delay_ns // 1_000),
             str(policy.max_queue_delay_ns // 1_000),
-            "what requests gain in larger batches is more than they wait for each other"
+            "a batch that isn't full waits so long for more requests"
             if policy.max_queue_delay_ns
-            else "waiting for more requests costs more than larger batches save",
+            else "batches leave as soon as an instance is free",
         ),
     ]
     if offline.instances:
-        share = f"together they compute {chosen.capacity:.4g} rows/s, with {now.layout.instances}: {now.capacity:.4g}"
+        share = (
+            f"together they compute {plain(chosen.capacity)} rows/s, with {now.layout.instances}: {plain(now.capacity)}"
+        )
         found.append(Change("instance_group.count", str(now.layout.instances), str(offline.instances), share))
     if offline.intra_op_threads:
         found.append(Change(f"parameters.{INTRA}", threads, str(offline.intra_op_threads), "each has its own CPUs"))

@@ -107,8 +107,11 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
         with asyncio.Runner(loop_factory=new_loop) as runner:
             worth = runner.run(set_back(chosen, now, goal, asked.seed, asked.requests))
     say("done", 1.0)
+    # A text that is written anew has the fields of the model's own alone.
+    lost = ["Comments of the model's own file aren't kept."] if config != pb.ModelConfig(backend=config.backend) else []
     tuned = Tuned(name, goal, choice, changes_of(now, chosen), asked.seed, worth)
-    return tuned, config_text(config, chosen, tuned.changes, [f"Tuned: {tuned.verdict()}."])
+    heading = [f"Tuned: {tuned.verdict().removesuffix('.')}.", *lost]
+    return tuned, config_text(config, chosen, tuned.changes, heading)
 
 
 async def _chosen(asked: Asked, goal: Goal, now: Setting, tried: Sequence[Layout], say: Say) -> tuple[Goal, Choice]:

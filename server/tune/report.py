@@ -13,10 +13,11 @@ from typing import Final
 from paceline.clients.options import one_line
 from paceline.server.tune.causes import why
 from paceline.server.tune.choosing import Choice, Found, Goal, Needs, Tried
-from paceline.server.tune.config_file import Change
+from paceline.server.tune.config_file import Change, plain
 
 __all__ = ["PREDICTED", "Tuned", "ms"]
 
+_SLOWER = 1.05
 _PREDICTED = "Figures are of this machine, and of the server from inside: gRPC and the network come on top."
 _TRIED = "Figures are of this machine, which also sends the requests; live ones are of a server, with gRPC."
 
@@ -48,18 +49,21 @@ class Tuned:
             return self._unmet()
         if goal.is_most:
             found = best.live or best.found
-            return f"{self._asked()}: {found.throughput:.4g} requests/s"
+            return f"{self._asked()}: {plain(found.throughput)} requests/s"
         if goal.clients:
             met = f" with p99 {_p99(best.live or best.found)}" if goal.p99_ns else ""
-            return f"{self._asked()}: {(best.live or best.found).throughput:.4g} requests/s{met}"
+            return f"{self._asked()}: {plain((best.live or best.found).throughput)} requests/s{met}"
         tried = f" (p99 was {_p99(best.live)} when it was tried)" if best.live is not None else ""
         times = best.most / goal.rate
+        now, said = self.choice.now, f"{self._asked()} is met{tried}"
+        if best.setting != now.setting and now.p99_ns < best.p99_ns / _SLOWER:
+            said += f"; p99 is longer than now, {ms(best.p99_ns)} after {ms(now.p99_ns)} by prediction"
         if times < 1:  # more was served than was predicted
-            return f"{self._asked()} is met{tried}"
-        most = f"{best.most:.4g} requests/s ({times - 1:+.0%})"
+            return said
+        most = f"{plain(best.most)} requests/s ({times - 1:+.0%})"
         if goal.recorded is not None:
-            most = f"{times:.3g} times as fast"
-        return f"{self._asked()} is met{tried}, and would be up to {most}"
+            most = f"{plain(times, 3)} times as fast"
+        return f"{said}, and would be up to {most} by prediction, which wasn't tried"
 
     def _unmet(self) -> str:
         best, needs = self.choice.best[0], self.choice.needs
@@ -68,7 +72,7 @@ class Tuned:
         if best.is_met and best.live is not None and best.load is not None:
             expected = f"should be met by prediction, with p99 {_p99(best.found)}, but wasn't when it was tried"
             return f"{self._asked()} {expected}. {self._highest()}".rstrip()
-        found = f"at best, p99 is {ms(best.p99_ns)} at {best.found.throughput:.4g} requests/s"
+        found = f"at best, p99 is {ms(best.p99_ns)} at {plain(best.found.throughput)} requests/s"
         return f"{self._asked()} can't be met here: {found}. {self._highest()} {_what_helps(needs)}".rstrip()
 
     def _highest(self) -> str:
@@ -198,7 +202,7 @@ class Tuned:
         goal = self.goal
         load = "as much as possible" if goal.is_most else _load(goal)
         if goal.recorded is not None:
-            load = f"{len(goal.recorded.at_ns)} recorded arrivals, {goal.rate:.4g} a second,"
+            load = f"{len(goal.recorded.at_ns)} recorded arrivals, {plain(goal.rate)} a second,"
         return f"{load} with p99 within {ms(goal.p99_ns)}" if goal.p99_ns else load
 
 
@@ -217,13 +221,13 @@ def _row(one: Tried) -> tuple[str, ...]:
         str(layout.offline.intra_op_threads or "-"),
         str(policy.max_batch_rows),
         str(policy.max_queue_delay_ns // 1_000),
-        f"{found.throughput:.4g}",
+        f"{plain(found.throughput)}",
         ms(found.latencies.percentile_ns(50) or 0),
         _p99(found),
         f"{found.rows_per_batch:.3g}",
         f"{found.busy:.0%}",
-        f"{one.load.load:.4g}" if one.load is not None else "-",
-        *((f"{live.throughput:.4g}", ms(live.latencies.percentile_ns(50) or 0), _p99(live)) if live else ("-",) * 3),
+        f"{plain(one.load.load)}" if one.load is not None else "-",
+        *((f"{plain(live.throughput)}", ms(live.latencies.percentile_ns(50) or 0), _p99(live)) if live else ("-",) * 3),
     )
 
 
@@ -261,7 +265,7 @@ def _live_json(one: Tried, why: str) -> dict[str, object] | None:
 def _load(goal: Goal) -> str:
     if not goal.rate:
         return f"{goal.clients} client{'s' * (goal.clients > 1)}"
-    return f"{goal.rate:.4g} requests/s"
+    return f"{plain(goal.rate)} requests/s"
 
 
 def _p99(found: Found | None) -> str:
@@ -271,4 +275,4 @@ def _p99(found: Found | None) -> str:
 
 def ms(ns: float) -> str:
     """In milliseconds, with three digits."""
-    return f"{ns / 1e6:.3g} ms"
+    return f"{plain(ns / 1e6, 3)} ms"

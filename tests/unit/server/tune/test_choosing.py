@@ -11,6 +11,7 @@ from paceline.clients.load.histogram import Histogram
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried, choose, settings_of
+from paceline.server.tune.costs import Costs
 from paceline.server.tune.curve import Curve, Curves
 from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout
@@ -53,6 +54,20 @@ async def test_second_instance_is_used_where_it_helps() -> None:
     assert choice.best[0].setting.layout.instances == 2
     assert 150 <= choice.best[0].most <= 200
     assert not choice.now.is_met
+
+
+async def test_room_is_the_servers_whoever_sends() -> None:
+    # Such a sender makes 200 requests a second at most, the server answers 1,000.
+    served = replace(layout(0, 1), costs=[Costs(sender_ns=5 * MS)])
+    assert (await chosen(Goal(rate=50, p99_ns=100 * MS), served)).best[0].most > 600
+
+
+async def test_without_a_bound_no_latency_is_given_for_room() -> None:
+    # Two executions at a time are slower each, but more.
+    goal = Goal(rate=1)
+    layouts = layout(0, 10), layout(0, 15, 2)
+    assert (await chosen(goal, *layouts)).best[0].setting.layout is layouts[0]
+    assert (await chosen(replace(goal, p99_ns=200 * MS), *layouts)).best[0].setting.layout is layouts[1]
 
 
 async def test_goal_that_is_too_much_is_told() -> None:

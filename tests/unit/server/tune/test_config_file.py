@@ -10,7 +10,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
 from paceline.server.tune.choosing import Setting
-from paceline.server.tune.config_file import changes_of, config_text
+from paceline.server.tune.config_file import changes_of, config_text, plain
 from paceline.server.tune.curve import Curve, Curves
 from paceline.server.tune.measuring import Layout
 
@@ -40,6 +40,11 @@ def test_changed_settings_are_set_and_explained() -> None:
         "instance_group.count",
         "parameters.intra_op_thread_count",
     ]
+
+
+def test_figures_for_people_have_no_exponents() -> None:
+    figures = (0.125, 99.96, 150.5, 999.6, 16_140.2)
+    assert [plain(one) for one in figures] == ["0.125", "99.96", "150.5", "1,000", "16,140"]
 
 
 def test_model_without_configuration_gets_one_that_batches() -> None:
