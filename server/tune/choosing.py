@@ -230,8 +230,9 @@ async def choose(
     done += len(settings) - len(able)
     first = await each(able, requests // _PART)
     # Those that answer soonest, those that have most room for more, and what is served now.
-    roomy = sorted([one for one in first if one.is_met] or first, key=lambda one: -one.setting.capacity)
-    some = [one.setting for one in (*first[:_EACH], *roomy[:_EACH])] + [now]
+    apart = _apart(first)
+    roomy = sorted([one for one in apart if one.is_met] or apart, key=lambda one: -one.setting.capacity)
+    some = [one.setting for one in (*apart[:_EACH], *roomy[:_EACH])] + [now]
     best = await each([one for place, one in enumerate(some) if one not in some[:place]], requests)
     current = next(one for one in best if one.setting == now)
     needs = None
@@ -243,7 +244,17 @@ async def choose(
         best = [await _with_most(one, goal, 0.0, goal.load, requests // _PART_OF_MORE, seed) for one in best]
         needs = await _needs(max(best, key=lambda one: one.most).setting, goal, requests // _PART_OF_MORE, seed)
     show(total, total)
-    return Choice(current, _fewest_changes(best, now, goal)[:_BEST], len(settings), first, needs)
+    return Choice(current, _apart(_fewest_changes(best, now, goal))[:_BEST], len(settings), first, needs)
+
+
+def _apart(tried: Sequence[Tried]) -> list[Tried]:
+    """Of `tried`, the best first, those that are worth a trial on a server: the best wait for each size of batches, and
+    first the best of each layout. Predictions are further off than other waits are apart."""
+    ways: dict[tuple[int, int], Tried] = {}
+    for one in tried:
+        ways.setdefault((id(one.setting.layout), one.setting.policy.max_batch_rows), one)
+    firsts = {id(one.setting.layout): one for one in reversed(ways.values())}
+    return sorted(ways.values(), key=lambda one: one is not firsts[id(one.setting.layout)])
 
 
 async def set_back(chosen: Setting, now: Setting, goal: Goal, seed: int, requests: int) -> dict[str, Tried]:

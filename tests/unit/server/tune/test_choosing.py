@@ -70,6 +70,14 @@ async def test_without_a_bound_no_latency_is_given_for_room() -> None:
     assert (await chosen(replace(goal, p99_ns=200 * MS), *layouts)).best[0].setting.layout is layouts[1]
 
 
+async def test_what_is_tried_differs_by_more_than_waits() -> None:
+    # Each wait is as good, and one layout is a little better than the other with all sizes of batches.
+    choice = await chosen(Goal(clients=8), layout(4, 2), layout(4.4, 2.2))
+    ways = [(id(one.setting.layout), one.setting.policy.max_batch_rows) for one in choice.best]
+    assert len(set(ways)) == len(ways) == 3
+    assert len({layout for layout, _ in ways[:2]}) == 2
+
+
 async def test_goal_that_is_too_much_is_told() -> None:
     choice = await chosen(Goal(rate=1_000, p99_ns=20 * MS), layout(0, 10))
     assert not any(one.is_met for one in choice.best)
