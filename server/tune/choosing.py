@@ -135,7 +135,8 @@ class Setting:
 class Tried:
     """What a setting makes of the load. `most`: the largest rate at which the goal would be met, or the most clients;
     0: none, or not looked for; `rising`: the loads that were looked at for it, and their 99th percentiles. `live` is
-    what `load` met of a server with this setting, if that was tried; `failure` says why it couldn't be."""
+    what `load` met of a server with this setting, if that was tried; `failure` says why it couldn't be. `room`: what of
+    `most` was tried, too, and served as it is to be; 0: nothing, and `too_much` was the least that wasn't."""
 
     setting: Setting
     found: Simulated
@@ -145,6 +146,8 @@ class Tried:
     live: Live | None = None
     load: Goal | None = None
     failure: str = ""
+    room: float = 0.0
+    too_much: float = 0.0
 
     @property
     def holds(self) -> bool:

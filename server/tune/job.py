@@ -50,7 +50,7 @@ _SHARES_OF_MOST = (0.6, 0.3, 0.15, 0.05)
 """Of what instances can compute: rates that are tried until one can be served in time."""
 _AFTER_CURVES, _AFTER_COSTS, _AFTER_CHOICE = 0.5, 0.6, 0.7
 """How much of all is done then, about."""
-_ATTEMPTS, _NEARLY = 4, 0.99
+_ATTEMPTS, _NEARLY = 5, 0.99
 
 Say = Callable[[str, float], None]
 

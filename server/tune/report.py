@@ -60,10 +60,17 @@ class Tuned:
             said += f"; p99 is longer than now, {ms(best.p99_ns)} after {ms(now.p99_ns)} by prediction"
         if times < 1:  # more was served than was predicted
             return said
-        most = f"{plain(best.most)} requests/s ({times - 1:+.0%})"
-        if goal.recorded is not None:
-            most = f"{plain(times, 3)} times as fast"
-        return f"{said}, and would be up to {most} by prediction, which wasn't tried"
+
+        def more(load: float) -> str:
+            if goal.recorded is not None:
+                return f"{plain(load / goal.rate, 3)} times as fast"
+            return f"{plain(load)} requests/s ({load / goal.rate - 1:+.0%})"
+
+        if best.room:
+            return f"{said}, and so is {more(best.room)}"
+        if best.too_much:
+            return f"{said}; {more(best.too_much)} wasn't when tried, though {more(best.most)} should be by prediction"
+        return f"{said}, and would be up to {more(best.most)} by prediction, which wasn't tried"
 
     def _unmet(self) -> str:
         best, needs = self.choice.best[0], self.choice.needs
@@ -179,6 +186,8 @@ class Tuned:
             "met": one.is_met,
             "requests_per_s": found.throughput,
             "most": one.most or None,
+            "most_tried": one.room or None,
+            "too_much_tried": one.too_much or None,
             **{name: None if ns is None else ns / 1e6 for name, ns in percentiles.items()},
             "refused": found.refused,
             "busy": found.busy,

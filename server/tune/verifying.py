@@ -18,6 +18,8 @@ __all__ = ["Try", "verified"]
 
 _LESS = (0.85, 0.7, 0.5, 0.3)
 """Shares of a load that are tried, in turn, if all of it is too much."""
+_ROOM = (1.0, 0.7, 0.5)
+"""Shares of the most that a setting should serve, which are tried in turn until it does."""
 _AS_GOOD = 1.05
 
 Try = Callable[[Setting, Goal], Live]
@@ -69,6 +71,15 @@ def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
         still = replace(first.setting, layout=replace(first.setting.layout, allow_spinning=False))
         without = with_load(replace(first, setting=still), first.load or goal)
         holding = [without, *holding] if without.holds and _is_better(without, first, goal) else holding
+    if holding and goal.rate and not searches and holding[0].load == goal:
+        # Much more than the load that was asked for is easily predicted wrong.
+        first = holding[0]
+        for load in [share * first.most for share in _ROOM if share * first.most > _AS_GOOD * goal.rate]:
+            if with_load(first, goal.at(load)).holds:
+                first = replace(first, room=load)
+                break
+            first = replace(first, too_much=load)
+        holding = [first, *holding[1:]]
     others = [one for one in best if all(one.setting != found.setting for found in holding)]
     return replace(choice, now=now, best=[*holding, *sorted(others, key=lambda one: bool(one.failure))])
 

@@ -97,6 +97,24 @@ def test_less_load_is_tried_until_it_is_served() -> None:
     assert loads == [2, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ("served", "asked", "room", "too_much"),
+    [(400, [400], 400, 0), (250, [400, 280, 200], 200, 280), (110, [400, 280, 200], 0, 200)],
+)
+def test_predicted_room_is_tried_and_less_of_it(
+    served: float, asked: list[float], room: float, too_much: float
+) -> None:
+    loads = []
+
+    def attempt(setting: Setting, goal: Goal) -> Live:
+        loads.append(goal.load)
+        return live(10 if goal.load <= served else 40, goal.load)
+
+    best = verified(Choice(tried(1, 10), [tried(2, 10, 400)], 9), GOAL, attempt).best[0]
+    assert loads == [100, 100, *(pytest.approx(load) for load in asked)]
+    assert (best.room, best.too_much) == (pytest.approx(room), pytest.approx(too_much))
+
+
 def test_setting_that_cannot_be_tried_does_not_hold() -> None:
     def attempt(setting: Setting, goal: Goal) -> Live:
         if setting.policy.max_batch_rows in failing:
