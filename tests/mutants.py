@@ -235,15 +235,15 @@ MUTANTS = (
     Mutant(
         "requests are known again only if all that stays is equal",
         "server/codec/wire_request.py",
-        "                if not data.startswith(part, start):\n                    break\n",
-        "                if not data.startswith(part[:8], start):\n                    break\n",
+        "                if data[start:end] != part:\n                    break\n",
+        "                if data[start : start + 8] != part[:8]:\n                    break\n",
         _CODEC,
     ),
     Mutant(
         "each answer has its own rows of a batch's outputs",
         "server/codec/answers.py",
-        "            begin = row * row_bytes\n            return b",
-        "            begin = 0 * row_bytes\n            return b",
+        "            begin = row * row_bytes\n            return start",
+        "            begin = 0 * row_bytes\n            return start",
         (*_CODEC, *_REQUESTS),
     ),
     Mutant(

@@ -31,10 +31,10 @@ def repository(tmp_path: Path) -> Path:
 
 
 def loaded(server: ServerProcess, model: str) -> str:
-    """What the log says about the model's batching."""
+    """What the log says about the model's batching of equal lengths."""
     start = f"model '{model}' version 1 loaded in "
     (line,) = [line["message"] for line in server.log if line["message"].startswith(start)]
-    return str(line).partition(": ")[2]
+    return str(line).partition(": ")[2].partition(";")[0]
 
 
 def test_flags_in_tritons_units_apply_only_to_the_model_without_configuration(repository: Path) -> None:

@@ -68,6 +68,7 @@ class Interrupts:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have it ignored in the background
 sys.meta_path.insert(0, Interrupts())
 from paceline.server.__main__ import main
 
