@@ -10,6 +10,8 @@ when units do. The best that could be had: `session.run` and nothing else, with 
    rows per second at each size, if the row at fault were known then.
 3. `texts_of_best`: texts of log-normal lengths with `--sort-by-length` on one thread; over all of them sorted by length
    and cut into batches of the best size.
+4. `texts_of_clean`: the same texts several times, of which one of a thousand has a token that the model doesn't know;
+   over all of them being good.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ __all__ = ["Sizes", "main", "measure"]
 _WIDTH = 256
 _BATCHES = (16, 32, 64, 128, 256)
 _POISON = 1_000
-RATIOS = ("of_best", "of_clean", "most_of_clean", "texts_of_best")
+RATIOS = ("of_best", "of_clean", "most_of_clean", "texts_of_best", "texts_of_clean")
 
 
 class Sizes:
@@ -60,6 +62,7 @@ class Sizes:
         self.encoder = text_model.QUICK if quick else text_model.FULL
         self.most_rows = 2_000 if quick else 2_000_000
         self.texts = 64 if quick else 1_024
+        self.many_texts = 64 if quick else 4_096
         self.given: dict[str, int] = {"batch_rows": 8, "instances": 1} if quick else {}
 
 
@@ -177,18 +180,22 @@ def measure(seconds: float, sizes: Sizes) -> dict[str, Any]:
         file = text_model.write(folder, sizes.encoder)
         lengths = text_model.lengths(sizes.texts)
         text_model.add("encoder", file, folder, pads=True)
-        _write_texts(folder / "texts.parquet", lengths)
         given = json.dumps(sizes.given | {"instances": 1, "sort_by_length": True})
-        found["texts"] = _timed(folder, "texts", folder / "encoder", given)
+        many = text_model.lengths(sizes.many_texts)
+        for kind, some, every in (("texts", lengths, 0), ("clean_texts", many, 0), ("poisoned_texts", many, _POISON)):
+            _write_texts(folder / f"{kind}.parquet", some, every)
+            found[kind] = _timed(folder, kind, folder / "encoder", given)
         found["packed"] = run_module(
             "bulk", "--packed", str(file), "--texts", str(sizes.texts), "--seconds", str(seconds / 8), timeout_s=1_200
         )
-    rates = {kind: found[kind]["rows_per_s"] for kind in ("clean", "poisoned", "texts")}
+    kinds = ("clean", "poisoned", "texts", "clean_texts", "poisoned_texts")
+    rates = {kind: found[kind]["rows_per_s"] for kind in kinds}
     ratios = (
         rates["clean"] / best,
         rates["poisoned"] / rates["clean"],
         most_of_clean(bare),
         rates["texts"] / max(found["packed"].values()),
+        rates["poisoned_texts"] / rates["clean_texts"],
     )
     return found | dict(zip(RATIOS, ratios, strict=True))
 
@@ -208,8 +215,11 @@ def _write_rows(path: Path, rows: int, every: int) -> None:
     pq.write_table(pa.table(columns), path, row_group_size=8_192)
 
 
-def _write_texts(path: Path, lengths: Sequence[int]) -> None:
+def _write_texts(path: Path, lengths: Sequence[int], every: int) -> None:
+    """Of which one in `every` is at fault; 0: none."""
     feeds = [text_model.feeds([size]) for size in lengths]
+    for number in range(0, len(feeds), min(every, len(feeds))) if every else ():
+        feeds[number][text_model.IDS][0, -1] = 1_000_000
     columns = {name: pa.array([one[name][0].tolist() for one in feeds]) for name in feeds[0]}
     pq.write_table(pa.table(columns), path)
 
