@@ -137,6 +137,7 @@ def test_decode_names_datatypes_or_entries_that_do_not_fit_are_refused(change: C
         (shape(0, 9, 2), "input 'a': expected a batch of 1 to 8 rows, got 9 in shape [9, 2]"),
         (shape(0, -1, 2), "input 'a': expected a batch of 1 to 8 rows, got -1 in shape [-1, 2]"),
         (shape(0, 2**40, 2), f"input 'a': expected a batch of 1 to 8 rows, got {2**40} in shape [{2**40}, 2]"),
+        (shape(0, 2, 2), "input 'b': expected 2 rows as in input 'a', got 1 in shape [1, 1]"),
         (shape(1, 2, 1), "input 'b': expected 1 rows as in input 'a', got 2 in shape [2, 1]"),
         (shape(0, 1, 3), "unexpected shape for input 'a' for model 'm': expected [-1, 2], got [1, 3]"),
         (shape(0, 1), "unexpected shape for input 'a' for model 'm': expected [-1, 2], got [1]"),
