@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from operator import eq
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -33,24 +35,30 @@ def differences(old: Mapping[str, Plain], new: Mapping[str, Plain]) -> list[str]
     before, now = _flags(old), _flags(new)
     for name in dict.fromkeys([*before, *now]):
         if name not in before:
-            found.append(f"without {name}{now[name]}")
-        elif before[name] != now.get(name):
-            found.append(f"with {name}{before[name]}, got {now.get(name, 'none')}")
+            found.append(f"without {name}{_shown(_text(now[name]))}")
+        elif name not in now:
+            found.append(f"with {name}{_shown(_text(before[name]))}, got none")
+        elif (exact := json.dumps(before[name])) != (exact_now := json.dumps(now[name])):
+            texts = [_text(before[name]), _text(now[name])]
+            if texts[0] == texts[1]:  # of other types
+                texts = [exact, exact_now]
+            begin = max(0, sum(takewhile(bool, map(eq, *texts))) - _LONGEST // 2)
+            found.append(f"with {name}{_shown(texts[0], begin)}, got {_shown(texts[1], begin)}")
     return found + _models_differ(*(cast("Mapping[str, str]", one.get("model", {})) for one in (old, new)))
 
 
-def _flags(values: Mapping[str, Plain]) -> dict[str, str]:
+def _flags(values: Mapping[str, Plain]) -> dict[str, Plain]:
     """Those given, each as what comes before its value, such as "--map x=", and the value."""
-    flags: dict[str, str] = {}
+    flags: dict[str, Plain] = {}
     for key, value in values.items():
         if key == "model" or value in ("", False, [], None):
             continue
         if isinstance(value, dict):
-            flags |= {f"--{key} {name}=": _shown(one) for name, one in value.items()}
+            flags |= {f"--{key} {name}=": one for name, one in value.items()}
         elif value is True:
             flags[f"--{key}"] = ""
         else:
-            flags[f"--{key} "] = _shown(",".join(map(str, value)) if isinstance(value, list) else value)
+            flags[f"--{key} "] = value
     return flags
 
 
@@ -93,6 +101,12 @@ def _time(changed_ns: str | int) -> str:
     return f"{np.datetime64(int(changed_ns), 'ns')}Z"
 
 
-def _shown(value: Plain) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+def _text(value: Plain) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _shown(text: str, begin: int = 0) -> str:
+    end = begin + _LONGEST
+    return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"

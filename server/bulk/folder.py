@@ -199,23 +199,27 @@ class JobFolder:
         mark = Mark(part.rows, len(bad))
         with explained(self.path):
             part.finish()
-            self.record(unit, bad, place)
-            publish(part.temporary, os.path.join(self.path, f"part-{unit.number:05d}.{self._format}"))
+            self._put_bad(unit, bad, place)
+            publish(part.temporary, self._part_path(unit.number))
             self._put(self._mark_path(unit.number), mark._asdict())
         self.done[unit.number] = mark
         return mark
 
     def record(self, unit: Unit, bad: Sequence[BadRow], place: Place) -> None:
-        """Has the unit's rows at fault, as far as they are known, instead of those recorded before: they count once the
-        unit is finished."""
+        """Has rows at fault of a unit that has ended early, instead of those recorded before: they count once it is
+        finished. If it is, as others have done it meanwhile, theirs are all, and stay."""
+        with explained(self.path):
+            if not all(map(os.path.exists, (self._mark_path(unit.number), self._part_path(unit.number)))):
+                self._put_bad(unit, bad, place)
+
+    def _put_bad(self, unit: Unit, bad: Sequence[BadRow], place: Place) -> None:
         name = f"part-{unit.number:05d}.jsonl"
         path = os.path.join(self.path, "_bad", name)
-        with explained(self.path):
-            if bad:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                put(self._temporary(name), path, b"".join(_told(unit.file, row, place) for row in sorted(bad)))
-            else:
-                remove([path])
+        if bad:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            put(self._temporary(name), path, b"".join(_told(unit.file, row, place) for row in sorted(bad)))
+        else:
+            remove([path])
 
     def sign(self) -> str:
         """A new file, for those who work for this shard elsewhere. Who doesn't see it doesn't see this folder, or works
@@ -327,6 +331,9 @@ class JobFolder:
 
     def _mark(self, number: int) -> Mark | None:
         return _read(self._mark_path(number), Mark)
+
+    def _part_path(self, number: int) -> str:
+        return os.path.join(self.path, f"part-{number:05d}.{self._format}")
 
     def _mark_path(self, number: int) -> str:
         return self._at("units", f"{number:05d}.json")

@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from paceline.server.bulk.differences import Plain
+from paceline.server.bulk.differences import Plain, differences
 from paceline.server.bulk.durable import explained
 from paceline.server.bulk.folder import JobFolder, Mark, Start, Totals
-from paceline.server.bulk.values import BulkError, FileIndex, Fixed, InputFile, Shard
+from paceline.server.bulk.values import BadRow, BulkError, FileIndex, Fixed, InputFile, Shard
 from tests.rlimits import limited
 from tests.unit.server.bulk.folders import FILES, FINGERPRINT, FIXED, SCHEMA, UNITS, contents, do, opened
 from tests.unit.server.privileges import open_folder, unprivileged
@@ -168,6 +168,21 @@ def test_other_configuration_is_refused_by_name(tmp_path: Path, change: dict[str
         pass
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ({"keep": ["a", "b"]}, {"keep": ["a,b"]}, 'with --keep ["a", "b"], got ["a,b"]'),
+        ({"parameter": {"p": 1}}, {"parameter": {"p": "1"}}, 'with --parameter p=1, got "1"'),
+        ({"map": {"x": "a" * 99}}, {"map": {"x": f"{'a' * 99}b"}}, f"--map x=…{'a' * 30}, got …{'a' * 30}b"),
+    ],
+    ids=["list", "type", "long"],
+)
+def test_values_that_look_alike_are_told_apart(old: dict[str, Plain], new: dict[str, Plain], told: str) -> None:
+    (found,) = differences(old, new)
+    assert found.endswith(told)
+    assert not differences(old, old)
+
+
 def test_same_model_of_a_server_goes_on(tmp_path: Path) -> None:
     facts: dict[str, Plain] = {**FINGERPRINT, "model": {"server's": "m"}}
     for choose in (lambda: FIXED, never):
@@ -289,6 +304,18 @@ def test_worker_commits_without_a_lock(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         do(JobFolder(str(tmp_path)), UNITS[0])
         assert folder.finish(1) == Totals(units=1, rows=2, bad=0)
+
+
+def test_finished_unit_keeps_its_bad_rows(tmp_path: Path) -> None:
+    found = [BadRow(0, "odd")]  # of two, when whoever did it, too, has ended
+    with opened(tmp_path) as folder:
+        folder.record(UNITS[0], found, lambda file, row: (file.path, row))
+        before = contents(tmp_path)
+        do(folder, UNITS[0], bad=[0, 1])
+        whole = contents(tmp_path)
+        JobFolder(str(tmp_path)).record(UNITS[0], found, lambda file, row: (file.path, row))
+    assert before["_bad/part-00000.jsonl"] == whole["_bad/part-00000.jsonl"].splitlines(keepends=True)[0]
+    assert contents(tmp_path) == whole
 
 
 def test_new_job_removes_only_what_a_job_wrote(tmp_path: Path) -> None:
