@@ -138,7 +138,7 @@ async def infer_all(
     next one, or the end, is known. `timeout_s` and `datatypes` are those of each step. Only the asyncio client takes
     steps from an asynchronous iterable."""
     waiting: list[Inputs] = []
-    async for step in _each(steps):
+    async for step in _each(self, steps):
         if waiting:
             yield await infer(self, waiting.pop(), timeout_s=timeout_s, datatypes=datatypes)
         waiting.append(step)
@@ -156,11 +156,12 @@ class InferenceSequence(_Sequence):
 
     The first step tells the server to start the sequence. If it fails or is refused, the next one does. `last=True`
     tells the server that the step is the last one, after which it forgets the sequence; a further step raises
-    RuntimeError. If that step fails, it can be sent again, or another one.
+    RuntimeError. If the server refuses that step, it can be sent again, or another one; if it fails in the model, the
+    sequence has ended all the same, and a further step raises `SequenceLost`.
 
-    If a step fails in the model, the state is as before it, and the sequence goes on. After DeadlineExceeded and
-    Cancelled, nobody knows whether the step was executed. `SequenceLost` means that the server has no such sequence,
-    or none any more; the next step starts it afresh, without the state of those before.
+    If any other step fails in the model, the state is as before it, and the sequence goes on. After DeadlineExceeded
+    and Cancelled, nobody knows whether the step was executed. `SequenceLost` means that the server has no such
+    sequence, or none any more; the next step starts it afresh, without the state of those before.
 
     No END can be sent without inputs. So a sequence that is left without a last step merely takes no more: the server
     keeps its state until the model's idle limit (`max_sequence_idle_microseconds`, by default a second) has passed.
@@ -265,10 +266,11 @@ async def _within(timeout_s: float | None, waiting: Awaitable[object]) -> float 
     return None if timeout_s is None else timeout_s - (now_s() - began_s)
 
 
-async def _each(steps: Iterable[Inputs] | AsyncIterable[Inputs]) -> AsyncIterator[Inputs]:
-    if isinstance(steps, AsyncIterable):
+async def _each(sequence: _Sequence, steps: Iterable[Inputs] | AsyncIterable[Inputs]) -> AsyncIterator[Inputs]:
+    """Raises TypeError if they can't be gone through: a blocking client has nothing that would wake it."""
+    if isinstance(sequence, AsyncInferenceSequence) and isinstance(steps, AsyncIterable):
         async for step in steps:
             yield step
     else:
-        for step in steps:
+        for step in steps:  # type: ignore[union-attr]
             yield step

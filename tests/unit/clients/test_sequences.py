@@ -206,6 +206,15 @@ async def test_infer_all_ends_with_the_last_step(
     assert [flag for flag, _ in sums.seen] == 3 * flags
 
 
+def test_blocking_client_refuses_asynchronous_steps(peer: Peer) -> None:
+    async def arriving() -> AsyncIterator[dict[str, Any]]:
+        yield x(1)
+        await asyncio.sleep(0)
+
+    with InferenceClient(peer.target) as client, pytest.raises(TypeError, match="not iterable"):
+        list(client.sequence("m").infer_all(arriving()))
+
+
 def test_steps_of_several_threads_go_one_at_a_time(peer: Peer) -> None:
     sums, busy = Sums(), threading.Lock()
 
