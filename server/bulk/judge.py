@@ -31,6 +31,6 @@ class Judge:
         count, read = tally.rows_bad_before + tally.rows_bad, tally.rows_before + tally.rows_read
         if settings.max_bad.is_exceeded(count, read):
             raise BulkError(
-                f"more rows are at fault than the {settings.max_bad} of --max-bad; the last of them, "
+                f"more rows are at fault than the {settings.max_bad} of --max-bad; one of them, "
                 f"{file}, row {row}: {bad[0].reason}"
             )

@@ -113,7 +113,7 @@ async def test_actors_refusal_is_told_in_its_words() -> None:
 
 
 async def test_rows_at_fault_of_all_actors_end_job() -> None:
-    with pytest.raises(BulkError, match=r"more rows are at fault than the 3 .*in.parquet, row \d+: odd"):
+    with pytest.raises(BulkError, match=r"more rows are at fault than the 3 .*; one of them, in.parquet, row \d+: odd"):
         await done_by(Handle(bad=1), Handle(bad=1), max_bad=MaxBad(rows=3))
 
 
