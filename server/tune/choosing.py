@@ -191,7 +191,8 @@ def settings_of(layouts: Sequence[Layout], policy: BatchPolicy, goal: Goal) -> l
     """All that may be best: `policy` with other sizes of batches, and longer waits for more requests."""
     found = []
     for layout in layouts:
-        sizes = [size for size in layout.curve.sizes if size >= goal.most_rows]
+        # Larger batches may not have been measured, as they lose, or take too long.
+        sizes = [size for size in layout.curve.sizes if size >= goal.most_rows] or [goal.most_rows]
         alone = policy.max_batch_requests == 1
         if alone or policy.batch_sizes:  # what batches are filled up to has to end with the largest
             sizes = [policy.max_batch_rows]

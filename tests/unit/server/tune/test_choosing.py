@@ -62,6 +62,13 @@ async def test_room_is_the_servers_whoever_sends() -> None:
     assert (await chosen(Goal(rate=50, p99_ns=100 * MS), served)).best[0].most > 600
 
 
+async def test_requests_larger_than_was_measured_have_settings() -> None:
+    goal = Goal(rate=5, contents=[Contents(1), Contents(16)])
+    choice = await chosen(goal, layout(8, 1), policy=replace(POLICY, max_batch_rows=32))
+    assert choice.tried
+    assert {one.setting.policy.max_batch_rows for one in choice.best} <= {16, 32}
+
+
 async def test_without_a_bound_no_latency_is_given_for_room() -> None:
     # Two executions at a time are slower each, but more.
     goal = Goal(rate=1)
