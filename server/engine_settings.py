@@ -11,6 +11,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Final, TypedDict
 
+import numpy as np
+
 from paceline.server.config import Settings
 from paceline.server.limits import Limits
 from paceline.server.model_flags import within_cpus
@@ -66,7 +68,7 @@ def settings_of(paths: Sequence[str | os.PathLike[str]], given: EngineSettings) 
     )
     if not isinstance(name, str):
         raise TypeError(f"model_name: expected a str, got {name!r}")
-    if not isinstance(is_python, bool):
+    if not isinstance(is_python, bool | np.bool_):
         raise TypeError(f"allow_python_models: expected True or False, got {is_python!r}")
     if not isinstance(offline, Offline | None):
         raise TypeError(f"offline: expected Offline or None, got {offline!r}")
@@ -79,7 +81,7 @@ def settings_of(paths: Sequence[str | os.PathLike[str]], given: EngineSettings) 
         batching=BatchDefaults(rows, int(given.get("max_queue_delay_us", 0)) * 1_000),
         backend_config=within_cpus(BackendConfig(intra_op_threads=int(given.get("intra_op_threads", 0)))),
         execution_timeout_secs=float(given.get("execution_timeout_s", 0.0)),
-        allow_python_models=is_python,
+        allow_python_models=bool(is_python),
         offline=offline,
         limits=Limits() if offline is None else Limits(queued_requests=0, queued_bytes=0),
     )

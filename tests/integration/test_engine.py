@@ -322,6 +322,10 @@ def test_settings_that_cant_be_meant_are_refused(settings: dict[str, Any], kind:
         Engine("model.onnx", **settings)
 
 
+def test_truth_values_of_numpy_are_settings() -> None:
+    Engine("model.onnx", allow_python_models=np.True_)  # type: ignore[typeddict-item]
+
+
 @pytest.mark.parametrize(
     ("paths", "kind"), [((), ValueError), (("",), ValueError), ((b"m",), TypeError), ((["m"],), TypeError)]
 )
