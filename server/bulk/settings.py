@@ -90,7 +90,7 @@ class BulkSettings:
         return {
             "map": dict(self.columns),
             "keep": list(self.keep),
-            "output": dict(self.outputs),
+            "output": [f"{column}={name}" for column, name in self.outputs.items()],  # columns are in this order
             "binary": list(self.binary),
             "parameter": dict(self.parameters),
             "format": self.format,

@@ -22,6 +22,7 @@ import pytest
 from paceline.server.bulk.differences import Plain, differences
 from paceline.server.bulk.durable import explained
 from paceline.server.bulk.folder import JobFolder, Mark, Start, Totals
+from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.values import BadRow, BulkError, FileIndex, Fixed, InputFile, Shard
 from tests.rlimits import limited
 from tests.unit.server.bulk.folders import FILES, FINGERPRINT, FIXED, SCHEMA, UNITS, contents, do, opened
@@ -181,6 +182,12 @@ def test_values_that_look_alike_are_told_apart(old: dict[str, Plain], new: dict[
     (found,) = differences(old, new)
     assert found.endswith(told)
     assert not differences(old, old)
+
+
+def test_order_of_outputs_is_a_jobs() -> None:
+    one = BulkSettings("m.onnx", ("in.csv",), Path("out"), outputs={"a": "y", "b": "y"})
+    other = replace(one, outputs={"b": "y", "a": "y"})
+    assert differences(one.asked, other.asked) == ["with --output a=y,b=y, got b=y,a=y"]
 
 
 def test_same_model_of_a_server_goes_on(tmp_path: Path) -> None:
