@@ -128,9 +128,10 @@ Unread = ServerError | MemoryError
 """What stands for a message that can't be read."""
 
 
-def parsed(kind: type[MessageT], data: bytes, max_elements: int) -> MessageT | Unread:
+def parsed(kind: type[MessageT], data: Data, max_elements: int) -> MessageT | Unread:
     """The message in `data`, or why there is none: gRPC would put its own words in place of an error raised here."""
     try:
+        data = bytes(data)  # a copy, unless it is
         check_fields(data, kind.DESCRIPTOR, max_elements)  # type: ignore[arg-type]  # either implementation's
         return parse(kind, data)
     except TooManyElements:
@@ -192,7 +193,7 @@ class RequestReader:
 
     def _parse(self, data: Data) -> ModelInferRequest | Unread:
         most = self._max_elements
-        request = parsed(ModelInferRequest, bytes(data), most)
+        request = parsed(ModelInferRequest, data, most)
         # In raw form, each element takes at least the bytes of its length.
         if len(data) > _LENGTH_BYTES * most and isinstance(request, ModelInferRequest):
             count = _text_elements(request)

@@ -13,6 +13,7 @@ from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.wire_request import RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest
+from tests.rlimits import room_for
 from tests.wire import infer, rows_of_floats
 
 _PAGE_BYTES = 4_096
@@ -100,3 +101,10 @@ def test_heads_are_forgotten_when_they_are_many_or_large() -> None:
     assert len(large) == 1
     large.remember(b"another", 1, 4_096)
     assert len(large) == 2
+
+
+def test_request_without_room_for_its_copy_is_unread() -> None:
+    """Another process has put it into memory that both see; protobuf needs bytes of its own."""
+    data = memoryview(bytes(64 * 2**20))
+    with room_for(len(data) // 2):
+        assert isinstance(RequestReader()(data), MemoryError)
