@@ -319,8 +319,8 @@ MUTANTS = (
     Mutant(
         "an answer that has no room in a front's memory is refused",
         "server/fronts/session.py",
-        "for one in pieces) > self.link.size_bytes:\n",
-        "for one in pieces) > 2 * self.link.size_bytes:\n",
+        "if size_bytes > self.link.size_bytes else None\n",
+        "if size_bytes > 2 * self.link.size_bytes else None\n",
         _FRONTS,
     ),
     Mutant(

@@ -20,7 +20,7 @@ from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.observer import Drop
 from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
 from paceline.server.codec.answers import Pieces
-from paceline.server.codec.codec import ModelCodec
+from paceline.server.codec.codec import AnyResponse, ModelCodec
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
 from paceline.server.fronts.protocol import (
     MAX_INLINE_BYTES,
@@ -74,6 +74,10 @@ class FrontRequest(InFlight):
     # hot path
     def on_done(self) -> None:
         self.session.on_done(self)
+
+    def too_large(self, answer: AnyResponse) -> QueueFull | None:
+        self.answer = made = serialized(answer)
+        return self.session.too_large((made,))
 
     def on_open(self) -> None:
         self._held = deque()
@@ -229,21 +233,26 @@ class FrontSession:
         self._notify_if_quiet()
 
     def _make_pieces(self, requests: Sequence[FrontRequest]) -> Sequence[Exception | None]:
-        """As `encode`, for a request whose answer may be large: it isn't joined here, but copied to the front's memory.
-        Also QueueFull for one too large for any front."""
+        """As `encode`, for a request whose answer may be large: it isn't joined here, but copied to the front's
+        memory."""
         (request,) = requests
         codec = request.model.codec
-        pieces = codec.pieces(request) if isinstance(codec, ModelCodec) else ()
-        if not pieces:
+        if pieces := codec.pieces(request) if isinstance(codec, ModelCodec) else ():
+            error: Exception | None = self.too_large(pieces)
+        else:
             (error,) = encode(requests)
-            if error is not None:
-                return [error]
-            assert request.answer is not None
-            pieces = (serialized(request.answer),)
-        if sum(-(-len(one) // ALIGNMENT) * ALIGNMENT for one in pieces) > self.link.size_bytes:
-            return [QueueFull(self.link.size_bytes, WHAT_IS_FULL)]
-        request.pieces = pieces
-        return [None]
+            if error is None:
+                assert request.answer is not None
+                pieces = (serialized(request.answer),)
+        if error is None:
+            request.pieces = pieces
+        return [error]
+
+    def too_large(self, pieces: Pieces) -> QueueFull | None:
+        """Why an answer can't be sent, joined of `pieces`: it is too large for any front's memory. It would wait
+        forever, and all others behind it."""
+        size_bytes = sum(-(-len(one) // ALIGNMENT) * ALIGNMENT for one in pieces)
+        return QueueFull(self.link.size_bytes, WHAT_IS_FULL) if size_bytes > self.link.size_bytes else None
 
     # hot path
     def _send_answer(self, number: int, pieces: Pieces) -> None:
@@ -273,7 +282,7 @@ class FrontSession:
             self._inference.give_up(one)
         elif (task := self._tasks.get(number)) is not None:
             task.cancel()
-        self._notify_if_quiet()
+        self._send_waiting()  # it may have been in front of those that fit
 
     def _refused(self, name: str, version: str) -> None:
         if (model := self._models.find(name, version)) is not None:

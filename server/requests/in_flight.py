@@ -157,6 +157,10 @@ class InFlight(Request[Payload, Tensors]):
         """The request has its answer, or has failed, or its answer can be made now."""
         raise NotImplementedError
 
+    def too_large(self, answer: AnyResponse) -> Exception | None:
+        """Why `answer` doesn't fit through the way to the caller; None if it does."""
+        return None
+
     def on_open(self) -> None:
         """The request may be answered more than once, whenever its model likes."""
         raise NotImplementedError

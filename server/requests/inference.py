@@ -50,7 +50,8 @@ _ONE_ANSWER = "ModelInfer RPC doesn't support models with decoupled transaction 
 """Triton's words, which clients look for."""
 
 _MAX_MADE_BYTES = 2**17
-"""If a batch's outputs have at most this many bytes, all answers are made before the first one leaves."""
+"""If a batch's outputs have at most this many bytes, all answers are made before the first one leaves. One of at most
+this many is too large for nobody."""
 
 Answer = Callable[[Sequence[Any]], Sequence[Exception | None]]
 """Answers requests in flight that have results. Returns for each why it has no answer, None if it has."""
@@ -347,7 +348,6 @@ def encode(flights: Sequence[InFlight | PartialAnswer]) -> list[Exception | None
         if isinstance(answer, Exception):
             errors.append(answer)
             continue
-        errors.append(None)
         flight.answer = answer
         if isinstance(answer, pb.ModelInferResponse):
             assert flight.options is not None
@@ -355,6 +355,10 @@ def encode(flights: Sequence[InFlight | PartialAnswer]) -> list[Exception | None
                 add_parameters(answer, flight.value.parameters)
             if flight.options.parameters.batch_info:
                 add_parameters(answer, _batch_info(flight))
+        elif len(answer) <= _MAX_MADE_BYTES:
+            errors.append(None)
+            continue
+        errors.append(flight.too_large(answer) if isinstance(flight, InFlight) else None)
     return errors
 
 

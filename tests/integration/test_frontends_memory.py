@@ -144,18 +144,31 @@ async def test_small_requests_have_answers_of_any_size_alone_and_together(tmp_pa
         assert await served.metric("nv_inference_request_success") == 43
 
 
-async def test_answer_beyond_the_memory_is_refused_each_time(tmp_path: Path) -> None:
-    models = {"wide": widening(MIB // 4 + 1), "m": echo_model()}
+def long_text(inputs: Tensors) -> Tensors:
+    """An element that alone exceeds a MiB, per row. Its array has no more than a reference to it."""
+    return [np.full(inputs[0].shape, b"x" * (MIB + 1), object)]
+
+
+LONG_TEXT = MemoryModel(
+    ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "BYTES", (-1, -1)),)), long_text
+)
+
+
+@pytest.mark.parametrize("wide", [widening(MIB // 4 + 1), LONG_TEXT], ids=["numbers", "text"])
+async def test_answers_beyond_the_memory_are_refused_each_time(tmp_path: Path, wide: MemoryModel) -> None:
+    models = {"wide": wide, "m": echo_model()}
     async with serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
-        for _ in range(3):
-            code, text = await failure_of(served.infer(infer("wide", {"a": rows_of_floats(1)})))
-            assert code is Code.RESOURCE_EXHAUSTED
-            assert "--frontend-memory-mb" in text
+        too_large = infer("wide", {"a": rows_of_floats(1)})
+        for together in (1, 1, 2):
+            calls = [failure_of(served.infer(too_large)) for _ in range(together)]
+            for code, text in await asyncio.gather(*calls):
+                assert code is Code.RESOURCE_EXHAUSTED
+                assert "--frontend-memory-mb" in text
         request = infer("m", {"a": KIB_300})
         assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
         await nothing_held(served)
         labels = 'model="wide",reason="REJECTED",version="1"'
-        assert await served.metric("nv_inference_request_failure", labels) == 3
+        assert await served.metric("nv_inference_request_failure", labels) == 4
         assert await served.metric("nv_inference_request_success", 'model="wide",version="1"') == 0
 
 
