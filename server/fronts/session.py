@@ -7,6 +7,7 @@ server of one process has too (`server.requests.inference`). When a front goes, 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,6 +36,8 @@ from paceline.server.requests.in_flight import InFlight, NextAnswer
 from paceline.server.requests.inference import Inference, encode
 from paceline.server.rpc.gate import Usage
 from paceline.server.rpc.handlers import serialized
+
+_log = logging.getLogger("paceline.server.fronts")
 
 Handlers = Mapping[str, Any]
 """gRPC's handlers of the RPCs, by name."""
@@ -167,10 +170,22 @@ class FrontSession:
     # hot path: see bench/
     def _on_messages(self, messages: list[Message]) -> None:
         for message in messages:
-            if message[0] == Kind.INFER:
-                self._infer(*message[1:])
-            else:
-                self._do(message)
+            try:
+                if message[0] == Kind.INFER:
+                    self._infer(*message[1:])
+                else:
+                    self._do(message)
+            except Exception as error:  # noqa: BLE001 - the messages behind it are others'
+                self._on_unforeseen(message, error)
+
+    def _on_unforeseen(self, message: Message, error: Exception) -> None:
+        """A message could not be handled: whoever waits for its reply gets the error."""
+        kind, *fields = message
+        if kind in (Kind.INFER, Kind.CALL):
+            self._cancel(fields[0])
+            self.fail(fields[0], error)
+        else:
+            _log.error("a front's message failed with an internal error, a bug in paceline", exc_info=error)
 
     def _do(self, message: Message) -> None:
         kind, *fields = message

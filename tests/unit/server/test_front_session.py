@@ -57,6 +57,17 @@ async def front() -> AsyncIterator[Front]:
     made.session.close()
 
 
+async def test_unforeseen_failure_leaves_other_messages_alone(front: Front) -> None:
+    unforeseen = (Kind.INFER, 1, "no request has so few fields")
+    for message in (unforeseen, (Kind.TAKEN, 1), (Kind.CALL, 2, "Echo", None, (), b"data")):
+        front.link.send(message)
+    kind, number, name, text, _ = await front.got.get()
+    assert (kind, number, name) == (Kind.FAILED, 1, "InternalError")
+    assert text.startswith("internal error: TypeError: ")
+    assert await front.got.get() == (Kind.ANSWER, 2, b"data")
+    assert front.session.requests == 0
+
+
 async def test_cancelled_answer_lets_those_behind_it_go(front: Front) -> None:
     for number, kib in enumerate((300, 900, 300), 1):
         front.answer(number, kib * KIB)
