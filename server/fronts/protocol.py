@@ -81,7 +81,8 @@ def unpacked_error(name: str, text: str, status: str) -> BaseException:
         return kind(status, text)
     if kind is StepFailed:
         return StepFailed(text, grpc.StatusCode[status or "INTERNAL"])
-    error = kind.__new__(kind, text)
+    error = kind.__new__(kind)
+    error.args = (text,)  # MemoryError's `__new__` doesn't take it
     if status:
         error.__cause__ = UpstreamFailed(status, text)
     return error

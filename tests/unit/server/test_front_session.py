@@ -8,13 +8,15 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from paceline.backends.errors import WITH_STATUS
 from paceline.backends.transport.link import Link
 from paceline.backends.transport.parcel import Message
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.wire_request import RequestReader
-from paceline.server.fronts.protocol import Kind
+from paceline.server.errors import STATUS_OF
+from paceline.server.fronts.protocol import Kind, packed_error, unpacked_error
 from paceline.server.fronts.session import FrontRequest, FrontSession
 from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.requests.inference import Inference
@@ -78,3 +80,11 @@ async def test_cancelled_answer_lets_those_behind_it_go(front: Front) -> None:
     kind, number, _ = await front.got.get()
     assert (kind, number) == (Kind.PIECES, 3)
     assert held[0].nbytes == 300 * KIB
+
+
+def test_text_of_every_error_survives_the_way() -> None:
+    for kind in STATUS_OF:
+        error = kind("INTERNAL", "why") if issubclass(kind, WITH_STATUS) else kind.__new__(kind)
+        error.args = ("no room for 5 bytes",)
+        received = unpacked_error(*packed_error(error))
+        assert (type(received), str(received)) == (kind, str(error))
