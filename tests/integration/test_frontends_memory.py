@@ -155,7 +155,7 @@ LONG_TEXT = MemoryModel(
 
 
 @pytest.mark.parametrize("wide", [widening(MIB // 4 + 1), LONG_TEXT], ids=["numbers", "text"])
-async def test_answers_beyond_the_memory_are_refused_each_time(tmp_path: Path, wide: MemoryModel) -> None:
+async def test_answer_beyond_the_memory_is_refused_each_time(tmp_path: Path, wide: MemoryModel) -> None:
     models = {"wide": wide, "m": echo_model()}
     async with serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
         too_large = infer("wide", {"a": rows_of_floats(1)})
