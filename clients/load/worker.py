@@ -9,6 +9,7 @@ requests that were due meanwhile have waited, too. How late sending was is part 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import selectors
 import time
@@ -242,6 +243,8 @@ def main(descriptor: int) -> None:
     with suppress(EOFError, BrokenPipeError, ConnectionResetError), Pipe(descriptor) as pipe:
         own = pipe.recv()
         new_loop = _quick_loop if own.load.arrivals is None else _precise_loop
+        # The garbage collector would look through all that was imported, and requests would be late meanwhile.
+        gc.freeze()
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(_work(own, pipe))
 
