@@ -40,7 +40,7 @@ async def test_full_memory_refuses_requests_until_others_are_answered(tmp_path: 
         await served.infer(request)  # the first of its kind is parsed, and kept elsewhere
         model.gate.close()
         blocker = asyncio.create_task(served.infer(request))
-        await asyncio.to_thread(model.gate.wait_entered, 1)
+        await asyncio.to_thread(model.gate.wait_entered, 2)
         calls = [asyncio.create_task(served.infer(request)) for _ in range(2)]
         await eventually_async(lambda: served.waiting("m") == 2, "two requests in the queue")
         assert 3 * 300 * 1024 < await held_bytes(served, "in") < 3 * 301 * 1024
