@@ -305,8 +305,8 @@ MUTANTS = (
     Mutant(
         "a client that goes is told to the process with the models",
         "server/fronts/inference.py",
-        "            self._link.send((Kind.CANCEL, number))\n",
-        "            pass\n",
+        "is not None:\n            self._link.send((Kind.CANCEL, number))\n",
+        "is not None:\n            pass\n",
         _FRONTS,
     ),
     Mutant(

@@ -7,6 +7,7 @@ what is in requests and answers: the engine has all of a batch, finds the right 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import cast
 
 import grpc
@@ -26,6 +27,8 @@ from paceline.server.codec.wire_request import WireRequest, message_of
 from paceline.server.errors import ServerStopping, as_value
 from paceline.server.fronts.protocol import MAX_INLINE_BYTES, WHAT_IS_FULL, Aborted, Kind, unpacked_error
 from paceline.server.requests.in_flight import Failure, InFlight
+
+_log = logging.getLogger("paceline.server.fronts")
 
 _MAX_UNSENT_BYTES = 64 * 2**20
 """Messages that the engine doesn't take: it hangs, and new callers are better refused than kept waiting."""
@@ -92,29 +95,38 @@ class Replies:
     # hot path
     def on_message(self, message: Message) -> AnyRequest | None:
         """Handle a message that brings a reply. Returns the request whose source must be told; None if nobody waits, or
-        the reply is yet to come."""
+        the reply is yet to come. Doesn't raise: whatever is wrong with the message is an error of its request alone."""
         kind, number = message[:2]
-        if kind >= Kind.OPENED:
-            if isinstance(flight := self._waiting.get(number), InFlight):
-                self._on_next(flight, kind, message[2:])
-            return None
-        request: AnyRequest | None = self._waiting.pop(number, None)
-        if kind == Kind.PIECES:
-            # Even if nobody waits: only memory of what is unpacked is given back. It is as soon as they are joined:
-            # callers that don't read would take all of it, and everybody else's answers would wait for room.
-            pieces = cast("Pieces", self._link.unpack(message[2]))
-            if isinstance(request, InFlight):
-                _answer(request, pieces)
-        elif request is None:
-            pass
-        elif kind == Kind.FAILED:
-            request.fail(unpacked_error(*message[2:]))
-        elif kind == Kind.ABORTED:
-            request.fail(Aborted(grpc.StatusCode[message[2]], message[3]))
-        elif isinstance(request, InFlight):
-            _answer(request, (message[2],))
-        else:
-            request.succeed(message[2])
+        request: AnyRequest | None = self._waiting.get(number)
+        try:
+            if kind >= Kind.OPENED:
+                if isinstance(request, InFlight):
+                    self._on_next(request, kind, message[2:])
+                return None
+            if kind == Kind.PIECES:
+                # Even if nobody waits: only memory of what is unpacked is given back. It is as soon as they are joined:
+                # callers that don't read would take all of it, and everybody else's answers would wait for room.
+                pieces = cast("Pieces", self._link.unpack(message[2]))
+                if isinstance(request, InFlight):
+                    _answer(request, pieces)
+            elif request is None:
+                pass
+            elif kind == Kind.FAILED:
+                request.fail(unpacked_error(*message[2:]))
+            elif kind == Kind.ABORTED:
+                request.fail(Aborted(grpc.StatusCode[message[2]], message[3]))
+            elif isinstance(request, InFlight):
+                _answer(request, (message[2],))
+            else:
+                request.succeed(message[2])
+        except Exception as error:  # noqa: BLE001 - the messages behind it are others'
+            if request is None:
+                _log.error("a reply failed with an internal error, a bug in paceline", exc_info=error)
+            else:
+                request.fail(as_value(error))
+            if kind >= Kind.OPENED:  # the engine goes on with it
+                self._link.send((Kind.CANCEL, number))
+        self._waiting.pop(number, None)
         return request
 
     def _on_next(self, flight: InFlight, kind: int, fields: Message) -> None:

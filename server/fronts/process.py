@@ -84,14 +84,17 @@ class _Front:
     # hot path
     def _on_messages(self, messages: list[Message]) -> None:
         done = []
-        try:
-            for message in messages:
-                if message[0] < Kind.FAILED:
+        for message in messages:
+            if message[0] < Kind.FAILED:
+                try:
                     self._obey(*message)
-                elif (reply := self._replies.on_message(message)) is not None:
-                    done.append(reply)
-        finally:
-            notify(done)
+                except Exception:  # noqa: BLE001 - the messages behind it are others'
+                    _log.exception("a frontend can't do as it is told, a bug in paceline")
+                    if message[0] == Kind.HELLO:
+                        exit_now(1)  # as in `_on_task`
+            elif (reply := self._replies.on_message(message)) is not None:
+                done.append(reply)
+        notify(done)
 
     def _obey(self, kind: int, *fields: Any) -> None:
         if kind == Kind.HELLO:

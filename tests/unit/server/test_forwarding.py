@@ -15,9 +15,13 @@ import pytest
 
 from paceline.backends.transport.link import Link
 from paceline.backends.transport.parcel import Message
-from paceline.server.fronts.inference import Replies
-from paceline.server.fronts.process import forwarded
+from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.policy import NEVER
+from paceline.server.call_facts import NO_PASSED_HEADERS
+from paceline.server.fronts.inference import Replies, Reply
+from paceline.server.fronts.process import _Front, forwarded
 from paceline.server.fronts.protocol import Aborted, CallContext, Kind
+from paceline.server.requests.in_flight import InFlight
 
 _STATUS = grpc.StatusCode.NOT_FOUND
 
@@ -73,3 +77,31 @@ async def test_refused_call_leaves_nothing_to_the_garbage_collector(link: tuple[
         assert gone() is None
     finally:
         gc.enable()
+
+
+async def test_unforeseen_failure_leaves_other_replies_alone() -> None:
+    engine, remote = Link.pair(1 << 20)
+    front = _Front(Link.join(remote))
+    heard = asyncio.Queue[Message]()
+    engine.start(lambda messages: [heard.put_nowait(one) for one in messages], lambda: None)
+    running = asyncio.create_task(front.run())
+    first, second = Reply(None, 0, None), Reply(None, 0, None)
+    generation = InFlight(pb.ModelInferRequest(), NEVER, None, NO_PASSED_HEADERS)
+    for one in (first, second, generation):
+        front._replies.expect(one)
+    for message in (
+        (Kind.STATE, "no state has so few fields"),
+        (Kind.ABORTED, first.number, "no status has this name", ""),
+        (Kind.PIECES, 99, "no parcel"),
+        (Kind.OPENED, generation.number),  # which nobody has said what to do about
+        (Kind.ANSWER, second.number, b"data"),
+    ):
+        engine.send(message)
+    assert await second == b"data"
+    with pytest.raises(KeyError, match="no status has this name"):
+        await first
+    assert isinstance(generation.exception(), NotImplementedError)
+    assert await heard.get() == (Kind.CANCEL, generation.number)
+    running.cancel()
+    front._link.close()
+    engine.close()
