@@ -13,7 +13,7 @@ ServerError
 ├── TooManyRegions   as many shared memory regions as allowed
 ├── GpuLost          the GPU of a shared memory region is lost for this process
 ├── NotSupported     this build can't, or it is switched off
-├── InternalError    something unforeseen in the process with the models, reported by a front
+├── Aborted          a call has ended with a status and a text already, in the process with the models
 ├── ConfigError      a model's configuration asks for the impossible; fails its load
 ├── LoadHangs        an execution before a model is ready takes too long; fails its load
 └── LoadFailed       a requested load failed, for whatever reason; what served before goes on serving
@@ -148,8 +148,12 @@ class NotSupported(ServerError):
     """Not in this build, or switched off; says what to switch on."""
 
 
-class InternalError(ServerError):
-    """Something unforeseen; it was logged with its traceback where it happened."""
+class Aborted(ServerError):
+    """Where the models are, a call has ended with this `status` and text: whatever it was, it was logged there."""
+
+    def __init__(self, status: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class ConfigError(ServerError):
@@ -232,8 +236,8 @@ _CLASSES: Mapping[grpc.StatusCode, Sequence[type[BaseException]]] = {
     grpc.StatusCode.CANCELLED: (asyncio.CancelledError,),
     grpc.StatusCode.UNIMPLEMENTED: (NotSupported,),
     grpc.StatusCode.INTERNAL: (
-        InternalError, ExecutionFailed, ExecutionError, UnfitOutputs, InstanceError, Unequipped, StalePlan, ThreadLost,
-        StepFailed,  # only if the status of its cause isn't known, see status_of
+        ExecutionFailed, ExecutionError, UnfitOutputs, InstanceError, Unequipped, StalePlan, ThreadLost,
+        Aborted, StepFailed,  # they have a status of their own, see status_of
         LoadError, LoadHangs, NoDriver, DriverFailed, DeviceError,
         UpstreamRefused, ModelRefused,  # only if their own status isn't known, see status_of
         # Not a status that clients retry elsewhere: what makes one server hang would make the next hang too, tensors
@@ -252,7 +256,7 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
     if isinstance(cause, WITH_STATUS) and cause.status in grpc.StatusCode.__members__:
         return grpc.StatusCode[cause.status]
-    if isinstance(cause, StepFailed):
+    if isinstance(cause, (StepFailed, Aborted)):
         return cause.status
     if isinstance(cause, (OutOfMemory, MemoryError)) and error is not cause:
         return STATUS_OF[OutOfMemory]

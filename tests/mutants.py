@@ -326,8 +326,8 @@ MUTANTS = (
     Mutant(
         "errors keep their status on the way to a front",
         "server/fronts/protocol.py",
-        '    status = "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name\n',
-        '    status = ""\n',
+        "    return status.name, text\n",
+        '    return "INTERNAL", text\n',
         _FRONTS,
     ),
 )

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from typing import cast
 
-import grpc
 import numpy as np
 
 from paceline.backends.transport.link import Link
@@ -25,7 +24,7 @@ from paceline.server.codec.answers import Pieces
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.wire_request import WireRequest, message_of
 from paceline.server.errors import ServerStopping, as_value
-from paceline.server.fronts.protocol import MAX_INLINE_BYTES, WHAT_IS_FULL, Aborted, Kind, unpacked_error
+from paceline.server.fronts.protocol import MAX_INLINE_BYTES, WHAT_IS_FULL, Kind, unpacked_error
 from paceline.server.requests.in_flight import Failure, InFlight
 
 _log = logging.getLogger("paceline.server.fronts")
@@ -113,8 +112,6 @@ class Replies:
                 pass
             elif kind == Kind.FAILED:
                 request.fail(unpacked_error(*message[2:]))
-            elif kind == Kind.ABORTED:
-                request.fail(Aborted(grpc.StatusCode[message[2]], message[3]))
             elif isinstance(request, InFlight):
                 _answer(request, (message[2],))
             else:
@@ -136,9 +133,7 @@ class Replies:
             return
         answer = _NextAnswer(self._link, flight)
         if kind == Kind.NEXT_FAILED:
-            error = unpacked_error(*fields)
-            assert isinstance(error, Exception)
-            flight.on_more(answer, error)
+            flight.on_more(answer, unpacked_error(*fields))
             return
         envelope = flight.envelope_of_more
         assert envelope is not None

@@ -25,9 +25,10 @@ from paceline.backends.transport.parcel import Message
 from paceline.scheduler.answering import notify
 from paceline.scheduler.errors import QueueFull
 from paceline.server.config import Settings
-from paceline.server.errors import STATUS_OF, StartError
+from paceline.server.errors import Aborted, StartError
 from paceline.server.fronts.inference import RemoteInference, Replies, Reply
-from paceline.server.fronts.protocol import Aborted, Kind
+from paceline.server.fronts.protocol import Kind
+from paceline.server.requests.in_flight import failure_of
 from paceline.server.rpc.calls import Context, HeaderRules
 from paceline.server.rpc.gate import Registry
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
@@ -179,18 +180,15 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
     async def call(data: bytes, context: Context) -> bytes:
         try:
             return await answer(data, context)
-        except Aborted as aborted:
-            refusal = context.abort(aborted.code, aborted.text)
+        except (Aborted, QueueFull) as error:
+            refusal = context.abort(*failure_of(error, "", rpc))
         # As in `server.rpc.answering`: what this raises keeps this frame alive.
         del data, context
         await refusal
         raise AssertionError("abort returned")
 
     async def answer(data: bytes, context: Context) -> bytes:
-        try:
-            replies.refuse_if_full()
-        except QueueFull as error:
-            raise Aborted(STATUS_OF[QueueFull], str(error)) from None
+        replies.refuse_if_full()
         remaining_s = context.time_remaining()
         deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
         headers = tuple((key, value) for key, value in context.invocation_metadata())

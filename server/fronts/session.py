@@ -26,7 +26,6 @@ from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
 from paceline.server.fronts.protocol import (
     MAX_INLINE_BYTES,
     WHAT_IS_FULL,
-    Aborted,
     CallContext,
     Kind,
     packed_error,
@@ -72,7 +71,7 @@ class FrontRequest(InFlight):
 
     def on_failure(self, error: BaseException) -> None:
         self.failed = True
-        self.session.fail(self.number, error)
+        self.session.fail(self.number, error, self.message.model_name)
 
     # hot path
     def on_done(self) -> None:
@@ -89,7 +88,7 @@ class FrontRequest(InFlight):
     def on_more(self, answer: NextAnswer, error: Exception | None) -> None:
         self._held.append(answer)
         if error is not None:
-            self.session.link.send((Kind.NEXT_FAILED, self.number, *packed_error(error)))
+            self.session.link.send((Kind.NEXT_FAILED, self.number, *packed_error(error, self.message.model_name)))
             return
         assert answer.answer is not None
         self.session.link.send((Kind.NEXT, self.number, serialized(answer.answer)))
@@ -244,7 +243,7 @@ class FrontSession:
             if request.pieces:
                 self._send_answer(number, request.pieces)
         except Exception as error:  # noqa: BLE001 - the front's caller must get an answer
-            self.fail(number, error)
+            self.fail(number, error, request.message.model_name)
         self._notify_if_quiet()
 
     def _make_pieces(self, requests: Sequence[FrontRequest]) -> Sequence[Exception | None]:
@@ -316,13 +315,11 @@ class FrontSession:
         try:
             response = await handler.unary_unary(handler.request_deserializer(data), CallContext(headers, deadline_ns))
             self.link.send((Kind.ANSWER, number, handler.response_serializer(response)))
-        except Aborted as aborted:
-            self.link.send((Kind.ABORTED, number, aborted.code.name, aborted.text))
         except Exception as error:  # noqa: BLE001 - the front's caller must get an answer
             self.fail(number, error)
 
-    def fail(self, number: int, error: BaseException) -> None:
-        self.link.send((Kind.FAILED, number, *packed_error(error)))
+    def fail(self, number: int, error: BaseException, model: str = "") -> None:
+        self.link.send((Kind.FAILED, number, *packed_error(error, model)))
 
     def _notify_if_quiet(self) -> None:
         if not self.requests:

@@ -18,9 +18,10 @@ from paceline.backends.transport.parcel import Message
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
+from paceline.server.errors import Aborted
 from paceline.server.fronts.inference import Replies, Reply
 from paceline.server.fronts.process import _Front, forwarded
-from paceline.server.fronts.protocol import Aborted, CallContext, Kind
+from paceline.server.fronts.protocol import CallContext, Kind
 from paceline.server.requests.in_flight import InFlight
 
 _STATUS = grpc.StatusCode.NOT_FOUND
@@ -49,7 +50,7 @@ async def link() -> AsyncIterator[tuple[Link, Replies]]:
 
     def refuse(messages: list[Message]) -> None:
         for _, number, rpc, *_ in messages:
-            engine.send((Kind.ABORTED, number, _STATUS.name, f"no {rpc}"))
+            engine.send((Kind.FAILED, number, _STATUS.name, f"no {rpc}"))
 
     def tell(messages: list[Message]) -> None:
         for message in messages:
@@ -70,7 +71,7 @@ async def test_refused_call_leaves_nothing_to_the_garbage_collector(link: tuple[
     try:
         with pytest.raises(Aborted) as kept:
             await call(data, context)
-        assert (kept.value.code, kept.value.text) == (_STATUS, "no ModelMetadata")
+        assert (kept.value.status, str(kept.value)) == (_STATUS, "no ModelMetadata")
         del context
         await asyncio.sleep(0)
         assert sys.getrefcount(data) == references
@@ -91,7 +92,7 @@ async def test_unforeseen_failure_leaves_other_replies_alone() -> None:
         front._replies.expect(one)
     for message in (
         (Kind.STATE, "no state has so few fields"),
-        (Kind.ABORTED, first.number, "no status has this name", ""),
+        (Kind.FAILED, first.number, "no status has this name", ""),
         (Kind.PIECES, 99, "no parcel"),
         (Kind.OPENED, generation.number),  # which nobody has said what to do about
         (Kind.ANSWER, second.number, b"data"),
