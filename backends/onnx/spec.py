@@ -111,10 +111,22 @@ def check_served(model: str, served: ModelSpec, own: ModelSpec) -> None:
         raise LoadError(
             f"model '{model}': expected an input, whose first dimension says how many rows a batch has, got none"
         )
-    inputs = {tensor.datatype for tensor in served.inputs}
-    if "BYTES" in inputs and "BF16" in inputs | {tensor.datatype for tensor in served.outputs}:
-        # BF16 needs OrtValues and IO binding, and these take no strings.
-        raise LoadError(f"model '{model}': BYTES inputs in a model with BF16 are not supported by this build")
+    if why_not := why_not_passed(served):
+        raise LoadError(f"model '{model}': {why_not}")
+
+
+def why_not_passed(spec: ModelSpec) -> str:
+    """Why no execution can have tensors of `spec`; "" if it can."""
+    texts = [tensor.name for tensor in spec.inputs if tensor.datatype == "BYTES"]
+    halves = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.datatype == "BF16"]
+    if not (texts and halves):
+        return ""
+    # BF16 needs OrtValues and IO binding, and these take no strings.
+    return (
+        "expected no BF16 in a model with BYTES inputs, as ONNX Runtime can't be passed both from Python, got BYTES for "
+        f"{texts} and BF16 for {halves}: let the model take and give FP32 there, by a Cast, or leave outputs of BF16 out "
+        "of the configuration's output"
+    )
 
 
 def _check_known(model: str, what: str, served: Sequence[TensorSpec], own: Sequence[TensorSpec]) -> None:

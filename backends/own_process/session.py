@@ -33,7 +33,7 @@ from paceline.backends.errors import (
 from paceline.backends.length_trial import try_lengths, without_trial
 from paceline.backends.made_up import GivenUp
 from paceline.backends.onnx.options import OnnxOptions
-from paceline.backends.onnx.spec import Found
+from paceline.backends.onnx.spec import Found, why_not_passed
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.ragged import turning
 from paceline.backends.spec import Array, ModelSpec, Tensors
@@ -115,14 +115,14 @@ class TriedModel(ABC):
 
             yield run
 
-    @property
-    def _is_tried(self) -> bool:
-        """TensorRT and OpenVINO build an engine for each new shape, which may take minutes."""
-        return self._options.tensorrt is None and self._options.openvino is None
+    def _is_tried(self, spec: ModelSpec) -> bool:
+        """TensorRT and OpenVINO build an engine for each new shape, which may take minutes. What can't be executed is
+        refused once it is to be."""
+        return self._options.tensorrt is None and self._options.openvino is None and not why_not_passed(spec)
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         spec = self.spec
-        if not self._is_tried:
+        if not self._is_tried(spec):
             return Trial(spec)
         needed = replace(spec, inputs=tuple(one for one in spec.inputs if not one.optional))
         with self._supervised(needed, supervise) as run:
@@ -132,7 +132,7 @@ class TriedModel(ABC):
     def try_lengths(
         self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
     ) -> LengthTrial:
-        if not self._is_tried:  # padding is tried by nobody, or as asked
+        if not self._is_tried(spec):  # padding is tried by nobody, or as asked
             return without_trial(spec, asked)
         fixed = max((one.dims[0] for one in self.spec.inputs if one.dims), default=-1)
         with self._supervised(spec.executed, supervise) as run_as_it_is:
