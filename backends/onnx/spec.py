@@ -123,9 +123,9 @@ def why_not_passed(spec: ModelSpec) -> str:
         return ""
     # BF16 needs OrtValues and IO binding, and these take no strings.
     return (
-        "expected no BF16 in a model with BYTES inputs, as ONNX Runtime can't be passed both from Python, got BYTES for "
-        f"{texts} and BF16 for {halves}: let the model take and give FP32 there, by a Cast, or leave outputs of BF16 out "
-        "of the configuration's output"
+        "expected no BF16 in a model with BYTES inputs, as ONNX Runtime can't be passed both from Python, got BYTES "
+        f"for {texts} and BF16 for {halves}: let the model take and give FP32 there, by a Cast, or leave outputs of "
+        "BF16 out of the configuration's output"
     )
 
 

@@ -143,9 +143,9 @@ def test_instance_bf16_beside_string_inputs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError) as refused:
         opened.instance(opened.spec, CPU)
     assert str(refused.value) == (
-        "model 'm': expected no BF16 in a model with BYTES inputs, as ONNX Runtime can't be passed both from Python, got "
-        "BYTES for ['INPUT1'] and BF16 for ['INPUT0', 'OUTPUT0']: let the model take and give FP32 there, by a Cast, or "
-        "leave outputs of BF16 out of the configuration's output"
+        "model 'm': expected no BF16 in a model with BYTES inputs, as ONNX Runtime can't be passed both from Python, "
+        "got BYTES for ['INPUT1'] and BF16 for ['INPUT0', 'OUTPUT0']: let the model take and give FP32 there, by a "
+        "Cast, or leave outputs of BF16 out of the configuration's output"
     )
 
 
