@@ -119,12 +119,12 @@ STATE_STAYS = "the state of its sequence is as it was before, or the initial one
 
 
 class StateTooLarge(ServerError):
-    """A step leaves more bytes than the states of a sequence may take."""
+    """A step that isn't the last leaves more bytes than the states of a sequence may take."""
 
     def __init__(self, model: str, most_bytes: int, size_bytes: int) -> None:
         super().__init__(
             f"model '{model}': expected a step to leave states of at most {most_bytes} bytes "
-            f"(paceline.max_state_bytes), got {size_bytes}; {STATE_STAYS}"
+            f"(paceline.max_state_bytes), got {size_bytes}; {STATE_STAYS}: end the sequence, or begin it anew"
         )
 
 

@@ -31,13 +31,15 @@ States = tuple[Array | DeviceTensor, ...]
 
 class Step:
     """A step at the batcher: its `inputs`, as the model sees them, controls and states included. `row`: the row in its
-    batch, -1 for any. `after`: the states that it left, if it has succeeded; LOST if those that it needed are."""
+    batch, -1 for any. `after`: the states that it left, if it has succeeded and isn't the last one; LOST if those that
+    it needed are."""
 
-    __slots__ = ("after", "inputs", "row")
+    __slots__ = ("after", "inputs", "is_last", "row")
 
-    def __init__(self, inputs: Inputs, row: int) -> None:
+    def __init__(self, inputs: Inputs, row: int, is_last: bool = False) -> None:
         self.inputs = inputs
         self.row = row
+        self.is_last = is_last
         self.after: States | object = None
 
 
@@ -101,7 +103,7 @@ class StepMaker:
             # Not of states, or those would be in the client's memory: they are written there with the answer.
             targets = {index: span for index, span in inputs.targets.items() if index not in self._kept}
             whole = TargetedInputs.to(targets, whole) if targets else whole
-        request.payload = made = Step(whole, place.row if self._rows else -1)
+        request.payload = made = Step(whole, place.row if self._rows else -1, step.end)
         return made
 
 
@@ -110,8 +112,8 @@ ExecuteSteps = Callable[[Sequence[Step], int], Execution]
 
 def executing_steps(execute: ExecuteInputs, model: str, spec: ModelSpec, max_state_bytes: int = 0) -> ExecuteSteps:
     """`execute` for steps of `model`, which serves `spec`. A step that can't be read, or doesn't fit its state, gets an
-    InvalidRequest or GpuLost in the place of its results; a StateTooLarge if the states that it leaves take more than
-    `max_state_bytes`, unless 0."""
+    InvalidRequest or GpuLost in the place of its results; a StateTooLarge if it leaves states for another step that
+    take more than `max_state_bytes`, unless 0."""
     sequence = spec.sequence
     assert sequence is not None
     outputs = {tensor.name: index for index, tensor in enumerate(spec.executed.outputs)}
@@ -123,7 +125,7 @@ def executing_steps(execute: ExecuteInputs, model: str, spec: ModelSpec, max_sta
         done = execute([step.inputs for step in steps], padded_rows)
         too_large: dict[int, Exception] = {}
         for number, (step, result) in enumerate(zip(steps, done.results, strict=True)):
-            if kept and not isinstance(result, Exception):
+            if kept and not (step.is_last or isinstance(result, Exception)):
                 states = _states_in(result, kept)
                 if grow and max_state_bytes and (size := _bytes_of(states)) > max_state_bytes:
                     too_large[number] = StateTooLarge(model, max_state_bytes, size)

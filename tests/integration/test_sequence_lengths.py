@@ -233,10 +233,12 @@ async def test_state_may_not_grow_beyond_its_bound(tmp_path: Path) -> None:
         assert one.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert one.details() == (
             "model 'm': expected a step to leave states of at most 20 bytes (paceline.max_state_bytes), got 24; the "
-            "state of its sequence is as it was before, or the initial one if it was to start anew"
+            "state of its sequence is as it was before, or the initial one if it was to start anew: end "
+            "the sequence, or begin it anew"
         )
         assert (other, third) == (5, 4)
         assert [await send(1, 2), await send(1, 1, start=True)] == [5, 1]
+        assert await send(1, 7, end=True) == 8  # what a last step leaves isn't kept
 
 
 async def test_two_fronts_hand_on_steps_of_any_sizes(tmp_path: Path) -> None:
