@@ -37,7 +37,7 @@ _KEY, _VALUE = 1, 2  # of StringStringEntryProto
 _GRAPH_OF_MODEL = 7  # of ModelProto
 _NODES, _WEIGHTS, _TENSORS = 1, 5, (11, 12)  # of GraphProto; input and output
 _DATA_TYPE, _HALVES = 2, (10, 16)  # of TensorProto; FLOAT16 and BFLOAT16
-_OPERATOR = 4  # of NodeProto: op_type
+_RESULT, _OPERATOR = 2, 4  # of NodeProto: output and op_type
 _NAME, _SHAPE = 1, (2, 1, 2)  # of ValueInfoProto; its type, tensor_type and shape
 
 _FIXED = {1: 8, 5: 4}
@@ -56,13 +56,15 @@ Stamp = tuple[int, int]
 class Facts:
     """What a model's files say. `stamps`, one for each file, tell later whether any of them has changed. `operators`:
     the types of the graph's nodes, except those in subgraphs of other nodes; `shapeless`: the names of its inputs and
-    outputs that have no shape; `halves`: some of its weights are floats of 16 bits. Nothing is known of other formats,
-    some of which ONNX Runtime reads."""
+    outputs that have no shape; `halves`: some of its weights are floats of 16 bits; `trains`: it has a
+    BatchNormalization in training mode, which by ONNX has further outputs, with whatever version of that operator.
+    Nothing is known of other formats, some of which ONNX Runtime reads."""
 
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
     operators: frozenset[str] = frozenset()
     shapeless: frozenset[str] = frozenset()
     halves: bool = False
+    trains: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,20 +202,22 @@ def _changed(message: memoryview, kind: int, weights: _Weights) -> bytes | None:
     return b"".join([*pieces, message[done:]]) if pieces else None
 
 
-def _described(model: memoryview) -> tuple[frozenset[str], frozenset[str], bool]:
-    """`operators`, `shapeless` and `halves` of `Facts`. Raises as `_fields`."""
-    operators, shapeless, halves = set[str](), set[str](), False
+def _described(model: memoryview) -> tuple[frozenset[str], frozenset[str], bool, bool]:
+    """`operators`, `shapeless`, `halves` and `trains` of `Facts`. Raises as `_fields`."""
+    operators, shapeless, halves, trains = set[str](), set[str](), False, False
     for graph in _inside(model, _GRAPH_OF_MODEL):
         for number, _, _, part in _fields(graph):
             if isinstance(part, int):
                 continue
             if number == _NODES:
-                operators |= {bytes(name).decode() for name in _inside(part, _OPERATOR)}
+                types = {bytes(name).decode() for name in _inside(part, _OPERATOR)}
+                operators |= types
+                trains |= "BatchNormalization" in types and len([*_inside(part, _RESULT)]) > 1
             elif number == _WEIGHTS:
                 halves |= any(one == _DATA_TYPE and value in _HALVES for one, _, _, value in _fields(part))
             elif number in _TENSORS and not [*_inside(part, *_SHAPE)]:
                 shapeless |= {bytes(name).decode() for name in _inside(part, _NAME)}
-    return frozenset(operators), frozenset(shapeless), halves
+    return frozenset(operators), frozenset(shapeless), halves, trains
 
 
 def _inside(message: memoryview, wanted: int, *path: int) -> Iterator[memoryview]:

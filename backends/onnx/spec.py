@@ -158,17 +158,25 @@ class Session(Protocol):
 @dataclass(frozen=True, slots=True)
 class Found:
     """A model's spec. `left_out`: outputs left out although nobody asked for that, as pairs of name and reason.
-    `rounds_by` as in `Rounding`. `stamps`: of the files that the session was made of. `halves` as in `Facts`."""
+    `rounds_by` as in `Rounding`. `stamps`: of the files that the session was made of. `halves` and `trains` as in
+    `Facts`."""
 
     spec: ModelSpec
     left_out: tuple[tuple[str, str], ...] = ()
     rounds_by: str = ""
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
     halves: bool = False
+    trains: bool = False
 
     def tell(self, model: str) -> None:
         for name, why in self.left_out:
             _log.warning("model '%s' is served without its output '%s': %s", model, name, why)
+        if self.trains:
+            text = (
+                "model '%s' has a BatchNormalization in training mode, so answers depend on the other rows of a batch "
+                "and on all executions before; export the model for inference, in PyTorch after model.eval()"
+            )
+            _log.warning(text, model)
 
 
 def find_spec(name: str, session: Session, facts: Facts, declared: ModelSpec | None) -> Found:
@@ -191,4 +199,4 @@ def find_spec(name: str, session: Session, facts: Facts, declared: ModelSpec | N
     )
     dynamic = [one for one in sorted(facts.operators) if one.startswith(_DYNAMIC)]
     why_left_out = tuple((node.name, why_unknown(node)) for node in left_out)
-    return Found(spec, why_left_out, dynamic[0] if dynamic else "", facts.stamps, facts.halves)
+    return Found(spec, why_left_out, dynamic[0] if dynamic else "", facts.stamps, facts.halves, facts.trains)

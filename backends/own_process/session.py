@@ -92,6 +92,7 @@ class TriedModel(ABC):
         found.tell(name)
         self.spec = found.spec
         self.rounds_by = found.rounds_by
+        self._trains = found.trains
         self._name = name
         self._options = options
         self._on_gpu = on_gpu
@@ -122,6 +123,8 @@ class TriedModel(ABC):
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         spec = self.spec
+        if self._trains:  # ONNX Runtime has it learn from each execution, so that a trial sees random results
+            return Trial(spec, "its BatchNormalization is in training mode, and normalizes by all rows of a batch")
         if not self._is_tried(spec):
             return Trial(spec)
         needed = replace(spec, inputs=tuple(one for one in spec.inputs if not one.optional))

@@ -202,3 +202,12 @@ def test_open_unsupported_option_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(LoadError, match="expected one of cuda, tensorrt, got 'amp'"):
         OnnxBackend().open(ModelSource("m", path, accelerators=(("amp", {}),)), CPU)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_normalization_in_training_mode_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, training: bool
+) -> None:
+    tried = open_model(models.normalizing(training), tmp_path).try_rows()
+    assert ("BatchNormalization is in training mode" in tried.why_not) is training
+    assert ("after model.eval()" in caplog.text) is training
