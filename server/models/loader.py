@@ -308,8 +308,8 @@ def _plan(
     if rounds_by and served.max_batch_rows > 1 and served.policy.max_batch_requests != 1:
         text = (
             "model '%s': %s scales by the largest number in a batch, so answers depend a little on the other requests "
-            "in it; if that matters, quantize the model statically, or give it a config.pbtxt with input and output "
-            "and without dynamic_batching"
+            "in it; if that matters, quantize the model statically, or give it a config.pbtxt with the names of its "
+            "inputs and outputs and no dynamic_batching: then each request is executed by itself"
         )
         _log.warning(text, config.name, rounds_by)
     return served

@@ -101,8 +101,7 @@ async def test_dynamically_quantized_model_is_batched_unless_a_trial_shows_much_
     [
         'max_batch_size: 8 input { name: "INPUT0" data_type: TYPE_INT64 dims: 1 } '
         'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1, 2 ] }',
-        'input { name: "INPUT0" data_type: TYPE_INT64 dims: [ -1, 1 ] } '
-        'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1, 1, 2 ] }',
+        'input { name: "INPUT0" } output { name: "OUTPUT0" }',
     ],
     ids=["one-by-one", "no-batch-axis"],
 )
