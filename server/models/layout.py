@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -70,6 +70,23 @@ class ModelFolder:
             return None
         named = [self.path / CONFIGS_FOLDER / f"{self.config_name}.pbtxt"] if self.config_name else []
         return next((path for path in (*named, self.path / CONFIG_FILE) if os.path.lexists(path)), None)
+
+
+Fingerprint = frozenset[tuple[str, str, int, int, int]]
+"""Of each file: path, the same with links resolved, times of modification and of any change in nanoseconds, and size.
+
+Copying tools set the time of modification; nobody can set the other, which also changes with a new mode or link: a load
+too many, once. The inode number would change with replacements only, but file systems in front of object storage give
+out new ones as they like, and each would be a load.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A model as it lay on disk at one time. It has changed if another look gives another sight."""
+
+    folder: ModelFolder
+    files: Fingerprint
 
 
 class _Kind(Enum):
@@ -274,6 +291,35 @@ def _problem(path: Path, error: OSError) -> str:
 def _entries(folder: Path) -> list[Path]:
     """What lies in `folder`, by name, without what is ignored."""
     return sorted(entry for entry in folder.iterdir() if not is_ignored(entry.name))
+
+
+def look_at(folder: ModelFolder) -> Sight:
+    """A model with all its files, except hidden ones. Links are followed. Blocks."""
+    return Sight(folder, frozenset(map(_file, _files(folder.path) if folder.file is None else [folder.file])))
+
+
+def _files(top: Path) -> Iterator[Path]:
+    seen: set[tuple[int, int]] = set()
+    for where, folders, files in os.walk(top, followlinks=True):
+        try:
+            about = os.stat(where)
+        except OSError:  # it was removed meanwhile
+            continue
+        if (about.st_dev, about.st_ino) in seen:
+            folders.clear()  # a link that leads back
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        folders[:] = [folder for folder in folders if not is_ignored(folder)]
+        yield from (Path(where, file) for file in files if not is_ignored(file))
+
+
+def _file(path: Path) -> tuple[str, str, int, int, int]:
+    try:
+        about = path.stat()
+        place = os.path.realpath(path)
+    except OSError:  # it was removed meanwhile, or is a dangling link
+        return str(path), "", -1, -1, -1
+    return str(path), place, about.st_mtime_ns, about.st_ctime_ns, about.st_size
 
 
 def is_ignored(name: str) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from paceline.backends.base import Backend
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import Ending, LoadHangs, ServerError, TooFewDescriptors
 from paceline.server.models.defaults import LoadDefaults
-from paceline.server.models.layout import ModelFolder
+from paceline.server.models.layout import ModelFolder, Sight, look_at
 from paceline.server.models.loader import LoadedVersion, load_model
 from paceline.server.tuning import allowed_descriptors, free_descriptors, reserved_descriptors
 
@@ -83,11 +84,12 @@ class LoadQueue:
         override: pb.ModelConfig | None,
         on_versions: Callable[[list[str]], None],
         provide: Provide,
+        unless: Collection[Sight | None],
     ) -> list[LoadedVersion]:
         """Load what `find` gives, with `override` instead of its configuration if there is one. `on_versions` is
         called, on the event loop, with the versions that will be loaded, and `provide` awaited with the names of models
-        that are to be there before, if it calls some. Raises whatever the load does, or RuntimeError if no thread can
-        be started."""
+        that are to be there before, if it calls some. Gives nothing if what lies on disk is one of `unless`. Raises
+        whatever the load does, or RuntimeError if no thread can be started."""
         loop = asyncio.get_running_loop()
 
         def tell_versions(versions: list[int]) -> None:
@@ -107,7 +109,11 @@ class LoadQueue:
             self.check_descriptors()
             try:
                 with find() as folder:
-                    return load_model(
+                    # Before the files are read: if they change meanwhile, the next look differs.
+                    sight = look_at(folder) if override is None else None
+                    if sight in unless:
+                        return []
+                    loaded = load_model(
                         folder,
                         self._backend_of,
                         self._defaults,
@@ -115,6 +121,7 @@ class LoadQueue:
                         tell_versions=tell_versions,
                         await_called=await_called,
                     )
+                    return [replace(one, sight=sight) for one in loaded]
             except LoadHangs as error:
                 self._note(error.ended)  # here, as whoever waits may have been cancelled
                 raise

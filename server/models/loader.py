@@ -43,7 +43,13 @@ from paceline.server.models.ensemble_config import (
     most_at_once,
     steps_of,
 )
-from paceline.server.models.layout import DEFAULT_MODEL_FILE, MERGED_DECODER_FILE, PYTHON_MODEL_FILE, ModelFolder
+from paceline.server.models.layout import (
+    DEFAULT_MODEL_FILE,
+    MERGED_DECODER_FILE,
+    PYTHON_MODEL_FILE,
+    ModelFolder,
+    Sight,
+)
 from paceline.server.models.load_config import PYTHON, load_config, wanted_versions
 from paceline.server.models.model_config import (
     ServingPlan,
@@ -83,7 +89,8 @@ class Found:
 class LoadedVersion:
     """One version of a model, warm and ready to execute; loading it took `load_ns`. `config` is its configuration with
     nothing left open; nobody may change it. `labels` are the names of the classes of its outputs. `warm_up` is for
-    instances that replace one of these; None if they aren't warmed up.
+    instances that replace one of these; None if they aren't warmed up. `sight`: what lay on disk before it was loaded;
+    None if it wasn't all of it, or something else, that was loaded.
 
     For a model that another server executes, `version` is that server's name for it, "" for none."""
 
@@ -97,6 +104,7 @@ class LoadedVersion:
     warm_up: WarmUp | None = None
     load_ns: int = 0
     found: Found = Found()
+    sight: Sight | None = None
 
     def close(self) -> None:
         """Close the instances and the model; nothing may be executing."""

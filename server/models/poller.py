@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 
 from paceline.server.errors import LoadFailed, ModelNotReady, TooManyModels
-from paceline.server.models.layout import Layout, ModelFolder, is_ignored
+from paceline.server.models.layout import Layout, Sight, look_at
 from paceline.server.models.load_queue import always
 from paceline.server.models.repository import Repository
 
@@ -27,22 +24,6 @@ _log = logging.getLogger("paceline.server.poller")
 
 _SETTLE_S = 1.0
 """How soon to scan again while something is changing, unless scans are that frequent anyway."""
-
-Fingerprint = frozenset[tuple[str, str, int, int, int]]
-"""Of each file: path, the same with links resolved, times of modification and of any change in nanoseconds, and size.
-
-Copying tools set the time of modification; nobody can set the other, which also changes with a new mode or link: a load
-too many, once. The inode number would change with replacements only, but file systems in front of object storage give
-out new ones as they like, and each would be a load.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """A model as a scan saw it."""
-
-    folder: ModelFolder
-    files: Fingerprint
 
 
 class Poller:
@@ -135,33 +116,4 @@ class Poller:
         self._without_place.clear()
 
     def _look(self) -> dict[str, Sight]:
-        return {folder.name: Sight(folder, fingerprint(folder)) for folder in self._layout.models()}
-
-
-def fingerprint(folder: ModelFolder) -> Fingerprint:
-    """Every file of a model with its times of change and size, except hidden ones. Links are followed. Blocks."""
-    return frozenset(map(_file, _files(folder.path) if folder.file is None else [folder.file]))
-
-
-def _files(top: Path) -> Iterator[Path]:
-    seen: set[tuple[int, int]] = set()
-    for where, folders, files in os.walk(top, followlinks=True):
-        try:
-            about = os.stat(where)
-        except OSError:  # it was removed meanwhile
-            continue
-        if (about.st_dev, about.st_ino) in seen:
-            folders.clear()  # a link that leads back
-            continue
-        seen.add((about.st_dev, about.st_ino))
-        folders[:] = [folder for folder in folders if not is_ignored(folder)]
-        yield from (Path(where, file) for file in files if not is_ignored(file))
-
-
-def _file(path: Path) -> tuple[str, str, int, int, int]:
-    try:
-        about = path.stat()
-        place = os.path.realpath(path)
-    except OSError:  # it was removed meanwhile, or is a dangling link
-        return str(path), "", -1, -1, -1
-    return str(path), place, about.st_mtime_ns, about.st_ctime_ns, about.st_size
+        return {folder.name: look_at(folder) for folder in self._layout.models()}

@@ -120,23 +120,27 @@ class Repository(ModelLookup):
         self, name: str, find: Find, override: pb.ModelConfig | None = None, *, explicit: bool = True
     ) -> None:
         """Load model `name` from what `find` gives, with `override` instead of its configuration if there is one, in
-        place of what it serves now. `explicit`: it isn't loaded because another model needs it. Models that it needs
-        itself, as an ensemble, are loaded first, and ensembles that need it follow. Loads and unloads of one model take
+        place of what it serves now. If that is ready, its last load succeeded and was of the very files and the
+        configuration that are there now, it goes on. `explicit`: it isn't loaded because another model needs it. Models
+        that it needs itself are loaded first, and ensembles that need it follow. Loads and unloads of one model take
         turns, in the order of the calls.
 
         Goes on if the caller is cancelled. Raises LoadFailed, or what `find` does; then only what is reported about the
         model has changed.
         """
-        await self._in_turn(
-            name,
-            lambda record: self._load(
+
+        def load(record: ModelRecord[ServedModel]) -> Awaitable[None]:
+            serving = record.serving.values()
+            stays = override is None and not record.failure and all(one.instances.can_execute for one in serving)
+            unless = [one.sight for one in serving] if stays else []
+            provide = partial(self._provide_called, name)
+            return self._load(
                 record,
-                lambda: self._loads.load(
-                    name, find, override, record.loading_versions, partial(self._provide_called, record.name)
-                ),
+                lambda: self._loads.load(name, find, override, record.loading_versions, provide, unless),
                 explicit=explicit,
-            ),
-        )
+            )
+
+        await self._in_turn(name, load)
 
     async def install(self, name: str, bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
         """The same for a model that `bring` gives, without a thread that loads it."""
@@ -243,7 +247,10 @@ class Repository(ModelLookup):
             if not has_place:
                 self.refused_loads += 1
                 raise TooManyModels(record.name, self._max_models)
-            models = await self._joined(record, await bring())
+            if loaded := await bring():
+                models = await self._joined(record, loaded)
+            else:
+                await self._provide_all(record.name, [need for one in record.serving.values() for need in one.needs])
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
             record.loading = None
@@ -260,6 +267,10 @@ class Repository(ModelLookup):
             record.fail_load(reason)
             raise LoadFailed(record.name, reason) from error
         record.explicit = record.explicit or explicit
+        if not loaded:
+            record.loading = None
+            _log.info("model '%s' isn't loaded again: it is ready, and nothing in its folder has changed", record.name)
+            return
         before = self._replace(record, models)
         if before:
             was, now = ([model.version for model in some] for some in (before, models))

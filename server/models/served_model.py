@@ -93,6 +93,7 @@ class ServedModel:
         self.config = loaded.config
         self.load_ns = loaded.load_ns
         self.found = loaded.found
+        self.sight = loaded.sight
         self.platform = loaded.opened.platform
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)

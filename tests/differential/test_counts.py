@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -114,6 +115,7 @@ def test_statistics_restart_with_a_load_and_metrics_with_a_load_after_an_unload(
     for one in (both.triton, both.here):
         answer_of(one.channel, Call("", infer(name, GOOD)))
         eventually(lambda one=one: counts(one, name)["nv_count"] == 1, "the answer counted")
+        os.utime(one.repository / name / "config.pbtxt")
         assert answer_of(one.channel, Call("", load(name))).status == "OK"
         after = counts(one, name)
         assert (after["success"], after["rows"], after["nv_count"]) == (0, 0, 1)

@@ -18,7 +18,7 @@ import pytest
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.traffic import connected, pending, quiet, request, total
-from tests.harness import ServerProcess, write_identity
+from tests.harness import ServerProcess, touch, write_identity
 from tests.polling import eventually, eventually_async
 from tests.ports import free_port
 
@@ -165,6 +165,7 @@ def test_reloads_under_load_lose_and_refuse_no_request(tmp_path: Path) -> None:
         stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         for _ in range(10):
             before = codes[OK]
+            touch(tmp_path / "echo")
             stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="echo"), timeout=60)
             eventually(lambda before=before: codes[OK] >= before + 20, "requests answered")  # type: ignore[misc]
         assert set(codes) == {OK}, codes
@@ -198,6 +199,7 @@ def test_models_keep_serving_while_their_repository_is_gone_and_after_it_is_back
         assert client.code(request()) is OK
         put_back()
         if mode == "explicit":
+            touch(repository / "echo")
             stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="echo"), timeout=60)
         assert client.code(request()) is OK
         assert quiet(server)

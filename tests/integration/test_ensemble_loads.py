@@ -15,6 +15,7 @@ from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests.ensembles import ensemble_config, write_ensemble
+from tests.harness import touch
 from tests.integration.controlling import explicit, index, load, unload
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.memory_models import MemoryModel
@@ -202,6 +203,16 @@ async def test_models_loaded_for_an_ensemble_go_with_it_if_asked_to(tmp_path: Pa
         assert [await serves(started, name) for name in ("e", "first", "second")] == [False, True, False]
 
 
+async def test_load_of_an_ensemble_leaves_changed_models_to_their_own(tmp_path: Path) -> None:
+    async with loading(tmp_path, {"e": ensemble_config(CHAIN)}) as started:
+        await load(started, "e")
+        before = started.server.repository.get("second", "")
+        for changed in ("second", "e"):
+            touch(tmp_path / changed)
+            await load(started, "e")
+        assert started.server.repository.get("second", "") is before
+
+
 async def test_reload_of_a_model_keeps_requests_between_its_ensembles_steps(tmp_path: Path) -> None:
     models = {"first": echo_model(), "second": echo_model()}
     async with loading(tmp_path, {"e": ensemble_config(CHAIN)}, models) as started:
@@ -210,6 +221,7 @@ async def test_reload_of_a_model_keeps_requests_between_its_ensembles_steps(tmp_
         call = asyncio.ensure_future(started.infer(infer("e", {"in": rows_of_floats(1)})))
         await eventually_async(lambda: models["first"].gate.entered == 1, "an execution that is held")
         before = started.server.repository.get("second", "")
+        touch(tmp_path / "second")
         await load(started, "second")
         assert started.server.repository.get("second", "") is not before
         models["first"].gate.open()
@@ -226,12 +238,14 @@ async def test_model_that_no_longer_fits_takes_its_ensemble_out_of_service(tmp_p
         await load(started, "e")
         fits = models["second"].spec
         models["second"].spec = replace(fits, inputs=(TensorSpec("b", "FP32", (-1, -1)),))
+        touch(tmp_path / "second")
         await load(started, "second")
         assert await reason(started, "e") == (
             "in ensemble e, ensemble tensor mid is mapping to non-existing input a in model second: "
             "expected one of ['b']"
         )
         models["second"].spec = fits
+        touch(tmp_path / "second")
         await load(started, "second")
         assert await serves(started, "e")
 

@@ -16,6 +16,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests import open_puppet
 from tests.ensembles import Step, ensemble_config, write_ensemble
+from tests.harness import touch
 from tests.integration.controlling import explicit, load
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.integration.streams import Stream
@@ -282,6 +283,7 @@ async def test_sequence_stays_in_order_while_its_ensemble_is_replaced(tmp_path: 
             await stream.send(request)
             batcher = started.server.repository.get("e", "").batcher
             await eventually_async(lambda batcher=batcher: len(batcher._running) == 1, "the step is under way")
+            touch(tmp_path / "before")
             await load(started, "before")
         await eventually_async(lambda: before.gate.entered == 1, "the first is held")
         before.gate.open()

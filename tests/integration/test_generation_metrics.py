@@ -11,6 +11,7 @@ from paceline.server.config import Settings
 from tests import decoder_models
 from tests.decoder_models import TINY, Decoder
 from tests.generation_truth import Asked, NaiveLoop
+from tests.harness import touch
 from tests.integration.controlling import explicit, load
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
@@ -102,6 +103,7 @@ async def test_generations_that_are_put_out_count_as_preemptions(tmp_path: Path)
 async def test_counts_go_on_when_the_model_is_loaded_again(tmp_path: Path) -> None:
     async with served(tmp_path, settings=explicit(tmp_path, load=("m",))) as started:
         await started.infer(asking([9, 8], max_tokens=3))
+        touch(tmp_path / "m")
         await load(started, "m")
         await started.infer(asking([9, 8], max_tokens=3))
         assert await vllm(started, "prompt_tokens_total") == 4

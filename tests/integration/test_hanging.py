@@ -17,6 +17,7 @@ from paceline.backends.spec import ModelSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests import models, odd_models
+from tests.harness import touch
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.memory_models import MemoryInstance, MemoryModel
@@ -154,6 +155,7 @@ async def test_reload_during_a_hang_serves_the_new_model(
         hung = asyncio.create_task(failure_of(served.infer(ONE)))
         await asyncio.to_thread(old.gate.wait_entered, 1)
         models["m"] = new
+        touch(tmp_path / "m")
         await load(served, "m")
         assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
         assert (await hung)[0] is grpc.StatusCode.INTERNAL
@@ -163,6 +165,19 @@ async def test_reload_during_a_hang_serves_the_new_model(
         await eventually_async(lambda: old.closed, "what hung given back, and then the model")
         assert old.open_instances == 0
     assert new.open_instances == 0
+
+
+async def test_load_of_a_model_without_instances_loads_it_again(tmp_path: Path) -> None:
+    old, new = Scarce(echo_model().spec), echo_model()
+    models: dict[str, MemoryModel] = {"m": old}
+    async with serving(tmp_path, models, config=LIMITED, settings=explicit(tmp_path, load=("m",))) as served:
+        old.gate.close()
+        assert (await failure_of(served.infer(ONE)))[0] is grpc.StatusCode.INTERNAL
+        models["m"] = new
+        await load(served, "m")
+        assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+        old.gate.open()
+        await eventually_async(lambda: old.closed, "what hung given back, and then the model")
 
 
 async def test_model_that_hangs_while_it_is_loaded_fails_alone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.protos.wire import MAX_FIELDS
 from paceline.server.config import Settings
 from paceline.server.limits import Limits
-from tests.harness import REPO
+from tests.harness import REPO, touch
 from tests.integration.controlling import explicit, index, load, unload
 from tests.integration.limiting import executing, limited, one, used
 from tests.integration.regions import register
@@ -213,6 +213,7 @@ async def test_models_beyond_the_limit_are_refused_until_another_is_unloaded(tmp
     async with serving(tmp_path, models, settings=settings) as served:
         text = "load failed for model 'n': there are 1 models already, as many as --max-models allows"
         assert await failure_of(load(served, "n")) == (Code.RESOURCE_EXHAUSTED, text)
+        touch(tmp_path / "m")
         await load(served, "m")  # it already has its place
         assert await used(served, "models") == 1
         await served.infer(one("m"))

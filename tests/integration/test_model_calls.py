@@ -176,6 +176,9 @@ async def test_called_model_may_be_unloaded_and_loaded_again(tmp_path: Path) -> 
         assert "NOT_FOUND: Request for unknown model: 'encoder' has no available versions" in text
         await load(started, "encoder")
         assert numbers(await started.infer(asking(ENCODE, 1))) == expected
+        await unload(started, "encoder")
+        await load(started, "m")
+        assert numbers(await started.infer(asking(ENCODE, 1))) == expected
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import grpc
 
 from paceline.backends.errors import LoadError
 from paceline.protos import inference_pb2 as pb
+from tests.harness import touch
 from tests.integration.controlling import (
     READY_M,
     ROW,
@@ -100,6 +101,7 @@ async def test_reload_serves_the_old_model_until_the_new_is_warm(tmp_path: Path)
     config = "max_batch_size: 8 " + WARMED_UP_CONFIG
     async with serving(tmp_path, models, config=config, settings=explicit(tmp_path, load=("m",))) as served:
         models["m"] = new
+        touch(tmp_path / "m")
         task = await loading(served, new)
         assert await index(served) == READY_M
         assert await ready(served)
@@ -126,6 +128,7 @@ async def test_reload_answers_requests_executing_and_queued_in_the_old_model(tmp
         waiting = [asyncio.create_task(served.infer(ask())) for _ in range(2)]
         await eventually_async(lambda: served.waiting("m") == 2, "two requests waiting")
         models["m"] = new
+        touch(tmp_path / "m")
         await load(served, "m")
         assert await index(served) == READY_M
         newcomer = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(4)})))
@@ -157,6 +160,7 @@ async def test_reload_answers_a_split_request_whose_parts_are_not_all_queued_yet
         split = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(9)})))
         await asyncio.to_thread(old.gate.wait_entered, 1)
         models["m"] = new
+        touch(tmp_path / "m")
         await load(served, "m")
         assert await answers(served)
         assert not split.done()
@@ -282,6 +286,7 @@ async def test_loads_of_the_same_model_run_in_turn(tmp_path: Path) -> None:
     async with serving(tmp_path, models, config=WARMED_UP_CONFIG, settings=explicit(tmp_path)) as served:
         one = await loading(served, first)
         models["m"] = second
+        touch(tmp_path / "m")
         two = asyncio.create_task(load(served, "m"))
         # The event loop has seen the second load once it has answered a request sent after it.
         assert await index(served) == [("m", "1", "LOADING", "")]

@@ -18,7 +18,7 @@ from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.config import Settings
 from paceline.server.models.defaults import parse_backend_config
 from tests import models, odd_models
-from tests.harness import ServerProcess
+from tests.harness import ServerProcess, touch
 from tests.integration.controlling import explicit, index, load, load_request, unload
 from tests.integration.serving import Served, failure_of, serving
 from tests.operators import build_library, twice
@@ -123,6 +123,7 @@ async def test_each_instance_has_a_process_and_unloading_the_model_ends_them_all
     async with serving(tmp_path, settings=explicit(tmp_path, load=("m",))) as served:
         first = processes()
         assert len(first) == 3
+        touch(tmp_path / "m")
         await load(served, "m")
         await eventually_async(lambda: not set(first) & set(processes()), "the end of those before")
         assert len(processes()) == 3

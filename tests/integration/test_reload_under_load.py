@@ -10,6 +10,7 @@ import pytest
 
 from paceline.backends.errors import LoadError
 from paceline.backends.spec import Tensors
+from tests.harness import touch
 from tests.integration.controlling import all_left, explicit, index, load, polling
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.memory_models import MemoryModel
@@ -80,6 +81,7 @@ async def test_reload_under_load_loses_and_refuses_no_request(tmp_path: Path, mo
             await traffic.more(CLIENTS + 1)
             models["m"] = model
             if mode == "explicit":
+                touch(tmp_path / "m")
                 await load(served, "m")
             else:
                 (tmp_path / "m" / "config.pbtxt").write_text(f'backend: "memory" {CONFIG} # {number}' + " " * number)
@@ -109,6 +111,7 @@ async def test_failed_reload_under_load_affects_no_request(tmp_path: Path) -> No
         traffic = Traffic(served)
         clients = [asyncio.create_task(traffic.client(number)) for number in range(CLIENTS)]
         models["m"] = bad
+        touch(tmp_path / "m")
         for _ in range(RELOADS):
             await traffic.more(CLIENTS)
             assert (await failure_of(load(served, "m")))[1] == "load failed for model 'm': no memory"

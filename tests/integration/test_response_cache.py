@@ -13,6 +13,7 @@ from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import ControlMode
 from tests.ensembles import ensemble_config, write_ensemble
+from tests.harness import touch
 from tests.integration.caching import CACHED, followed, held, until_hits, with_cache
 from tests.integration.regions import register
 from tests.integration.scripted import Script, mark_of, own, request, send, totals
@@ -123,6 +124,7 @@ async def test_answers_end_with_the_load(tmp_path: Path) -> None:
         await served.infer(request(3))
         spec = models["m"].spec
         models["m"] = MemoryModel(spec, lambda inputs: [inputs[0] + 1])
+        touch(tmp_path / "m")
         await served.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="m"), timeout=20)
         assert mark_of(await served.infer(request(3))) == 4
         await served.stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="m"), timeout=20)
@@ -285,6 +287,7 @@ async def test_ensemble_is_kept_as_a_whole_until_a_step_is_replaced(tmp_path: Pa
         assert await hits_and_misses(served) == (2, 2)
         assert (first.seen, second.seen) == ([[3]], [[3], [3]])  # the first one has a cache of its own
         models["second"] = MemoryModel(second.model.spec, lambda inputs: [inputs[0] + 1])
+        touch(tmp_path / "second")
         await served.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="second"), timeout=20)
         await eventually_async(lambda: not served.server.repository.leaving, "the models replaced")
         assert mark_of(await served.infer(asked)) == 4

@@ -249,6 +249,18 @@ async def test_idle_sequence_is_gone_with_the_reason(tmp_path: Path) -> None:
         assert "max_sequence_idle_microseconds" in text
 
 
+async def test_sequence_goes_on_over_a_load_of_the_same_files(tmp_path: Path) -> None:
+    explicit = Settings(paths=(tmp_path,), model_control_mode=ControlMode.EXPLICIT, load_models=("m",))
+    async with served_with(tmp_path, state_models.accumulator(), KEEPS, explicit) as served:
+        first, second = numbers(0, 2)
+        await served.infer(step(5, first, start=True))
+        await served.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="m"))
+        last = result(await served.infer(step(5, second, end=True)))
+        assert np.array_equal(last, sums([first, second])[-1])
+        told = await served.stub.ModelStatistics(pb.ModelStatisticsRequest(name="m"))
+        assert told.model_stats[0].inference_stats.success.count == 2
+
+
 async def test_reload_tells_callers_that_their_sequences_are_gone(tmp_path: Path) -> None:
     explicit = Settings(paths=(tmp_path,), model_control_mode=ControlMode.EXPLICIT, load_models=("m",))
     async with served_with(tmp_path, state_models.accumulator(), KEEPS, explicit) as served:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.server.models.layout import Layout, model_folder
-from paceline.server.models.poller import fingerprint
+from paceline.server.models.layout import Layout, look_at, model_folder
 
 
 def test_fingerprint_follows_links_and_survives_cycles_and_broken_links(tmp_path: Path) -> None:
@@ -19,11 +18,11 @@ def test_fingerprint_follows_links_and_survives_cycles_and_broken_links(tmp_path
     (tmp_path / "m" / "1" / "circle").symlink_to(tmp_path / "m")
     (tmp_path / "m" / "nowhere").symlink_to(tmp_path / "gone")
     folder = model_folder("m", tmp_path / "m")
-    found = {Path(path).name: size for path, *_, size in fingerprint(folder)}
+    found = {Path(path).name: size for path, *_, size in look_at(folder).files}
     assert found == {"w.bin": 3, "nowhere": -1}
-    before = fingerprint(folder)
+    before = look_at(folder).files
     (tmp_path / "weights" / "w.bin").write_bytes(b"1234")
-    assert fingerprint(folder) != before
+    assert look_at(folder).files != before
 
 
 def test_fingerprint_includes_where_links_lead(tmp_path: Path) -> None:
@@ -36,14 +35,14 @@ def test_fingerprint_includes_where_links_lead(tmp_path: Path) -> None:
     (tmp_path / "data").symlink_to(tmp_path / "1")
     (tmp_path / "m" / "1" / "model.onnx").symlink_to(tmp_path / "data" / "model.onnx")
     folder = model_folder("m", tmp_path / "m")
-    before = fingerprint(folder)
+    before = look_at(folder).files
     (tmp_path / "new").symlink_to(tmp_path / "2")
     (tmp_path / "new").replace(tmp_path / "data")
-    assert fingerprint(folder) != before
+    assert look_at(folder).files != before
     (tmp_path / "m" / "2").mkdir()
-    before = fingerprint(folder)
+    before = look_at(folder).files
     (tmp_path / "m" / "2" / "model.onnx").symlink_to(tmp_path / "data" / "model.onnx")
-    assert fingerprint(folder) != before, "another version of the same file"
+    assert look_at(folder).files != before, "another version of the same file"
 
 
 @pytest.mark.parametrize("hidden", [".DS_Store", "1/._model.onnx", ".git/HEAD", "1/.config.pbtxt.swp"])
@@ -51,10 +50,10 @@ def test_fingerprint_leaves_out_hidden_files(tmp_path: Path, hidden: str) -> Non
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.onnx").write_bytes(b"1")
     folder = model_folder("m", tmp_path / "m")
-    before = fingerprint(folder)
+    before = look_at(folder).files
     (tmp_path / "m" / hidden).parent.mkdir(exist_ok=True)
     (tmp_path / "m" / hidden).write_bytes(b"1")
-    assert fingerprint(folder) == before
+    assert look_at(folder).files == before
 
 
 def test_fingerprint_of_a_bare_file_is_of_that_file_only(tmp_path: Path) -> None:
@@ -63,6 +62,6 @@ def test_fingerprint_of_a_bare_file_is_of_that_file_only(tmp_path: Path) -> None
     layout = Layout([tmp_path / "m.onnx"])
     layout.open()
     (folder,) = layout.models()
-    assert [Path(path).name for path, *_ in fingerprint(folder)] == ["m.onnx"]
+    assert [Path(path).name for path, *_ in look_at(folder).files] == ["m.onnx"]
     (tmp_path / "m.onnx").unlink()
-    assert [size for *_, size in fingerprint(folder)] == [-1]
+    assert [size for *_, size in look_at(folder).files] == [-1]

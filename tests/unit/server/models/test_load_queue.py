@@ -53,7 +53,7 @@ class Bench:
         return next(folder for folder in find_models([self.root]) if folder.name == name)
 
     async def load(self, loads: LoadQueue, name: str, find: Find | None = None) -> list[LoadedVersion]:
-        return await loads.load(name, find or always(self.folder(name)), None, self.told.append, self.provide)
+        return await loads.load(name, find or always(self.folder(name)), None, self.told.append, self.provide, ())
 
     async def provide(self, names: Sequence[str]) -> None:
         raise AssertionError(f"models in memory call nobody, got {names}")

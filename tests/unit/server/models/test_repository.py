@@ -13,6 +13,7 @@ import pytest
 from paceline.backends.base import Backend, Device
 from paceline.backends.errors import LoadError
 from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.errors import BatcherClosed
 from paceline.server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady
 from paceline.server.models.layout import ModelFolder
@@ -21,6 +22,7 @@ from paceline.server.models.repository import Repository
 from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.trace_settings import TraceConfig
 from paceline.server.telemetry.tracing import Tracer
+from tests.harness import touch
 from tests.memory_models import MemoryBackend, MemoryInstance, MemoryModel
 from tests.polling import eventually_async
 from tests.unit.scheduler.workbench import submit
@@ -294,6 +296,47 @@ async def test_abandon_does_not_close_an_unloaded_model_that_executes(bench: Ben
         await future
     await eventually_async(lambda: not repository.leaving, "the end of waiting")
     assert (opened.closed, opened.open_instances) == (False, 1)
+
+
+OVERRIDE = pb.ModelConfig(backend="memory", max_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("override", "change", "stays"),
+    [(None, False, True), (None, True, False), (OVERRIDE, False, False)],
+    ids=["unchanged", "touched", "with a configuration"],
+)
+async def test_load_of_what_serves_unchanged_does_nothing(
+    bench: Bench, override: pb.ModelConfig | None, change: bool, stays: bool
+) -> None:
+    bench.add("m", 1, 2)
+    repository = await bench.load()
+    before, lines = repository.get("m", ""), repository.index()
+    (folder,) = find_models([bench.root])
+    if change:
+        touch(bench.root / "m")
+    await repository.load("m", always(folder), override)
+    assert (repository.get("m", "") is before) is stays
+    before = repository.get("m", "")
+    await asyncio.gather(*(repository.load("m", always(folder)) for _ in range(3)))
+    assert (repository.get("m", "") is before) is (override is None)
+    await eventually_async(lambda: not repository.leaving, "what was replaced gone")
+    assert repository.index() == lines
+
+
+async def test_load_after_a_failed_one_is_tried_though_nothing_changed(bench: Bench) -> None:
+    model = bench.add("m")
+    repository = await bench.load()
+    before, (folder,) = repository.get("m", ""), find_models([bench.root])
+    touch(bench.root / "m")
+    del bench.models["m"]
+    for _ in range(2):
+        with pytest.raises(LoadFailed, match="no such model in memory"):
+            await repository.load("m", always(folder))
+    bench.models["m"] = model
+    await repository.load("m", always(folder))
+    assert repository.get("m", "") is not before
+    assert [line.reason for line in repository.index()] == [""]
 
 
 async def test_load_and_unload_after_stop_are_refused(bench: Bench) -> None:
