@@ -177,8 +177,11 @@ class RemoteInference:
     def _on_done(self, flights: list[InFlight]) -> None:
         for flight in flights:
             if not flight.gone:
-                self.finish(flight)
-                flight.on_done()
+                try:
+                    self.finish(flight)
+                    flight.on_done()
+                except Exception:  # noqa: BLE001 - logged; others are owed their answers
+                    _log.exception("a request's answer could not be handed on, a bug in paceline")
 
     # hot path: see bench/
     def finish(self, flight: InFlight) -> None:

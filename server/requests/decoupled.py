@@ -215,13 +215,16 @@ class Decoupled:
             if flight.ended:
                 continue  # by an answer before this one that couldn't be made
             answer.opened.count_answer(error)
+            if error is None:
+                answer.let_go()
+                answer.opened.hold()
+                try:
+                    flight.on_more(answer, None)
+                except Exception as failure:  # noqa: BLE001 - the caller must get an answer, and others theirs
+                    error = as_value(failure)
             if error is not None:
                 flight.fail(error)  # it can't be sent, and what follows it makes no sense without it
                 notify([flight])
-            else:
-                answer.let_go()
-                answer.opened.hold()
-                flight.on_more(answer, None)
 
     def _on_late(self, flight: InFlight) -> None:
         # While it waits, the batcher looks after its deadline.

@@ -214,7 +214,10 @@ class Inference:
         else:
             self.conclude([flight for flight in wanted if not flight.answered or _is_cheap(flight)], encode)
         for flight in wanted:
-            flight.on_done()
+            try:
+                flight.on_done()
+            except Exception:  # noqa: BLE001 - logged; the others of the batch are owed their answers
+                _log.exception("a request's answer could not be handed on, a bug in paceline")
 
     def finish(self, flight: InFlight) -> None:
         """Make the answer of a request that has ended, or call its `on_failure`."""

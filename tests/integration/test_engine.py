@@ -273,6 +273,23 @@ async def test_generation_is_streamed_and_told_why_it_ends(tmp_path: Path) -> No
         assert (whole["output_ids"].tolist(), dict(whole.parameters)) == (truth, {"finish_reason": "length"})
 
 
+async def test_unforeseen_failure_of_a_callback_leaves_others_alone(tmp_path: Path) -> None:
+    decoder_models.write(TINY, tmp_path / "m" / "1")
+    async with Engine(tmp_path) as engine:
+        served = engine.find("m", "")
+        errors, ended = asyncio.Queue[object](), asyncio.Queue[int]()
+        asked: Any = {"parameters": {"max_tokens": 5}}
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("a bug")
+
+        engine.announce(served, {"input_ids": PROMPT}, asked, lambda one: errors.put_nowait(one.error), fail)
+        engine.announce(served, {"input_ids": PROMPT}, asked, fail)
+        engine.announce(served, {"input_ids": PROMPT}, asked, lambda one: ended.put_nowait(len(one.outputs)))
+        assert str(await asyncio.wait_for(errors.get(), 20)) == "a bug"
+        assert await asyncio.wait_for(ended.get(), 20) == 1
+
+
 async def test_stream_that_is_left_withdraws_its_request(tmp_path: Path) -> None:
     decoder_models.write(TINY, tmp_path / "m" / "1")
     async with Engine(tmp_path) as engine:
