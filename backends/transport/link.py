@@ -223,12 +223,24 @@ class Link(End):
 
     # hot path: 2 us and a system call
     def _flush(self) -> None:
-        """Send now what was collected. Raises ValueError if something can't be marshalled; then none of it is sent, but
-        later messages are."""
+        """Send now what was collected. Raises ValueError if a message can't be marshalled, or MemoryError; all others
+        are sent."""
         messages, self._collected = self._collected, []
         if not messages or self._closed:
             return
-        data = frame(messages)
+        try:
+            data = frame(messages)
+        except (ValueError, MemoryError):
+            if len(messages) == 1:
+                raise
+            half = len(messages) // 2
+            try:
+                self._collected = messages[:half]
+                self._flush()
+            finally:
+                self._collected = messages[half:]
+                self._flush()
+            return
         if self._unsent:
             self._unsent += data
             return
