@@ -8,8 +8,10 @@ lock.
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import geometric_mean
 
 from paceline.clients.load.arrivals import Arrivals
+from paceline.clients.load.histogram import Histogram
 from paceline.server.tune.choosing import Goal, Setting
 from paceline.server.tune.costs import Costs
 from paceline.server.tune.live import Live
@@ -19,6 +21,7 @@ from paceline.server.tune.simulation import Closed, Open, simulate
 __all__ = ["calibrated"]
 
 _LEAST_REQUESTS, _MOST_REQUESTS = 50, 3_000
+_PERCENTS = (25, 50, 75, 90)
 _MOST_WAITS, _STEPS = 16.0, 9
 """The event loop's waits are found to a 512th of the most that is looked for."""
 
@@ -28,10 +31,9 @@ async def calibrated(setting: Setting, goal: Goal, arrivals: Arrivals | None, li
     Raises TuneError if it met nothing.
 
     How much longer executions take is known, and so is what a request costs the event loop and the sender. What is left
-    of the mean latency, the event loop has waited: so long that the same load, simulated, takes as long on average.
+    of the latencies, the event loop has waited: so long that the same load, simulated, takes as long.
     """
-    mean_ns = live.latencies.mean_ns
-    if not mean_ns:
+    if not live.latencies.count:
         raise TuneError("the model is served, but answers no request in time")
     layout = setting.layout
     own_ns = sum(number * rows * layout.curve.mean_ns(rows) for rows, number in live.batches.items())
@@ -48,5 +50,11 @@ async def calibrated(setting: Setting, goal: Goal, arrivals: Arrivals | None, li
         costs = replace(costs, waits=(low + high) / 2)
         served = replace(setting, layout=replace(layout, costs=[costs])).served
         found = await simulate(served, load, requests=count, contents=goal.contents, warmup=warmup_s / whole_s)
-        low, high = (low, costs.waits) if (found.latencies.mean_ns or 0.0) > mean_ns else (costs.waits, high)
+        is_longer = _usual_ns(found.latencies) > _usual_ns(live.latencies)
+        low, high = (low, costs.waits) if is_longer else (costs.waits, high)
     return replace(costs, waits=low)
+
+
+def _usual_ns(latencies: Histogram) -> float:
+    """A mean in which the few that something held up for long count no more than others."""
+    return geometric_mean([latencies.percentile_ns(percent) or 1.0 for percent in _PERCENTS])

@@ -40,6 +40,7 @@ given share of them (from 0 to 1) lies."""
 
 _ALARM, _END, _ARRIVAL, _SENDING = range(4)
 """What is due at the same moment is done in this order."""
+_USUAL_WEIGHT = 0.1
 _WAIT_NS = SWITCH_INTERVAL_S * 1e9
 """A wait of the event loop, on average, if there is one: whoever computes in Python keeps the lock for so long."""
 
@@ -76,7 +77,7 @@ class Closed:
 @dataclass(frozen=True, slots=True)
 class Served:
     """What serves: so many `instances`, batches by `policy`, of executions that take what `cost` says, and besides what
-    `costs` say, which ascend by their numbers of requests: of each request, by the batch that began last."""
+    `costs` say, which ascend by their numbers of requests: of each request, by what batches lately had."""
 
     policy: BatchPolicy
     instances: int
@@ -274,9 +275,11 @@ class _World:
         self._served, self._load = served, load
         self._clock = _Clock(Random(f"{seed} waits"))
         self._costs_of = cache(partial(costs_at, served.costs))
+        # What was met with batches of so many requests on average had smaller and larger ones, too.
+        self._usual_requests = 1.0
         self._costs = self._costs_of(1)
-        self._made, self._left, self._requests, self._contents = 0, 0, requests, contents
-        self._first = first
+        self._made = self._left = self._refused = 0
+        self._requests, self._contents, self._first = requests, contents, first
         self._due_ns: list[int] = []
         self._numbers: list[int] = []
         # When whoever sends has time again.
@@ -295,7 +298,6 @@ class _World:
         )
         self._latencies_ns: list[int] = []
         self._answered_ns: list[int] = []
-        self._refused = 0
         self._batches: Counter[int] = Counter()
 
     async def run(self) -> Simulated:
@@ -333,7 +335,8 @@ class _World:
             self._batches[report.rows] += 1
 
     def _on_begin(self, requests: int) -> Costs:
-        self._costs = self._costs_of(requests)
+        self._usual_requests += _USUAL_WEIGHT * (requests - self._usual_requests)
+        self._costs = self._costs_of(round(self._usual_requests, 1))
         return self._costs
 
     def _executed_ns(self) -> int:

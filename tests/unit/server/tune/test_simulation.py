@@ -42,6 +42,18 @@ async def test_requests_that_come_one_by_one_miss_the_delay() -> None:
     assert found.rows_per_batch < 5
 
 
+async def test_costs_are_those_of_usual_batches() -> None:
+    # Eight requests, then one of another key: alone, that would cost 40 ms, but batches usually have more.
+    at_ns = tuple(turn * 200 * MS + late * MS for turn in range(100) for late in (*[0] * 8, 100))
+    load = Open(Recorded(at_ns, (*[0] * 8, 1) * 100))
+    policy = BatchPolicy(max_batch_rows=8, max_queue_delay_ns=20 * MS)
+    costs = [Costs(loop_ns=40 * MS, requests=1), Costs(loop_ns=MS, requests=2)]
+    contents = [Contents(key="a"), Contents(key="b")]
+    found = await simulate(Served(policy, 1, lambda *_: 1_000, costs), load, requests=900, contents=contents)
+    assert found.rows_per_batch > 2
+    assert found.latencies.percentile_ns(90) < 30 * MS
+
+
 async def test_requests_of_other_keys_share_no_batch() -> None:
     contents = [Contents(2, "a", (), 10), Contents(2, "b", (), 100)]
     executed = await executions(BatchPolicy(max_batch_rows=16), 50, contents)
